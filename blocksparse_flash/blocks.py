@@ -1,0 +1,468 @@
+"""Which blocks does a mask have, and which token pairs in each: arithmetic on sorted lists of blocks and their bitmasks.
+
+Knows NumPy, keys, ids and bits. A block list is three arrays:
+    keys      int64 (nnz,), strictly ascending: (lead * n_rows + row) * n_cols + col, where lead = batch * heads + head
+    ids       int32 (nnz,): FULL, or which bitmask
+    bitmasks  uint32 (distinct, block_q, ceil(block_kv / 32)), key 0 in the lowest bit
+It is canonical when no stored block is empty, a block is FULL exactly when all its existing pairs attend (a ragged last
+block counts only the pairs inside the lengths), bits of pairs that do not exist are 0, no two bitmasks are equal, every
+bitmask is used, and bitmasks are numbered by first appearance. Equal masks then have equal lists.
+Must not know torch, devices, layouts, tiles or kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Size = tuple[int, int]
+
+FULL = -1
+# the look of a block in which nothing attends; never stored
+EMPTY = -2
+
+# every side of a block is a multiple of this, so bitmasks can be cut and joined in pieces of 16 bits
+SIDE_UNIT = 16
+
+# bytes of the largest temporary array of a step that could otherwise grow with (distinct bitmasks x pairs)
+_CHUNK_BYTES = 1 << 26
+
+
+class BlockList(NamedTuple):
+    keys: Array
+    ids: Array
+    bitmasks: Array
+
+
+# ---------------------------------------------------------------------------------------------------------------- sizes
+
+
+def grid(q_len: int, kv_len: int, block_size: Size) -> Size:
+    """(n_rows, n_cols): blocks down and across, a ragged last one counted."""
+    return -(-q_len // block_size[0]), -(-kv_len // block_size[1])
+
+
+def words_per_query(block_kv: int) -> int:
+    """32-bit words in one row of a bitmask."""
+    return -(-block_kv // 32)
+
+
+def no_bitmasks(block_size: Size) -> Array:
+    """Bitmasks of a list without partial blocks, (0, block_q, words)."""
+    return np.zeros((0, block_size[0], words_per_query(block_size[1])), np.uint32)
+
+
+def pack(bits: Array) -> Array:
+    """bool (..., block_q, block_kv) -> uint32 (..., block_q, ceil(block_kv / 32)), key 0 in the lowest bit."""
+    octets = np.packbits(bits, axis=-1, bitorder="little")
+    missing = -octets.shape[-1] % 4
+    if missing:
+        octets = np.concatenate([octets, np.zeros((*octets.shape[:-1], missing), np.uint8)], axis=-1)
+    return np.ascontiguousarray(octets).view(np.uint32)
+
+
+def unpack(words: Array, block_kv: int) -> Array:
+    """uint32 (..., block_q, words) -> bool (..., block_q, block_kv); the inverse of `pack`."""
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    return np.unpackbits(octets, axis=-1, count=block_kv, bitorder="little").view(np.bool_)
+
+
+def existing(q_len: int, kv_len: int, block_size: Size) -> Array:
+    """Bitmasks of the pairs inside the lengths, uint32 (4, block_q, words), by edge kind.
+
+    Edge kinds: 0 interior, 1 ragged last col, 2 ragged last row, 3 both. Kinds that do not occur equal the interior.
+    """
+    block_q, block_kv = block_size
+    bits = np.ones((4, block_q, block_kv), np.bool_)
+    bits[2:, (q_len % block_q or block_q) :] = False
+    bits[1::2, :, (kv_len % block_kv or block_kv) :] = False
+    return pack(bits)
+
+
+def edge_kinds(keys: Array, *, q_len: int, kv_len: int, block_size: Size) -> Array:
+    """Edge kind (see `existing`) of each block, int64 (nnz,). A last row or col that is not ragged is interior."""
+    n_rows, n_cols = grid(q_len, kv_len, block_size)
+    kinds = np.zeros(keys.shape, np.int64)
+    if kv_len % block_size[1]:
+        kinds += keys % n_cols == n_cols - 1
+    if q_len % block_size[0]:
+        kinds += 2 * (keys // n_cols % n_rows == n_rows - 1)
+    return kinds
+
+
+# ------------------------------------------------------------------------------------------------------------- equality
+
+
+def _mix(values: Array, seed: int) -> Array:
+    """A 64-bit hash of each element (splitmix64's finaliser), uint64; another seed gives an unrelated hash."""
+    mixed = values.astype(np.uint64)
+    mixed += np.uint64((0x9E3779B97F4A7C15 * (seed + 1)) & 0xFFFFFFFFFFFFFFFF)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def _chunks(count: int, bytes_each: int) -> Iterator[slice]:
+    """Slices that cover range(count), each of about _CHUNK_BYTES."""
+    step = max(1, _CHUNK_BYTES // max(1, bytes_each))
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _first_of(hashes: Array) -> Array:
+    """For each element the index of the first one with the same hash."""
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    return first[inverse]
+
+
+def _first_equal_bitmask(words: Array) -> Array:
+    """For each bitmask the index of the first one equal to it, int64. Found by hash, then verified bit by bit."""
+    table = np.ascontiguousarray(words).reshape(len(words), words[0].size if len(words) else 2).view(np.uint64)
+    for seed in itertools.count():
+        # multipliers by position, so that moved words change the sum
+        weights = _mix(np.arange(table.shape[1]), seed) | np.uint64(1)
+        hashes = np.empty(len(table), np.uint64)
+        for part in _chunks(len(table), 8 * table.shape[1]):
+            hashes[part] = (_mix(table[part], seed) * weights).sum(axis=1, dtype=np.uint64)
+        first = _first_of(hashes)
+        copies = np.flatnonzero(first != np.arange(len(first)))
+        parts = _chunks(len(copies), 8 * table.shape[1])
+        if all(np.array_equal(table[copies[part]], table[first[copies[part]]]) for part in parts):
+            return first
+    raise AssertionError
+
+
+def distinct(codes: Array, limit: int) -> tuple[Array, Array]:
+    """(values, inverse) of int64 codes in [0, limit): the distinct ones, ascending, and which of them each element is.
+
+    As np.unique, without sorting when the codes are dense enough to be counted.
+    """
+    if limit > 4 * len(codes) + 65536:
+        values, inverse = np.unique(codes, return_inverse=True)
+        return values, inverse.reshape(-1)
+    seen = np.zeros(limit, np.bool_)
+    seen[codes] = True
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[codes]
+
+
+def _renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
+    """Number bitmasks by first appearance and drop those which no block uses."""
+    partial = np.flatnonzero(ids >= 0)
+    first = np.full(len(bitmasks), len(ids))
+    # of repeated indices the last assignment stays: walk backwards to keep the first appearance
+    first[ids[partial[::-1]]] = partial[::-1]
+    used = np.flatnonzero(first < len(ids))
+    order = used[np.argsort(first[used], kind="stable")]
+    if len(order) == len(bitmasks) and np.array_equal(order, np.arange(len(order))):
+        return BlockList(keys, ids.astype(np.int32, copy=False), bitmasks)
+    number = np.empty(len(bitmasks), np.int32)
+    number[order] = np.arange(len(order), dtype=np.int32)
+    new_ids = np.full(len(ids), FULL, np.int32)
+    new_ids[partial] = number[ids[partial]]
+    return BlockList(keys, new_ids, bitmasks[order])
+
+
+def settle(keys: Array, looks: Array, words: Array, kinds: Array, there: Array) -> BlockList:
+    """The canonical list of blocks that look like one of `words`.
+
+    keys   int64 (n,), ascending
+    looks  (n,): index in words, FULL or EMPTY
+    words  uint32 (n_looks, block_q, words), without bits of pairs that do not exist
+    kinds  (n_looks,): edge kind of the blocks with that look
+    there  what `existing` gives
+    """
+    outcome = _first_equal_bitmask(words)
+    for kind in range(4):
+        of_kind = np.flatnonzero(kinds == kind)
+        for part in _chunks(len(of_kind), there[0].nbytes):
+            chosen = of_kind[part]
+            outcome[chosen[(words[chosen] == there[kind]).all(axis=(1, 2))]] = FULL
+    outcome[~words.any(axis=(1, 2))] = EMPTY
+    settled = np.where(looks >= 0, outcome[looks], looks) if len(words) else looks
+    stored = settled != EMPTY
+    if not stored.all():
+        keys, settled = keys[stored], settled[stored]
+    return _renumber(keys, settled, words)
+
+
+def canonical(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
+    """The canonical list of the same mask. keys must be ascending; bits beyond the lengths are dropped."""
+    there = existing(q_len, kv_len, block_size)
+    kinds = edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
+    codes = np.where(ids >= 0, 4 * ids.astype(np.int64) + kinds + 1, 0)
+    values, looks = distinct(codes, 4 * len(bitmasks) + 1)
+    # value 0 stands for FULL, when there is one
+    n_full = int(len(values) > 0 and values[0] == 0)
+    values = values[n_full:] - 1
+    words = bitmasks[values // 4] & there[values % 4]
+    return settle(keys, looks - n_full if n_full else looks, words, values % 4, there)
+
+
+# -------------------------------------------------------------------------------------------------------------- algebra
+
+
+def full_list(keys: Array, block_size: Size) -> BlockList:
+    """The list in which every block named by the ascending keys is full."""
+    return BlockList(keys, np.full(len(keys), FULL, np.int32), no_bitmasks(block_size))
+
+
+def broadcast(blocks: BlockList, old: Size, new: Size, n_blocks: int) -> BlockList:
+    """Repeat a list of (batch, heads) = old, axes of size 1 becoming those of new. n_blocks: n_rows * n_cols."""
+    if old == new or not n_blocks:
+        return blocks
+    leads = np.broadcast_to(np.arange(old[0] * old[1]).reshape(old), new).reshape(-1)
+    bounds = np.searchsorted(blocks.keys, np.arange(old[0] * old[1] + 1) * n_blocks)
+    counts = (bounds[1:] - bounds[:-1])[leads]
+    source = ranges(bounds[leads], counts)
+    keys = blocks.keys[source] + np.repeat((np.arange(len(leads)) - leads) * n_blocks, counts)
+    return _renumber(keys, blocks.ids[source], blocks.bitmasks)
+
+
+def ranges(starts: Array, counts: Array) -> Array:
+    """start, start + 1, ..., start + count - 1 of each range, one after another, int64."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+
+
+def _ids_at(blocks: BlockList, keys: Array) -> Array:
+    """The id of each named block in a list, EMPTY where it stores none, int64."""
+    if len(keys) == len(blocks.keys) and np.array_equal(keys, blocks.keys):
+        return blocks.ids.astype(np.int64)
+    found = np.full(len(keys), EMPTY, np.int64)
+    if not len(blocks.keys):
+        return found
+    where = np.minimum(np.searchsorted(blocks.keys, keys), len(blocks.keys) - 1)
+    hit = blocks.keys[where] == keys
+    found[hit] = blocks.ids[where[hit]]
+    return found
+
+
+def _words_of(ids: Array, kinds: Array, bitmasks: Array, there: Array) -> Array:
+    """The bitmask of each look, FULL and EMPTY included, uint32 (n, block_q, words)."""
+    words = np.zeros((len(ids), *there.shape[1:]), np.uint32)
+    is_full, is_partial = ids == FULL, ids >= 0
+    words[is_full] = there[kinds[is_full]]
+    words[is_partial] = bitmasks[ids[is_partial]]
+    return words
+
+
+def combine(
+    a: BlockList, b: BlockList, op: Literal["|", "&", "-"], *, q_len: int, kv_len: int, block_size: Size
+) -> BlockList:
+    """Pairs in a or b, in a and b, or in a and not in b. Bits are computed once per distinct (id in a, id in b, edge)."""
+    keys = a.keys
+    if op == "|":
+        keys = np.concatenate([a.keys, b.keys])
+        keys.sort(kind="stable")
+        keys = keys[np.append(True, keys[1:] != keys[:-1])] if len(keys) else keys
+    elif op == "&" and len(b.keys) < len(a.keys):
+        keys = b.keys
+    ids_a, ids_b = _ids_at(a, keys), _ids_at(b, keys)
+    kinds = edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
+    n_b = len(b.bitmasks) + 2
+    values, looks = distinct(((ids_a + 2) * n_b + ids_b + 2) * 4 + kinds, (len(a.bitmasks) + 2) * n_b * 4)
+    there = existing(q_len, kv_len, block_size)
+    kinds = values % 4
+    words = _words_of(values // 4 // n_b - 2, kinds, a.bitmasks, there)
+    others = _words_of(values // 4 % n_b - 2, kinds, b.bitmasks, there)
+    if op == "|":
+        words |= others
+    elif op == "&":
+        words &= others
+    else:
+        words &= ~others
+    return settle(keys, looks, words, kinds, there)
+
+
+def complement(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_size: Size) -> BlockList:
+    """The existing pairs that are not in the list. O(leads * n_rows * n_cols), which is the size of the answer."""
+    n_rows, n_cols = grid(q_len, kv_len, block_size)
+    stays = np.ones(leads * n_rows * n_cols, np.bool_)
+    is_full = blocks.ids == FULL
+    stays[blocks.keys[is_full]] = False
+    keys = np.flatnonzero(stays)
+    partial = BlockList(blocks.keys[~is_full], blocks.ids[~is_full], blocks.bitmasks)
+    there = existing(q_len, kv_len, block_size)
+    kinds = edge_kinds(partial.keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
+    values, inverse = distinct(partial.ids.astype(np.int64) * 4 + kinds, 4 * len(blocks.bitmasks))
+    words = there[values % 4] & ~blocks.bitmasks[values // 4]
+    looks = np.full(len(keys), FULL, np.int64)
+    looks[np.searchsorted(keys, partial.keys)] = inverse
+    return settle(keys, looks, words, values % 4, there)
+
+
+def transpose(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
+    """The list with queries and keys exchanged, of lengths (kv_len, q_len) and block size (block_kv, block_q)."""
+    n_rows, n_cols = grid(q_len, kv_len, block_size)
+    rows = keys // max(n_cols, 1)
+    leads = rows // max(n_rows, 1)
+    turned = (leads * n_cols + keys % max(n_cols, 1)) * n_rows + rows % max(n_rows, 1)
+    order = np.argsort(turned, kind="stable")
+    words = np.empty((len(bitmasks), block_size[1], words_per_query(block_size[0])), np.uint32)
+    for part in _chunks(len(bitmasks), block_size[0] * block_size[1]):
+        words[part] = pack(unpack(bitmasks[part], block_size[1]).swapaxes(1, 2))
+    return _renumber(turned[order], ids[order], words)
+
+
+# -------------------------------------------------------------------------------------------------------------- regroup
+
+
+def _first_equal_tile(codes: Array, starts: Array, counts: Array, kinds: Array) -> Array:
+    """For each tile the first one with the same pieces and edge kind; codes (pieces,) lie tile after tile."""
+    for seed in itertools.count():
+        hashes = np.add.reduceat(_mix(codes, seed), starts) + _mix(kinds, seed + 1)
+        first = _first_of(hashes)
+        if np.array_equal(counts[first], counts) and np.array_equal(kinds[first], kinds):
+            twins = np.arange(len(codes)) + np.repeat(starts[first] - starts, counts)
+            if np.array_equal(codes[twins], codes):
+                return first
+    raise AssertionError
+
+
+def _pieces(rows: Array, old: int, new: int, length: int) -> tuple[Array, Array]:
+    """The first tile which each block meets along one axis, and how many it meets."""
+    first = rows * old // new
+    return first, (np.minimum((rows + 1) * old, length) - 1) // new - first + 1
+
+
+def regroup(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, old: Size, new: Size) -> BlockList:
+    """The same mask in blocks of another size, exact for any two sizes; canonical if the list is.
+
+    Every block is cut along the borders of the new blocks (called tiles here). Tiles made of equal pieces at equal
+    places look the same, so bitmasks are built once for each distinct set of pieces: time O(nnz log nnz), and bits only
+    for what differs.
+    """
+    if old == new or not len(keys):
+        return BlockList(keys, ids, bitmasks) if old == new else full_list(keys, new)
+    n_rows, n_cols = grid(q_len, kv_len, old)
+    n_tile_rows, n_tile_cols = grid(q_len, kv_len, new)
+    rows, cols, leads = keys // n_cols % n_rows, keys % n_cols, keys // (n_rows * n_cols)
+    tile_rows, n_down = _pieces(rows, old[0], new[0], q_len)
+    tile_cols, n_across = _pieces(cols, old[1], new[1], kv_len)
+    if (n_down > 1).any() or (n_across > 1).any():
+        n_pieces = n_down * n_across
+        source = np.repeat(np.arange(len(keys)), n_pieces)
+        piece = ranges(np.zeros(len(keys), np.int64), n_pieces)
+        rows, cols, leads, ids, n_across = rows[source], cols[source], leads[source], ids[source], n_across[source]
+        tile_rows, tile_cols = tile_rows[source] + piece // n_across, tile_cols[source] + piece % n_across
+    tile_keys = (leads * n_tile_rows + tile_rows) * n_tile_cols + tile_cols
+    # where a block lies relative to its tile, in units of 16 tokens: -old < place < new
+    down = (rows * old[0] - tile_rows * new[0]) // SIDE_UNIT
+    across = (cols * old[1] - tile_cols * new[1]) // SIDE_UNIT
+    n_places = (old[0] + new[0]) // SIDE_UNIT, (old[1] + new[1]) // SIDE_UNIT
+    places = (down + old[0] // SIDE_UNIT) * n_places[1] + across + old[1] // SIDE_UNIT
+    n_all_places = n_places[0] * n_places[1]
+    codes = (ids.astype(np.int64) + 1) * n_all_places + places
+
+    if (tile_keys[1:] < tile_keys[:-1]).any():
+        order = np.argsort(tile_keys, kind="stable")
+        tile_keys, codes = tile_keys[order], codes[order]
+    starts = np.flatnonzero(np.append(True, tile_keys[1:] != tile_keys[:-1]))
+    counts = np.diff(np.append(starts, len(codes)))
+    tile_keys = tile_keys[starts]
+    kinds = edge_kinds(tile_keys, q_len=q_len, kv_len=kv_len, block_size=new)
+    first, looks = distinct(_first_equal_tile(codes, starts, counts, kinds), len(starts))
+
+    there = existing(q_len, kv_len, new)
+    words = _join(codes[ranges(starts[first], counts[first])], counts[first], bitmasks, n_places[1], old, new)
+    words &= there[kinds[first]]
+    return settle(tile_keys, looks, words, kinds[first], there)
+
+
+def _join(codes: Array, counts: Array, bitmasks: Array, n_across: int, old: Size, new: Size) -> Array:
+    """Bitmasks of tiles, uint32 (len(counts), new block_q, words), from the codes of their pieces, tile after tile."""
+    n_all_places = n_across * ((old[0] + new[0]) // SIDE_UNIT)
+    tiles = np.repeat(np.arange(len(counts)), counts)
+    ones = np.full((1, *bitmasks.shape[1:]), 0xFFFFFFFF, np.uint32)
+    # row 0 is a full block: codes hold id + 1
+    source = np.concatenate([ones, bitmasks]).view(np.uint16)
+    joined = np.zeros((len(counts), new[0], words_per_query(new[1])), np.uint32)
+    target = joined.view(np.uint16)
+    places, which = distinct(codes % n_all_places, n_all_places)
+    # pieces at one place are copied together: the loop is over places, at most (32 x 32), not over blocks
+    order = np.argsort(which, kind="stable")
+    bounds = np.searchsorted(which[order], np.arange(len(places) + 1))
+    for place, begin, end in zip(places.tolist(), bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        pieces = order[begin:end]
+        down = place // n_across * SIDE_UNIT - old[0]
+        # in units of 16 keys, which is one uint16
+        across = place % n_across - old[1] // SIDE_UNIT
+        q_begin, q_end = max(0, down), min(new[0], down + old[0])
+        kv_begin, kv_end = max(0, across), min(new[1] // SIDE_UNIT, across + old[1] // SIDE_UNIT)
+        block = source[
+            codes[pieces] // n_all_places, q_begin - down : q_end - down, kv_begin - across : kv_end - across
+        ]
+        target[tiles[pieces], q_begin:q_end, kv_begin:kv_end] = block
+    return joined
+
+
+# ---------------------------------------------------------------------------------------------------------------- dense
+
+
+def from_mask(mask: Array, block_size: Size) -> BlockList:
+    """The canonical list of a bool mask (leads, q_len, kv_len). Time and memory O(mask)."""
+    leads, q_len, kv_len = mask.shape
+    block_q, block_kv = block_size
+    n_rows, n_cols = grid(q_len, kv_len, block_size)
+    there = existing(q_len, kv_len, block_size)
+    all_keys, all_looks, all_words = [], [], []
+    n_words = 0
+    # a chunk is a whole number of leads, or of block rows of one lead
+    rows_at_once = max(1, min(n_rows, _CHUNK_BYTES // max(1, n_cols * block_q * block_kv)))
+    leads_at_once = (
+        max(1, _CHUNK_BYTES // max(1, n_rows * n_cols * block_q * block_kv)) if rows_at_once == n_rows else 1
+    )
+    for lead, row in itertools.product(range(0, leads, leads_at_once), range(0, n_rows, rows_at_once)):
+        part = mask[lead : lead + leads_at_once, row * block_q : (row + rows_at_once) * block_q]
+        rows_here = -(-part.shape[1] // block_q)
+        padded = np.zeros((part.shape[0], rows_here * block_q, n_cols * block_kv), np.bool_)
+        padded[:, : part.shape[1], :kv_len] = part
+        # [leads, rows, cols, block_q, words]
+        words = pack(padded.reshape(part.shape[0], rows_here, block_q, n_cols, block_kv).swapaxes(2, 3))
+        words = words.reshape(-1, *words.shape[3:])
+        keys = (lead * n_rows + row) * n_cols + np.arange(len(words))
+        stored = words.any(axis=(1, 2))
+        keys, words = keys[stored], words[stored]
+        full = np.empty(len(keys), np.bool_)
+        kinds = edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
+        for kind in range(4):
+            of_kind = kinds == kind
+            full[of_kind] = (words[of_kind] == there[kind]).all(axis=(1, 2))
+        looks = np.full(len(keys), FULL, np.int64)
+        looks[~full] = n_words + np.arange(len(keys) - int(full.sum()))
+        n_words += len(keys) - int(full.sum())
+        all_keys.append(keys)
+        all_looks.append(looks)
+        all_words.append(words[~full])
+    if not all_keys:
+        return full_list(np.zeros(0, np.int64), block_size)
+    words = np.concatenate(all_words)
+    looks = np.concatenate(all_looks)
+    first = _first_equal_bitmask(words)
+    is_partial = looks >= 0
+    looks[is_partial] = first[looks[is_partial]]
+    return _renumber(np.concatenate(all_keys), looks, words)
+
+
+def to_mask(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_size: Size) -> Array:
+    """The bool mask (leads, q_len, kv_len) of a list; the inverse of `from_mask`."""
+    block_q, block_kv = block_size
+    n_rows, n_cols = grid(q_len, kv_len, block_size)
+    padded = np.zeros((leads, n_rows, block_q, n_cols, block_kv), np.bool_)
+    lead, row, col = np.unravel_index(blocks.keys, (leads, n_rows, n_cols)) if len(blocks.keys) else ([], [], [])
+    is_full = blocks.ids == FULL
+    if is_full.any():
+        padded[lead[is_full], row[is_full], :, col[is_full]] = True
+    partial = np.flatnonzero(~is_full)
+    for part in _chunks(len(partial), block_q * block_kv):
+        chosen = partial[part]
+        padded[lead[chosen], row[chosen], :, col[chosen]] = unpack(blocks.bitmasks[blocks.ids[chosen]], block_kv)
+    dense = padded.reshape(leads, n_rows * block_q, n_cols * block_kv)
+    return np.ascontiguousarray(dense[:, :q_len, :kv_len])
