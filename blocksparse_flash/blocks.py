@@ -169,13 +169,11 @@ def _renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
     return BlockList(keys, new_ids, bitmasks[order])
 
 
-def settle(keys: Array, looks: Array, words: Array, kinds: Array, there: Array) -> BlockList:
-    """The canonical list of blocks that look like one of `words`.
+def classify(words: Array, kinds: Array, there: Array) -> tuple[Array, Array]:
+    """(outcome, kept): what each bitmask is. outcome: EMPTY, FULL, or index in kept, whose bitmasks are distinct.
 
-    keys   int64 (n,), ascending
-    looks  (n,): index in words, FULL or EMPTY
-    words  uint32 (n_looks, block_q, words), without bits of pairs that do not exist
-    kinds  (n_looks,): edge kind of the blocks with that look
+    words  uint32 (n, block_q, words), without bits of pairs that do not exist
+    kinds  (n,): edge kind of the blocks that look so
     there  what `existing` gives
     """
     outcome = _first_equal_bitmask(words)
@@ -185,11 +183,60 @@ def settle(keys: Array, looks: Array, words: Array, kinds: Array, there: Array) 
             chosen = of_kind[part]
             outcome[chosen[(words[chosen] == there[kind]).all(axis=(1, 2))]] = FULL
     outcome[~words.any(axis=(1, 2))] = EMPTY
-    settled = np.where(looks >= 0, outcome[looks], looks) if len(words) else looks
-    stored = settled != EMPTY
+    is_partial = outcome >= 0
+    used, number = distinct(outcome[is_partial], len(words))
+    outcome[is_partial] = number
+    return outcome, words[used]
+
+
+def _follow(looks: Array, outcome: Array) -> Array:
+    """outcome[look] of each look that is an index; FULL and EMPTY stay."""
+    followed = looks.copy()
+    is_partial = looks >= 0
+    followed[is_partial] = outcome[looks[is_partial]]
+    return followed
+
+
+def settle(keys: Array, looks: Array, words: Array, kinds: Array, there: Array) -> BlockList:
+    """The canonical list of blocks that look like one of `words`; looks (nnz,): index in words, FULL or EMPTY.
+
+    The keys are ascending; words, kinds, there as in `classify`.
+    """
+    outcome, words = classify(words, kinds, there)
+    looks = _follow(looks, outcome)
+    stored = looks != EMPTY
     if not stored.all():
-        keys, settled = keys[stored], settled[stored]
-    return _renumber(keys, settled, words)
+        keys, looks = keys[stored], looks[stored]
+    return _renumber(keys, looks, words)
+
+
+class Gathering:
+    """Collects classified blocks chunk by chunk, so that no more than a chunk of unclassified bitmasks is held."""
+
+    def __init__(self, there: Array) -> None:
+        self._there = there
+        self._looks: list[Array] = []
+        self._words: list[Array] = [there[:0]]
+        self._n_words = 0
+
+    def add(self, words: Array, kinds: Array) -> None:
+        looks, kept = classify(words, kinds, self._there)
+        self._looks.append(np.where(looks >= 0, looks + self._n_words, looks))
+        self._words.append(kept)
+        self._n_words += len(kept)
+
+    def looks(self) -> tuple[Array, Array]:
+        """(looks, words): index in words, FULL or EMPTY of every bitmask added, in order; the words are distinct."""
+        words = np.concatenate(self._words)
+        looks = np.concatenate([*self._looks, np.zeros(0, np.int64)])
+        used, number = distinct(_first_equal_bitmask(words), len(words))
+        return _follow(looks, number), words[used]
+
+
+def gathered(keys: Array, looks: Array, words: Array) -> BlockList:
+    """The canonical list of blocks that look as a Gathering says."""
+    stored = looks != EMPTY
+    return _renumber(keys[stored], looks[stored], words)
 
 
 def canonical(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
@@ -411,9 +458,7 @@ def from_mask(mask: Array, block_size: Size) -> BlockList:
     leads, q_len, kv_len = mask.shape
     block_q, block_kv = block_size
     n_rows, n_cols = grid(q_len, kv_len, block_size)
-    there = existing(q_len, kv_len, block_size)
-    all_keys, all_looks, all_words = [], [], []
-    n_words = 0
+    gathering = Gathering(existing(q_len, kv_len, block_size))
     # a chunk is a whole number of leads, or of block rows of one lead
     rows_at_once = max(1, min(n_rows, _CHUNK_BYTES // max(1, n_cols * block_q * block_kv)))
     leads_at_once = (
@@ -426,29 +471,10 @@ def from_mask(mask: Array, block_size: Size) -> BlockList:
         padded[:, : part.shape[1], :kv_len] = part
         # [leads, rows, cols, block_q, words]
         words = pack(padded.reshape(part.shape[0], rows_here, block_q, n_cols, block_kv).swapaxes(2, 3))
-        words = words.reshape(-1, *words.shape[3:])
+        words = words.reshape(part.shape[0] * rows_here * n_cols, *words.shape[3:])
         keys = (lead * n_rows + row) * n_cols + np.arange(len(words))
-        stored = words.any(axis=(1, 2))
-        keys, words = keys[stored], words[stored]
-        full = np.empty(len(keys), np.bool_)
-        kinds = edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
-        for kind in range(4):
-            of_kind = kinds == kind
-            full[of_kind] = (words[of_kind] == there[kind]).all(axis=(1, 2))
-        looks = np.full(len(keys), FULL, np.int64)
-        looks[~full] = n_words + np.arange(len(keys) - int(full.sum()))
-        n_words += len(keys) - int(full.sum())
-        all_keys.append(keys)
-        all_looks.append(looks)
-        all_words.append(words[~full])
-    if not all_keys:
-        return full_list(np.zeros(0, np.int64), block_size)
-    words = np.concatenate(all_words)
-    looks = np.concatenate(all_looks)
-    first = _first_equal_bitmask(words)
-    is_partial = looks >= 0
-    looks[is_partial] = first[looks[is_partial]]
-    return _renumber(np.concatenate(all_keys), looks, words)
+        gathering.add(words, edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size))
+    return gathered(np.arange(leads * n_rows * n_cols), *gathering.looks())
 
 
 def to_mask(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_size: Size) -> Array:
