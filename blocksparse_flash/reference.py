@@ -1,0 +1,106 @@
+"""What does attention mean?
+
+Knows the contract in plain PyTorch, in O(q_len * kv_len) memory, on any device, differentiable by autograd; every backend is
+held to it. Must not know layouts (it receives a dense mask), tiles or kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+from . import philox
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    kv_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T restricted to the attending pairs) v, and the log-sum-exp of those scores.
+
+    q          (batch, heads, q_len, head_dim)
+    k          (batch, kv_heads, kv_len, head_dim); heads is a multiple of kv_heads, neighbouring query heads share one
+    v          (batch, kv_heads, kv_len, v_head_dim)
+    mask       bool, broadcasts to (batch, heads, q_len, kv_len); True attends, None is every pair
+    causal     keeps kv_pos <= q_pos + (kv_len - q_len), also where mask attends
+    scale      factor on the scores; None is head_dim ** -0.5
+    kv_lengths (batch,) keys at and beyond which do not exist; what they hold, even NaN, is not read
+    dropout_p  probability to drop an attention weight; the kept ones are divided by 1 - dropout_p, lse is unaffected
+    seed       int64, one element, on q's device; needed if dropout_p > 0
+    returns    out (batch, heads, q_len, v_head_dim) in q's dtype, and lse (batch, heads, q_len), natural logarithm, float32
+               (float64 for float64)
+
+    A row without keys gives out 0, lse -inf and gradients 0. Half types take scores and softmax in float32 and round the
+    weights to their own type before they meet v, as the kernels do.
+    """
+    # a caller's autocast would round the float32 scores of half types
+    with torch.autocast(device_type=q.device.type, enabled=False):
+        return _attention(q, k, v, mask, causal, scale, kv_lengths, dropout_p, seed)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    kv_lengths: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    if kv_lengths is not None:
+        # (batch, 1, kv_len, 1): zeros in place of keys and values that do not exist, which may be NaN
+        is_missing = rearrange(torch.arange(kv_len, device=q.device) >= kv_lengths[:, None], "b n -> b 1 n 1")
+        k, v = k.masked_fill(is_missing, 0), v.masked_fill(is_missing, 0)
+    group = heads // kv_heads if kv_heads else 1
+    k = repeat(k, "batch kv_heads n d -> batch (kv_heads group) n d", group=group)
+    v = repeat(v, "batch kv_heads n d -> batch (kv_heads group) n d", group=group)
+
+    attends = _attending_pairs(q, kv_len, mask, causal, kv_lengths)
+    score_dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(score_dtype) @ k.to(score_dtype).transpose(-1, -2) * scale).masked_fill(~attends, -torch.inf)
+
+    # a row without keys: a finite pivot and a total of 1 avoid -inf - (-inf) and 0 / 0, in the backward too
+    is_empty = ~attends.any(dim=-1, keepdim=True)
+    highest = scores.detach().amax(dim=-1, keepdim=True) if kv_len else scores.new_zeros(batch, heads, q_len, 1)
+    pivot = highest.masked_fill(is_empty, 0)
+    weights = torch.exp(scores - pivot)
+    total = weights.sum(dim=-1, keepdim=True).masked_fill(is_empty, 1)
+    lse = (pivot + torch.log(total)).masked_fill(is_empty, -torch.inf).squeeze(-1)
+
+    weights = weights / total
+    if dropout_p > 0:
+        weights = weights * _keep(seed, weights.shape, dropout_p) / (1 - dropout_p)
+    return weights.to(v.dtype) @ v, lse
+
+
+def _attending_pairs(q: Tensor, kv_len: int, mask: Tensor | None, causal: bool, kv_lengths: Tensor | None) -> Tensor:
+    """bool, broadcasts to (batch, heads, q_len, kv_len)."""
+    q_len = q.shape[-2]
+    q_pos, kv_pos = torch.arange(q_len, device=q.device)[:, None], torch.arange(kv_len, device=q.device)
+    attends = torch.ones(1, 1, q_len, kv_len, dtype=torch.bool, device=q.device)
+    if mask is not None:
+        attends = attends & mask
+    if causal:
+        attends = attends & (kv_pos <= q_pos + (kv_len - q_len))
+    if kv_lengths is not None:
+        attends = attends & rearrange(kv_pos < kv_lengths[:, None], "b n -> b 1 1 n")
+    return attends
+
+
+def _keep(seed: Tensor | None, shape: torch.Size, dropout_p: float) -> Tensor:
+    assert seed is not None, "dropout_p > 0 needs a seed"
+    batch, heads, q_len, kv_len = (torch.arange(size, device=seed.device) for size in shape)
+    return philox.keep_mask(seed, batch[:, None, None, None], heads[:, None, None], q_len[:, None], kv_len, dropout_p)

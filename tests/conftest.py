@@ -1,0 +1,46 @@
+"""What holds for every test? Poisoned memory, Triton's interpreter where no GPU is, hypothesis profiles, the device.
+
+Options: --hypothesis-profile=thorough (2000 examples), --zoo=full (every combination of test_zoo.py).
+"""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+# both are read when their libraries are imported or first used
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# a shared CI machine stops for seconds at times, so a deadline would only test the machine
+hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("thorough", max_examples=2000, deadline=None)
+hypothesis.settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--zoo", choices=("spread", "full"), default="spread", help="which combinations test_zoo.py runs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # poisoning needs the deterministic mode, which says so when an operator of PyTorch's own is not deterministic
+    config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """torch.empty is full of NaN (of the largest number for integers), so that reading unwritten memory shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda", 0) if HAS_CUDA else torch.device("cpu")
