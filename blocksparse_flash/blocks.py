@@ -214,13 +214,13 @@ class Gathering:
     """Collects classified blocks chunk by chunk, so that no more than a chunk of unclassified bitmasks is held."""
 
     def __init__(self, there: Array) -> None:
-        self._there = there
+        self.there = there
         self._looks: list[Array] = []
         self._words: list[Array] = [there[:0]]
         self._n_words = 0
 
     def add(self, words: Array, kinds: Array) -> None:
-        looks, kept = classify(words, kinds, self._there)
+        looks, kept = classify(words, kinds, self.there)
         self._looks.append(np.where(looks >= 0, looks + self._n_words, looks))
         self._words.append(kept)
         self._n_words += len(kept)
