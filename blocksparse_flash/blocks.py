@@ -1,4 +1,4 @@
-"""Which blocks does a mask have, and which token pairs in each: arithmetic on sorted lists of blocks and their bitmasks.
+"""Which blocks does a mask have, and which token pairs in each? Arithmetic on sorted lists of blocks and bitmasks.
 
 Knows NumPy, keys, ids and bits. A block list is three arrays:
     keys      int64 (nnz,), strictly ascending: (lead * n_rows + row) * n_cols + col, where lead = batch * heads + head
@@ -275,7 +275,8 @@ def broadcast(blocks: BlockList, old: Size, new: Size, n_blocks: int) -> BlockLi
 def ranges(starts: Array, counts: Array) -> Array:
     """start, start + 1, ..., start + count - 1 of each range, one after another, int64."""
     ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+    offsets: Array = np.arange(ends[-1] if len(ends) else 0)
+    return offsets + np.repeat(starts - (ends - counts), counts)
 
 
 def _ids_at(blocks: BlockList, keys: Array) -> Array:
@@ -303,7 +304,7 @@ def _words_of(ids: Array, kinds: Array, bitmasks: Array, there: Array) -> Array:
 def combine(
     a: BlockList, b: BlockList, op: Literal["|", "&", "-"], *, q_len: int, kv_len: int, block_size: Size
 ) -> BlockList:
-    """Pairs in a or b, in a and b, or in a and not in b. Bits are computed once per distinct (id in a, id in b, edge)."""
+    """Pairs in a or b, in a and b, or in a but not in b. Bits are computed once for each (id in a, id in b, edge)."""
     keys = a.keys
     if op == "|":
         keys = np.concatenate([a.keys, b.keys])
@@ -469,7 +470,7 @@ def from_mask(mask: Array, block_size: Size) -> BlockList:
         rows_here = -(-part.shape[1] // block_q)
         padded = np.zeros((part.shape[0], rows_here * block_q, n_cols * block_kv), np.bool_)
         padded[:, : part.shape[1], :kv_len] = part
-        # [leads, rows, cols, block_q, words]
+        # words are [leads, rows, cols, block_q, words of a query]
         words = pack(padded.reshape(part.shape[0], rows_here, block_q, n_cols, block_kv).swapaxes(2, 3))
         words = words.reshape(part.shape[0] * rows_here * n_cols, *words.shape[3:])
         keys = (lead * n_rows + row) * n_cols + np.arange(len(words))
@@ -482,7 +483,8 @@ def to_mask(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_siz
     block_q, block_kv = block_size
     n_rows, n_cols = grid(q_len, kv_len, block_size)
     padded = np.zeros((leads, n_rows, block_q, n_cols, block_kv), np.bool_)
-    lead, row, col = np.unravel_index(blocks.keys, (leads, n_rows, n_cols)) if len(blocks.keys) else ([], [], [])
+    row, col = blocks.keys // max(n_cols, 1), blocks.keys % max(n_cols, 1)
+    lead, row = row // max(n_rows, 1), row % max(n_rows, 1)
     is_full = blocks.ids == FULL
     if is_full.any():
         padded[lead[is_full], row[is_full], :, col[is_full]] = True

@@ -9,91 +9,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from . import blocks
+from . import arguments, blocks
+from .arguments import TENSORS
 from .blocks import FULL, Array, BlockList, Size
 from .plan import Plan, build_plan
 from .predicate import Looks, Predicate, evaluate
 
-_TENSORS = ("indptr", "indices", "bitmask_ids", "bitmasks")
 _NUMBERS = ("q_len", "kv_len", "block_size")
 
 # characters across and down in the picture that repr draws
 _DRAWN = 32
-
-
-def _integer(value: object, name: str) -> int:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    return int(value)
-
-
-def _length(value: object, name: str) -> int:
-    length = _integer(value, name)
-    if not 0 <= length < 2**31:
-        raise ValueError(f"{name} must be in 0 .. 2**31 - 1 tokens, got {length}")
-    return length
-
-
-def _axis(value: object, name: str) -> int:
-    size = 1 if value is None else _integer(value, name)
-    if size < 1:
-        raise ValueError(f"{name} must be at least 1, or None for one layout shared by all, got {size}")
-    return size
-
-
-def _sides(block_size: object) -> Size:
-    sides = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(sides) != 2:
-        raise ValueError(f"block_size must be an int or (block_q, block_kv), got {block_size!r}")
-    block_q, block_kv = (_integer(side, "block_size") for side in sides)
-    for side in (block_q, block_kv):
-        if not 16 <= side <= 256 or side % 16:
-            raise ValueError(f"block_size must be a multiple of 16 from 16 to 256 on each side, got {block_size!r}")
-    return block_q, block_kv
-
-
-def _integers(values: object, name: str) -> Array:
-    """int64 (n,) copy of a tensor, an array or a list of integers."""
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    if not array.size and not isinstance(values, (torch.Tensor, np.ndarray)):
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers, got {array.dtype}")
-    if array.ndim != 1:
-        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
-    return array.astype(np.int64)
-
-
-def _check_range(values: Array, limit: int, name: str, limit_name: str) -> None:
-    outside = (values < 0) | (values >= limit)
-    if outside.any():
-        where = int(outside.argmax())
-        raise ValueError(f"{name} must be in 0 .. {limit_name} - 1 = {limit - 1}, got {values[where]} at {where}")
-
-
-def _bools(mask: object, name: str) -> Array:
-    """The bool array of a tensor or an array with 2 to 4 axes, as (batch, heads, ., .)."""
-    if not isinstance(mask, (torch.Tensor, np.ndarray)):
-        raise TypeError(f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(mask).__name__}")
-    if mask.dtype not in (torch.bool, np.bool_):
-        raise ValueError(f"{name} must be bool, True where a query attends to a key, got {mask.dtype}")
-    if not 2 <= mask.ndim <= 4:
-        raise ValueError(f"{name} must have 2, 3 (heads first) or 4 (batch, heads first) axes, got {tuple(mask.shape)}")
-    array = mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else mask
-    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-    if 0 in array.shape[:2]:
-        raise ValueError(f"{name} must have at least one batch and one head, got shape {tuple(mask.shape)}")
-    return array
-
-
-def _check_nnz(nnz: int) -> None:
-    if nnz >= 2**31:
-        raise ValueError(f"nnz must be below 2**31, but this layout would store {nnz} blocks: use a larger block_size")
 
 
 def _check_same(a: BlockLayout, b: BlockLayout, name: str) -> None:
@@ -102,13 +32,6 @@ def _check_same(a: BlockLayout, b: BlockLayout, name: str) -> None:
         raise ValueError(f"{name}: lengths must be equal, got {a.q_len} x {a.kv_len} and {b.q_len} x {b.kv_len}")
     if a.block_size != b.block_size:
         raise ValueError(f"{name}: block_size must be equal, got {a.block_size} and {b.block_size}")
-
-
-def _joint(a: Size, b: Size, name: str) -> Size:
-    """(batch, heads) of two layouts together, axes of size 1 broadcast."""
-    if any(x != y and 1 not in (x, y) for x, y in zip(a, b, strict=True)):
-        raise ValueError(f"{name}: batch and heads must be equal or 1, got (batch, heads) {a} and {b}")
-    return max(a[0], b[0]), max(a[1], b[1])
 
 
 def _resolved(device: torch.device | str | int) -> torch.device:
@@ -146,6 +69,9 @@ class BlockLayout:
     q_len: int
     kv_len: int
     block_size: Size
+    if TYPE_CHECKING:
+        # plans by (device, causal), and the hash; not part of the value, so not a field
+        _cache: dict[str, Any]
 
     def __init__(
         self,
@@ -158,9 +84,13 @@ class BlockLayout:
         kv_len: int,
         block_size: int | Size,
     ) -> None:
-        q_len, kv_len, sides = _length(q_len, "q_len"), _length(kv_len, "kv_len"), _sides(block_size)
+        q_len, kv_len, sides = (
+            arguments.length(q_len, "q_len"),
+            arguments.length(kv_len, "kv_len"),
+            arguments.sides(block_size),
+        )
         tensors = (indptr, indices, bitmask_ids, bitmasks)
-        _check_tensors(tensors, blocks.grid(q_len, kv_len, sides), sides)
+        arguments.check_tensors(tensors, blocks.grid(q_len, kv_len, sides), sides)
         found = blocks.canonical(
             *_block_list(tensors, blocks.grid(q_len, kv_len, sides)), q_len=q_len, kv_len=kv_len, block_size=sides
         )
@@ -176,11 +106,10 @@ class BlockLayout:
         mask     (q_len, kv_len), (heads, q_len, kv_len) or (batch, heads, q_len, kv_len)
         returns  BlockLayout of shape (batch | 1, heads | 1, q_len, kv_len)
         """
-        array, sides = _bools(mask, "mask"), _sides(block_size)
+        array, sides = arguments.bools(mask, "mask"), arguments.sides(block_size)
         batch, heads, q_len, kv_len = array.shape
-        n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
         found = blocks.from_mask(array.reshape(batch * heads, q_len, kv_len), sides)
-        return cls._from_block_list(found, batch, heads, q_len, kv_len, sides)
+        return cls._from_block_list(found, (batch, heads), q_len, kv_len, sides)
 
     @classmethod
     def from_predicate(
@@ -200,23 +129,27 @@ class BlockLayout:
         fn       fn(q_pos, kv_pos) -> bool tensor; int64 tensors that broadcast. With heads or batch given,
                  fn(batch, head, q_pos, kv_pos). Called with some 4 M pairs at a time
         within   equals from_predicate(fn) & within, but only the blocks of `within` are evaluated: O(nnz) at any length
-        looks    looks(row, col) -> int64 arrays of the same shape: a promise that blocks with equal numbers look the same
-                 under fn (but for the ragged edges), so that only one of them is evaluated
+        looks    looks(row, col) -> int64, arrays of the same shape: a promise that blocks with equal numbers look the
+                 same under fn (but for the ragged edges), so that only one of them is evaluated
         heads, batch  None: one layout shared by all
 
         >>> window = lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 64
         >>> BlockLayout.from_predicate(window, 256, 256, block_size=64).density
         0.625
         """
-        q_len, kv_len, sides = _length(q_len, "q_len"), _length(kv_len, "kv_len"), _sides(block_size)
-        axes = _axis(batch, "batch"), _axis(heads, "heads")
+        q_len, kv_len, sides = (
+            arguments.length(q_len, "q_len"),
+            arguments.length(kv_len, "kv_len"),
+            arguments.sides(block_size),
+        )
+        axes = arguments.axis(batch, "batch"), arguments.axis(heads, "heads")
         if not callable(fn):
             raise TypeError(f"fn must be a function of positions, got {type(fn).__name__}")
         if looks is not None and not callable(looks):
             raise TypeError(f"looks must be a function of rows and cols, got {type(looks).__name__}")
         n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
         if within is None:
-            _check_nnz(axes[0] * axes[1] * n_rows * n_cols)
+            arguments.check_nnz(axes[0] * axes[1] * n_rows * n_cols)
             keys = np.arange(axes[0] * axes[1] * n_rows * n_cols)
         else:
             if not isinstance(within, BlockLayout):
@@ -226,13 +159,13 @@ class BlockLayout:
                     f"within must describe {q_len} x {kv_len} tokens in blocks of {sides}, "
                     f"got {within.q_len} x {within.kv_len} in blocks of {within.block_size}"
                 )
-            _joint(axes, within.shape[:2], "within")
+            arguments.joint(axes, within.shape[:2], "within")
             keys = _keys_for(within._block_list().keys, within.shape[:2], axes, n_rows * n_cols)
         by_head = heads is not None or batch is not None
         found = evaluate(
             fn, keys, heads=axes[1], by_head=by_head, looks=looks, q_len=q_len, kv_len=kv_len, block_size=sides
         )
-        layout = cls._from_block_list(found, *axes, q_len, kv_len, sides, device=within.device if within else "cpu")
+        layout = cls._from_block_list(found, axes, q_len, kv_len, sides, device=within.device if within else "cpu")
         return layout if within is None else layout & within
 
     @classmethod
@@ -250,20 +183,24 @@ class BlockLayout:
         >>> BlockLayout.from_blocks([0, 1, 1], [0, 0, 1], 256, 256, block_size=128).nnz
         3
         """
-        q_len, kv_len, sides = _length(q_len, "q_len"), _length(kv_len, "kv_len"), _sides(block_size)
+        q_len, kv_len, sides = (
+            arguments.length(q_len, "q_len"),
+            arguments.length(kv_len, "kv_len"),
+            arguments.sides(block_size),
+        )
         n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
-        row, col = _integers(rows, "rows"), _integers(cols, "cols")
+        row, col = arguments.integers(rows, "rows"), arguments.integers(cols, "cols")
         if len(row) != len(col):
             raise ValueError(f"rows and cols must have one entry for each block, got {len(row)} and {len(col)}")
-        _check_range(row, n_rows, "rows", "n_rows")
-        _check_range(col, n_cols, "cols", "n_cols")
+        arguments.check_range(row, n_rows, "rows", "n_rows")
+        arguments.check_range(col, n_cols, "cols", "n_cols")
         keys = row * n_cols + col
         keys.sort(kind="stable")
         twice = keys[1:] == keys[:-1]
         if twice.any():
-            row, col = divmod(int(keys[twice.argmax()]), n_cols)
-            raise ValueError(f"rows and cols must name every block once, but block ({row}, {col}) comes again")
-        return cls._from_block_list(blocks.full_list(keys, sides), 1, 1, q_len, kv_len, sides)
+            again = divmod(int(keys[twice.argmax()]), n_cols)
+            raise ValueError(f"rows and cols must name every block once, but block {again} comes again")
+        return cls._from_block_list(blocks.full_list(keys, sides), (1, 1), q_len, kv_len, sides)
 
     @classmethod
     def from_ranges(
@@ -280,31 +217,39 @@ class BlockLayout:
         >>> BlockLayout.from_ranges([0, 0], [1, 2], 256, 256, block_size=128).nnz
         3
         """
-        q_len, kv_len, sides = _length(q_len, "q_len"), _length(kv_len, "kv_len"), _sides(block_size)
+        q_len, kv_len, sides = (
+            arguments.length(q_len, "q_len"),
+            arguments.length(kv_len, "kv_len"),
+            arguments.sides(block_size),
+        )
         n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
-        begin, end = _integers(first, "first"), _integers(stop, "stop")
+        begin, end = arguments.integers(first, "first"), arguments.integers(stop, "stop")
         for values, name in ((begin, "first"), (end, "stop")):
             if len(values) != n_rows:
                 raise ValueError(f"{name} must have one entry for each of {n_rows} rows, got {len(values)}")
-            _check_range(values, n_cols + 1, name, "(n_cols + 1)")
+            arguments.check_range(values, n_cols + 1, name, "(n_cols + 1)")
         counts = np.maximum(end - begin, 0)
-        _check_nnz(int(counts.sum()))
+        arguments.check_nnz(int(counts.sum()))
         keys = blocks.ranges(np.arange(n_rows) * n_cols + begin, counts)
-        return cls._from_block_list(blocks.full_list(keys, sides), 1, 1, q_len, kv_len, sides)
+        return cls._from_block_list(blocks.full_list(keys, sides), (1, 1), q_len, kv_len, sides)
 
     @classmethod
     def from_block_mask(
         cls, mask: torch.Tensor | Array, q_len: int, kv_len: int, *, block_size: int | Size
     ) -> BlockLayout:
         """The layout whose full blocks are the True entries of mask, bool ([[batch,] heads,] n_rows, n_cols)."""
-        q_len, kv_len, sides = _length(q_len, "q_len"), _length(kv_len, "kv_len"), _sides(block_size)
-        array = _bools(mask, "mask")
+        q_len, kv_len, sides = (
+            arguments.length(q_len, "q_len"),
+            arguments.length(kv_len, "kv_len"),
+            arguments.sides(block_size),
+        )
+        array = arguments.bools(mask, "mask")
         if array.shape[2:] != blocks.grid(q_len, kv_len, sides):
             n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
             raise ValueError(f"mask must end in (n_rows, n_cols) = ({n_rows}, {n_cols}), got shape {tuple(mask.shape)}")
-        _check_nnz(np.count_nonzero(array))
+        arguments.check_nnz(int(np.count_nonzero(array)))
         keys = np.flatnonzero(array)
-        return cls._from_block_list(blocks.full_list(keys, sides), *array.shape[:2], q_len, kv_len, sides)
+        return cls._from_block_list(blocks.full_list(keys, sides), array.shape[:2], q_len, kv_len, sides)
 
     @classmethod
     def from_scipy(cls, matrix: Any, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
@@ -314,7 +259,11 @@ class BlockLayout:
         """
         import scipy.sparse
 
-        q_len, kv_len, sides = _length(q_len, "q_len"), _length(kv_len, "kv_len"), _sides(block_size)
+        q_len, kv_len, sides = (
+            arguments.length(q_len, "q_len"),
+            arguments.length(kv_len, "kv_len"),
+            arguments.sides(block_size),
+        )
         if not scipy.sparse.issparse(matrix):
             raise TypeError(f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}")
         n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
@@ -334,13 +283,13 @@ class BlockLayout:
         """The layout that gave this `state_dict`, checked as a direct call is."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be what state_dict() gave, got {type(state).__name__}")
-        expected = {*_TENSORS, *_NUMBERS}
+        expected = {*TENSORS, *_NUMBERS}
         if set(state) != expected:
             raise ValueError(
                 f"state must have the keys of state_dict(): missing {sorted(expected - set(state))}, "
                 f"unexpected {sorted(set(state) - expected, key=str)}"
             )
-        return cls(*(state[name] for name in _TENSORS), **{name: state[name] for name in _NUMBERS})
+        return cls(*(state[name] for name in TENSORS), **{name: state[name] for name in _NUMBERS})
 
     # -------------------------------------------------------------------------------------------------------- facts
 
@@ -386,7 +335,7 @@ class BlockLayout:
         """Queries and keys exchanged: shape (batch, heads, kv_len, q_len), block size (block_kv, block_q)."""
         found = blocks.transpose(*self._block_list(), **self._sizes())
         return self._from_block_list(
-            found, *self.shape[:2], self.kv_len, self.q_len, self.block_size[::-1], device=self.device
+            found, self.shape[:2], self.kv_len, self.q_len, self.block_size[::-1], device=self.device
         )
 
     def __or__(self, other: BlockLayout) -> BlockLayout:
@@ -401,7 +350,7 @@ class BlockLayout:
     def __invert__(self) -> BlockLayout:
         leads = self.shape[0] * self.shape[1]
         n_full = int((self._block_list().ids == FULL).sum())
-        _check_nnz(leads * self.n_rows * self.n_cols - n_full)
+        arguments.check_nnz(leads * self.n_rows * self.n_cols - n_full)
         found = blocks.complement(self._block_list(), leads=leads, **self._sizes())
         return self._like(found, self.shape[:2])
 
@@ -421,8 +370,8 @@ class BlockLayout:
             for array in self._block_list():
                 digest.update(np.ascontiguousarray(array).data)
             self._cache["hash"] = int.from_bytes(digest.digest(), "little")
-        # an int64, so that hash() returns it unchanged
-        return self._cache["hash"] >> 4
+        # 60 bits, which hash() returns unchanged
+        return int(self._cache["hash"]) >> 4
 
     # -------------------------------------------------------------------------------------------------- other forms
 
@@ -436,7 +385,7 @@ class BlockLayout:
         import scipy.sparse
 
         for value, size, name in ((batch, self.shape[0], "batch"), (head, self.shape[1], "head")):
-            if not 0 <= _integer(value, name) < size:
+            if not 0 <= arguments.integer(value, name) < size:
                 raise ValueError(f"{name} must be in 0 .. {size - 1}, the layout has shape {self.shape}, got {value}")
         indptr = self.indptr[batch, head].cpu().numpy()
         stored = slice(int(indptr[0]), int(indptr[-1]))
@@ -446,7 +395,7 @@ class BlockLayout:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers, which torch.load(weights_only=True) accepts."""
-        return {name: getattr(self, name).clone() for name in _TENSORS} | {
+        return {name: getattr(self, name).clone() for name in TENSORS} | {
             name: getattr(self, name) for name in _NUMBERS
         }
 
@@ -456,7 +405,7 @@ class BlockLayout:
         self.plan(device)
         if device == self.device:
             return self
-        moved = self._bare(*(getattr(self, name).to(device) for name in _TENSORS), *self._numbers())
+        moved = self._bare(*(getattr(self, name).to(device) for name in TENSORS), *self._numbers())
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
@@ -467,7 +416,7 @@ class BlockLayout:
         raises  ValueError while torch.compile traces, if it is not cached yet
         """
         device = _resolved(device)
-        plans = self._cache["plans"]
+        plans: dict[tuple[torch.device, bool], Plan] = self._cache["plans"]
         if (device, causal) not in plans:
             if torch.compiler.is_compiling():
                 raise ValueError(
@@ -482,12 +431,12 @@ class BlockLayout:
         return _picture(self)
 
     def __reduce__(self) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
-        return type(self)._bare, (*(getattr(self, name) for name in _TENSORS), *self._numbers())
+        return type(self)._bare, (*(getattr(self, name) for name in TENSORS), *self._numbers())
 
     # ------------------------------------------------------------------------------------------------------ private
 
     def _set(self, *fields: Any) -> None:
-        for name, value in zip((*_TENSORS, *_NUMBERS), fields, strict=True):
+        for name, value in zip((*TENSORS, *_NUMBERS), fields, strict=True):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_cache", {"plans": {}})
 
@@ -502,8 +451,7 @@ class BlockLayout:
     def _from_block_list(
         cls,
         found: BlockList,
-        batch: int,
-        heads: int,
+        axes: Size,
         q_len: int,
         kv_len: int,
         sides: Size,
@@ -511,11 +459,11 @@ class BlockLayout:
         device: torch.device | str = "cpu",
     ) -> BlockLayout:
         """The layout of a canonical block list, unchecked."""
-        _check_nnz(len(found.keys))
-        return cls._bare(*_tensors(found, (batch, heads), q_len, kv_len, sides, device), q_len, kv_len, sides)
+        arguments.check_nnz(len(found.keys))
+        return cls._bare(*_tensors(found, axes, q_len, kv_len, sides, device), q_len, kv_len, sides)
 
     def _like(self, found: BlockList, axes: Size) -> BlockLayout:
-        return self._from_block_list(found, *axes, *self._numbers(), device=self.device)
+        return self._from_block_list(found, axes, *self._numbers(), device=self.device)
 
     def _numbers(self) -> tuple[int, int, Size]:
         return self.q_len, self.kv_len, self.block_size
@@ -524,23 +472,25 @@ class BlockLayout:
         return dict(zip(_NUMBERS, self._numbers(), strict=True))
 
     def _block_list(self) -> BlockList:
-        return _block_list([getattr(self, name) for name in _TENSORS], (self.n_rows, self.n_cols))
+        return _block_list([getattr(self, name) for name in TENSORS], (self.n_rows, self.n_cols))
 
     def _with(self, other: BlockLayout, op: Literal["|", "&", "-"]) -> BlockLayout:
         if not isinstance(other, BlockLayout):
             return NotImplemented
         name = f"layout {op} other"
         _check_same(self, other, name)
-        axes = _joint(self.shape[:2], other.shape[:2], name)
+        axes = arguments.joint(self.shape[:2], other.shape[:2], name)
         if self.device != other.device:
             raise ValueError(
                 f"{name}: both must be on one device, got {self.device} and {other.device}: use .to(device)"
             )
-        lists = []
-        for layout in (self, other):
-            _check_nnz(layout.nnz * (axes[0] // layout.shape[0]) * (axes[1] // layout.shape[1]))
-            lists.append(blocks.broadcast(layout._block_list(), layout.shape[:2], axes, self.n_rows * self.n_cols))
-        return self._like(blocks.combine(*lists, op, **self._sizes()), axes)
+        ours, theirs = self._over(axes), other._over(axes)
+        return self._like(blocks.combine(ours, theirs, op, **self._sizes()), axes)
+
+    def _over(self, axes: Size) -> BlockList:
+        """The block list with axes of size 1 repeated."""
+        arguments.check_nnz(self.nnz * (axes[0] // self.shape[0]) * (axes[1] // self.shape[1]))
+        return blocks.broadcast(self._block_list(), self.shape[:2], axes, self.n_rows * self.n_cols)
 
     def _new_plan(self, device: torch.device, causal: bool) -> Plan:
         if causal:
@@ -575,7 +525,7 @@ def _tensors(
     # keys are ascending, so the offset of a row is where its first key would stand
     ends = np.searchsorted(found.keys, np.arange(1, axes[0] * axes[1] * n_rows + 1) * n_cols)
     indptr = np.zeros((axes[0] * axes[1], n_rows + 1), np.int32)
-    indptr[:, 1:] = ends.reshape(-1, n_rows)
+    indptr[:, 1:] = ends.reshape(len(indptr), n_rows)
     indptr[1:, 0] = indptr[:-1, -1]
     arrays = (
         indptr.reshape(*axes, n_rows + 1),
@@ -593,54 +543,6 @@ def _block_list(tensors: Any, grid: Size) -> BlockList:
     nnz = int(flat[-1, -1])
     rows = np.repeat(np.arange(flat.shape[0] * grid[0]), (flat[:, 1:] - flat[:, :-1]).reshape(-1))
     return BlockList(rows * grid[1] + indices[:nnz], ids[:nnz], bitmasks.view(np.uint32))
-
-
-def _check_tensors(tensors: tuple[torch.Tensor, ...], grid: Size, sides: Size) -> None:
-    """Refuse tensors that are not the fields of a layout with this grid of blocks."""
-    for name, tensor in zip(_TENSORS, tensors, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dtype != torch.int32:
-            raise ValueError(f"{name} must be int32, got {tensor.dtype}")
-        if tensor.device != tensors[0].device:
-            raise ValueError(f"{name} must be on indptr's device {tensors[0].device}, got {tensor.device}")
-    indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
-    n_rows, n_cols = grid
-    if indptr.ndim != 3 or indptr.shape[2] != n_rows + 1 or 0 in indptr.shape[:2]:
-        raise ValueError(f"indptr must have shape (batch, heads, n_rows + 1 = {n_rows + 1}), got {indptr.shape}")
-    if indices.ndim != 1:
-        raise ValueError(f"indices must have one axis, got shape {indices.shape}")
-    if ids.shape != indices.shape:
-        raise ValueError(f"bitmask_ids must have the shape of indices, {indices.shape}, got {ids.shape}")
-    words = blocks.words_per_query(sides[1])
-    if bitmasks.ndim != 3 or bitmasks.shape[1:] != (sides[0], words):
-        raise ValueError(f"bitmasks must have shape (distinct, {sides[0]}, {words}), got {bitmasks.shape}")
-
-    flat = indptr.reshape(-1, n_rows + 1).astype(np.int64)
-    if flat[0, 0] != 0 or (flat[1:, 0] != flat[:-1, -1]).any():
-        raise ValueError("indptr must start at 0, and each head where the one before it ends")
-    counts = flat[:, 1:] - flat[:, :-1]
-    if (counts < 0).any():
-        raise ValueError(
-            f"indptr must not descend, but row {int((counts < 0).any(axis=0).argmax())} ends before it begins"
-        )
-    if flat[-1, -1] != len(indices):
-        raise ValueError(f"indptr must end at the length of indices, {len(indices)}, got {flat[-1, -1]}")
-    _check_range(indices, n_cols, "indices", "n_cols")
-    rows = np.repeat(np.arange(counts.size), counts.reshape(-1))
-    falls = (rows[1:] == rows[:-1]) & (indices[1:] <= indices[:-1])
-    if falls.any():
-        where = int(falls.argmax())
-        raise ValueError(
-            f"indices must ascend in every row, without duplicates, got {indices[where]}, {indices[where + 1]} "
-            f"at {where} in row {rows[where] % n_rows}"
-        )
-    outside = (ids < FULL) | (ids >= len(bitmasks))
-    if outside.any():
-        raise ValueError(
-            f"bitmask_ids must be -1 (full) or name one of {len(bitmasks)} bitmasks, "
-            f"got {ids[outside.argmax()]} at {int(outside.argmax())}"
-        )
 
 
 def _keys_for(keys: Array, old: Size, new: Size, n_blocks: int) -> Array:
@@ -661,12 +563,10 @@ def _keys_for(keys: Array, old: Size, new: Size, n_blocks: int) -> Array:
 def _picture(layout: BlockLayout) -> str:
     """The sizes of a layout, and its first head drawn in text."""
     batch, heads = layout.shape[:2]
-    n_rows, n_cols = layout.n_rows, layout.n_cols
+    n_rows, n_cols, n_distinct = layout.n_rows, layout.n_cols, len(layout.bitmasks)
     lines = [
-        f"BlockLayout(q_len={layout.q_len}, kv_len={layout.kv_len}, block_size={layout.block_size}, "
-        f"batch={batch}, heads={heads})",
-        f"{n_rows} x {n_cols} blocks, nnz={layout.nnz}, density={layout.density:.4g}, "
-        f"{len(layout.bitmasks)} distinct bitmasks",
+        f"BlockLayout({layout.q_len} x {layout.kv_len} tokens, block_size={layout.block_size}, {batch=}, {heads=})",
+        f"{n_rows} x {n_cols} blocks, nnz={layout.nnz}, density={layout.density:.4g}, {n_distinct} distinct bitmasks",
     ]
     keys, ids, _ = layout._block_list()
     first = keys < n_rows * n_cols

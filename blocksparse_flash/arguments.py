@@ -1,0 +1,140 @@
+"""Is this argument what the description of a layout needs? Every check raises, naming the argument.
+
+Knows lengths, block sizes, tensors and arrays of integers and bools. Must not know BlockLayout or patterns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from . import blocks
+from .blocks import FULL, Array, Size
+
+# the tensors of a layout, in the order of its fields
+TENSORS = ("indptr", "indices", "bitmask_ids", "bitmasks")
+
+
+def integer(value: object, name: str) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    return int(value)
+
+
+def length(value: object, name: str) -> int:
+    length = integer(value, name)
+    if not 0 <= length < 2**31:
+        raise ValueError(f"{name} must be in 0 .. 2**31 - 1 tokens, got {length}")
+    return length
+
+
+def axis(value: object, name: str) -> int:
+    size = 1 if value is None else integer(value, name)
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1, or None for one layout shared by all, got {size}")
+    return size
+
+
+def sides(block_size: object) -> Size:
+    sides = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sides) != 2:
+        raise ValueError(f"block_size must be an int or (block_q, block_kv), got {block_size!r}")
+    block_q, block_kv = (integer(side, "block_size") for side in sides)
+    for side in (block_q, block_kv):
+        if not 16 <= side <= 256 or side % 16:
+            raise ValueError(f"block_size must be a multiple of 16 from 16 to 256 on each side, got {block_size!r}")
+    return block_q, block_kv
+
+
+def integers(values: object, name: str) -> Array:
+    """int64 (n,) copy of a tensor, an array or a list of integers."""
+    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if not array.size and not isinstance(values, (torch.Tensor, np.ndarray)):
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, got {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
+    return array.astype(np.int64)
+
+
+def check_range(values: Array, limit: int, name: str, limit_name: str) -> None:
+    outside = (values < 0) | (values >= limit)
+    if outside.any():
+        where = int(outside.argmax())
+        raise ValueError(f"{name} must be in 0 .. {limit_name} - 1 = {limit - 1}, got {values[where]} at {where}")
+
+
+def bools(mask: object, name: str) -> Array:
+    """The bool array of a tensor or an array with 2 to 4 axes, as (batch, heads, ., .)."""
+    if not isinstance(mask, (torch.Tensor, np.ndarray)):
+        raise TypeError(f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(mask).__name__}")
+    if mask.dtype not in (torch.bool, np.bool_):
+        raise ValueError(f"{name} must be bool, True where a query attends to a key, got {mask.dtype}")
+    if not 2 <= mask.ndim <= 4:
+        raise ValueError(f"{name} must have 2, 3 (heads first) or 4 (batch, heads first) axes, got shape {mask.shape}")
+    array = mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else mask
+    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    if 0 in array.shape[:2]:
+        raise ValueError(f"{name} must have at least one batch and one head, got shape {tuple(mask.shape)}")
+    return array
+
+
+def check_nnz(nnz: int) -> None:
+    if nnz >= 2**31:
+        raise ValueError(f"nnz must be below 2**31, but this layout would store {nnz} blocks: use a larger block_size")
+
+
+def joint(a: Size, b: Size, name: str) -> Size:
+    """(batch, heads) of two layouts together, axes of size 1 broadcast."""
+    if any(x != y and 1 not in (x, y) for x, y in zip(a, b, strict=True)):
+        raise ValueError(f"{name}: batch and heads must be equal or 1, got (batch, heads) {a} and {b}")
+    return max(a[0], b[0]), max(a[1], b[1])
+
+
+def check_tensors(tensors: tuple[torch.Tensor, ...], grid: Size, sides: Size) -> None:
+    """Refuse tensors that are not the fields of a layout with this grid of blocks."""
+    for name, tensor in zip(TENSORS, tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32, got {tensor.dtype}")
+        if tensor.device != tensors[0].device:
+            raise ValueError(f"{name} must be on indptr's device {tensors[0].device}, got {tensor.device}")
+    indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
+    n_rows, n_cols = grid
+    if indptr.ndim != 3 or indptr.shape[2] != n_rows + 1 or 0 in indptr.shape[:2]:
+        raise ValueError(f"indptr must have shape (batch, heads, n_rows + 1 = {n_rows + 1}), got {indptr.shape}")
+    if indices.ndim != 1:
+        raise ValueError(f"indices must have one axis, got shape {indices.shape}")
+    if ids.shape != indices.shape:
+        raise ValueError(f"bitmask_ids must have the shape of indices, {indices.shape}, got {ids.shape}")
+    words = blocks.words_per_query(sides[1])
+    if bitmasks.ndim != 3 or bitmasks.shape[1:] != (sides[0], words):
+        raise ValueError(f"bitmasks must have shape (distinct, {sides[0]}, {words}), got {bitmasks.shape}")
+
+    flat = indptr.reshape(-1, n_rows + 1).astype(np.int64)
+    if flat[0, 0] != 0 or (flat[1:, 0] != flat[:-1, -1]).any():
+        raise ValueError("indptr must start at 0, and each head where the one before it ends")
+    counts = flat[:, 1:] - flat[:, :-1]
+    if (counts < 0).any():
+        raise ValueError(
+            f"indptr must not descend, but row {int((counts < 0).any(axis=0).argmax())} ends before it begins"
+        )
+    if flat[-1, -1] != len(indices):
+        raise ValueError(f"indptr must end at the length of indices, {len(indices)}, got {flat[-1, -1]}")
+    check_range(indices, n_cols, "indices", "n_cols")
+    rows = np.repeat(np.arange(counts.size), counts.reshape(-1))
+    falls = (rows[1:] == rows[:-1]) & (indices[1:] <= indices[:-1])
+    if falls.any():
+        where = int(falls.argmax())
+        raise ValueError(
+            f"indices must ascend in every row, without duplicates, got {indices[where]}, {indices[where + 1]} "
+            f"at {where} in row {rows[where] % n_rows}"
+        )
+    outside = (ids < FULL) | (ids >= len(bitmasks))
+    if outside.any():
+        raise ValueError(
+            f"bitmask_ids must be -1 (full) or name one of {len(bitmasks)} bitmasks, "
+            f"got {ids[outside.argmax()]} at {int(outside.argmax())}"
+        )
