@@ -1,0 +1,127 @@
+"""What does a kernel walk? A layout regrouped to 128 x 128 tiles, in both directions, as plain int32 tensors.
+
+Knows: block lists (NumPy) and tensors. Does not know: BlockLayout, patterns, backends, head sizes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from . import blocks
+
+TILE = 128
+# int32 words of a record of row_items / col_items
+RECORD = 8
+
+
+class Plan(NamedTuple):
+    """Tiles of a layout, by rows (for the output and dq) and by columns (for dk and dv). All int32, on one device.
+
+    row_items    (batch | 1, heads | 1, tile rows, 8), one record a tile row, in launch order (longest row first):
+                 row, begin, n_partial, n_full, ids_begin, position, 0, n_long
+    row_indices  tile columns: entries begin .. begin + n_partial - 1 are the partial tiles of that row, the next n_full
+                 the full ones, both ascending
+    row_ids      bitmask of each partial tile, from ids_begin on
+    col_*        the same by tile columns (col_indices are tile rows)
+    words        (distinct, 128, 4): bit j of word w of row i is the pair (query i, key 32 w + j) of the tile
+
+    `position` of record i is where the record of row i stands, to find a given row. `n_long` (the same in every record) counts the records at the front whose work is over twice the mean: a launch takes
+    those of all heads first. A tile is full only if all of its 128 x 128 pairs exist and attend, so a kernel neither
+    masks nor bounds-checks it; tiles on a ragged edge are partial, with zeros past the end.
+    """
+
+    row_items: torch.Tensor
+    row_indices: torch.Tensor
+    row_ids: torch.Tensor
+    col_items: torch.Tensor
+    col_indices: torch.Tensor
+    col_ids: torch.Tensor
+    words: torch.Tensor
+
+    def to(self, device: torch.device | str) -> Plan:
+        """The same plan on another device."""
+        return Plan(*(tensor.to(device) for tensor in self))
+
+
+def build_plan(
+    keys: np.ndarray,
+    ids: np.ndarray,
+    bitmasks: np.ndarray,
+    *,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    block_size: tuple[int, int],
+    device: torch.device | str,
+) -> Plan:
+    """Regroup a canonical block list (see blocks.py) to tiles and list them by rows and by columns. O(nnz log nnz)."""
+    keys, ids, words = blocks.regroup(keys, ids, bitmasks, q_len=q_len, kv_len=kv_len, old=block_size, new=(TILE, TILE))
+    n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
+    axis, rest = np.divmod(keys, max(1, n_rows * n_cols))
+    row, col = np.divmod(rest, max(1, n_cols))
+
+    # a full tile on a ragged edge becomes a partial one that holds the pairs which exist
+    edge = 2 * ((row == n_rows - 1) & (q_len % TILE != 0)) + ((col == n_cols - 1) & (kv_len % TILE != 0))
+    words = words.reshape(-1, TILE, TILE // 32)
+    ids = np.where((ids < 0) & (edge > 0), len(words) + edge - 1, ids)
+    words = np.concatenate([words.view(np.int32), _edge_words(q_len, kv_len)])
+
+    sides = []
+    for major, minor, n_major in ((row, col, n_rows), (col, row, n_cols)):
+        sides += _walk(axis, major, minor, ids, batch=batch, heads=heads, n_major=n_major)
+    arrays = [
+        side if side.ndim == 4 else _padded(side, residue)
+        for side, residue in zip(sides, (None, 1, 3, None, 1, 3), strict=True)
+    ]
+    return Plan(*(torch.from_numpy(np.ascontiguousarray(a, dtype=np.int32)).to(device) for a in (*arrays, words)))
+
+
+def _edge_words(q_len: int, kv_len: int) -> np.ndarray:
+    """Bitmasks of the pairs that exist in a tile at the right edge, at the bottom edge, in the corner: (3, 128, 4)."""
+    q_exists, kv_exists = (np.arange(TILE) < ((n - 1) % TILE + 1 if n else 0) for n in (q_len, kv_len))
+    every = np.ones(TILE, dtype=bool)
+    pairs = [np.outer(q, kv) for q, kv in ((every, kv_exists), (q_exists, every), (q_exists, kv_exists))]
+    return np.packbits(np.stack(pairs), axis=-1, bitorder="little").view(np.int32)
+
+
+def _walk(
+    axis: np.ndarray, major: np.ndarray, minor: np.ndarray, ids: np.ndarray, *, batch: int, heads: int, n_major: int
+) -> list[np.ndarray]:
+    """Records, indices and bitmask ids of one direction."""
+    is_full = ids < 0
+    order = np.lexsort((minor, is_full, major, axis))
+    line = (axis * n_major + major)[order]
+    n_lines = batch * heads * n_major
+    n_full = np.bincount(line[is_full[order]], minlength=n_lines)
+    n_partial = np.bincount(line[~is_full[order]], minlength=n_lines)
+    work = n_full + n_partial
+    records = np.zeros((n_lines, RECORD), dtype=np.int64)
+    records[:, 0] = np.tile(np.arange(n_major), batch * heads)
+    records[:, 1] = np.cumsum(work) - work
+    records[:, 2], records[:, 3] = n_partial, n_full
+    records[:, 4] = np.cumsum(n_partial) - n_partial
+    records = records.reshape(batch * heads, n_major, RECORD)
+    work = work.reshape(batch * heads, n_major)
+    if work.size:
+        records[..., 7] = (work > 2 * work.mean()).sum(axis=1).max()
+    launch = np.argsort(-work, axis=1, kind="stable")
+    position = np.argsort(launch, axis=1, kind="stable")
+    records = np.take_along_axis(records, launch[..., None], axis=1)
+    records[..., 5] = position
+    records = records.reshape(batch, heads, n_major, RECORD)
+    return [records, minor[order], ids[order][~is_full[order]]]
+
+
+def _padded(values: np.ndarray, residue: int) -> np.ndarray:
+    """Zeros behind the values, at least one (kernels read an index ahead), up to a length = residue mod 8.
+
+    Different residues keep torch.compile from taking two lengths that happen to agree for one symbol, which would
+    recompile for the next layout where they differ.
+    """
+    length = len(values) + 1
+    length += (residue - length) % 8 + 8 * (length < 2)
+    return np.concatenate([values, np.zeros(length - len(values), dtype=values.dtype)])
