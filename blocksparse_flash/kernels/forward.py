@@ -1,0 +1,247 @@
+"""How does the portable Triton forward run? out = softmax(scale q k^T on the layout) v, and lse; sm80 and later.
+
+One program owns BLOCK_Q queries of one head and walks the tiles of its row: the partial ones (masked), then the full
+ones (neither masked nor bounds-checked). Empty tiles are never visited. With m the running maximum of the base-2 scores
+and l the running sum, a row without keys keeps m = -inf, l = 0 and writes out 0, lse -inf.
+
+Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import (
+    Config,
+    can_describe,
+    device_limits,
+    dot_precision,
+    dropout,
+    padded_dim,
+    references,
+    score_scale,
+    walk,
+)
+from .tile import (
+    LN_2,
+    TILE,
+    attending_pairs,
+    dense_keys,
+    find_record,
+    kept_pairs,
+    load_tile,
+    product,
+    store_tile,
+    tile_start,
+    with_sign,
+)
+
+
+def config(dim: int, element_size: int, *, tma: bool, shared_memory: int) -> Config:
+    """The launch table: dim is the larger padded head dimension.
+
+    H200, (1, 16, 16384, 128) bf16 dense, TFLOP/s: tma 128x64 4 warps 2 stages (two programs a multiprocessor) 529;
+    pointers 128x64 8 warps 3 stages 452. head_dim 64: tma 4 warps 3 stages 419, pointers 403.
+    """
+    small = shared_memory < 160 * 1024
+    if element_size == 4:
+        return Config(64, 32, 4, 2) if dim <= 64 else Config(32, 32, 4, 1 if dim > 128 else 2)
+    if dim <= 64:
+        return Config(128, 64, 4, 3)
+    if dim <= 128:
+        return Config(128, 64, 4, 2) if tma else Config(128, 64, 8, 2 if small else 3)
+    return Config(64, 32, 4, 1) if small else Config(128, 64, 8, 2)
+
+
+# fmt: off
+@triton.jit
+def attend(
+    b_q, b_out, b_max, b_sum,
+    k_ref, v_ref, indices_ptr, ids_ptr, words_ptr, seed_ptr,
+    k_strides, v_strides,
+    i_batch, i_head, i_kv_head, q_start, first_step, n_steps, q_len, kv_len, limit, scale_log2, threshold,
+    HAS_LAYOUT: tl.constexpr, IS_PARTIAL: tl.constexpr, MASKED: tl.constexpr, LIMITED: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):
+    """Continue the online softmax over n_steps steps of BLOCK_KV keys: the partial or the full tiles of a row."""
+    STEPS: tl.constexpr = TILE // BLOCK_KV
+    # the index is loaded one step ahead: loaded in its own step it would take a pipeline stage from the keys
+    kv_next = first_step * BLOCK_KV
+    i_bitmask_next = 0
+    if HAS_LAYOUT:
+        kv_next = tile_start(indices_ptr, 0, BLOCK_KV, STEPS)
+        if IS_PARTIAL:
+            i_bitmask_next = tl.load(ids_ptr)
+    for i_step in tl.range(0, n_steps):
+        kv_start = kv_next
+        i_bitmask = i_bitmask_next
+        if HAS_LAYOUT:
+            kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, STEPS)
+            if IS_PARTIAL:
+                i_bitmask_next = tl.load(ids_ptr + (i_step + 1) // STEPS)
+        else:
+            kv_next = kv_start + BLOCK_KV
+        # [BLOCK_KV, DIM]
+        b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, MASKED, LIMITED)
+        # [BLOCK_Q, BLOCK_KV]
+        b_scores = product(b_q, tl.trans(b_k), tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32), PRECISION)
+        if MASKED:
+            m_pairs = attending_pairs(
+                words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
+                HAS_LAYOUT, IS_PARTIAL, CAUSAL, LIMITED, BLOCK_Q, BLOCK_KV, False,
+            )
+            b_scores = tl.where(m_pairs, b_scores, float("-inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * scale_log2)
+        b_pivot = b_new_max
+        if MASKED:
+            # a row which has met no key yet keeps -inf; a finite pivot avoids -inf - (-inf) = nan
+            b_pivot = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_p = tl.math.exp2(b_scores * scale_log2 - b_pivot[:, None])
+        b_decay = tl.math.exp2(b_max - b_pivot)
+        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+        b_out = b_out * b_decay[:, None]
+        b_max = b_new_max
+        if DROPOUT:
+            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
+            b_p = tl.where(m_kept, b_p, 0.0)
+        # [BLOCK_KV, DIM_V]
+        b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, MASKED, LIMITED)
+        b_out = product(b_p.to(b_v.dtype), b_v, b_out, PRECISION)
+    return b_out, b_max, b_sum
+
+
+@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "threshold"])
+def forward_kernel(
+    # inputs
+    q_ref, k_ref, v_ref, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr,
+    # outputs, contiguous
+    out_ptr, lse_ptr,
+    # strides in elements: (batch, head, row)
+    q_strides, k_strides, v_strides, items_strides,
+    # sizes: n_axes = batch * heads, n_lines = tile rows (blocks of queries without a layout)
+    n_heads, n_axes, n_lines, q_len, kv_len, scale_log2, threshold, keep_scale,
+    # compile time
+    SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):
+    HAS_LAYOUT: tl.constexpr = items_ptr is not None
+    LIMITED: tl.constexpr = kv_lengths_ptr is not None
+    STEPS: tl.constexpr = TILE // BLOCK_KV
+    if HAS_LAYOUT:
+        i_axis, p_record, i_part = find_record(
+            items_ptr, items_strides, tl.program_id(0), n_lines, n_heads, n_axes, TILE // BLOCK_Q, 1
+        )
+        q_start = tl.load(p_record) * TILE + i_part * BLOCK_Q
+    else:
+        # without a layout the last rows are the longest, if any
+        i_axis = tl.program_id(0) // n_lines
+        q_start = (n_lines - 1 - tl.program_id(0) % n_lines) * BLOCK_Q
+    i_batch = i_axis // n_heads
+    i_head = i_axis % n_heads
+    i_kv_head = i_head // GROUP
+    limit = kv_len
+    if LIMITED:
+        # a length on the GPU is never read on the host: out of range is clamped here
+        limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
+
+    # [BLOCK_Q, DIM]
+    b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
+    b_q = with_sign(b_q, SIGN)
+    b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
+    b_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_Q], tl.float32)
+
+    p_partial = indices_ptr
+    p_full = indices_ptr
+    p_ids = ids_ptr
+    if HAS_LAYOUT:
+        n_partial = tl.load(p_record + 2)
+        n_full = tl.load(p_record + 3)
+        p_partial = indices_ptr + tl.load(p_record + 1)
+        p_full = p_partial + n_partial
+        p_ids = ids_ptr + tl.load(p_record + 4)
+        n_partial = n_partial * STEPS
+        n_full = n_full * STEPS
+    else:
+        n_full, n_any = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
+        n_partial = n_any - n_full
+    b_out, b_max, b_sum = attend(
+        b_q, b_out, b_max, b_sum, k_ref, v_ref, p_partial, p_ids, words_ptr, seed_ptr, k_strides, v_strides,
+        i_batch, i_head, i_kv_head, q_start, n_full, n_partial, q_len, kv_len, limit, scale_log2, threshold,
+        HAS_LAYOUT, True, True, LIMITED, CAUSAL, DROPOUT, PRECISION, TMA,
+        HEAD_DIM, V_DIM, DIM, DIM_V, BLOCK_Q, BLOCK_KV,
+    )
+    b_out, b_max, b_sum = attend(
+        b_q, b_out, b_max, b_sum, k_ref, v_ref, p_full, p_ids, words_ptr, seed_ptr, k_strides, v_strides,
+        i_batch, i_head, i_kv_head, q_start, 0, n_full, q_len, kv_len, limit, scale_log2, threshold,
+        HAS_LAYOUT, False, HAS_LAYOUT and LIMITED, LIMITED and HAS_LAYOUT, False, DROPOUT, PRECISION, TMA,
+        HEAD_DIM, V_DIM, DIM, DIM_V, BLOCK_Q, BLOCK_KV,
+    )
+
+    m_empty = b_sum == 0.0
+    b_sum = tl.where(m_empty, 1.0, b_sum)
+    b_out = b_out * (keep_scale / b_sum)[:, None]
+    store_tile(out_ptr + i_axis.to(tl.int64) * q_len * V_DIM, q_start, q_len, b_out, V_DIM, BLOCK_Q, DIM_V)
+    b_lse = tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2)
+    o_q = q_start + tl.arange(0, BLOCK_Q)
+    tl.store(lse_ptr + i_axis.to(tl.int64) * q_len + o_q, b_lse, mask=o_q < q_len)
+# fmt: on
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: list[torch.Tensor],
+    kv_lengths: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    dropout_p: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous."""
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
+    out = q.new_empty(batch, heads, q_len, v_dim)
+    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    major, shared_memory = device_limits(q.device.index)
+    dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
+    tma = major >= 9 and can_describe(q, k, v)
+    chosen = config(max(dim, dim_v), q.element_size(), tma=tma, shared_memory=shared_memory)
+    n_lines = plan[0].shape[2] if plan else triton.cdiv(q_len, chosen.block_q)
+    split = 128 // chosen.block_q if plan else 1
+    forward_kernel[(n_lines * split * batch * heads,)](
+        **references(
+            {"q": (q, chosen.block_q, dim), "k": (k, chosen.block_kv, dim), "v": (v, chosen.block_kv, dim_v)}, tma=tma
+        ),
+        **walk(*plan[:3] if plan else (None, None, None)),
+        words_ptr=plan[6] if plan else None,
+        kv_lengths_ptr=kv_lengths,
+        out_ptr=out,
+        lse_ptr=lse,
+        n_heads=heads,
+        n_axes=batch * heads,
+        n_lines=n_lines,
+        q_len=q_len,
+        kv_len=kv_len,
+        **score_scale(scale),
+        **dropout(dropout_p, seed, q.device),
+        GROUP=heads // kv_heads,
+        CAUSAL=causal,
+        DROPOUT=dropout_p > 0.0,
+        PRECISION=dot_precision(q),
+        TMA=tma,
+        HEAD_DIM=head_dim,
+        V_DIM=v_dim,
+        DIM=dim,
+        DIM_V=dim_v,
+        **chosen.blocks(),
+    )
+    return out, lse

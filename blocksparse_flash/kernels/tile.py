@@ -1,0 +1,200 @@
+"""What do the Triton kernels share? Loading a tile, its mask, its dropout, and which tiles a program walks.
+
+Knows: pointers, tensor descriptors and the records of a plan. Does not know: launches, torch, what a gradient is.
+
+Base of the logarithm: scores and the running maximum are in base 2 inside the kernels, `lse` in memory is natural.
+"""
+
+import triton
+import triton.language as tl
+
+# side of a plan's tile, in tokens
+TILE = tl.constexpr(128)
+# int32 values of a plan's record
+RECORD = tl.constexpr(8)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def head_base(ptr, strides, i_batch, i_head):
+    """Where the rows of one head begin. 64-bit: batch x heads x length x head_dim passes 2^31."""
+    return ptr + i_batch.to(tl.int64) * strides[0] + i_head.to(tl.int64) * strides[1]
+
+
+@triton.jit
+def load_tile(
+    ref, strides, i_batch, i_head, row, limit,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    TMA: tl.constexpr, BOUNDED: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, DIM] from row `row` on; zero from row `limit` on (if BOUNDED) and from column HEAD_DIM on.
+
+    `ref` is a pointer, or a descriptor of (batch, heads, length, head_dim) which zero-fills past the tensor's own end;
+    LIMITED says that `limit` may lie before that end.
+    """
+    if TMA:
+        b_tile = ref.load([i_batch, i_head, row, 0]).reshape(ROWS, DIM)
+        if LIMITED:
+            o_row = row + tl.arange(0, ROWS)
+            b_tile = tl.where((o_row < limit)[:, None], b_tile, 0.0)
+    else:
+        o_row = tl.arange(0, ROWS)
+        o_dim = tl.arange(0, DIM)
+        p_tile = head_base(ref, strides, i_batch, i_head) + row.to(tl.int64) * strides[2]
+        p_tile += o_row[:, None] * strides[2] + o_dim[None, :]
+        if BOUNDED or LIMITED:
+            m_tile = (row + o_row < limit)[:, None]
+            if HEAD_DIM != DIM:
+                m_tile = m_tile & (o_dim < HEAD_DIM)[None, :]
+            b_tile = tl.load(p_tile, mask=m_tile, other=0.0)
+        elif HEAD_DIM != DIM:
+            b_tile = tl.load(p_tile, mask=(o_dim < HEAD_DIM)[None, :], other=0.0)
+        else:
+            b_tile = tl.load(p_tile)
+    return b_tile
+
+
+@triton.jit
+def store_tile(ptr, row, limit, b_tile, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Rows below `limit` of a tile to one head of a contiguous tensor."""
+    o_row = tl.arange(0, ROWS)
+    o_dim = tl.arange(0, DIM)
+    p_tile = ptr + row.to(tl.int64) * HEAD_DIM + o_row[:, None] * HEAD_DIM + o_dim[None, :]
+    m_tile = (row + o_row < limit)[:, None] & (o_dim < HEAD_DIM)[None, :]
+    tl.store(p_tile, b_tile.to(ptr.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit
+def product(b_left, b_right, b_sum, PRECISION: tl.constexpr):
+    """b_left @ b_right + b_sum in float32. PRECISION is a tl.dot input_precision, or "upcast" (launch.dot_precision)."""
+    if PRECISION == "upcast":
+        return tl.dot(b_left.to(tl.float32), b_right.to(tl.float32), b_sum, input_precision="ieee")
+    else:
+        return tl.dot(b_left, b_right, b_sum, input_precision=PRECISION)
+
+
+@triton.jit
+def with_sign(b_q, SIGN: tl.constexpr):
+    """The queries times the sign of the scale."""
+    if SIGN != 1:
+        b_q = (b_q.to(tl.float32) * SIGN).to(b_q.dtype)
+    return b_q
+
+
+@triton.jit
+def find_record(items_ptr, items_strides, pid, n_lines, n_heads, n_axes, SPLIT: tl.constexpr, GROUP: tl.constexpr):
+    """Which line of which head is program `pid`'s: (batch * n_heads + head, record pointer, part of the line).
+
+    SPLIT programs share a line. The `n_long` longest lines of every head come first, head by head within a length, so
+    that none starts last; then head after head, so that what one head reads stays in L2.
+    """
+    n_long = tl.load(items_ptr + 7) * SPLIT
+    n_rest = n_lines * SPLIT - n_long
+    n_first = n_long * n_axes
+    is_long = pid < n_first
+    i_axis = tl.where(is_long, pid % n_axes, (pid - n_first) // n_rest)
+    i_launch = tl.where(is_long, pid // n_axes, n_long + (pid - n_first) % n_rest)
+    p_record = items_ptr + (i_axis // n_heads).to(tl.int64) * items_strides[0]
+    p_record += (i_axis % n_heads * GROUP).to(tl.int64) * items_strides[1] + (i_launch // SPLIT) * RECORD
+    return i_axis, p_record, i_launch % SPLIT
+
+
+@triton.jit
+def find_line(items_ptr, items_strides, i_batch, i_head, i_line):
+    """The record of one line of one head."""
+    p_items = items_ptr + i_batch.to(tl.int64) * items_strides[0] + i_head.to(tl.int64) * items_strides[1]
+    return p_items + tl.load(p_items + i_line * RECORD + 5) * RECORD
+
+
+@triton.jit
+def tile_start(indices_ptr, i_step, side: tl.constexpr, STEPS: tl.constexpr):
+    """First token of step `i_step`, where each listed tile takes STEPS steps of `side` tokens."""
+    i_tile = i_step // STEPS
+    return (tl.load(indices_ptr + i_tile) - i_tile) * TILE + i_step * side
+
+
+@triton.jit
+def bitmask_pairs(words_ptr, i_bitmask, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, T: tl.constexpr):
+    """Which pairs of a part of a tile attend: [ROWS, COLS] bool, or [COLS, ROWS] if T. Starts are within the tile."""
+    o_col = tl.arange(0, COLS)
+    p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32)
+    p_words += (q_start + tl.arange(0, ROWS)) * (TILE // 32) + kv_start // 32
+    if T:
+        b_bits = tl.zeros([COLS, ROWS], tl.int32)
+        for i_word in tl.static_range(COLS // 32):
+            b_bits = tl.where((o_col // 32 == i_word)[:, None], tl.load(p_words + i_word)[None, :], b_bits)
+        return ((b_bits >> (o_col % 32)[:, None]) & 1) != 0
+    else:
+        b_bits = tl.zeros([ROWS, COLS], tl.int32)
+        for i_word in tl.static_range(COLS // 32):
+            b_bits = tl.where((o_col // 32 == i_word)[None, :], tl.load(p_words + i_word)[:, None], b_bits)
+        return ((b_bits >> (o_col % 32)[None, :]) & 1) != 0
+
+
+@triton.jit
+def kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Which pairs dropout keeps: [ROWS, COLS] bool. Philox 4x32-10, see philox.py for the counter.
+
+    threshold   round(dropout_p * 2^32) - 2^31: the comparison is unsigned, the arithmetic signed
+    """
+    o_q = q_start + tl.arange(0, ROWS)[:, None]
+    o_kv = kv_start // 4 + tl.arange(0, COLS // 4)[None, :]
+    o_zero = tl.zeros([ROWS, COLS // 4], tl.int32)
+    b_0, b_1, b_2, b_3 = tl.philox(tl.load(seed_ptr), o_kv + o_zero, o_q + o_zero, i_head + o_zero, i_batch + o_zero)
+    # [ROWS, COLS // 4, 2, 2] in the order 0 1 2 3
+    b_words = tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3)).reshape(ROWS, COLS)
+    return (b_words.to(tl.int32, bitcast=True) ^ -2147483648) >= threshold
+
+
+# fmt: off
+@triton.jit
+def dense_keys(q_start, q_len, kv_len, limit, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Without a layout, of the key steps a block of queries sees: the first n_full wholly, the first n_any at all."""
+    if CAUSAL:
+        diagonal = q_start + (kv_len - q_len) + 1
+        n_full = tl.maximum(tl.minimum(diagonal, limit), 0) // BLOCK_KV
+        n_any = tl.cdiv(tl.maximum(tl.minimum(diagonal + BLOCK_Q - 1, limit), 0), BLOCK_KV)
+    else:
+        n_full = limit // BLOCK_KV
+        n_any = tl.cdiv(limit, BLOCK_KV)
+    return n_full, n_any
+
+
+@triton.jit
+def dense_queries(kv_start, q_len, kv_len, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Without a layout, the query steps that see a block of keys: partial from `first` to `full`, full to `end`.
+
+    A ragged last step, number `end`, is partial too.
+    """
+    end = q_len // BLOCK_Q
+    if CAUSAL:
+        first = tl.maximum(kv_start - (kv_len - q_len), 0) // BLOCK_Q
+        full = tl.minimum(tl.cdiv(tl.maximum(kv_start + BLOCK_KV - 1 - (kv_len - q_len), 0), BLOCK_Q), end)
+        first = tl.minimum(first, full)
+    else:
+        first = 0
+        full = 0
+    return first, full, end
+
+
+@triton.jit
+def attending_pairs(
+    words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
+    HAS_LAYOUT: tl.constexpr, IS_PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, LIMITED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
+):
+    """Which pairs of one step attend: [BLOCK_Q, BLOCK_KV] bool, or [BLOCK_KV, BLOCK_Q] if T."""
+    o_q = q_start + tl.arange(0, BLOCK_Q)
+    o_kv = kv_start + tl.arange(0, BLOCK_KV)
+    o_q = o_q[None, :] if T else o_q[:, None]
+    o_kv = o_kv[:, None] if T else o_kv[None, :]
+    if HAS_LAYOUT and IS_PARTIAL:
+        m_pairs = bitmask_pairs(words_ptr, i_bitmask, q_start % TILE, kv_start % TILE, BLOCK_Q, BLOCK_KV, T)
+        if LIMITED:
+            m_pairs = m_pairs & (o_kv < limit)
+    else:
+        m_pairs = (o_kv < limit) & (o_q < q_len)
+        if CAUSAL:
+            m_pairs = m_pairs & (o_kv <= o_q + (kv_len - q_len))
+    return m_pairs
