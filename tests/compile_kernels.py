@@ -1,0 +1,146 @@
+"""What do the Triton kernels compile to, without a GPU? `python -m tests.compile_kernels 90` prints a JSON line a kernel.
+
+Runs the launchers on CPU tensors, catches each launch and compiles it ahead of time for that architecture with the
+ptxas that ships inside Triton. Must run in a process of its own: the test process interprets the kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from blocksparse_flash.kernels import backward, forward
+from blocksparse_flash.plan import Plan
+
+# bytes of shared memory that a program may take
+SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 100: 232448}
+
+
+def launches(arch: int, **call: Any) -> list[tuple[JITFunction, dict[str, Any]]]:
+    """(kernel, keyword arguments) of every launch of one forward and backward."""
+    caught: list[tuple[JITFunction, dict[str, Any]]] = []
+
+    def catch(kernel: JITFunction, *, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        caught.append((kernel, kwargs))
+
+    limits = (arch // 10, SHARED_MEMORY[arch])
+    with (
+        mock.patch.object(JITFunction, "run", catch),
+        mock.patch.object(forward, "device_limits", lambda _: limits),
+        mock.patch.object(backward, "device_limits", lambda _: limits),
+        # what a CUDA tensor gets
+        mock.patch.object(forward, "dot_precision", lambda _: "ieee"),
+        mock.patch.object(backward, "dot_precision", lambda _: "ieee"),
+    ):
+        run_both(**call)
+    return caught
+
+
+def run_both(
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    mode: str = "layout",
+    group: int = 1,
+    limited: bool = False,
+    dropout_p: float = 0.0,
+    dlse: bool = False,
+) -> None:
+    """Call both launchers; mode is "layout", "dense" or "causal"."""
+    heads, length = 2 * group, 1024
+    q, dout = (torch.empty(2, heads, length, head_dim, dtype=dtype) for _ in range(2))
+    k, v = (torch.empty(2, 2, length, head_dim, dtype=dtype) for _ in range(2))
+    items, indices = torch.zeros(1, 1, 8, 8, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    plan = Plan(items, indices, indices, items, indices, indices, torch.zeros(3, 128, 4, dtype=torch.int32))
+    lengths = torch.zeros(2, dtype=torch.int64) if limited else None
+    seed = torch.zeros(1, dtype=torch.int64)
+    options = (list(plan) if mode == "layout" else [], lengths, seed, 0.125, mode == "causal", dropout_p)
+    out, lse = forward.forward(q, k, v, *options)
+    backward.backward(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *options)
+
+
+def compile_launch(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> dict[str, Any]:
+    """Compile as the just-in-time compiler would and read registers, spills, shared memory and wgmma waits."""
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    kwargs = {"debug": False, **kwargs}
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(**kwargs)
+    options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    source = ASTSource(kernel, signature, constexprs, attrs)
+    compiled = triton.compile(source, target=target, options=options.__dict__)
+    log, sass = assemble(compiled.asm["ptx"], arch)
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, log)
+        return int(found.group(1)) if found else 0
+
+    return {
+        "kernel": kernel.fn.__name__,
+        "arch": arch,
+        "triton": triton.__version__,
+        "registers": number(r"Used (\d+) registers"),
+        "spills": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+        "shared": compiled.metadata.shared,
+        "tensor_memory": getattr(compiled.metadata, "tmem_size", 0) or 0,
+        "warps": compiled.metadata.num_warps,
+        "wgmma": len(re.findall("HGMMA", sass)),
+        "wgmma_waits": len(re.findall(r"WARPGROUP\.DEPBAR", sass)),
+        "async_copies": len(re.findall("LDGSTS", sass)) + len(re.findall("UTMALDG", sass)),
+        "serialised": sorted(set(re.findall(r"C75\d\d", log))),
+    }
+
+
+def assemble(ptx: str, arch: int) -> tuple[str, str]:
+    """(what ptxas says, SASS)."""
+    binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    ptxas = binaries / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        name = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
+        said = subprocess.run([ptxas, "-v", name, source, "-o", cubin], capture_output=True, text=True, check=True)
+        sass = subprocess.run([binaries / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True)
+    return said.stderr + said.stdout, sass.stdout
+
+
+def calls() -> list[dict[str, Any]]:
+    """The calls whose launches are compiled: every head_dim and type of the launch tables, and every option once."""
+    half = torch.bfloat16
+    grid = [
+        {"head_dim": head_dim, "dtype": half, "mode": mode}
+        for head_dim, mode in itertools.product((64, 128), ("layout", "dense", "causal"))
+    ]
+    grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (16, 40, 96, 256)]
+    grid += [{"head_dim": head_dim, "dtype": torch.float32} for head_dim in (64, 128, 256)]
+    grid += [{"head_dim": 128, "dtype": torch.float16}, {"head_dim": 3, "dtype": half}]
+    grid += [{"head_dim": 64, "dtype": half, **option} for option in ({"group": 4}, {"limited": True}, {"dlse": True})]
+    grid += [{"head_dim": 64, "dtype": half, "dropout_p": 0.1}]
+    return grid
+
+
+def main(archs: list[int]) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise SystemExit("TRITON_INTERPRET=1 interprets the kernels; unset it to compile them")
+    for arch, call in itertools.product(archs, calls()):
+        named = {**call, "dtype": str(call["dtype"]).removeprefix("torch.")}
+        for kernel, kwargs in launches(arch, **call):
+            print(json.dumps({**compile_launch(kernel, kwargs, arch), "call": named}), flush=True)
+
+
+if __name__ == "__main__":
+    main([int(arch) for arch in sys.argv[1:]] or [80, 90, 100])
