@@ -275,8 +275,9 @@ def broadcast(blocks: BlockList, old: Size, new: Size, n_blocks: int) -> BlockLi
 def ranges(starts: Array, counts: Array) -> Array:
     """start, start + 1, ..., start + count - 1 of each range, one after another, int64."""
     ends = np.cumsum(counts)
-    offsets: Array = np.arange(ends[-1] if len(ends) else 0)
-    return offsets + np.repeat(starts - (ends - counts), counts)
+    values: Array = np.repeat(starts - (ends - counts), counts)
+    values += np.arange(len(values))
+    return values
 
 
 def _ids_at(blocks: BlockList, keys: Array) -> Array:
