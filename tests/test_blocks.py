@@ -1,0 +1,254 @@
+"""blocks.py against boolean arithmetic on dense masks: every operation gives the canonical list of the dense result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dense_masks
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from blocksparse_flash import blocks
+from blocksparse_flash.blocks import EMPTY, FULL, BlockList
+
+
+def assert_same(actual: BlockList, expected: BlockList) -> None:
+    for name, one, other in zip(BlockList._fields, actual, expected, strict=True):
+        assert one.dtype == other.dtype, name
+        np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def assert_canonical(found: BlockList, leads: int, q_len: int, kv_len: int, block_size: tuple[int, int]) -> None:
+    """The definition in blocks.py, block by block."""
+    assert (found.keys.dtype, found.ids.dtype, found.bitmasks.dtype) == (np.int64, np.int32, np.uint32)
+    assert found.bitmasks.shape[1:] == (block_size[0], -(-block_size[1] // 32))
+    n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
+    assert (np.diff(found.keys) > 0).all()
+    assert not len(found.keys) or (found.keys[0] >= 0 and found.keys[-1] < leads * n_rows * n_cols)
+    seen: list[int] = []
+    for key, number in zip(found.keys.tolist(), found.ids.tolist(), strict=True):
+        if number == FULL:
+            continue
+        row, col = key // n_cols % n_rows, key % n_cols
+        rows_here, cols_here = min(block_size[0], q_len - row * block_size[0]), kv_len - col * block_size[1]
+        bits = (found.bitmasks[number][..., None] >> np.arange(32, dtype=np.uint32) & 1).reshape(block_size[0], -1) == 1
+        cols_here = min(block_size[1], cols_here)
+        assert bits.any(), "an empty block is stored"
+        assert not bits[:rows_here, :cols_here].all(), "a full block is stored as partial"
+        assert not bits[rows_here:].any() and not bits[:, cols_here:].any(), (
+            "a bit of a pair that does not exist is set"
+        )
+        if number not in seen:
+            seen.append(number)
+    assert seen == list(range(len(found.bitmasks))), "bitmasks are not numbered by first appearance"
+    assert len({bitmask.tobytes() for bitmask in found.bitmasks}) == len(found.bitmasks), "two bitmasks are equal"
+
+
+@st.composite
+def problems(draw: st.DrawFn, n_masks: int = 1) -> tuple[Any, ...]:
+    """(sizes as keywords, masks (leads, q_len, kv_len) ...)."""
+    q_len, kv_len, block_size = draw(dense_masks.lengths), draw(dense_masks.lengths), draw(dense_masks.block_sizes)
+    shape = (draw(st.integers(1, 3)), q_len, kv_len)
+    sizes = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
+    return sizes, *(draw(dense_masks.masks(shape)) for _ in range(n_masks))
+
+
+@given(dense_masks.block_sides, st.integers(0, 2**32 - 1))
+def test_packing_puts_key_0_in_the_lowest_bit(block_kv: int, seed: int) -> None:
+    bits = np.random.default_rng(seed).random((3, 16, block_kv)) < 0.5
+    words = blocks.pack(bits)
+    assert words.shape == (3, 16, blocks.words_per_query(block_kv)) and words.dtype == np.uint32
+    for key in range(block_kv):
+        np.testing.assert_array_equal(words[..., key // 32] >> np.uint32(key % 32) & np.uint32(1), bits[..., key])
+    np.testing.assert_array_equal(blocks.unpack(words, block_kv), bits)
+
+
+@given(problems())
+def test_existing_pairs_are_those_inside_the_lengths(problem: tuple[Any, ...]) -> None:
+    sizes, _ = problem
+    q_len, kv_len, (block_q, block_kv) = sizes["q_len"], sizes["kv_len"], sizes["block_size"]
+    n_rows, n_cols = blocks.grid(**sizes)
+    keys = np.arange(2 * n_rows * n_cols)
+    there = blocks.unpack(blocks.existing(**sizes), block_kv)[blocks.edge_kinds(keys, **sizes)]
+    q_pos = (keys // max(n_cols, 1) % max(n_rows, 1))[:, None, None] * block_q + np.arange(block_q)[:, None]
+    kv_pos = (keys % max(n_cols, 1))[:, None, None] * block_kv + np.arange(block_kv)
+    np.testing.assert_array_equal(there, (q_pos < q_len) & (kv_pos < kv_len))
+
+
+@given(problems())
+def test_a_mask_becomes_a_canonical_list_and_comes_back(problem: tuple[Any, ...]) -> None:
+    sizes, mask = problem
+    found = blocks.from_mask(mask, sizes["block_size"])
+    assert_canonical(found, len(mask), **sizes)
+    np.testing.assert_array_equal(blocks.to_mask(found, leads=len(mask), **sizes), mask)
+
+
+def test_the_canonical_check_sees_every_fault() -> None:
+    mask = np.zeros((1, 40, 40), np.bool_)
+    mask[0, :20, :20] = True
+    keys, ids, bitmasks = blocks.from_mask(mask, (16, 16))
+    assert ids.tolist() == [FULL, 0, 1, 2]
+    whole = np.full_like(bitmasks[:1], 0xFFFF)
+    faults = [
+        (keys[::-1], ids, bitmasks),
+        (np.append(keys[:-1], 9), ids, bitmasks),
+        (keys, ids, bitmasks[[1, 0, 2]]),
+        (keys, np.array([FULL, 1, 0, 2], np.int32), bitmasks),
+        (keys, ids, np.concatenate([bitmasks, whole])),
+        (keys, np.array([FULL, 0, 1, 0], np.int32), bitmasks),
+        (keys, ids, np.concatenate([whole, bitmasks[1:]])),
+        (keys, ids, bitmasks * 0),
+        (keys, ids, bitmasks[[0, 1, 1]]),
+        (keys + 4, ids, bitmasks),
+        (keys, ids.astype(np.int64), bitmasks),
+    ]
+    assert_canonical(BlockList(keys, ids, bitmasks), 1, 40, 40, (16, 16))
+    seen = 0
+    for fault in faults:
+        try:
+            assert_canonical(BlockList(*fault), 1, 40, 40, (16, 16))
+            same = np.array_equal(
+                blocks.to_mask(BlockList(*fault), leads=1, q_len=40, kv_len=40, block_size=(16, 16)), mask
+            )
+            seen += not same
+        except (AssertionError, IndexError):
+            seen += 1
+    assert seen == len(faults)
+
+
+@pytest.mark.parametrize("op", ["|", "&", "-"])
+@given(problem=problems(n_masks=2))
+def test_combining_lists_combines_masks(op: Any, problem: tuple[Any, ...]) -> None:
+    sizes, a, b = problem
+    expected = {"|": a | b, "&": a & b, "-": a & ~b}[op]
+    lists = (blocks.from_mask(mask, sizes["block_size"]) for mask in (a, b))
+    assert_same(blocks.combine(*lists, op, **sizes), blocks.from_mask(expected, sizes["block_size"]))
+
+
+@given(problems())
+def test_complement_and_transpose_are_those_of_the_mask(problem: tuple[Any, ...]) -> None:
+    sizes, mask = problem
+    found = blocks.from_mask(mask, sizes["block_size"])
+    assert_same(blocks.complement(found, leads=len(mask), **sizes), blocks.from_mask(~mask, sizes["block_size"]))
+    turned = blocks.from_mask(mask.swapaxes(1, 2), sizes["block_size"][::-1])
+    assert_same(blocks.transpose(*found, **sizes), turned)
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_canonical_undoes_any_other_way_to_store_a_mask(problem: tuple[Any, ...], random: Any) -> None:
+    """Every block stored, each with a bitmask of its own, in any order, with bits set beyond the lengths."""
+    sizes, mask = problem
+    n_rows, n_cols = blocks.grid(**sizes)
+    keys = np.arange(len(mask) * n_rows * n_cols)
+    padded = np.ones((len(mask), n_rows * sizes["block_size"][0], n_cols * sizes["block_size"][1]), np.bool_)
+    padded[:, : sizes["q_len"], : sizes["kv_len"]] = mask
+    split = padded.reshape(len(mask), n_rows, sizes["block_size"][0], n_cols, sizes["block_size"][1])
+    words = blocks.pack(split.swapaxes(2, 3).reshape(len(keys), *sizes["block_size"]))
+    order = np.array(random.sample(range(len(keys)), len(keys)), np.int64)
+    ids = np.empty(len(keys), np.int32)
+    ids[order] = np.arange(len(keys))
+    expected = blocks.from_mask(mask, sizes["block_size"])
+    assert_same(blocks.canonical(keys, ids, words[order], **sizes), expected)
+    assert_same(blocks.canonical(*expected, **sizes), expected)
+
+
+@given(problems(), dense_masks.block_sizes)
+def test_regrouping_changes_the_blocks_and_not_the_mask(problem: tuple[Any, ...], new: tuple[int, int]) -> None:
+    sizes, mask = problem
+    old = sizes.pop("block_size")
+    found = blocks.from_mask(mask, old)
+    moved = blocks.regroup(*found, **sizes, old=old, new=new)
+    assert_same(moved, blocks.from_mask(mask, new))
+    assert_same(blocks.regroup(*moved, **sizes, old=new, new=old), found)
+
+
+# every pair of old and new side: which one divides the other, or neither (48 and 80 against 128)
+@pytest.mark.parametrize("old", dense_masks.SIDES)
+@pytest.mark.parametrize("new", [16, 48, 64, 128, 240, 256])
+def test_regrouping_is_exact_for_any_two_sides(old: int, new: int) -> None:
+    random = np.random.default_rng(old * 1000 + new)
+    # 300 and 333: both tails ragged for every side
+    mask = random.random((1, 300, 333)) < 0.5
+    mask[:, 32:160, 64:320] = True
+    mask[:, 160:, :200] = False
+    found = blocks.regroup(*blocks.from_mask(mask, (old, 64)), q_len=300, kv_len=333, old=(old, 64), new=(64, new))
+    assert_same(found, blocks.from_mask(mask, (64, new)))
+
+
+@given(dense_masks.axes, dense_masks.axes, problems())
+def test_broadcasting_repeats_axes_of_size_1(old: Any, new: Any, problem: tuple[Any, ...]) -> None:
+    new = tuple(max(sizes) for sizes in zip(old, new, strict=True))
+    sizes, _ = problem
+    mask = np.random.default_rng(0).random((old[0] * old[1], sizes["q_len"], sizes["kv_len"])) < 0.5
+    mask[:, :64, :64] = True
+    n_rows, n_cols = blocks.grid(**sizes)
+    found = blocks.broadcast(blocks.from_mask(mask, sizes["block_size"]), old, new, n_rows * n_cols)
+    repeated = np.broadcast_to(mask.reshape(*old, *mask.shape[1:]), (*new, *mask.shape[1:]))
+    assert_same(found, blocks.from_mask(repeated.reshape(new[0] * new[1], *mask.shape[1:]), sizes["block_size"]))
+
+
+def test_a_hash_collision_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equality is verified after hashing: with a first hash that maps everything to 0, a second one is used."""
+    random = np.random.default_rng(0)
+    mask = random.random((2, 200, 200)) < 0.5
+    expected = blocks.from_mask(mask, (32, 48)), blocks.from_mask(mask, (64, 64))
+    true_mix, seeds = blocks._mix, []
+
+    def weak_mix(values: np.ndarray, seed: int) -> np.ndarray:
+        seeds.append(seed)
+        return true_mix(values, seed) * np.uint64(seed > 1)
+
+    monkeypatch.setattr(blocks, "_mix", weak_mix)
+    assert_same(blocks.from_mask(mask, (32, 48)), expected[0])
+    assert_same(blocks.regroup(*expected[0], q_len=200, kv_len=200, old=(32, 48), new=(64, 64)), expected[1])
+    assert max(seeds) >= 2
+
+
+@given(problems(n_masks=2), dense_masks.block_sizes)
+def test_small_chunks_give_the_same_lists(problem: tuple[Any, ...], new: tuple[int, int]) -> None:
+    sizes, a, b = problem
+    old = sizes["block_size"]
+    size = {"q_len": sizes["q_len"], "kv_len": sizes["kv_len"]}
+
+    def everything() -> list[BlockList]:
+        one, other = blocks.from_mask(a, old), blocks.from_mask(b, old)
+        return [
+            one,
+            blocks.combine(one, other, "|", **sizes),
+            blocks.transpose(*one, **sizes),
+            blocks.regroup(*one, **size, old=old, new=new),
+            BlockList(*(blocks.to_mask(one, leads=len(a), **sizes),) * 3),
+        ]
+
+    whole = everything()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_CHUNK_BYTES", 5000)
+        for actual, expected in zip(everything(), whole, strict=True):
+            assert_same(actual, expected)
+
+
+@given(st.lists(st.integers(0, 500)), st.sampled_from([501, 10**9]))
+def test_distinct_is_unique(codes: list[int], limit: int) -> None:
+    """10**9 codes are sorted, 501 are counted."""
+    values, inverse = blocks.distinct(np.array(codes, np.int64), limit)
+    np.testing.assert_array_equal(values, sorted(set(codes)))
+    np.testing.assert_array_equal(values[inverse], np.array(codes, np.int64))
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5))))
+def test_ranges_lie_one_after_another(pairs: list[tuple[int, int]]) -> None:
+    starts, counts = np.array(pairs, np.int64).reshape(-1, 2).T
+    expected = [start + step for start, count in pairs for step in range(count)]
+    np.testing.assert_array_equal(blocks.ranges(starts, counts), np.array(expected, np.int64))
+
+
+def test_settling_drops_what_is_empty_and_fills_what_is_full() -> None:
+    there = blocks.existing(20, 20, (16, 16))
+    words = np.stack([there[0] * 0, there[0], there[1], there[1]])
+    # a look that is full at the edge, and the same bits where they are only part of a block
+    found = blocks.settle(np.arange(5), np.array([0, 1, 2, 3, EMPTY]), words, np.array([0, 0, 1, 0]), there)
+    assert found.keys.tolist() == [1, 2, 3]
+    assert found.ids.tolist() == [FULL, FULL, 0]
+    np.testing.assert_array_equal(found.bitmasks, there[1:2])
