@@ -1,0 +1,435 @@
+"""How is block-sparse flash attention computed in plain PyTorch, on any device?
+
+Knows: tensors, the row walk of a plan (its first three tensors and its bitmask words), or nothing but lengths for dense and
+causal attention. Must not know: BlockLayout, autograd, Triton.
+
+A chunk is a set of query tiles that meet equally many key tiles; its scores are one batched matrix product. With
+s = scale log2(e) q k^T (all exponentials are powers of two), per row of queries:
+
+    forward    m = max s,  p = exp2(s - m),  l = sum p,  out = p v / l,  lse = ln(2) m + ln(l)
+               rows too long for one chunk are walked in spans, which rescale what came before by exp2(m - new m)
+    backward   p = exp2(s - log2(e) lse),  dp = dout v^T,  ds = p (dp - delta),  delta = rowsum(dout out) - dlse
+               dq = scale ds k,  dk = ds^T (scale q),  dv = p^T dout
+
+Dropout multiplies p by keep / (1 - dropout_p) where it meets v, and dp likewise. Scores of half types are float32.
+
+Only stored tiles are computed. Memory is O(tokens) for the float32 copies and the gradients, plus a bounded chunk. Each
+chunk owns its rows of out and dq; what it gives to dk and dv is added in a fixed order, so every device gives equal bits
+twice. A row without keys writes out 0, lse -inf and gradients 0.
+
+A pair that does not attend is limited to -inf by `torch.minimum` before the exponential: 25 times faster on a CPU than
+`masked_fill_`, and exp2, unlike exp, takes -inf at full speed there (Xeon with AVX-512, torch 2.13).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import philox
+
+TILE = 128
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
+# tiles of scores in flight: on a CPU they should stay in its caches, a GPU wants large launches
+TILES_AT_ONCE = {"cpu": 32}
+TILES_AT_ONCE_ELSEWHERE = 1024
+
+
+class _Sizes(NamedTuple):
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+
+    @property
+    def n_rows(self) -> int:
+        return -(-self.q_len // TILE)
+
+    @property
+    def n_cols(self) -> int:
+        return -(-self.kv_len // TILE)
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (self.batch * self.heads, self.q_len, self.kv_len)
+
+
+class _Group(NamedTuple):
+    """Tile rows with equally many tiles; every one of them is walked once for each of the heads that share the plan.
+
+    batch_idx, head_idx, rows  (items,) of each tile row; 0 for an axis which the plan shares
+    n_partial, n_tiles  tiles of each row; the partial ones come first
+    cols    (begin, end, first, last) -> (end - begin, last - first) tile columns `first` .. `last` of items `begin` .. `end`
+    limits  (begin, end, first, last) -> (end - begin, 128, 128 * (last - first)): +inf attends, -inf does not
+    """
+
+    batch_idx: Tensor
+    head_idx: Tensor
+    rows: Tensor
+    n_partial: int
+    n_tiles: int
+    cols: Callable[[int, int, int, int], Tensor]
+    limits: Callable[[int, int, int, int], Tensor]
+
+
+class _Span(NamedTuple):
+    """Key tiles that meet the query tiles of a chunk in one matrix product.
+
+    kv_tiles  (items * tiles,) where the key tiles are among all key tiles
+    shape     (sharing heads, rows, 128, keys) of the scores
+    limit     (rows, 128, keys of the partial tiles), or None
+    length_limit  broadcasts to shape, or None
+    keep      of that shape, 0 or 1 / (1 - dropout_p), or None
+    """
+
+    kv_tiles: Tensor
+    shape: tuple[int, int, int, int]
+    limit: Tensor | None
+    length_limit: Tensor | None
+    keep: Tensor | None
+
+
+class _Walk:
+    """All chunks of a call, in a fixed order: pairs of (query tiles, spans)."""
+
+    def __init__(
+        self,
+        sizes: _Sizes,
+        plan: list[Tensor],
+        kv_lengths: Tensor | None,
+        seed: Tensor | None,
+        causal: bool,
+        dropout_p: float,
+        *,
+        like: Tensor,
+    ) -> None:
+        self.sizes, self.seed, self.dropout_p = sizes, seed, dropout_p
+        self.device, self.dtype = like.device, like.dtype
+        self.tiles_at_once = TILES_AT_ONCE.get(like.device.type, TILES_AT_ONCE_ELSEWHERE)
+        self.kv_lengths = self._needed_lengths(kv_lengths, is_dense=not plan)
+        self.groups = self._plan_groups(plan) if plan else self._dense_groups(causal)
+        plan_batch, plan_heads = plan[0].shape[:2] if plan else (1, 1)
+        # every (batch, head) that walks the same rows; 0 for an axis along which the rows differ
+        shared_batch = torch.arange(sizes.batch if plan_batch == 1 else 1, device=self.device)
+        shared_head = torch.arange(sizes.heads if plan_heads == 1 else 1, device=self.device)
+        self.shared = torch.cartesian_prod(shared_batch, shared_head)
+
+    def _needed_lengths(self, kv_lengths: Tensor | None, *, is_dense: bool) -> Tensor | None:
+        """Keys of each batch entry, if tiles reach beyond: the last tile of a plan is already masked by its bitmask."""
+        kv_len = self.sizes.kv_len
+        if kv_lengths is not None:
+            return kv_lengths.to(torch.int64).clamp(0, kv_len)
+        if is_dense and kv_len % TILE:
+            return torch.full((self.sizes.batch,), kv_len, device=self.device)
+        return None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Iterator[_Span]]]:
+        sizes = self.sizes
+        for group in self.groups:
+            rows_at_once = max(1, self.tiles_at_once // group.n_tiles)
+            n_rows = len(group.rows)
+            for begin in range(0, n_rows, rows_at_once):
+                end = min(begin + rows_at_once, n_rows)
+                shared_at_once = max(1, self.tiles_at_once // (group.n_tiles * (end - begin)))
+                # one entry: the heads that share these rows share their limits
+                memory: dict[int, Tensor] = {}
+                for shared in self.shared.split(shared_at_once):
+                    # (sharing heads, rows)
+                    batch_idx = shared[:, :1] + group.batch_idx[begin:end]
+                    head_idx = shared[:, 1:] + group.head_idx[begin:end]
+                    q_tiles = (batch_idx * sizes.heads + head_idx) * sizes.n_rows + group.rows[begin:end]
+                    yield q_tiles.flatten(), self._spans(group, begin, end, batch_idx, head_idx, memory)
+
+    def _spans(
+        self, group: _Group, begin: int, end: int, batch_idx: Tensor, head_idx: Tensor, memory: dict[int, Tensor]
+    ) -> Iterator[_Span]:
+        sizes = self.sizes
+        kv_head_idx = head_idx // (sizes.heads // sizes.kv_heads)
+        first_kv_tile = (batch_idx * sizes.kv_heads + kv_head_idx) * sizes.n_cols
+        for first in range(0, group.n_tiles, self.tiles_at_once):
+            last = min(first + self.tiles_at_once, group.n_tiles)
+            # (rows, tiles)
+            cols = group.cols(begin, end, first, last)
+            if first < group.n_partial and first not in memory:
+                memory.clear()
+                memory[first] = group.limits(begin, end, first, min(last, group.n_partial))
+            kv_pos = q_pos = None
+            if self.kv_lengths is not None or self.dropout_p > 0:
+                # (rows, 1, keys) and (rows, 128, 1)
+                kv_pos, q_pos = _positions(cols)[:, None], _positions(group.rows[begin:end, None])[:, :, None]
+            yield _Span(
+                kv_tiles=(first_kv_tile[:, :, None] + cols).flatten(),
+                shape=(*batch_idx.shape, TILE, TILE * (last - first)),
+                limit=memory.get(first),
+                length_limit=self._length_limit(batch_idx, kv_pos),
+                keep=self._keep(batch_idx, head_idx, q_pos, kv_pos),
+            )
+
+    def _length_limit(self, batch_idx: Tensor, kv_pos: Tensor | None) -> Tensor | None:
+        if self.kv_lengths is None or kv_pos is None:
+            return None
+        # (sharing heads, rows, 1, keys)
+        exists = kv_pos < self.kv_lengths[batch_idx][:, :, None, None]
+        if self.device.type == "cpu" and bool(exists.all()):
+            return None
+        return _limit(exists, self.dtype)
+
+    def _keep(
+        self, batch_idx: Tensor, head_idx: Tensor, q_pos: Tensor | None, kv_pos: Tensor | None
+    ) -> Tensor | None:
+        if self.dropout_p == 0 or q_pos is None or kv_pos is None:
+            return None
+        assert self.seed is not None, "dropout_p > 0 needs a seed"
+        batch_idx, head_idx = batch_idx[:, :, None, None], head_idx[:, :, None, None]
+        is_kept = philox.keep_mask(self.seed.to(self.device), batch_idx, head_idx, q_pos, kv_pos, self.dropout_p)
+        return is_kept.to(self.dtype).mul_(1 / (1 - self.dropout_p))
+
+    def _plan_groups(self, plan: list[Tensor]) -> Iterator[_Group]:
+        row_items, row_indices, row_ids, *_, words = plan
+        n_heads, n_rows = row_items.shape[1:3]
+        # on a GPU this is the one synchronisation of a call
+        items = row_items.cpu().numpy().reshape(-1, row_items.shape[3]).astype(np.int64)
+        owner = np.repeat(np.arange(len(items) // max(1, n_rows)), n_rows)
+        items = np.column_stack([owner // n_heads, owner % n_heads, items[:, :5]])
+        items = items[items[:, 4] + items[:, 5] > 0]
+        # stable: rows of one kind stay in launch order
+        items = items[np.lexsort((items[:, 5], items[:, 4]))]
+        changes = np.flatnonzero(np.any(np.diff(items[:, 4:6], axis=0), axis=1)) + 1
+        for kind in np.split(items, changes) if len(items) else ():
+            n_partial, n_full = (int(count) for count in kind[0, 4:6])
+            batch_idx, head_idx, rows, begins, _, _, ids_begins = torch.from_numpy(kind.T.copy()).to(self.device)
+
+            def cols(begin: int, end: int, first: int, last: int, begins: Tensor = begins) -> Tensor:
+                steps = torch.arange(first, last, device=self.device)
+                return row_indices[begins[begin:end, None] + steps].to(torch.int64)
+
+            def limits(begin: int, end: int, first: int, last: int, ids_begins: Tensor = ids_begins) -> Tensor:
+                steps = torch.arange(first, last, device=self.device)
+                return _unpacked(words[row_ids[ids_begins[begin:end, None] + steps].to(torch.int64)], self.dtype)
+
+            yield _Group(batch_idx, head_idx, rows, n_partial, n_partial + n_full, cols, limits)
+
+    def _dense_groups(self, causal: bool) -> Iterator[_Group]:
+        sizes = self.sizes
+        if not causal:
+            rows = torch.arange(sizes.n_rows, device=self.device)
+            yield self._interval_group(rows, n_full=sizes.n_cols, n_tiles=sizes.n_cols)
+            return
+        offset = sizes.kv_len - sizes.q_len
+        for row in range(sizes.n_rows):
+            last_query = min((row + 1) * TILE, sizes.q_len) - 1
+            n_full = min(max(0, (row * TILE + offset + 1) // TILE), sizes.n_cols)
+            n_tiles = min(max(0, (last_query + offset) // TILE + 1), sizes.n_cols)
+            if n_tiles:
+                yield self._interval_group(torch.full((1,), row, device=self.device), n_full=n_full, n_tiles=n_tiles)
+
+    def _interval_group(self, rows: Tensor, *, n_full: int, n_tiles: int) -> _Group:
+        """Rows that see the first `n_tiles` tile columns, all but the first `n_full` of them through the diagonal."""
+        offset = self.sizes.kv_len - self.sizes.q_len
+
+        def cols(begin: int, end: int, first: int, last: int) -> Tensor:
+            # partial tiles come first: n_full .. n_tiles - 1, then 0 .. n_full - 1
+            steps = (torch.arange(first, last, device=self.device) + n_full) % n_tiles
+            return steps.expand(end - begin, -1)
+
+        def limits(begin: int, end: int, first: int, last: int) -> Tensor:
+            kv_pos = _positions(cols(begin, end, first, last))[:, None]
+            q_pos = _positions(rows[begin:end, None])[:, :, None]
+            return _limit(kv_pos <= q_pos + offset, self.dtype)
+
+        zeros = torch.zeros_like(rows)
+        return _Group(zeros, zeros, rows, n_tiles - n_full, n_tiles, cols, limits)
+
+
+def _positions(tiles: Tensor) -> Tensor:
+    """(items, tiles) -> (items, 128 * tiles): the positions which tiles hold."""
+    return (tiles[:, :, None] * TILE + torch.arange(TILE, device=tiles.device)).flatten(1)
+
+
+def _limit(attends: Tensor, dtype: torch.dtype) -> Tensor:
+    """+inf where True, -inf where False."""
+    return torch.full(attends.shape, -torch.inf, dtype=dtype, device=attends.device).masked_fill_(attends, torch.inf)
+
+
+def _unpacked(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """(rows, tiles, 128, 4) bitmask words -> (rows, 128, 128 * tiles) limits."""
+    bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    # (rows, tiles, 128, 4, 32) -> (rows, 128, tiles, 4, 32); 0 and 1 become -inf and +inf
+    return bits.transpose(1, 2).to(dtype).flatten(2).sub_(0.5).mul_(torch.inf)
+
+
+def _tiles(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """(batch, heads, length, dim) -> (batch * heads * tiles, 128, dim), zeros past the end."""
+    batch, heads, length, dim = tensor.shape
+    n_tiles = -(-length // TILE)
+    padded = F.pad(tensor.to(dtype), (0, 0, 0, n_tiles * TILE - length))
+    return padded.reshape(batch * heads * n_tiles, TILE, dim)
+
+
+def _untiled(tiles: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_tiles`: a fresh contiguous tensor of the shape and dtype of `like`."""
+    batch, heads, length, dim = like.shape
+    whole = tiles.view(batch, heads, -1, dim)[:, :, :length].to(like.dtype)
+    return whole.contiguous()
+
+
+def _kv_tiles(tensor: Tensor, dtype: torch.dtype, kv_lengths: Tensor | None) -> Tensor:
+    """Tiles of k or v; rows that do not exist are zeros, whatever they held."""
+    if kv_lengths is not None:
+        is_missing = torch.arange(tensor.shape[2], device=tensor.device) >= kv_lengths[:, None]
+        tensor = tensor.masked_fill(is_missing[:, None, :, None], 0)
+    return _tiles(tensor, dtype)
+
+
+def _scores(q_chunk: Tensor, k_chunk: Tensor, span: _Span) -> Tensor:
+    """(items, 128, keys) scaled scores in base 2, -inf for pairs that do not attend."""
+    scores = torch.bmm(q_chunk, k_chunk.transpose(1, 2))
+    by_head = scores.view(span.shape)
+    if span.limit is not None:
+        partial = by_head[..., : span.limit.shape[-1]]
+        torch.minimum(partial, span.limit, out=partial)
+    if span.length_limit is not None:
+        torch.minimum(by_head, span.length_limit, out=by_head)
+    return scores
+
+
+def _gathered(tiles: Tensor, span: _Span) -> Tensor:
+    """(items, keys, dim) of the key tiles of a span."""
+    n_sharing, n_rows, _, n_keys = span.shape
+    return tiles.index_select(0, span.kv_tiles).view(n_sharing * n_rows, n_keys, tiles.shape[2])
+
+
+def _add_tiles(total: Tensor, index: Tensor, tiles: Tensor) -> None:
+    """total[index] += tiles in a fixed order, also where an index repeats.
+
+    On a CPU index_add_ goes one by one; on a GPU it would use atomics, while index_put_ sorts.
+    """
+    tiles = tiles.view(len(index), *total.shape[1:])
+    if total.device.type == "cpu":
+        total.index_add_(0, index, tiles)
+    else:
+        total.index_put_((index,), tiles, accumulate=True)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: list[Tensor],
+    kv_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    causal: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Block-sparse attention.
+
+    q        (batch, heads, q_len, head_dim), any floating type
+    k, v     (batch, kv_heads, kv_len, head_dim) and (..., v_head_dim)
+    plan     the tensors of a plan.Plan on q's device, or [] for every pair
+    causal   keeps kv_pos <= q_pos + kv_len - q_len; only without a plan
+    kv_lengths (batch,), seed (1,) int64 or None; keys at and beyond a length are not read
+    returns  out (batch, heads, q_len, v_head_dim) in q's dtype, lse (batch, heads, q_len) float32 or float64
+    """
+    sizes = _Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+    if sizes.is_empty:
+        return out, lse
+    q_tiles = _tiles(q, dtype) * (scale * LOG2_E)
+    walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, like=q_tiles)
+    k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
+    out_tiles, lse_tiles = q_tiles.new_zeros(len(q_tiles), TILE, v.shape[3]), _tiles(lse[..., None], dtype)
+    for index, spans in walk:
+        q_chunk = q_tiles.index_select(0, index)
+        accumulated, highest, total = None, None, None
+        for span in spans:
+            weights = _scores(q_chunk, _gathered(k_tiles, span), span)
+            previous, highest = highest, weights.amax(dim=-1, keepdim=True)
+            if previous is not None:
+                highest = torch.maximum(previous, highest)
+            # a row which has met no key yet keeps -inf; a finite pivot avoids -inf - (-inf) = nan
+            pivot = highest.clamp_min(torch.finfo(dtype).min)
+            weights.sub_(pivot).exp2_()
+            subtotal = weights.sum(dim=-1, keepdim=True)
+            if span.keep is not None:
+                weights.view(span.shape).mul_(span.keep)
+            product = torch.bmm(weights, _gathered(v_tiles, span))
+            if previous is None:
+                accumulated, total = product, subtotal
+            else:
+                decay = torch.exp2(previous - pivot)
+                accumulated, total = product.addcmul_(accumulated, decay), subtotal.addcmul_(total, decay)
+        # without keys 0 / 1 = 0 and -inf + log 1 = -inf
+        total = total.masked_fill_(total == 0, 1)
+        out_tiles.index_copy_(0, index, accumulated.div_(total))
+        lse_tiles.index_copy_(0, index, highest.mul_(LN_2).add_(total.log_()))
+    return _untiled(out_tiles, out), _untiled(lse_tiles, lse[..., None])[..., 0]
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: list[Tensor],
+    kv_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    causal: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `forward`'s q, k and v, given those of its out and lse (None is zero); the rest as there.
+
+    returns  dq, dk, dv of the shapes and dtypes of q, k, v, contiguous
+    """
+    sizes = _Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    if sizes.is_empty:
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dtype = lse.dtype
+    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1)
+    if dlse is not None:
+        # nothing moves the lse of a row without keys, whatever gradient it was given
+        delta = delta - dlse.masked_fill(lse == -torch.inf, 0)
+    # a row without keys: exp2(s - inf) = 0 where exp2(s + inf) would not be
+    log2_total = lse.masked_fill(lse == -torch.inf, torch.inf) * LOG2_E
+    q_tiles = _tiles(q, dtype) * (scale * LOG2_E)
+    walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, like=q_tiles)
+    k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
+    dout_tiles, delta_tiles, total_tiles = (
+        _tiles(tensor, dtype) for tensor in (dout, delta[..., None], log2_total[..., None])
+    )
+    dq_tiles, dk_tiles, dv_tiles = (torch.zeros_like(tiles) for tiles in (q_tiles, k_tiles, v_tiles))
+    for index, spans in walk:
+        q_chunk, dout_chunk, delta_chunk, total_chunk = (
+            tiles.index_select(0, index) for tiles in (q_tiles, dout_tiles, delta_tiles, total_tiles)
+        )
+        dq_chunk = None
+        for span in spans:
+            k_chunk = _gathered(k_tiles, span)
+            weights = _scores(q_chunk, k_chunk, span).sub_(total_chunk).exp2_()
+            dscores = torch.bmm(dout_chunk, _gathered(v_tiles, span).transpose(1, 2))
+            kept = weights
+            if span.keep is not None:
+                kept = (weights.view(span.shape) * span.keep).view(weights.shape)
+                dscores.view(span.shape).mul_(span.keep)
+            _add_tiles(dv_tiles, span.kv_tiles, torch.bmm(kept.transpose(1, 2), dout_chunk))
+            dscores.sub_(delta_chunk).mul_(weights)
+            _add_tiles(dk_tiles, span.kv_tiles, torch.bmm(dscores.transpose(1, 2), q_chunk))
+            product = torch.bmm(dscores, k_chunk)
+            dq_chunk = product if dq_chunk is None else dq_chunk.add_(product)
+        dq_tiles.index_copy_(0, index, dq_chunk)
+    # q_tiles carried scale * log2(e)
+    return _untiled(dq_tiles.mul_(scale), q), _untiled(dk_tiles.mul_(LN_2), k), _untiled(dv_tiles, v)
