@@ -165,8 +165,9 @@ class BlockLayout:
         found = evaluate(
             fn, keys, heads=axes[1], by_head=by_head, looks=looks, q_len=q_len, kv_len=kv_len, block_size=sides
         )
-        layout = cls._from_block_list(found, axes, q_len, kv_len, sides, device=within.device if within else "cpu")
-        return layout if within is None else layout & within
+        if within is None:
+            return cls._from_block_list(found, axes, q_len, kv_len, sides)
+        return cls._from_block_list(found, axes, q_len, kv_len, sides, device=within.device) & within
 
     @classmethod
     def from_blocks(

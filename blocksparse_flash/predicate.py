@@ -49,11 +49,13 @@ def evaluate(
         chosen = keys[chosen]
     gathering = blocks.Gathering(blocks.existing(q_len, kv_len, block_size))
     step = max(1, _PAIRS_AT_ONCE // (block_size[0] * block_size[1]))
+    # named, because the caller may have set another default device
+    q_step, kv_step = (torch.arange(side, device="cpu") for side in block_size)
     for start in range(0, len(chosen), step):
         part = chosen[start : start + step]
         rows, cols, leads = part // n_cols % n_rows, part % n_cols, part // (n_rows * n_cols)
-        q_pos = torch.from_numpy(rows)[:, None, None] * block_size[0] + torch.arange(block_size[0])[:, None]
-        kv_pos = torch.from_numpy(cols)[:, None, None] * block_size[1] + torch.arange(block_size[1])
+        q_pos = torch.from_numpy(rows)[:, None, None] * block_size[0] + q_step[:, None]
+        kv_pos = torch.from_numpy(cols)[:, None, None] * block_size[1] + kv_step
         positions = [q_pos.clamp_(max=q_len - 1), kv_pos.clamp_(max=kv_len - 1)]
         if by_head:
             positions = [torch.from_numpy(axis)[:, None, None] for axis in np.divmod(leads, heads)] + positions

@@ -1,0 +1,703 @@
+"""layout.py: constructors, algebra, other forms and plans, against boolean arithmetic on dense masks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import operator
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cases
+import dense_masks
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from hypothesis import given
+
+from blocksparse_flash import BlockLayout, blocks
+
+_ROOT = Path(__file__).parents[1]
+TENSORS = ("indptr", "indices", "bitmask_ids", "bitmasks")
+
+
+def assert_valid(layout: BlockLayout) -> None:
+    """What the direct constructor accepts without changing a bit: canonical, on the host."""
+    again = BlockLayout.from_state_dict(layout.state_dict())
+    for name in TENSORS:
+        assert getattr(layout, name).dtype == torch.int32
+        torch.testing.assert_close(getattr(layout, name), getattr(again, name), rtol=0, atol=0)
+
+
+def assert_means(layout: BlockLayout, mask: np.ndarray) -> None:
+    """The layout is the canonical one of a mask (batch, heads, q_len, kv_len)."""
+    assert layout.shape == mask.shape
+    np.testing.assert_array_equal(layout.to_dense().numpy(), mask)
+    assert_valid(layout)
+
+
+@st.composite
+def problems(draw: st.DrawFn, n_masks: int = 1) -> tuple[Any, ...]:
+    """(block_size, masks (batch, heads, q_len, kv_len) ...); axes of size 1 and lengths may differ from case to case."""
+    q_len, kv_len, axes = draw(dense_masks.lengths), draw(dense_masks.lengths), draw(dense_masks.axes)
+    masks = []
+    for _ in range(n_masks):
+        here = tuple(draw(st.sampled_from([1, size])) for size in axes)
+        masks.append(draw(dense_masks.masks((*here, q_len, kv_len))))
+    return draw(dense_masks.block_sizes), *masks
+
+
+# --------------------------------------------------------------------------------------------------------- constructors
+
+
+@given(problems())
+def test_from_dense_and_to_dense_are_inverse(problem: tuple[Any, ...]) -> None:
+    block_size, mask = problem
+    layout = BlockLayout.from_dense(torch.from_numpy(mask), block_size=block_size)
+    assert_means(layout, mask)
+    assert layout == BlockLayout.from_dense(mask, block_size=block_size)
+    assert (layout.n_rows, layout.n_cols) == (-(-mask.shape[2] // block_size[0]), -(-mask.shape[3] // block_size[1]))
+    assert layout.nnz == layout.capacity == len(layout.indices) == len(layout.bitmask_ids)
+    n_blocks = mask.shape[0] * mask.shape[1] * layout.n_rows * layout.n_cols
+    assert layout.density == (layout.nnz / n_blocks if n_blocks else 0.0)
+
+
+def test_from_dense_puts_missing_axes_first() -> None:
+    mask = torch.rand(3, 40, 50, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert BlockLayout.from_dense(mask, block_size=16).shape == (1, 3, 40, 50)
+    assert BlockLayout.from_dense(mask[0], block_size=16).shape == (1, 1, 40, 50)
+    assert BlockLayout.from_dense(mask[None], block_size=16) == BlockLayout.from_dense(mask, block_size=(16, 16))
+    # strides are not assumed
+    expanded = mask[:1].expand(4, 40, 50)
+    assert BlockLayout.from_dense(expanded, block_size=16) == BlockLayout.from_dense(expanded.clone(), block_size=16)
+    assert BlockLayout.from_dense(mask[0].T, block_size=16) == BlockLayout.from_dense(mask[0], block_size=16).T
+
+
+@given(problems(), st.booleans(), st.integers(1, 10))
+def test_from_predicate_asks_for_every_pair(problem: tuple[Any, ...], by_head: bool, chunk: int) -> None:
+    block_size, array = problem
+    mask = torch.from_numpy(array)
+    batch, heads, q_len, kv_len = mask.shape
+    sizes = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("blocksparse_flash.predicate._PAIRS_AT_ONCE", chunk * block_size[0] * block_size[1])
+        if by_head or batch * heads > 1:
+            # indexing also checks that positions are int64 and exist
+            layout = BlockLayout.from_predicate(lambda b, h, q, k: mask[b, h, q, k], batch=batch, heads=heads, **sizes)
+        else:
+            layout = BlockLayout.from_predicate(lambda q, k: mask[0, 0, q, k], **sizes)
+    assert_means(layout, array)
+
+
+@given(problems(n_masks=2))
+def test_from_predicate_within_is_the_intersection(problem: tuple[Any, ...]) -> None:
+    """Over any axes: the predicate's, the other layout's, or both."""
+    block_size, inner, outer = problem
+    within = BlockLayout.from_dense(outer, block_size=block_size)
+    mask = torch.from_numpy(inner)
+    batch, heads, q_len, kv_len = mask.shape
+    found = BlockLayout.from_predicate(
+        lambda b, h, q, k: mask[b, h, q, k],
+        q_len,
+        kv_len,
+        block_size=block_size,
+        batch=batch,
+        heads=heads,
+        within=within,
+    )
+    assert_means(found, inner & outer)
+    assert found == BlockLayout.from_dense(mask, block_size=block_size) & within
+
+
+def test_from_predicate_within_evaluates_only_stored_blocks() -> None:
+    length, evaluated = 1 << 20, []
+    n_blocks = length // 128
+    diagonal = BlockLayout.from_blocks(range_list(n_blocks), range_list(n_blocks), length, length, block_size=128)
+
+    def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        evaluated.append(torch.broadcast_shapes(q_pos.shape, kv_pos.shape).numel())
+        return kv_pos <= q_pos
+
+    layout = BlockLayout.from_predicate(attends, length, length, block_size=128, within=diagonal)
+    assert sum(evaluated) == n_blocks * 128 * 128
+    # a predicate's temporaries stay small at any length
+    assert max(evaluated) <= 1 << 22
+    assert (layout.nnz, len(layout.bitmasks)) == (n_blocks, 1)
+    evaluated.clear()
+    looks = {"looks": lambda row, col: row - col}
+    assert BlockLayout.from_predicate(attends, length, length, block_size=128, within=diagonal, **looks) == layout
+    assert sum(evaluated) == 128 * 128
+
+
+def range_list(stop: int) -> list[int]:
+    return list(range(stop))
+
+
+@given(problems(), st.integers(0, 60), st.booleans())
+def test_looks_changes_only_how_often_the_predicate_is_asked(problem: tuple[Any, ...], width: int, bound: bool) -> None:
+    block_size, outer = problem
+    within = BlockLayout.from_dense(outer, block_size=block_size) if bound else None
+    sizes = {"q_len": outer.shape[2], "kv_len": outer.shape[3], "block_size": block_size, "within": within}
+
+    def window(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        return (q_pos - kv_pos).abs() <= width
+
+    def steps(batch: torch.Tensor, head: torch.Tensor, q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        return (q_pos - kv_pos).abs() <= width * head
+
+    def far(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+        return row * block_size[0] - col * block_size[1]
+
+    assert BlockLayout.from_predicate(window, looks=far, **sizes) == BlockLayout.from_predicate(window, **sizes)
+    # numbers too far apart to be counted
+    apart = BlockLayout.from_predicate(window, looks=lambda row, col: far(row, col) * 2**50, **sizes)
+    assert apart == BlockLayout.from_predicate(window, **sizes)
+    if outer.shape[1] in (1, 3):
+        one = BlockLayout.from_predicate(steps, looks=far, heads=3, **sizes)
+        assert one == BlockLayout.from_predicate(steps, heads=3, **sizes)
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_full_blocks_by_index_by_mask_and_by_scipy_agree(problem: tuple[Any, ...], random: Any) -> None:
+    block_size, mask = problem
+    q_len, kv_len = mask.shape[2:]
+    n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
+    chosen = np.random.default_rng(random.randrange(2**32)).random((*mask.shape[:2], n_rows, n_cols)) < 0.4
+    dense = chosen.repeat(block_size[0], 2).repeat(block_size[1], 3)[..., :q_len, :kv_len]
+    sizes = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
+    layout = BlockLayout.from_block_mask(torch.from_numpy(chosen), **sizes)
+    assert_means(layout, dense)
+    assert len(layout.bitmasks) == 0
+    assert layout == BlockLayout.from_block_mask(chosen, **sizes)
+    first = BlockLayout.from_block_mask(chosen[0, 0], **sizes)
+    rows, cols = chosen[0, 0].nonzero()
+    order = random.sample(range(len(rows)), len(rows))
+    for convert in (torch.from_numpy, np.asarray, lambda values: values.astype(np.int32), np.ndarray.tolist):
+        assert BlockLayout.from_blocks(convert(rows[order]), convert(cols[order]), **sizes) == first
+    for form in (scipy.sparse.csr_array, scipy.sparse.coo_matrix, scipy.sparse.csc_array, scipy.sparse.lil_array):
+        assert BlockLayout.from_scipy(form(chosen[0, 0].astype(np.float32)), **sizes) == first
+        assert BlockLayout.from_scipy(form(chosen[0, 0]), **sizes) == first
+    for batch, head in np.ndindex(mask.shape[:2]):
+        matrix = layout.to_scipy(batch, head)
+        assert isinstance(matrix, scipy.sparse.csr_array) and matrix.dtype == np.int8
+        np.testing.assert_array_equal(matrix.toarray(), chosen[batch, head])
+
+
+def test_to_scipy_marks_partial_blocks_by_2() -> None:
+    layout = BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos, 48, 48, block_size=16)
+    assert layout.to_scipy().toarray().tolist() == [[2, 0, 0], [1, 2, 0], [1, 1, 2]]
+
+
+def test_from_scipy_ignores_stored_zeros_and_leaves_the_matrix_alone() -> None:
+    matrix = scipy.sparse.csr_array((np.array([1.0, 0.0, 5.0]), np.array([1, 0, 1]), np.array([0, 2, 3])), shape=(2, 2))
+    before = matrix.copy()
+    layout = BlockLayout.from_scipy(matrix, 32, 32, block_size=16)
+    assert layout.to_scipy().toarray().tolist() == [[0, 1], [0, 1]]
+    for name in ("data", "indices", "indptr"):
+        np.testing.assert_array_equal(getattr(matrix, name), getattr(before, name))
+
+
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_from_ranges_is_one_interval_a_row(problem: tuple[Any, ...], seed: int) -> None:
+    block_size, mask = problem
+    q_len, kv_len = mask.shape[2:]
+    n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
+    first, stop = np.random.default_rng(seed).integers(0, n_cols + 1, (2, n_rows))
+    cols = np.arange(n_cols)
+    expected = (first[:, None] <= cols) & (cols < stop[:, None])
+    sizes = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
+    layout = BlockLayout.from_ranges(first, torch.from_numpy(stop), **sizes)
+    assert layout == BlockLayout.from_block_mask(expected, **sizes)
+    assert layout == BlockLayout.from_ranges(first.tolist(), stop.tolist(), **sizes)
+
+
+def test_the_direct_constructor_makes_canonical_what_is_not() -> None:
+    """A bitmask of ones is full, one of zeros is dropped, equal ones are one, bits beyond the lengths do not count."""
+    bitmasks = torch.zeros(6, 16, 1, dtype=torch.int32)
+    bitmasks[1] = -1
+    bitmasks[2, 3] = bitmasks[4, 3] = 5
+    # only pairs that do not exist: keys from 4 on in the last col
+    bitmasks[3] = 0xFFF0
+    bitmasks[5] = 0xF
+    layout = BlockLayout(
+        torch.tensor([[[0, 4, 7]]], dtype=torch.int32),
+        torch.tensor([0, 1, 2, 3, 0, 1, 3], dtype=torch.int32),
+        torch.tensor([0, 4, 1, 3, 2, -1, 5], dtype=torch.int32),
+        bitmasks,
+        q_len=32,
+        kv_len=52,
+        block_size=16,
+    )
+    assert layout.indptr.tolist() == [[[0, 2, 5]]]
+    assert layout.indices.tolist() == [1, 2, 0, 1, 3]
+    assert layout.bitmask_ids.tolist() == [0, -1, 0, -1, -1]
+    assert torch.equal(layout.bitmasks, bitmasks[2:3])
+
+
+def test_tensors_of_the_caller_are_copied() -> None:
+    mask = np.ones((32, 32), np.bool_)
+    mask[0, 0] = False
+    layout = BlockLayout.from_dense(mask, block_size=16)
+    tensors = [getattr(layout, name).clone() for name in TENSORS]
+    direct = BlockLayout(*tensors, q_len=32, kv_len=32, block_size=16)
+    state = layout.state_dict()
+    loaded = BlockLayout.from_state_dict(state)
+    mask[:] = False
+    for tensor in [*tensors, *(state[name] for name in TENSORS)]:
+        tensor.zero_()
+    assert direct == loaded == layout
+    assert layout.to_dense().sum() == 32 * 32 - 1
+    rows = np.array([0, 1])
+    by_index = BlockLayout.from_blocks(rows, rows, 32, 32, block_size=16)
+    rows[:] = 0
+    assert by_index.indices.tolist() == [0, 1]
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+_GOOD = BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos, 40, 40, block_size=16)
+_FAR = {"q_len": 40, "kv_len": 40, "block_size": 16}
+_ONES = torch.ones(40, 40, dtype=torch.bool)
+
+
+def _direct(**changes: Any) -> BlockLayout:
+    return BlockLayout(**(_GOOD.state_dict() | changes))
+
+
+def _int32(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _predicate(fn: Any = lambda q_pos, kv_pos: kv_pos <= q_pos, **changes: Any) -> BlockLayout:
+    return BlockLayout.from_predicate(fn, **(_FAR | changes))
+
+
+def _by_index(rows: Any, cols: Any, **changes: Any) -> BlockLayout:
+    return BlockLayout.from_blocks(rows, cols, **(_FAR | changes))
+
+
+def _sparse(matrix: Any) -> BlockLayout:
+    return BlockLayout.from_scipy(matrix, **_FAR)
+
+
+def _eye(value: float = 1.0, size: int = 3) -> Any:
+    return scipy.sparse.csr_array(value * np.eye(size))
+
+
+def _twice() -> Any:
+    return scipy.sparse.coo_array((np.ones(2), (np.zeros(2, int), np.zeros(2, int))), shape=(3, 3))
+
+
+def _state(**changes: Any) -> BlockLayout:
+    state = _GOOD.state_dict() | changes
+    return BlockLayout.from_state_dict({name: value for name, value in state.items() if value is not None})
+
+
+# what is called, the exception, and what its message must say
+_BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "indptr-list": (lambda: _direct(indptr=[0, 1, 3, 6]), TypeError, "indptr"),
+    "indptr-int64": (lambda: _direct(indptr=_GOOD.indptr.long()), ValueError, "indptr must be int32, got torch.int64"),
+    "indptr-1-axis": (lambda: _direct(indptr=_GOOD.indptr[0, 0]), ValueError, "indptr must have shape"),
+    "indptr-short": (lambda: _direct(indptr=_GOOD.indptr[..., :-1]), ValueError, "indptr must have shape"),
+    "indptr-no-heads": (lambda: _direct(indptr=_GOOD.indptr[:, :0]), ValueError, "indptr must have shape"),
+    "indptr-from-1": (lambda: _direct(indptr=_int32([[[1, 1, 3, 6]]])), ValueError, "indptr must start at 0"),
+    "indptr-gap-between-heads": (
+        lambda: _direct(indptr=_int32([[[0, 1, 1, 2], [3, 3, 3, 6]]])),
+        ValueError,
+        "indptr must start at 0, and each head",
+    ),
+    "indptr-falls": (lambda: _direct(indptr=_int32([[[0, 4, 3, 6]]])), ValueError, "indptr must not descend, but row 1"),
+    "indptr-negative": (lambda: _direct(indptr=_int32([[[0, -4, 3, 6]]])), ValueError, "indptr must not descend"),
+    "indptr-ends-early": (lambda: _direct(indptr=_int32([[[0, 1, 3, 5]]])), ValueError, "indptr must end .* 6, got 5"),
+    "indptr-ends-late": (lambda: _direct(indptr=_int32([[[0, 1, 3, 7]]])), ValueError, "indptr must end .* 6, got 7"),
+    "indices-float": (lambda: _direct(indices=_GOOD.indices.float()), ValueError, "indices must be int32"),
+    "indices-2-axes": (lambda: _direct(indices=_GOOD.indices[None]), ValueError, "indices must have one axis"),
+    "indices-negative": (lambda: _direct(indices=_int32([-1, 0, 1, 0, 1, 2])), ValueError, "indices .* got -1 at 0"),
+    "indices-large": (lambda: _direct(indices=_int32([0, 0, 1, 0, 1, 3])), ValueError, "indices .* got 3 at 5"),
+    "indices-unsorted": (lambda: _direct(indices=_int32([0, 1, 0, 0, 1, 2])), ValueError, "indices must ascend .* row 1"),
+    "indices-twice": (lambda: _direct(indices=_int32([0, 0, 1, 0, 2, 2])), ValueError, "indices must ascend .* row 2"),
+    "ids-bool": (lambda: _direct(bitmask_ids=_GOOD.bitmask_ids.bool()), ValueError, "bitmask_ids must be int32"),
+    "ids-short": (lambda: _direct(bitmask_ids=_GOOD.bitmask_ids[1:]), ValueError, "bitmask_ids must have the shape"),
+    "ids-low": (lambda: _direct(bitmask_ids=_int32([-2, -1, 0, -1, -1, 1])), ValueError, "bitmask_ids .* got -2 at 0"),
+    "ids-high": (lambda: _direct(bitmask_ids=_int32([0, -1, 0, -1, -1, 2])), ValueError, "bitmask_ids .* got 2 at 5"),
+    "bitmasks-int64": (lambda: _direct(bitmasks=_GOOD.bitmasks.long()), ValueError, "bitmasks must be int32"),
+    "bitmasks-2-axes": (lambda: _direct(bitmasks=_GOOD.bitmasks[0]), ValueError, "bitmasks must have shape"),
+    "bitmasks-wide": (lambda: _direct(bitmasks=_GOOD.bitmasks.repeat(1, 1, 2)), ValueError, "bitmasks must have shape"),
+    "bitmasks-elsewhere": (lambda: _direct(bitmasks=_GOOD.bitmasks.to("meta")), ValueError, "bitmasks must be on indptr's"),
+    "dense-list": (lambda: BlockLayout.from_dense([[True]], block_size=16), TypeError, "mask must be a torch.Tensor"),
+    "dense-float": (lambda: BlockLayout.from_dense(_ONES.float(), block_size=16), ValueError, "mask must be bool"),
+    "dense-int8": (lambda: BlockLayout.from_dense(_ONES.numpy().astype(np.int8), block_size=16), ValueError, "mask must be bool"),
+    "dense-1-axis": (lambda: BlockLayout.from_dense(_ONES[0], block_size=16), ValueError, "mask must have 2, 3"),
+    "dense-5-axes": (lambda: BlockLayout.from_dense(_ONES[None, None, None], block_size=16), ValueError, "mask must have"),
+    "dense-no-heads": (lambda: BlockLayout.from_dense(_ONES.expand(0, 40, 40), block_size=16), ValueError, "one head"),
+    "predicate-none": (lambda: _predicate(None), TypeError, "fn must be a function"),
+    "predicate-python-bool": (lambda: _predicate(lambda q_pos, kv_pos: True), TypeError, "fn must give a bool tensor"),
+    "predicate-int": (lambda: _predicate(lambda q_pos, kv_pos: q_pos * kv_pos), ValueError, "fn must give a bool tensor"),
+    "predicate-shape": (lambda: _predicate(lambda q_pos, kv_pos: _ONES), ValueError, "fn must give a tensor that broad"),
+    "heads-0": (lambda: _predicate(heads=0), ValueError, "heads must be at least 1"),
+    "heads-float": (lambda: _predicate(heads=2.0), TypeError, "heads must be an int"),
+    "heads-bool": (lambda: _predicate(heads=True), TypeError, "heads must be an int"),
+    "batch-negative": (lambda: _predicate(batch=-1), ValueError, "batch must be at least 1"),
+    "within-tensor": (lambda: _predicate(within=_ONES), TypeError, "within must be a BlockLayout"),
+    "within-length": (lambda: _predicate(within=_GOOD, q_len=41), ValueError, "within must describe 41 x 40"),
+    "within-blocks": (lambda: _predicate(within=_GOOD, block_size=32), ValueError, "within must describe"),
+    "within-heads": (
+        lambda: _predicate(
+            heads=3, within=BlockLayout.from_dense(_ONES.expand(2, 40, 40), block_size=16)
+        ),
+        ValueError,
+        "within: batch and heads",
+    ),
+    "looks-number": (lambda: _predicate(looks=3), TypeError, "looks must be a function"),
+    "looks-float": (lambda: _predicate(looks=lambda row, col: row / 2), TypeError, "looks must give integers"),
+    "looks-shape": (lambda: _predicate(looks=lambda row, col: row[1:]), ValueError, "looks must give one number"),
+    "rows-float": (lambda: _by_index([0.0], [0]), ValueError, "rows must be integers, got float64"),
+    "rows-bool": (lambda: _by_index(torch.tensor([True]), [0]), ValueError, "rows must be integers, got bool"),
+    "rows-2-axes": (lambda: _by_index([[0]], [0]), ValueError, "rows must have one axis"),
+    "rows-negative": (lambda: _by_index([0, -1], [0, 0]), ValueError, "rows must be .* got -1 at 1"),
+    "rows-large": (lambda: _by_index([3], [0]), ValueError, "rows must be in 0 .. n_rows - 1 = 2, got 3"),
+    "cols-string": (lambda: _by_index([0], ["0"]), ValueError, "cols must be integers"),
+    "cols-large": (lambda: _by_index([0], [3]), ValueError, "cols must be in 0 .. n_cols - 1 = 2, got 3"),
+    "cols-short": (lambda: _by_index([0, 1], [0]), ValueError, "rows and cols .* got 2 and 1"),
+    "block-twice": (lambda: _by_index([2, 0, 2], [1, 0, 1]), ValueError, r"rows and cols .* block \(2, 1\) comes again"),
+    "no-such-block": (lambda: _by_index([0], [0], q_len=0), ValueError, "rows must be"),
+    "first-length": (
+        lambda: BlockLayout.from_ranges([0, 0], [1, 1, 1], **_FAR), ValueError, "first must have one entry .* 3 rows"
+    ),
+    "first-negative": (
+        lambda: BlockLayout.from_ranges([0, -1, 0], [1, 1, 1], **_FAR), ValueError, "first must be .* got -1 at 1"
+    ),
+    "stop-large": (
+        lambda: BlockLayout.from_ranges([0, 0, 0], [1, 4, 1], **_FAR), ValueError, "stop must be .* got 4 at 1"
+    ),
+    "stop-float": (
+        lambda: BlockLayout.from_ranges([0, 0, 0], [1.0, 2.0, 1.0], **_FAR), ValueError, "stop must be integers"
+    ),
+    "block-mask-shape": (
+        lambda: BlockLayout.from_block_mask(_ONES[:3, :4], **_FAR), ValueError, r"mask must end in .* = \(3, 3\), got"
+    ),
+    "block-mask-float": (
+        lambda: BlockLayout.from_block_mask(torch.ones(3, 3), **_FAR), ValueError, "mask must be bool"
+    ),
+    "scipy-array": (lambda: _sparse(np.eye(3)), TypeError, "matrix must be a scipy.sparse"),
+    "scipy-shape": (lambda: _sparse(_eye(size=4)), ValueError, r"matrix must have shape .* \(3, 3\), got \(4, 4\)"),
+    "scipy-2": (lambda: _sparse(_eye(2.0)), ValueError, "matrix has a value 2"),
+    "scipy-1-twice": (lambda: _sparse(_twice()), ValueError, "matrix has a value 2"),
+    "scipy-of-partial": (lambda: _sparse(_GOOD.to_scipy()), ValueError, "matrix has a value 2"),
+    "state-list": (lambda: BlockLayout.from_state_dict([]), TypeError, "state must be"),
+    "state-missing": (lambda: _state(indices=None), ValueError, r"state .* missing \['indices'\]"),
+    "state-unexpected": (lambda: _state(blocks=1), ValueError, r"state .* unexpected \['blocks'\]"),
+    "state-corrupt": (lambda: _state(indices=_GOOD.indices + 1), ValueError, "indices must be in"),
+    "state-length": (lambda: _state(q_len=400), ValueError, "indptr must have shape"),
+    "head-large": (lambda: _GOOD.to_scipy(head=1), ValueError, "head must be in 0 .. 0"),
+    "batch-float": (lambda: _GOOD.to_scipy(batch=0.0), TypeError, "batch must be an int"),
+    "q_len-negative": (lambda: _by_index([], [], q_len=-1), ValueError, "q_len must be in"),
+    "q_len-float": (lambda: _by_index([], [], q_len=64.0), TypeError, "q_len must be an int, got 64.0"),
+    "q_len-bool": (lambda: _by_index([], [], q_len=True), TypeError, "q_len must be an int"),
+    "q_len-huge": (lambda: _by_index([], [], q_len=2**31), ValueError, "q_len must be in"),
+    "kv_len-negative": (lambda: _by_index([], [], kv_len=-5), ValueError, "kv_len must be in .* got -5"),
+    "kv_len-none": (lambda: _by_index([], [], kv_len=None), TypeError, "kv_len must be an int"),
+}  # fmt: skip
+
+_BAD_BLOCK_SIZES: list[tuple[Any, type[Exception]]] = [
+    (20, ValueError), (0, ValueError), (8, ValueError), (-16, ValueError), (272, ValueError), ((16, 24), ValueError),
+    ((512, 64), ValueError), ((16,), ValueError), ((16, 16, 16), ValueError), ((), ValueError), (True, TypeError),
+    (1.5, TypeError), (64.0, TypeError), ((64, 64.0), TypeError), ((True, 64), TypeError), ("64", TypeError),
+    (None, TypeError),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _BAD)
+def test_bad_input_is_refused_by_name(name: str) -> None:
+    call, error, message = _BAD[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize(("block_size", "error"), _BAD_BLOCK_SIZES, ids=lambda value: str(value))
+def test_bad_block_sizes_are_refused_by_every_constructor(block_size: Any, error: type[Exception]) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: _direct(block_size=block_size),
+        lambda: BlockLayout.from_dense(_ONES, block_size=block_size),
+        lambda: _predicate(block_size=block_size),
+        lambda: _by_index([0], [0], block_size=block_size),
+        lambda: BlockLayout.from_ranges([], [], 40, 40, block_size=block_size),
+        lambda: BlockLayout.from_block_mask(_ONES, 40, 40, block_size=block_size),
+        lambda: BlockLayout.from_scipy(_eye(), 40, 40, block_size=block_size),
+        lambda: _state(block_size=block_size) if block_size is not None else _direct(block_size=None),
+    ]
+    for call in calls:
+        with pytest.raises(error, match="block_size must be"):
+            call()
+
+
+def test_more_blocks_than_int32_counts_are_refused_before_they_are_made() -> None:
+    """65536 x 65536 blocks are 2**32; the sizes alone tell, so this takes no time and no memory."""
+    length = 1 << 20
+    nothing = BlockLayout.from_blocks([], [], length, length, block_size=16)
+    row = [0] * 65536
+    diagonal = range_list(65536)
+    wide = BlockLayout.from_blocks(diagonal, diagonal, length, length, block_size=16)
+    per_head = BlockLayout.from_dense(torch.ones(2**16, 1, 1, dtype=torch.bool), block_size=16)
+    per_batch = BlockLayout.from_dense(torch.ones(2**15, 1, 1, 1, dtype=torch.bool), block_size=16)
+    for call in (
+        lambda: ~nothing,
+        lambda: ~wide,
+        lambda: BlockLayout.from_ranges(row, [65536] * 65536, length, length, block_size=16),
+        lambda: BlockLayout.from_predicate(lambda q_pos, kv_pos: q_pos == kv_pos, length, length, block_size=16),
+        lambda: per_head | per_batch,
+    ):
+        with pytest.raises(ValueError, match=r"nnz must be below 2\*\*31"):
+            call()
+
+
+# -------------------------------------------------------------------------------------------------------------- algebra
+
+
+@pytest.mark.parametrize("op", [operator.or_, operator.and_, operator.sub], ids=lambda op: op.__name__)
+@given(problem=problems(n_masks=2))
+def test_operators_are_those_of_sets_of_pairs(op: Any, problem: tuple[Any, ...]) -> None:
+    block_size, a, b = problem
+    expected = a & ~b if op is operator.sub else op(a, b)
+    one, other = (BlockLayout.from_dense(mask, block_size=block_size) for mask in (a, b))
+    found = op(one, other)
+    assert_means(found, expected)
+    direct = BlockLayout.from_dense(expected, block_size=block_size)
+    assert found == direct and hash(found) == hash(direct)
+    for layout, mask in ((one, a), (other, b)):
+        assert_means(layout, mask)
+
+
+@given(problems())
+def test_complement_and_transpose(problem: tuple[Any, ...]) -> None:
+    block_size, mask = problem
+    layout = BlockLayout.from_dense(mask, block_size=block_size)
+    assert_means(~layout, ~mask)
+    assert_means(layout.T, mask.swapaxes(2, 3))
+    assert layout.T.block_size == block_size[::-1]
+    assert ~~layout == layout.T.T == layout
+
+
+@given(problems(n_masks=2))
+def test_equal_means_equal_masks_over_equal_axes(problem: tuple[Any, ...]) -> None:
+    block_size, a, b = problem
+    one, other = (BlockLayout.from_dense(mask, block_size=block_size) for mask in (a, b))
+    assert (one == other) == np.array_equal(a, b)
+    assert (one != other) == (not np.array_equal(a, b))
+    if a.shape == b.shape:
+        assert one == (one | other) & one == one - (other - one) == ~~one
+        assert hash(one) == hash((one | other) & one)
+
+
+def test_what_makes_layouts_differ() -> None:
+    """Any of these alone: batch or head axes, lengths, block size, a pair."""
+    mask = torch.ones(2, 2, 48, 48, dtype=torch.bool)
+    layouts = [
+        BlockLayout.from_dense(mask, block_size=16),
+        BlockLayout.from_dense(mask[:1], block_size=16),
+        BlockLayout.from_dense(mask[:, :1], block_size=16),
+        BlockLayout.from_dense(mask[:1, :1], block_size=16),
+        BlockLayout.from_dense(mask[0, 0], block_size=48),
+        BlockLayout.from_dense(mask[0, 0], block_size=(16, 48)),
+        BlockLayout.from_dense(mask[0, 0, :47], block_size=16),
+        BlockLayout.from_dense(mask[0, 0, :, :47], block_size=16),
+        BlockLayout.from_dense(mask[0, 0].triu(), block_size=16),
+        BlockLayout.from_dense(mask[0, 0].tril(), block_size=16),
+        BlockLayout.from_dense(mask[0, 0] & False, block_size=16),
+    ]
+    for i, one in enumerate(layouts):
+        for j, other in enumerate(layouts):
+            assert (one == other) == (i == j)
+    assert len(set(layouts)) == len({hash(layout) for layout in layouts}) == len(layouts)
+    assert layouts[0] != "a layout" and layouts[0] is not None
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    ones = torch.ones(2, 3, 48, 64, dtype=torch.bool)
+    layout = BlockLayout.from_dense(ones, block_size=16)
+    moved = BlockLayout._bare(*(getattr(layout, name).to("meta") for name in TENSORS), 48, 64, (16, 16))
+    refused = [
+        (BlockLayout.from_dense(ones[:, :, :47], block_size=16), "lengths must be equal, got 48 x 64 and 47 x 64"),
+        (BlockLayout.from_dense(ones[..., :63], block_size=16), "lengths must be equal, got 48 x 64 and 48 x 63"),
+        (BlockLayout.from_dense(ones, block_size=32), "block_size must be equal"),
+        (BlockLayout.from_dense(ones[:, :2], block_size=16), "batch and heads must be equal or 1"),
+        (BlockLayout.from_dense(ones[:1].expand(3, 3, 48, 64), block_size=16), "batch and heads must be equal or 1"),
+        (moved, "both must be on one device, got cpu and meta"),
+    ]
+    for op, symbol in ((operator.or_, r"\|"), (operator.and_, "&"), (operator.sub, "-")):
+        for other, message in refused:
+            with pytest.raises(ValueError, match=f"layout {symbol} other: {message}"):
+                op(layout, other)
+        for foreign in (ones, 1, None):
+            with pytest.raises(TypeError):
+                op(layout, foreign)
+
+
+# ----------------------------------------------------------------------------------------------------------- other forms
+
+
+def _reload(layout: BlockLayout) -> BlockLayout:
+    buffer = io.BytesIO()
+    torch.save(layout.state_dict(), buffer)
+    buffer.seek(0)
+    return BlockLayout.from_state_dict(torch.load(buffer, weights_only=True))
+
+
+_COPIES: dict[str, Callable[[BlockLayout], BlockLayout]] = {
+    "pickle": lambda layout: pickle.loads(pickle.dumps(layout)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "state-dict": lambda layout: BlockLayout.from_state_dict(layout.state_dict()),
+    "torch-load": _reload,
+    "module": lambda layout: copy.deepcopy(_Holder(layout)).layout,
+    "replace": dataclasses.replace,
+}
+
+
+class _Holder(torch.nn.Module):
+    def __init__(self, layout: BlockLayout) -> None:
+        super().__init__()
+        self.layout = layout
+
+
+@pytest.mark.parametrize("way", _COPIES)
+@pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
+def test_copies_are_equal_and_hash_alike(case: cases.Case, way: str) -> None:
+    layout = case.build()
+    number = hash(layout)
+    layout.plan("cpu")
+    copied = _COPIES[way](layout)
+    assert copied is not layout and copied == layout and hash(copied) == number
+    assert_valid(copied)
+    # caches stay behind
+    assert copied._cache.keys() == {"plans", "hash"} and not copied._cache["plans"]
+    assert (copied | layout) == layout
+
+
+@pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
+def test_zoo_layouts_survive_other_block_sizes(case: cases.Case) -> None:
+    layout = case.build()
+    for block_size in ((128, 128), (16, 16), (48, 80)):
+        numbers = {"q_len": layout.q_len, "kv_len": layout.kv_len}
+        found = blocks.regroup(*layout._block_list(), **numbers, old=layout.block_size, new=block_size)
+        other = BlockLayout._from_block_list(found, layout.shape[:2], layout.q_len, layout.kv_len, block_size)
+        assert other == BlockLayout.from_dense(layout.to_dense(), block_size=block_size)
+
+
+def test_hashes_are_the_same_in_another_process() -> None:
+    program = (
+        "from blocksparse_flash import BlockLayout; "
+        "print(hash(BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos, 40, 40, block_size=16)))"
+    )
+    other = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=_ROOT)
+    assert int(other.stdout) == hash(_GOOD)
+
+
+def test_importing_the_package_loads_no_optional_library() -> None:
+    program = (
+        "import sys, blocksparse_flash; "
+        "print([name for name in ('scipy', 'triton', 'matplotlib', 'masks') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=_ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_layouts_are_frozen() -> None:
+    layout = BlockLayout.from_blocks([0], [0], 64, 64, block_size=64)
+    for name in (*TENSORS, "q_len", "kv_len", "block_size", "anything"):
+        with pytest.raises(AttributeError):
+            setattr(layout, name, 1)
+    with pytest.raises(AttributeError):
+        del layout.indices
+
+
+@given(problems())
+def test_repr_counts_and_draws(problem: tuple[Any, ...]) -> None:
+    block_size, mask = problem
+    layout = BlockLayout.from_dense(mask, block_size=block_size)
+    lines = repr(layout).splitlines()
+    assert f"{layout.q_len} x {layout.kv_len} tokens" in lines[0] and str(layout.block_size) in lines[0]
+    assert f"nnz={layout.nnz}," in lines[1] and f" {len(layout.bitmasks)} distinct bitmasks" in lines[1]
+    symbols = {0: ".", 1: "#", 2: "+"}
+    rows = ["".join(symbols[value] for value in row) for row in layout.to_scipy().toarray().tolist()]
+    assert lines[3:] == (rows if layout.n_cols else [])
+
+
+def test_repr_of_a_large_layout_is_small() -> None:
+    """4096 tokens in blocks of 16 are 256 x 256 blocks, drawn 8 x 8 a character."""
+    rows = range_list(256)
+    layout = BlockLayout.from_ranges(
+        [0] * 256, [min(8 * (row // 8) + 9, 256) for row in rows], 4096, 4096, block_size=16
+    )
+    lines = repr(layout).splitlines()
+    assert "a character is 8 x 8 blocks" in lines[2]
+    assert lines[3:] == ["#" * (row + 1) + "+" * (row < 31) + "." * (30 - row) for row in range(32)]
+
+
+# ------------------------------------------------------------------------------------------------------ plans and devices
+
+
+@pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
+def test_the_causal_plan_is_that_of_the_causal_pairs(case: cases.Case) -> None:
+    layout = case.build()
+    mask = layout.to_dense()
+    mask &= torch.ones(mask.shape[2:], dtype=torch.bool).tril(layout.kv_len - layout.q_len)
+    expected = BlockLayout.from_dense(mask, block_size=layout.block_size).plan("cpu")
+    for one, other in zip(layout.plan("cpu", causal=True), expected, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(layout.plan("cpu"), copy.copy(layout).plan(torch.device("cpu")), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_plans_are_made_once() -> None:
+    layout = cases.LAYOUTS[0].make()
+    plan, causal = layout.plan("cpu"), layout.plan("cpu", causal=True)
+    assert layout.plan(torch.device("cpu")) is plan and layout.plan("cpu", causal=True) is causal
+    assert causal is not plan
+    # nothing is beyond the diagonal, so the causal plan is the plan
+    diagonal = BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos, 200, 200, block_size=64)
+    assert diagonal.plan("cpu", causal=True) is diagonal.plan("cpu")
+
+
+def test_to_moves_the_tensors_and_has_the_plan(device: torch.device) -> None:
+    layout = copy.copy(cases.LAYOUTS[-1].build())
+    moved = layout.to(device)
+    assert all(getattr(moved, name).device == moved.device == device for name in TENSORS)
+    assert (device, False) in moved._cache["plans"]
+    assert all(tensor.device == device for tensor in moved.plan(device))
+    assert moved == layout and hash(moved) == hash(layout)
+    assert moved.to("cpu") == layout and layout.to("cpu") is layout
+    assert (moved | moved).device == moved.T.device == (~moved).device == moved.to_dense().device == device
+    assert BlockLayout.from_state_dict(moved.state_dict()).device == device
+
+
+# ---------------------------------------------------------------------------------------------------------------- scale
+
+
+def test_a_million_tokens_take_memory_for_their_blocks_only() -> None:
+    """8192 block rows: butterfly, window and first tokens. N x N bits would be 128 GiB, so finishing is the test."""
+    length = 1 << 20
+    rows = np.arange(length // 128)
+    partners = np.stack([rows, *(rows ^ (1 << factor) for factor in range(13))], axis=1)
+    butterfly = BlockLayout.from_blocks(rows.repeat(14), partners.reshape(-1), length, length, block_size=128)
+    band = BlockLayout.from_ranges(
+        np.maximum(rows - 2, 0), np.minimum(rows + 3, len(rows)), length, length, block_size=128
+    )
+    local = BlockLayout.from_predicate(
+        lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 200, length, length, block_size=128,
+        within=band, looks=lambda row, col: row - col,
+    )  # fmt: skip
+    layout = butterfly | local | local.T
+    assert butterfly.nnz == 14 * 8192 and layout.nnz > butterfly.nnz
+    assert len(local.bitmasks) == 4
+    assert layout - local == butterfly - local
+    assert (layout & local) == local
+    assert layout.T == layout
+    assert len(repr(layout)) < 2000
