@@ -1,0 +1,121 @@
+"""On which grid of blocks is a mask drawn?
+
+Knows lengths, block sizes and where a block lies in tokens: rows, cols, aligned distances.
+Must not know any pattern, nor how a layout is stored.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .checks import read_integer
+
+# what the builders accept: tokens, or (q_len, kv_len); a block side, or (block_q, block_kv)
+Length = int | tuple[int, int]
+BlockSize = int | tuple[int, int]
+
+
+class Canvas(NamedTuple):
+    """Lengths and block size of a layout to be built.
+
+    Queries and keys are aligned at their ends: query i stands at key position i + shift. The distance of a pair is
+    d = q_pos + shift - kv_pos, 0 on the diagonal, positive towards earlier keys.
+    """
+
+    q_len: int
+    kv_len: int
+    block_q: int
+    block_kv: int
+
+    @property
+    def shift(self) -> int:
+        """How many keys precede the first query; negative when there are more queries than keys."""
+        return self.kv_len - self.q_len
+
+    @property
+    def n_rows(self) -> int:
+        return -(-self.q_len // self.block_q)
+
+    @property
+    def n_cols(self) -> int:
+        return -(-self.kv_len // self.block_kv)
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        return self.block_q, self.block_kv
+
+    def row_span(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First and last query of each row, both existing, as positions among the keys (they may lie outside)."""
+        first = row * self.block_q
+        last = np.minimum(first + self.block_q, self.q_len) - 1
+        return first + self.shift, last + self.shift
+
+    def cols_between(self, first_key: np.ndarray, last_key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Cols first .. stop - 1 that meet the keys first_key .. last_key, cropped to the grid."""
+        first = np.clip(first_key // self.block_kv, 0, self.n_cols)
+        stop = np.clip(last_key // self.block_kv + 1, 0, self.n_cols)
+        return first, stop
+
+    def distances(self, row: np.ndarray, col: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Lowest and highest distance in each block, as though no block were ragged."""
+        corner = row * self.block_q + self.shift - col * self.block_kv
+        return corner - (self.block_kv - 1), corner + (self.block_q - 1)
+
+
+def read_canvas(length: Length, block_size: BlockSize) -> Canvas:
+    """The grid of blocks that `length` and `block_size` describe.
+
+    length      tokens, or (q_len, kv_len)
+    block_size  tokens per side of a block, or (block_q, block_kv): multiples of 16 from 16 to 256
+    raises      TypeError for anything but ints, ValueError out of range
+
+    >>> read_canvas((100, 300), 64)
+    Canvas(q_len=100, kv_len=300, block_q=64, block_kv=64)
+    """
+    q_len, kv_len = _read_pair("length", length, at_least=0, unit="tokens")
+    block_q, block_kv = _read_pair("block_size", block_size, at_least=16, at_most=256, unit="tokens")
+    if block_q % 16 or block_kv % 16:
+        raise ValueError(f"block_size: expected multiples of 16 from 16 to 256, got {block_size}")
+    return Canvas(q_len=q_len, kv_len=kv_len, block_q=block_q, block_kv=block_kv)
+
+
+def split(marks: np.ndarray, side: int) -> np.ndarray:
+    """bool (length,) -> bool (blocks, side): the marks of each block row (or col), False beyond the length."""
+    n_blocks = -(-marks.size // side)
+    if marks.size == n_blocks * side:
+        return marks.reshape(n_blocks, side)
+    padded = np.zeros((n_blocks, side), dtype=bool)
+    padded.reshape(-1)[: marks.size] = marks
+    return padded
+
+
+def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
+    """Which block rows (or cols) have the same marks: equal numbers for those that do.
+
+    marks    bool (length,), one for each token
+    side     tokens of a block along this axis
+    returns  int64 (blocks,), 0 for a side without marks
+
+    >>> kinds_of_sides(np.arange(100) % 32 == 5, 16).tolist()
+    [1, 0, 1, 0, 1, 0, 0]
+    """
+    sides = split(marks, side)
+    kinds = np.zeros(len(sides), dtype=np.int64)
+    is_marked = sides.any(axis=1)
+    # [marked sides, octets]
+    octets = np.packbits(sides[is_marked], axis=1)
+    _, kinds[is_marked] = np.unique(octets.view(f"V{side // 8}").reshape(-1), return_inverse=True)
+    kinds[is_marked] += 1
+    return kinds
+
+
+def _read_pair(name: str, value: object, *, at_least: int, at_most: int | None = None, unit: str) -> tuple[int, int]:
+    if not isinstance(value, tuple | list):
+        side = read_integer(name, value, at_least=at_least, at_most=at_most, unit=unit)
+        return side, side
+    if len(value) != 2:
+        raise ValueError(f"{name}: expected an int or a pair (queries, keys), got {len(value)} entries: {value!r}")
+    first, second = (read_integer(name, side, at_least=at_least, at_most=at_most, unit=unit) for side in value)
+    return first, second

@@ -1,0 +1,99 @@
+"""Are the numbers that a caller gave whole numbers, and in range?
+
+Knows how an integer argument and a list of integers are read, and how a refusal is worded.
+Must not know what any of them means: blocks, windows and documents are the business of the builders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+
+import numpy as np
+import torch
+
+
+def kind_of(value: object) -> str:
+    """The type of a refused value, as an error message names it.
+
+    >>> kind_of(1.5)
+    'float'
+    """
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{type(value).__name__} of {value.dtype}"
+    return type(value).__name__
+
+
+def read_integer(name: str, value: object, *, at_least: int, at_most: int | None = None, unit: str = "") -> int:
+    """`value` as an int, or an error that names the argument, the range and what came.
+
+    name      the argument as the caller knows it, for the message
+    at_least  smallest value accepted
+    at_most   largest value accepted; None means no limit
+    unit      what is counted, for the message: "tokens", "blocks"
+    raises    TypeError for a bool or anything that is not a whole number by type, ValueError out of range
+
+    >>> read_integer("window", 64, at_least=0)
+    64
+    """
+    counted = f"int, a number of {unit}" if unit else "int"
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: expected {counted}, got {value!r} ({kind_of(value)})")
+    number = int(value)
+    if number < at_least or (at_most is not None and number > at_most):
+        limits = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise ValueError(f"{name}: expected {counted}, {limits}, got {number}")
+    return number
+
+
+def read_fraction(name: str, value: object) -> float:
+    """`value` as a float from 0 to 1, or an error that names the argument and what came.
+
+    >>> read_fraction("density", 0.25)
+    0.25
+    """
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number from 0 to 1, got {value!r} ({kind_of(value)})")
+    fraction = float(value)
+    # written so that nan is refused too
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"{name}: expected a number from 0 to 1, got {value!r}")
+    return fraction
+
+
+def read_integers(name: str, values: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
+    """A sequence, array or tensor of integers as int64 (count,), on the host.
+
+    raises  TypeError unless every entry is an integer by type, ValueError unless there is one axis
+
+    >>> read_integers("tokens", [0, 5, 9]).tolist()
+    [0, 5, 9]
+    """
+    if isinstance(values, torch.Tensor):
+        array = values.detach().cpu().numpy() if values.dtype != torch.bfloat16 else np.empty(0)
+    elif isinstance(values, np.ndarray):
+        array = values
+    elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        for place, value in enumerate(values):
+            if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
+                raise TypeError(f"{name}: expected ints, got {value!r} ({kind_of(value)}) at place {place}")
+        # an empty list has no type of its own
+        array = np.asarray(values) if len(values) else np.empty(0, dtype=np.int64)
+    else:
+        raise TypeError(f"{name}: expected ints in a sequence, array or tensor, got {values!r} ({kind_of(values)})")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected ints, got {kind_of(values)}")
+    if array.ndim != 1:
+        raise ValueError(f"{name}: expected one axis, got shape {tuple(array.shape)}")
+    return array.astype(np.int64)
+
+
+def read_switch(name: str, value: object) -> bool:
+    """`value` as a bool, or a TypeError that names the argument.
+
+    >>> read_switch("causal", True)
+    True
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}: expected a bool, got {value!r} ({kind_of(value)})")
+    return bool(value)

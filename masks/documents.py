@@ -1,0 +1,157 @@
+"""Which tokens belong to the same document?
+
+Knows packed sequences: documents laid end to end, given by their cumulative lengths. Writes bitmasks word by word,
+because where documents end is different in almost every block: a predicate would be asked for every pair.
+Must not know how bitmasks are made canonical; the layout sees to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from blocksparse_flash import BlockLayout
+
+from .canvas import BlockSize, Canvas, kinds_of_sides, read_canvas
+from .checks import read_integers, read_switch
+
+# LOW_BITS[n] has its n lowest bits set
+LOW_BITS = ((np.uint64(1) << np.arange(33, dtype=np.uint64)) - np.uint64(1)).astype(np.uint32)
+
+
+def documents(
+    cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, *, causal: bool = False, block_size: BlockSize = 128
+) -> BlockLayout:
+    """Each token attends to the tokens of its own document.
+
+    Documents are packed end to end; document i holds the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, as in
+    variable-length attention calls. A document of no tokens is allowed and has no effect.
+
+    cu_seqlens=[0, 2, 5], plain and causal:
+        1 1 0 0 0     1 0 0 0 0
+        1 1 0 0 0     1 1 0 0 0
+        0 0 1 1 1     0 0 1 0 0
+        0 0 1 1 1     0 0 1 1 0
+        0 0 1 1 1     0 0 1 1 1
+
+    cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at the length
+    causal      True keeps kv_pos <= q_pos only
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
+    returns     BlockLayout of shape (1, 1, length, length), length = cu_seqlens[-1], shared by every head,
+                exact to the token
+    raises      ValueError if cu_seqlens is empty, starts elsewhere or decreases, TypeError unless all are ints
+
+    Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027, section 3.2 (attention masking).
+
+    >>> documents([0, 256, 512, 1024]).density
+    0.375
+    """
+    bounds = _read_bounds(cu_seqlens)
+    causal = read_switch("causal", causal)
+    canvas = read_canvas(int(bounds[-1]), block_size)
+    packed = _pack(canvas, bounds)
+    rows, cols = _candidates(canvas, packed, causal=causal)
+    _, representatives, ids = np.unique(
+        _looks(canvas, packed, rows, cols, causal=causal), return_index=True, return_inverse=True
+    )
+    words = _bitmasks(canvas, packed, rows[representatives], cols[representatives], causal=causal)
+    # [n_rows + 1]
+    ends = np.searchsorted(rows, np.arange(canvas.n_rows + 1))
+    indptr, indices, bitmask_ids = (array.astype(np.int32) for array in (ends[None, None], cols, ids.reshape(-1)))
+    return BlockLayout(
+        *(torch.from_numpy(array) for array in (indptr, indices, bitmask_ids, words)),
+        q_len=canvas.q_len,
+        kv_len=canvas.kv_len,
+        block_size=canvas.block_size,
+    )
+
+
+class Packed(NamedTuple):
+    """Documents that have tokens, over whole blocks: the last one goes on to the end of the last block.
+
+    numbers  int64 (padded length,): the document of each token
+    begins   int64 (documents,): the first token of each
+    ends     int64 (documents,): the token after the last one
+    """
+
+    numbers: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+
+
+def _read_bounds(cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
+    bounds = read_integers("cu_seqlens", cu_seqlens)
+    if not bounds.size:
+        raise ValueError("cu_seqlens: expected at least one entry, 0, got none")
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens: expected 0 as the first entry, got {bounds[0]}. Lengths want a cumulative sum")
+    drops = np.flatnonzero(np.diff(bounds) < 0)
+    if drops.size:
+        place = drops[0]
+        raise ValueError(
+            f"cu_seqlens: expected entries that never decrease, got {bounds[place]} at place {place} "
+            f"and {bounds[place + 1]} after it. Lengths want a cumulative sum"
+        )
+    return bounds
+
+
+def _pack(canvas: Canvas, bounds: np.ndarray) -> Packed:
+    padded_len = max(canvas.n_rows * canvas.block_q, canvas.n_cols * canvas.block_kv)
+    begins = bounds[:-1][np.diff(bounds) > 0]
+    is_begin = np.zeros(padded_len, dtype=bool)
+    is_begin[begins[1:]] = True
+    return Packed(numbers=np.cumsum(is_begin), begins=begins, ends=np.append(begins[1:], padded_len))
+
+
+def _candidates(canvas: Canvas, packed: Packed, *, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, cols) of the blocks that have a pair, ascending: from the document of a row's first query to its last's."""
+    rows = np.arange(canvas.n_rows)
+    first_query, last_query = canvas.row_span(rows)
+    last_key = last_query if causal else packed.ends[packed.numbers[last_query]] - 1
+    first, stop = canvas.cols_between(packed.begins[packed.numbers[first_query]], last_key)
+    counts = stop - first
+    return np.repeat(rows, counts), np.arange(counts.sum()) + np.repeat(stop - np.cumsum(counts), counts)
+
+
+def _looks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:
+    """int64 (blocks,), equal for blocks with equal bits: where documents begin in them, and how far apart they are."""
+    numbers = packed.numbers
+    row_kinds = _kinds(numbers[: canvas.n_rows * canvas.block_q], canvas.block_q)
+    col_kinds = _kinds(numbers[: canvas.n_cols * canvas.block_kv], canvas.block_kv)
+    n_col_kinds = int(col_kinds.max(initial=0)) + 1
+    # a block that has a pair holds fewer documents, and reaches less far beyond the diagonal
+    span = canvas.block_q + canvas.block_kv
+    apart = numbers[rows * canvas.block_q] - numbers[cols * canvas.block_kv]
+    looks = (row_kinds[rows] * n_col_kinds + col_kinds[cols]) * (2 * span) + apart + span
+    if causal:
+        lowest, _ = canvas.distances(rows, cols)
+        # below the diagonal the distance makes no difference
+        looks = looks * span - np.minimum(lowest, 0)
+    return looks
+
+
+def _kinds(numbers: np.ndarray, side: int) -> np.ndarray:
+    """int64 (blocks,): equal numbers for block sides in which documents begin at equal places."""
+    is_begin = np.diff(numbers, prepend=numbers[:1]) > 0
+    # a document that begins where the side does looks like one that began before
+    is_begin[::side] = False
+    return kinds_of_sides(is_begin, side)
+
+
+def _bitmasks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:
+    """int32 (blocks, block_q, ceil(block_kv / 32)): a query attends to one stretch of keys, so words come from its ends."""
+    # [block_kv + 1, words]: row n has the bits of the first n keys
+    keys = np.arange(canvas.block_kv + 1)[:, None] - np.arange(0, canvas.block_kv, 32)
+    first_bits = LOW_BITS[np.clip(keys, 0, 32)]
+    # [blocks, block_q]
+    q_pos = rows[:, None] * canvas.block_q + np.arange(canvas.block_q)
+    document = packed.numbers[q_pos]
+    origin = cols[:, None] * canvas.block_kv
+    stop = (q_pos + 1 if causal else packed.ends[document]) - origin
+    words = first_bits.take(stop, axis=0, mode="clip")
+    # the stretch: the keys before its stop, but for those before its first
+    words ^= first_bits.take(packed.begins[document] - origin, axis=0, mode="clip") & words
+    return words.view(np.int32)

@@ -1,0 +1,106 @@
+"""Which tokens attend to everything, and are attended to by everything?
+
+Knows the union of whole rows and whole columns of tokens.
+Must not know how bitmasks are packed or shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from blocksparse_flash import BlockLayout
+
+from .canvas import BlockSize, Length, kinds_of_sides, read_canvas, split
+from .checks import read_integer, read_integers
+
+# the kind of a block side whose tokens are all global
+WHOLE = -1
+
+Tokens = int | Sequence[int] | np.ndarray | torch.Tensor
+
+
+def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128) -> BlockLayout:
+    """The global tokens attend to every token, and every token attends to them; nothing else.
+
+    Tokens are named by their position among the keys. When there are more keys than queries, query i stands at key
+    i + kv_len - q_len, as with causal=True, so that a decoding step of one query is global only if its token is.
+
+    tokens=1 and tokens=[2] on 4 tokens:
+        1 1 1 1     0 0 1 0
+        1 0 0 0     0 0 1 0
+        1 0 0 0     1 1 1 1
+        1 0 0 0     0 0 1 0
+
+    length      tokens, or (q_len, kv_len)
+    tokens      how many tokens at the start, 0 to kv_len, or their positions, 0 to kv_len - 1, in any order
+                (sequence, array or tensor of ints; a position named twice counts once)
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
+    returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
+    raises      ValueError if a position lies outside, TypeError unless all are ints
+
+    Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1 (global attention).
+
+    >>> global_tokens(1024, tokens=1).density
+    0.234375
+    """
+    canvas = read_canvas(length, block_size)
+    is_global_key = _read_tokens(tokens, canvas.kv_len)
+    # query i is the token at key i + shift; those before the first key are no global tokens
+    is_global_query = np.zeros(canvas.q_len, dtype=bool)
+    shared = min(canvas.q_len, canvas.kv_len)
+    is_global_query[canvas.q_len - shared :] = is_global_key[canvas.kv_len - shared :]
+
+    global_queries, global_keys = torch.from_numpy(is_global_query), torch.from_numpy(is_global_key)
+
+    def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        return global_queries[q_pos] | global_keys[kv_pos]
+
+    row_kinds = _kinds(is_global_query, canvas.block_q)
+    col_kinds = _kinds(is_global_key, canvas.block_kv)
+    n_col_kinds = int(col_kinds.max(initial=0)) + 1
+
+    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+        row_kind, col_kind = row_kinds[row], col_kinds[col]
+        is_whole = (row_kind == WHOLE) | (col_kind == WHOLE)
+        return np.where(is_whole, WHOLE, row_kind * n_col_kinds + col_kind)
+
+    global_rows, other_rows = np.flatnonzero(row_kinds), np.flatnonzero(row_kinds == 0)
+    cols, global_cols = np.arange(canvas.n_cols), np.flatnonzero(col_kinds)
+    within = BlockLayout.from_blocks(
+        np.concatenate([np.repeat(global_rows, cols.size), np.repeat(other_rows, global_cols.size)]),
+        np.concatenate([np.tile(cols, global_rows.size), np.tile(global_cols, other_rows.size)]),
+        canvas.q_len,
+        canvas.kv_len,
+        block_size=canvas.block_size,
+    )
+    return BlockLayout.from_predicate(
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+    )
+
+
+def _read_tokens(tokens: Tokens, kv_len: int) -> np.ndarray:
+    """bool (kv_len,): which keys are global."""
+    is_global = np.zeros(kv_len, dtype=bool)
+    if isinstance(tokens, Sequence | np.ndarray | torch.Tensor):
+        positions = read_integers("tokens", tokens)
+        is_outside = (positions < 0) | (positions >= kv_len)
+        if is_outside.any():
+            raise ValueError(
+                f"tokens: expected positions from 0 to {kv_len - 1}, got {positions[is_outside][0]} "
+                f"at place {np.flatnonzero(is_outside)[0]}"
+            )
+        is_global[positions] = True
+    else:
+        is_global[: read_integer("tokens", tokens, at_least=0, at_most=kv_len, unit="tokens")] = True
+    return is_global
+
+
+def _kinds(is_global: np.ndarray, side: int) -> np.ndarray:
+    """int64 (blocks,): equal numbers for block sides with global tokens at equal places; 0 none, WHOLE all."""
+    kinds = kinds_of_sides(is_global, side)
+    # no token that exists is missing
+    kinds[~split(~is_global, side).any(axis=1)] = WHOLE
+    return kinds

@@ -1,0 +1,115 @@
+"""Which pairs are near each other, or not in the future?
+
+Knows sliding windows and causal masks: both keep the pairs whose distance lies between two numbers.
+Must not know how bitmasks are packed or shared.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from blocksparse_flash import BlockLayout
+
+from .canvas import BlockSize, Canvas, Length, read_canvas
+from .checks import kind_of, read_integer
+
+Window = int | tuple[int | None, int | None]
+
+
+def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> BlockLayout:
+    """Each token attends to the tokens at distance at most `window` on either side, itself included.
+
+    With (left, right), to the `left` tokens before it, itself and the `right` tokens after it. When there are more
+    keys than queries the two sequences are aligned at their ends: query i stands at key i + kv_len - q_len, as with
+    causal=True. A query whose window holds no key attends to nothing.
+
+    window=1 and window=(2, 0) on 5 tokens:
+        1 1 0 0 0     1 0 0 0 0
+        1 1 1 0 0     1 1 0 0 0
+        0 1 1 1 0     1 1 1 0 0
+        0 0 1 1 1     0 1 1 1 0
+        0 0 0 1 1     0 0 1 1 1
+
+    length      tokens, or (q_len, kv_len)
+    window      tokens on each side; 0 is the diagonal. Or (left, right), where None means unlimited
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
+    returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
+    raises      ValueError if a side is negative, TypeError if it is no int
+
+    Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1 (sliding window; their w is 2 * window + 1).
+
+    >>> local(256, window=64, block_size=64).density
+    0.625
+    """
+    canvas = read_canvas(length, block_size)
+    left, right = _read_window(window)
+    return _band(canvas, left=left, right=right)
+
+
+def causal(length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
+    """Each token attends to itself and to every token before it.
+
+    Keeps kv_pos <= q_pos + (kv_len - q_len): the last query sees every key. With more queries than keys the first
+    q_len - kv_len queries see none. `attention(q, k, v, causal=True)` means the same; use this layout to combine it
+    with others.
+
+    2 queries and 5 keys; 5 queries and 2 keys:
+        1 1 1 1 0     0 0
+        1 1 1 1 1     0 0
+                      0 0
+                      1 0
+                      1 1
+
+    length      tokens, or (q_len, kv_len)
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
+    returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
+
+    Child et al., "Sparse Transformers", arXiv:1904.10509, section 4.2 (full self-attention).
+
+    >>> causal(256, block_size=64).density
+    0.625
+    """
+    return _band(read_canvas(length, block_size), left=None, right=0)
+
+
+def _read_window(window: Window) -> tuple[int | None, int | None]:
+    if isinstance(window, tuple | list):
+        if len(window) != 2:
+            raise ValueError(f"window: expected an int or (left, right), got {len(window)} entries: {window!r}")
+        left, right = (
+            None if side is None else read_integer("window", side, at_least=0, unit="tokens") for side in window
+        )
+        return left, right
+    if window is None:
+        raise TypeError(f"window: expected an int or (left, right), got {kind_of(window)}; (None, None) is unlimited")
+    side = read_integer("window", window, at_least=0, unit="tokens")
+    return side, side
+
+
+def _band(canvas: Canvas, *, left: int | None, right: int | None) -> BlockLayout:
+    """The pairs at distance -right to left."""
+    # no distance is as large as this
+    unlimited = canvas.q_len + canvas.kv_len
+    high = unlimited if left is None else min(left, unlimited)
+    low = -unlimited if right is None else -min(right, unlimited)
+    shift = canvas.shift
+
+    def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        distance = q_pos + shift - kv_pos
+        return (low <= distance) & (distance <= high)
+
+    # a block that meets the band is cut by less than this at either edge
+    span = canvas.block_q + canvas.block_kv
+
+    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+        lowest, highest = canvas.distances(row, col)
+        # how far the block reaches beyond each edge; 0, 0 is inside
+        return np.minimum(lowest - low, 0) * span + np.maximum(highest - high, 0)
+
+    first_query, last_query = canvas.row_span(np.arange(canvas.n_rows))
+    first, stop = canvas.cols_between(first_query - high, last_query - low)
+    within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return BlockLayout.from_predicate(
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+    )

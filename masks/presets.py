@@ -1,0 +1,126 @@
+"""Which patterns do papers put together, and under which name?
+
+Knows recipes: unions of windows, global tokens and random blocks.
+Must not know how their parts are built, beyond calling them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from blocksparse_flash import BlockLayout
+
+from .canvas import BlockSize, Length, read_canvas
+from .checks import read_integer
+from .global_tokens import Tokens
+from .global_tokens import global_tokens as global_tokens_layout
+from .local import Window, local
+from .random import MAX_SEED, draw_distinct
+
+
+def bigbird(
+    length: Length,
+    *,
+    window_blocks: int = 3,
+    random_blocks: int = 3,
+    global_blocks: int = 2,
+    seed: int,
+    block_size: BlockSize = 128,
+) -> BlockLayout:
+    """Blocks near the diagonal, blocks drawn at random, and the first blocks as global ones.
+
+    A block is full if |row - col| <= window_blocks // 2, or row < global_blocks, or col < global_blocks, or if it is one
+    of the random_blocks which its row draws among the others (all of them, if there are no more). The draw is that of
+    `masks.random`, a function of (seed, row, number of others) alone; the others are numbered from left to right.
+
+    window_blocks=3, random_blocks=1, global_blocks=1, seed=0 on 8 blocks (queries down, keys across):
+        # # # # # # # #
+    # # # . # . . .
+    # # # # . . . #
+    # # # # # . . .
+    # . # # # # . .
+    # # . . # # # .
+    # . . # . # # #
+    # . # . . . # #
+
+    length         tokens; (q_len, kv_len) if both have equally many blocks
+    window_blocks  width of the window in blocks, the diagonal included: odd
+    random_blocks  blocks drawn in each row that is not global
+    global_blocks  blocks at the start that attend to and are attended to by everything
+    seed           0 to 2**64 - 1
+    block_size     tokens per side of a block, a multiple of 16
+    returns        BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only
+    raises         ValueError if the block counts of queries and keys differ, or a number is out of range
+
+    Zaheer et al., "Big Bird", arXiv:2007.14062, section 2 (internal transformer construction).
+
+    >>> bigbird(2048, seed=0).density
+    0.5546875
+    """
+    canvas = read_canvas(length, block_size)
+    if canvas.n_rows != canvas.n_cols:
+        raise ValueError(
+            f"length: expected as many block rows as block cols, got {canvas.n_rows} x {canvas.n_cols} from "
+            f"{canvas.q_len} queries and {canvas.kv_len} keys in blocks of {canvas.block_size}"
+        )
+    window_blocks = read_integer("window_blocks", window_blocks, at_least=1, unit="blocks")
+    if window_blocks % 2 == 0:
+        raise ValueError(f"window_blocks: expected an odd width, as many blocks on each side, got {window_blocks}")
+    random_blocks = read_integer("random_blocks", random_blocks, at_least=0, unit="blocks")
+    global_blocks = read_integer("global_blocks", global_blocks, at_least=0, unit="blocks")
+    seed = read_integer("seed", seed, at_least=0, at_most=MAX_SEED)
+
+    n_blocks = canvas.n_cols
+    n_global = min(global_blocks, n_blocks)
+    n_side = min(window_blocks // 2, n_blocks)
+    blocks, own = np.arange(n_blocks), np.arange(n_global, n_blocks)
+    # the window of each row, without global cols: cols begin .. stop - 1
+    begin, stop = np.maximum(own - n_side, n_global), np.minimum(own + n_side + 1, n_blocks)
+    # [rows, window]
+    near = own[:, None] + np.arange(-n_side, n_side + 1)
+    is_near = (near >= begin[:, None]) & (near < stop[:, None])
+
+    n_others = n_blocks - n_global - (stop - begin)
+    places, numbers = draw_distinct(seed, own, sizes=n_others, counts=np.minimum(random_blocks, n_others))
+    # the others are the cols from the last global one to the window, and those behind it
+    is_behind = numbers >= (begin - n_global)[places]
+    drawn = n_global + numbers + np.where(is_behind, (stop - begin)[places], 0)
+
+    rows = [
+        np.repeat(blocks[:n_global], n_blocks),
+        np.repeat(own, n_global),
+        np.nonzero(is_near)[0] + n_global,
+        own[places],
+    ]
+    cols = [np.tile(blocks, n_global), np.tile(blocks[:n_global], own.size), near[is_near], drawn]
+    return BlockLayout.from_blocks(
+        np.concatenate(rows), np.concatenate(cols), canvas.q_len, canvas.kv_len, block_size=canvas.block_size
+    )
+
+
+def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_size: BlockSize = 128) -> BlockLayout:
+    """A sliding window, and tokens that attend to and are attended to by everything.
+
+    The union `local(length, window=window) | global_tokens(length, tokens=global_tokens)`.
+
+    window=1, global_tokens=[0] on 5 tokens:
+        1 1 1 1 1
+        1 1 1 0 0
+        1 1 1 1 0
+        1 0 1 1 1
+        1 0 0 1 1
+
+    length         tokens, or (q_len, kv_len), aligned at their ends
+    window         tokens on each side, or (left, right), where None means unlimited
+    global_tokens  how many tokens at the start, or positions among the keys
+    block_size     tokens per side of a block, a multiple of 16, or (block_q, block_kv)
+    returns        BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
+    raises         as `local` and `global_tokens` do
+
+    Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1 (their w is 2 * window + 1).
+
+    >>> longformer(1024, window=64, global_tokens=1).density
+    0.53125
+    """
+    near = local(length, window=window, block_size=block_size)
+    return near | global_tokens_layout(length, tokens=global_tokens, block_size=block_size)

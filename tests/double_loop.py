@@ -1,0 +1,47 @@
+"""Is a layout exactly the mask that a sentence about one query and one key describes?
+
+Knows a literal double loop over positions, in plain Python, and how to hold a layout to it.
+Must not know how any builder works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from blocksparse_flash import BlockLayout
+
+# lengths (q_len, kv_len) and block sizes: one block only; ragged ends; whole blocks; a decoding step; fewer and more
+# queries than keys, shifted by no multiple of a block; sides that differ, and one that is no power of two
+SQUARE_GRIDS = [(1, 16), (96, 16), (130, 64), (192, 48), (203, 48)]
+GRIDS = [((length, length), block_size) for length, block_size in SQUARE_GRIDS] + [
+    ((1, 113), 16),
+    ((70, 203), 64),
+    ((203, 70), 48),
+    ((128, 128), (32, 64)),
+    ((113, 203), (32, 64)),
+    ((150, 90), (64, 32)),
+]
+
+
+def mask_of(attends: Callable[[int, int], bool], q_len: int, kv_len: int) -> torch.Tensor:
+    """bool (q_len, kv_len): attends(q_pos, kv_pos) for every pair, one pair at a time."""
+    rows = [[bool(attends(q_pos, kv_pos)) for kv_pos in range(kv_len)] for q_pos in range(q_len)]
+    return torch.tensor(rows, dtype=torch.bool).reshape(q_len, kv_len)
+
+
+def assert_attends(layout: BlockLayout, attends: Callable[[int, int], bool]) -> None:
+    """Raises unless `layout` holds exactly the pairs for which attends(q_pos, kv_pos), in canonical form."""
+    assert layout.shape[:2] == (1, 1), f"one mask for all batches and heads expected, got shape {layout.shape}"
+    q_len, kv_len = layout.shape[2:]
+    expected = mask_of(attends, q_len, kv_len)
+    differing = (layout.to_dense()[0, 0] != expected).nonzero()
+    if len(differing):
+        q_pos, kv_pos = differing[0].tolist()
+        raise AssertionError(
+            f"{len(differing)} pairs differ; the first is query {q_pos}, key {kv_pos}, "
+            f"which should{'' if expected[q_pos, kv_pos] else ' not'} attend"
+        )
+    # equal masks give equal layouts: full blocks are known to be full, empty ones are not stored
+    assert layout == BlockLayout.from_dense(expected, block_size=layout.block_size)

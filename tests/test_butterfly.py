@@ -1,0 +1,71 @@
+"""Is the butterfly the closed form of its paper?"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from double_loop import SQUARE_GRIDS, assert_attends
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import masks
+
+
+def attends(row: int, col: int, n_factors: int) -> bool:
+    return col == row or any(col == row ^ 2**k for k in range(n_factors))
+
+
+@pytest.mark.parametrize(("length", "block_size"), SQUARE_GRIDS)
+def test_double_loop(length, block_size):
+    n_blocks = math.ceil(length / block_size)
+    all_factors = math.ceil(math.log2(n_blocks))
+    for n_factors in [None, *range(all_factors + 1)]:
+        layout = masks.butterfly(length, n_factors=n_factors, block_size=block_size)
+        kept = all_factors if n_factors is None else n_factors
+        assert_attends(layout, lambda q, kv, kept=kept: attends(q // block_size, kv // block_size, kept))
+
+
+@pytest.mark.parametrize("log_blocks", range(8))
+def test_a_power_of_two_has_one_block_a_factor_and_the_diagonal(log_blocks):
+    n_blocks = 2**log_blocks
+    for n_factors in range(log_blocks + 1):
+        layout = masks.butterfly(n_blocks * 16, n_factors=n_factors, block_size=16)
+        assert layout.nnz == n_blocks * (n_factors + 1)
+        assert len(layout.bitmasks) == 0
+
+
+@given(length=st.integers(1, 2000), n_factors=st.integers(0, 3))
+@settings(deadline=None)
+def test_it_equals_its_transpose_and_grows_with_its_factors(length, n_factors):
+    block_size = 48
+    n_factors = min(n_factors, (math.ceil(length / block_size) - 1).bit_length())
+    layout = masks.butterfly(length, n_factors=n_factors, block_size=block_size)
+    assert layout.T == layout
+    assert layout & masks.butterfly(length, block_size=block_size) == layout
+    assert (layout.indptr.diff() >= 1).all()
+
+
+def test_a_pair_of_equal_lengths_is_a_length():
+    assert masks.butterfly((300, 300), block_size=(64, 64)) == masks.butterfly(300, block_size=64)
+
+
+def test_nothing_has_no_blocks():
+    assert masks.butterfly(0).nnz == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"length": (128, 256)}, ValueError, r"length: expected as many queries as keys, got \(128, 256\)"),
+        ({"length": 1024, "block_size": (64, 128)}, ValueError, "block_size: .* got 16 x 8"),
+        ({"length": 1024, "n_factors": 4}, ValueError, "n_factors: .* from 0 to 3, got 4"),
+        ({"length": 1024, "n_factors": -1}, ValueError, "n_factors: .* got -1"),
+        ({"length": 1024, "n_factors": 1.0}, TypeError, r"n_factors: expected int, got 1.0 \(float\)"),
+        ({"length": 1024, "n_factors": True}, TypeError, r"n_factors: expected int, got True \(bool\)"),
+    ],
+)
+def test_refused(arguments, error, message):
+    length = arguments.pop("length")
+    with pytest.raises(error, match=message):
+        masks.butterfly(length, **arguments)

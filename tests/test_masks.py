@@ -1,0 +1,101 @@
+"""Do all builders keep the promises that they share: examples that run, layouts in O(nnz), no surprise imports?"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import masks
+
+# 1 M tokens would be 1 T pairs; 262,144 are 64 G pairs, 8 GiB as bits, and 4 M pairs of blocks
+LENGTH = 262_144
+BUILDERS = {
+    "butterfly": lambda length: masks.butterfly(length),
+    "local": lambda length: masks.local(length, window=512),
+    "local, skewed": lambda length: masks.local(length, window=(1000, 3)),
+    "random": lambda length: masks.random(length, blocks_per_row=8, seed=1),
+    "global_tokens": lambda length: masks.global_tokens(length, tokens=100),
+    "global_tokens, scattered": lambda length: masks.global_tokens(length, tokens=range(0, length, length // 8)),
+    "strided": lambda length: masks.strided(length, stride=length // 16),
+    "strided, causal": lambda length: masks.strided(length, stride=length // 16, causal=True),
+    "documents": lambda length: masks.documents(np.linspace(0, length, 300).astype(int)),
+    "documents, causal": lambda length: masks.documents(np.linspace(0, length, 300).astype(int), causal=True),
+    "bigbird": lambda length: masks.bigbird(length, seed=1),
+    "longformer": lambda length: masks.longformer(length, window=512, global_tokens=3),
+}
+
+
+def modules() -> list[str]:
+    return ["masks", *(f"masks.{module.name}" for module in pkgutil.iter_modules(masks.__path__))]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples_run(name):
+    # a module may be hidden behind the builder of its name
+    importlib.import_module(name)
+    module = sys.modules[name]
+    failed, tried = doctest.testmod(module)
+    assert failed == 0
+    if any(function.__module__ == name for function in (getattr(masks, public) for public in masks.__all__)):
+        assert tried > 0
+
+
+@pytest.mark.parametrize("name", masks.__all__)
+def test_every_builder_says_what_it_takes_and_where_it_is_from(name):
+    builder = getattr(masks, name)
+    text = inspect.getdoc(builder)
+    parameters = inspect.signature(builder).parameters
+    for parameter in [*parameters, "returns", "raises"] if name != "causal" else [*parameters, "returns"]:
+        assert f"\n{parameter} " in text, f"{name} does not describe {parameter}"
+    assert "arXiv:" in text and ">>>" in text
+    # what describes the pattern is said by name
+    kinds = [parameter.kind for parameter in parameters.values()]
+    assert kinds[1:] == [inspect.Parameter.KEYWORD_ONLY] * (len(kinds) - 1)
+    assert parameters["block_size"].default == 128
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_memory_grows_with_the_blocks_and_not_with_the_square(name):
+    layout = BUILDERS[name](LENGTH)
+    tracemalloc.start()
+    try:
+        BUILDERS[name](LENGTH)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # bytes for each block, each token, and each bitmask with the pairs it is packed from
+    bound = 400 * layout.nnz + 40 * LENGTH + 3 * 128 * 128 * len(layout.bitmasks) + 2**24
+    assert peak < bound
+    # not even one byte for each pair of blocks, scaled up: a quarter of the bits of N x N is out of reach by far
+    assert peak < LENGTH**2 / 8 / 16
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_large_grid_is_built_quickly(name):
+    BUILDERS[name](LENGTH)
+    begin = time.perf_counter()
+    BUILDERS[name](LENGTH)
+    # a Python loop over the blocks, or anything over pairs, would take seconds; the machine may be busy
+    assert time.perf_counter() - begin < 2.0
+
+
+def test_the_core_does_not_import_masks():
+    code = "import sys, blocksparse_flash; assert 'masks' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_builders_load_nothing_heavy():
+    code = (
+        "import sys, masks; masks.local(256, window=3)\n"
+        "assert not {'triton', 'scipy', 'matplotlib'} & {name.split('.')[0] for name in sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
