@@ -64,6 +64,16 @@ class Canvas(NamedTuple):
         return corner - (self.block_kv - 1), corner + (self.block_q - 1)
 
 
+def _read_pair(name: str, value: object, *, at_least: int, at_most: int | None = None, unit: str) -> tuple[int, int]:
+    if not isinstance(value, tuple | list):
+        side = read_integer(name, value, at_least=at_least, at_most=at_most, unit=unit)
+        return side, side
+    if len(value) != 2:
+        raise ValueError(f"{name}: expected an int or a pair (queries, keys), got {len(value)} entries: {value!r}")
+    first, second = (read_integer(name, side, at_least=at_least, at_most=at_most, unit=unit) for side in value)
+    return first, second
+
+
 def read_canvas(length: Length, block_size: BlockSize) -> Canvas:
     """The grid of blocks that `length` and `block_size` describe.
 
@@ -109,13 +119,3 @@ def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
     _, kinds[is_marked] = np.unique(octets.view(f"V{side // 8}").reshape(-1), return_inverse=True)
     kinds[is_marked] += 1
     return kinds
-
-
-def _read_pair(name: str, value: object, *, at_least: int, at_most: int | None = None, unit: str) -> tuple[int, int]:
-    if not isinstance(value, tuple | list):
-        side = read_integer(name, value, at_least=at_least, at_most=at_most, unit=unit)
-        return side, side
-    if len(value) != 2:
-        raise ValueError(f"{name}: expected an int or a pair (queries, keys), got {len(value)} entries: {value!r}")
-    first, second = (read_integer(name, side, at_least=at_least, at_most=at_most, unit=unit) for side in value)
-    return first, second

@@ -22,53 +22,6 @@ from .checks import read_integers, read_switch
 LOW_BITS = ((np.uint64(1) << np.arange(33, dtype=np.uint64)) - np.uint64(1)).astype(np.uint32)
 
 
-def documents(
-    cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, *, causal: bool = False, block_size: BlockSize = 128
-) -> BlockLayout:
-    """Each token attends to the tokens of its own document.
-
-    Documents are packed end to end; document i holds the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, as in
-    variable-length attention calls. A document of no tokens is allowed and has no effect.
-
-    cu_seqlens=[0, 2, 5], plain and causal:
-        1 1 0 0 0     1 0 0 0 0
-        1 1 0 0 0     1 1 0 0 0
-        0 0 1 1 1     0 0 1 0 0
-        0 0 1 1 1     0 0 1 1 0
-        0 0 1 1 1     0 0 1 1 1
-
-    cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at the length
-    causal      True keeps kv_pos <= q_pos only
-    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
-    returns     BlockLayout of shape (1, 1, length, length), length = cu_seqlens[-1], shared by every head,
-                exact to the token
-    raises      ValueError if cu_seqlens is empty, starts elsewhere or decreases, TypeError unless all are ints
-
-    Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027, section 3.2 (attention masking).
-
-    >>> documents([0, 256, 512, 1024]).density
-    0.375
-    """
-    bounds = _read_bounds(cu_seqlens)
-    causal = read_switch("causal", causal)
-    canvas = read_canvas(int(bounds[-1]), block_size)
-    packed = _pack(canvas, bounds)
-    rows, cols = _candidates(canvas, packed, causal=causal)
-    _, representatives, ids = np.unique(
-        _looks(canvas, packed, rows, cols, causal=causal), return_index=True, return_inverse=True
-    )
-    words = _bitmasks(canvas, packed, rows[representatives], cols[representatives], causal=causal)
-    # [n_rows + 1]
-    ends = np.searchsorted(rows, np.arange(canvas.n_rows + 1))
-    indptr, indices, bitmask_ids = (array.astype(np.int32) for array in (ends[None, None], cols, ids.reshape(-1)))
-    return BlockLayout(
-        *(torch.from_numpy(array) for array in (indptr, indices, bitmask_ids, words)),
-        q_len=canvas.q_len,
-        kv_len=canvas.kv_len,
-        block_size=canvas.block_size,
-    )
-
-
 class Packed(NamedTuple):
     """Documents that have tokens, over whole blocks: the last one goes on to the end of the last block.
 
@@ -107,13 +60,21 @@ def _pack(canvas: Canvas, bounds: np.ndarray) -> Packed:
 
 
 def _candidates(canvas: Canvas, packed: Packed, *, causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that have a pair, ascending: from the document of a row's first query to its last's."""
+    """(rows, cols) of the blocks that have a pair, ascending: from the first query's document to the last one's."""
     rows = np.arange(canvas.n_rows)
     first_query, last_query = canvas.row_span(rows)
     last_key = last_query if causal else packed.ends[packed.numbers[last_query]] - 1
     first, stop = canvas.cols_between(packed.begins[packed.numbers[first_query]], last_key)
     counts = stop - first
     return np.repeat(rows, counts), np.arange(counts.sum()) + np.repeat(stop - np.cumsum(counts), counts)
+
+
+def _kinds(numbers: np.ndarray, side: int) -> np.ndarray:
+    """int64 (blocks,): equal numbers for block sides in which documents begin at equal places."""
+    is_begin = np.diff(numbers, prepend=numbers[:1]) > 0
+    # a document that begins where the side does looks like one that began before
+    is_begin[::side] = False
+    return kinds_of_sides(is_begin, side)
 
 
 def _looks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:
@@ -133,16 +94,8 @@ def _looks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *
     return looks
 
 
-def _kinds(numbers: np.ndarray, side: int) -> np.ndarray:
-    """int64 (blocks,): equal numbers for block sides in which documents begin at equal places."""
-    is_begin = np.diff(numbers, prepend=numbers[:1]) > 0
-    # a document that begins where the side does looks like one that began before
-    is_begin[::side] = False
-    return kinds_of_sides(is_begin, side)
-
-
 def _bitmasks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:
-    """int32 (blocks, block_q, ceil(block_kv / 32)): a query attends to one stretch of keys, so words come from its ends."""
+    """int32 (blocks, block_q, words): a query attends to one stretch of keys, so its bits follow from the two ends."""
     # [block_kv + 1, words]: row n has the bits of the first n keys
     keys = np.arange(canvas.block_kv + 1)[:, None] - np.arange(0, canvas.block_kv, 32)
     first_bits = LOW_BITS[np.clip(keys, 0, 32)]
@@ -155,3 +108,50 @@ def _bitmasks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray
     # the stretch: the keys before its stop, but for those before its first
     words ^= first_bits.take(packed.begins[document] - origin, axis=0, mode="clip") & words
     return words.view(np.int32)
+
+
+def documents(
+    cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, *, causal: bool = False, block_size: BlockSize = 128
+) -> BlockLayout:
+    """Each token attends to the tokens of its own document.
+
+    Documents are packed end to end; document i holds the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, as in
+    variable-length attention calls. A document of no tokens is allowed and has no effect.
+
+    cu_seqlens=[0, 2, 5], plain and causal:
+        1 1 0 0 0     1 0 0 0 0
+        1 1 0 0 0     1 1 0 0 0
+        0 0 1 1 1     0 0 1 0 0
+        0 0 1 1 1     0 0 1 1 0
+        0 0 1 1 1     0 0 1 1 1
+
+    cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at the length
+    causal      True keeps kv_pos <= q_pos only
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
+    returns     BlockLayout of shape (1, 1, length, length), length = cu_seqlens[-1], shared by every head,
+                exact to the token
+    raises      ValueError if cu_seqlens is empty, starts elsewhere or decreases, TypeError unless all are ints
+
+    Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027, section 3.2 (masking).
+
+    >>> documents([0, 256, 512, 1024]).density
+    0.375
+    """
+    bounds = _read_bounds(cu_seqlens)
+    causal = read_switch("causal", causal)
+    canvas = read_canvas(int(bounds[-1]), block_size)
+    packed = _pack(canvas, bounds)
+    rows, cols = _candidates(canvas, packed, causal=causal)
+    _, representatives, ids = np.unique(
+        _looks(canvas, packed, rows, cols, causal=causal), return_index=True, return_inverse=True
+    )
+    words = _bitmasks(canvas, packed, rows[representatives], cols[representatives], causal=causal)
+    # [n_rows + 1]
+    ends = np.searchsorted(rows, np.arange(canvas.n_rows + 1))
+    indptr, indices, bitmask_ids = (array.astype(np.int32) for array in (ends[None, None], cols, ids.reshape(-1)))
+    return BlockLayout(
+        *(torch.from_numpy(array) for array in (indptr, indices, bitmask_ids, words)),
+        q_len=canvas.q_len,
+        kv_len=canvas.kv_len,
+        block_size=canvas.block_size,
+    )

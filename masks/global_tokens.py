@@ -22,6 +22,31 @@ WHOLE = -1
 Tokens = int | Sequence[int] | np.ndarray | torch.Tensor
 
 
+def _read_tokens(tokens: Tokens, kv_len: int) -> np.ndarray:
+    """bool (kv_len,): which keys are global."""
+    is_global = np.zeros(kv_len, dtype=bool)
+    if isinstance(tokens, Sequence | np.ndarray | torch.Tensor):
+        positions = read_integers("tokens", tokens)
+        is_outside = (positions < 0) | (positions >= kv_len)
+        if is_outside.any():
+            raise ValueError(
+                f"tokens: expected positions from 0 to {kv_len - 1}, got {positions[is_outside][0]} "
+                f"at place {np.flatnonzero(is_outside)[0]}"
+            )
+        is_global[positions] = True
+    else:
+        is_global[: read_integer("tokens", tokens, at_least=0, at_most=kv_len, unit="tokens")] = True
+    return is_global
+
+
+def _kinds(is_global: np.ndarray, side: int) -> np.ndarray:
+    """int64 (blocks,): equal numbers for block sides with global tokens at equal places; 0 none, WHOLE all."""
+    kinds = kinds_of_sides(is_global, side)
+    # no token that exists is missing
+    kinds[~split(~is_global, side).any(axis=1)] = WHOLE
+    return kinds
+
+
 def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128) -> BlockLayout:
     """The global tokens attend to every token, and every token attends to them; nothing else.
 
@@ -79,28 +104,3 @@ def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128
     return BlockLayout.from_predicate(
         attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
     )
-
-
-def _read_tokens(tokens: Tokens, kv_len: int) -> np.ndarray:
-    """bool (kv_len,): which keys are global."""
-    is_global = np.zeros(kv_len, dtype=bool)
-    if isinstance(tokens, Sequence | np.ndarray | torch.Tensor):
-        positions = read_integers("tokens", tokens)
-        is_outside = (positions < 0) | (positions >= kv_len)
-        if is_outside.any():
-            raise ValueError(
-                f"tokens: expected positions from 0 to {kv_len - 1}, got {positions[is_outside][0]} "
-                f"at place {np.flatnonzero(is_outside)[0]}"
-            )
-        is_global[positions] = True
-    else:
-        is_global[: read_integer("tokens", tokens, at_least=0, at_most=kv_len, unit="tokens")] = True
-    return is_global
-
-
-def _kinds(is_global: np.ndarray, side: int) -> np.ndarray:
-    """int64 (blocks,): equal numbers for block sides with global tokens at equal places; 0 none, WHOLE all."""
-    kinds = kinds_of_sides(is_global, side)
-    # no token that exists is missing
-    kinds[~split(~is_global, side).any(axis=1)] = WHOLE
-    return kinds

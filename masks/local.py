@@ -17,6 +17,48 @@ from .checks import kind_of, read_integer
 Window = int | tuple[int | None, int | None]
 
 
+def _read_window(window: Window) -> tuple[int | None, int | None]:
+    if isinstance(window, tuple | list):
+        if len(window) != 2:
+            raise ValueError(f"window: expected an int or (left, right), got {len(window)} entries: {window!r}")
+        left, right = (
+            None if side is None else read_integer("window", side, at_least=0, unit="tokens") for side in window
+        )
+        return left, right
+    if window is None:
+        raise TypeError(f"window: expected an int or (left, right), got {kind_of(window)}; (None, None) is unlimited")
+    side = read_integer("window", window, at_least=0, unit="tokens")
+    return side, side
+
+
+def _band(canvas: Canvas, *, left: int | None, right: int | None) -> BlockLayout:
+    """The pairs at distance -right to left."""
+    # no distance is as large as this
+    unlimited = canvas.q_len + canvas.kv_len
+    high = unlimited if left is None else min(left, unlimited)
+    low = -unlimited if right is None else -min(right, unlimited)
+    shift = canvas.shift
+
+    def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        distance = q_pos + shift - kv_pos
+        return (low <= distance) & (distance <= high)
+
+    # a block that meets the band is cut by less than this at either edge
+    span = canvas.block_q + canvas.block_kv
+
+    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+        lowest, highest = canvas.distances(row, col)
+        # how far the block reaches beyond each edge; 0, 0 is inside
+        return np.minimum(lowest - low, 0) * span + np.maximum(highest - high, 0)
+
+    first_query, last_query = canvas.row_span(np.arange(canvas.n_rows))
+    first, stop = canvas.cols_between(first_query - high, last_query - low)
+    within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return BlockLayout.from_predicate(
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+    )
+
+
 def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the tokens at distance at most `window` on either side, itself included.
 
@@ -71,45 +113,3 @@ def causal(length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
     0.625
     """
     return _band(read_canvas(length, block_size), left=None, right=0)
-
-
-def _read_window(window: Window) -> tuple[int | None, int | None]:
-    if isinstance(window, tuple | list):
-        if len(window) != 2:
-            raise ValueError(f"window: expected an int or (left, right), got {len(window)} entries: {window!r}")
-        left, right = (
-            None if side is None else read_integer("window", side, at_least=0, unit="tokens") for side in window
-        )
-        return left, right
-    if window is None:
-        raise TypeError(f"window: expected an int or (left, right), got {kind_of(window)}; (None, None) is unlimited")
-    side = read_integer("window", window, at_least=0, unit="tokens")
-    return side, side
-
-
-def _band(canvas: Canvas, *, left: int | None, right: int | None) -> BlockLayout:
-    """The pairs at distance -right to left."""
-    # no distance is as large as this
-    unlimited = canvas.q_len + canvas.kv_len
-    high = unlimited if left is None else min(left, unlimited)
-    low = -unlimited if right is None else -min(right, unlimited)
-    shift = canvas.shift
-
-    def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
-        distance = q_pos + shift - kv_pos
-        return (low <= distance) & (distance <= high)
-
-    # a block that meets the band is cut by less than this at either edge
-    span = canvas.block_q + canvas.block_kv
-
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
-        lowest, highest = canvas.distances(row, col)
-        # how far the block reaches beyond each edge; 0, 0 is inside
-        return np.minimum(lowest - low, 0) * span + np.maximum(highest - high, 0)
-
-    first_query, last_query = canvas.row_span(np.arange(canvas.n_rows))
-    first, stop = canvas.cols_between(first_query - high, last_query - low)
-    within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )

@@ -29,8 +29,8 @@ def bigbird(
 ) -> BlockLayout:
     """Blocks near the diagonal, blocks drawn at random, and the first blocks as global ones.
 
-    A block is full if |row - col| <= window_blocks // 2, or row < global_blocks, or col < global_blocks, or if it is one
-    of the random_blocks which its row draws among the others (all of them, if there are no more). The draw is that of
+    A block is full if |row - col| <= window_blocks // 2, or row < global_blocks, or col < global_blocks, or if it is
+    one of the random_blocks which its row draws among the others (all of them, if there are no more). The draw is that of
     `masks.random`, a function of (seed, row, number of others) alone; the others are numbered from left to right.
 
     window_blocks=3, random_blocks=1, global_blocks=1, seed=0 on 8 blocks (queries down, keys across):
@@ -81,7 +81,9 @@ def bigbird(
     is_near = (near >= begin[:, None]) & (near < stop[:, None])
 
     n_others = n_blocks - n_global - (stop - begin)
-    places, numbers = draw_distinct(seed, own, sizes=n_others, counts=np.minimum(random_blocks, n_others))
+    places, numbers = draw_distinct(
+        seed, own, sizes=n_others, counts=np.minimum(min(random_blocks, n_blocks), n_others)
+    )
     # the others are the cols from the last global one to the window, and those behind it
     is_behind = numbers >= (begin - n_global)[places]
     drawn = n_global + numbers + np.where(is_behind, (stop - begin)[places], 0)

@@ -28,6 +28,88 @@ DEVIATIONS = 4
 DRAWS_AT_ONCE = 2**20
 
 
+def _mix(words: np.ndarray) -> np.ndarray:
+    """splitmix64's step, on uint64 arrays: wraps around, a bijection."""
+    words = words + GAMMA
+    words = (words ^ (words >> np.uint64(30))) * MULTIPLIERS[0]
+    words = (words ^ (words >> np.uint64(27))) * MULTIPLIERS[1]
+    return words ^ (words >> np.uint64(31))
+
+
+def _try_draws(
+    keys: np.ndarray, sizes: np.ndarray, counts: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first distinct numbers of each stream among its first `width` draws.
+
+    returns  (is_enough, places, numbers): streams that met as many as they want, and the numbers of those
+    """
+    # [streams, width]
+    draws = np.arange(width, dtype=np.uint64)
+    numbers = ((_mix(keys[:, None] ^ draws) >> HALF_WORD) * sizes.astype(np.uint64)[:, None]) >> HALF_WORD
+    # sorted by number, then by draw: the first of equal numbers is its earliest draw
+    packed = np.sort((numbers << HALF_WORD) | draws, axis=1)
+    numbers = packed >> HALF_WORD
+    arrivals = (packed & np.uint64(2**32 - 1)).astype(np.int64)
+    is_repeat = np.zeros(arrivals.shape, dtype=bool)
+    is_repeat[:, 1:] = numbers[:, 1:] == numbers[:, :-1]
+    arrivals[is_repeat] = width
+    # the draw at which a stream has met as many distinct numbers as it wants
+    last_arrival = np.take_along_axis(np.sort(arrivals, axis=1), counts[:, None] - 1, axis=1)
+    is_enough = last_arrival < width
+    places, slots = np.nonzero((arrivals <= last_arrival) & is_enough)
+    return is_enough[:, 0], places, numbers[places, slots].astype(np.int64)
+
+
+def _first_distinct(
+    seed: int, rows: np.ndarray, sizes: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """As draw_distinct, by draws alone: counts are at most half of sizes."""
+    keys = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ rows.astype(np.uint64))
+    pending = np.flatnonzero(counts)
+    found_places, found_numbers = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    # draws expected before so many distinct numbers are met; never fewer than so many
+    expected = -sizes[pending] * np.log1p(-counts[pending] / sizes[pending])
+    width = math.ceil(np.max(expected + DEVIATIONS * np.sqrt(expected), initial=0.0)) + 1
+    while pending.size:
+        n_rows = max(1, DRAWS_AT_ONCE // width)
+        unfinished = []
+        for begin in range(0, pending.size, n_rows):
+            chunk = pending[begin : begin + n_rows]
+            is_enough, places, numbers = _try_draws(keys[chunk], sizes[chunk], counts[chunk], width)
+            found_places.append(chunk[places])
+            found_numbers.append(numbers)
+            unfinished.append(chunk[~is_enough])
+        pending = np.concatenate(unfinished)
+        width *= 2
+    return np.concatenate(found_places), np.concatenate(found_numbers)
+
+
+def draw_distinct(
+    seed: int, rows: np.ndarray, *, sizes: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """counts[i] distinct numbers from 0 to sizes[i] - 1, drawn from the stream of rows[i], for every i.
+
+    rows     int64 (n,), names of the streams
+    sizes    int64 (n,), each below 2**32
+    counts   int64 (n,), from 0 to sizes
+    returns  (places, numbers), int64 (counts.sum(),): numbers[j] belongs to rows[places[j]]; in any order
+    """
+    # drawing more than half of a row would meet mostly what it has already drawn
+    is_excluding = 2 * counts > sizes
+    drawn = np.where(is_excluding, sizes - counts, counts)
+    places, numbers = _first_distinct(seed, rows, sizes, drawn)
+    if not is_excluding.any():
+        return places, numbers
+
+    # [excluding rows, widest row]
+    excluding = np.flatnonzero(is_excluding)
+    is_kept = np.arange(sizes[excluding].max(initial=0)) < sizes[excluding, None]
+    is_drawn = is_excluding[places]
+    is_kept[np.searchsorted(excluding, places[is_drawn]), numbers[is_drawn]] = False
+    kept_rows, kept_numbers = np.nonzero(is_kept)
+    return np.append(places[~is_drawn], excluding[kept_rows]), np.append(numbers[~is_drawn], kept_numbers)
+
+
 def random(
     length: Length,
     *,
@@ -75,85 +157,3 @@ def random(
     rows = np.arange(canvas.n_rows)
     places, cols = draw_distinct(seed, rows, sizes=np.full_like(rows, canvas.n_cols), counts=np.full_like(rows, count))
     return BlockLayout.from_blocks(rows[places], cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-
-
-def draw_distinct(
-    seed: int, rows: np.ndarray, *, sizes: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """counts[i] distinct numbers from 0 to sizes[i] - 1, drawn from the stream of rows[i], for every i.
-
-    rows     int64 (n,), names of the streams
-    sizes    int64 (n,), each below 2**32
-    counts   int64 (n,), from 0 to sizes
-    returns  (places, numbers), int64 (counts.sum(),): numbers[j] belongs to rows[places[j]]; in any order
-    """
-    # drawing more than half of a row would meet mostly what it has already drawn
-    is_excluding = 2 * counts > sizes
-    drawn = np.where(is_excluding, sizes - counts, counts)
-    places, numbers = _first_distinct(seed, rows, sizes, drawn)
-    if not is_excluding.any():
-        return places, numbers
-
-    # [excluding rows, widest row]
-    excluding = np.flatnonzero(is_excluding)
-    is_kept = np.arange(sizes[excluding].max(initial=0)) < sizes[excluding, None]
-    is_drawn = is_excluding[places]
-    is_kept[np.searchsorted(excluding, places[is_drawn]), numbers[is_drawn]] = False
-    kept_rows, kept_numbers = np.nonzero(is_kept)
-    return np.append(places[~is_drawn], excluding[kept_rows]), np.append(numbers[~is_drawn], kept_numbers)
-
-
-def _mix(words: np.ndarray) -> np.ndarray:
-    """splitmix64's step, on uint64 arrays: wraps around, a bijection."""
-    words = words + GAMMA
-    words = (words ^ (words >> np.uint64(30))) * MULTIPLIERS[0]
-    words = (words ^ (words >> np.uint64(27))) * MULTIPLIERS[1]
-    return words ^ (words >> np.uint64(31))
-
-
-def _first_distinct(
-    seed: int, rows: np.ndarray, sizes: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """As draw_distinct, by draws alone: counts are at most half of sizes."""
-    keys = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ rows.astype(np.uint64))
-    pending = np.flatnonzero(counts)
-    found_places, found_numbers = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    # draws expected before so many distinct numbers are met; never fewer than so many
-    expected = -sizes[pending] * np.log1p(-counts[pending] / sizes[pending])
-    width = math.ceil(np.max(expected + DEVIATIONS * np.sqrt(expected), initial=0.0)) + 1
-    while pending.size:
-        n_rows = max(1, DRAWS_AT_ONCE // width)
-        unfinished = []
-        for begin in range(0, pending.size, n_rows):
-            chunk = pending[begin : begin + n_rows]
-            is_enough, places, numbers = _try_draws(keys[chunk], sizes[chunk], counts[chunk], width)
-            found_places.append(chunk[places])
-            found_numbers.append(numbers)
-            unfinished.append(chunk[~is_enough])
-        pending = np.concatenate(unfinished)
-        width *= 2
-    return np.concatenate(found_places), np.concatenate(found_numbers)
-
-
-def _try_draws(
-    keys: np.ndarray, sizes: np.ndarray, counts: np.ndarray, width: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first distinct numbers of each stream among its first `width` draws.
-
-    returns  (is_enough, places, numbers): streams that met as many as they want, and the numbers of those
-    """
-    # [streams, width]
-    draws = np.arange(width, dtype=np.uint64)
-    numbers = ((_mix(keys[:, None] ^ draws) >> HALF_WORD) * sizes.astype(np.uint64)[:, None]) >> HALF_WORD
-    # sorted by number, then by draw: the first of equal numbers is its earliest draw
-    packed = np.sort((numbers << HALF_WORD) | draws, axis=1)
-    numbers = packed >> HALF_WORD
-    arrivals = (packed & np.uint64(2**32 - 1)).astype(np.int64)
-    is_repeat = np.zeros(arrivals.shape, dtype=bool)
-    is_repeat[:, 1:] = numbers[:, 1:] == numbers[:, :-1]
-    arrivals[is_repeat] = width
-    # the draw at which a stream has met as many distinct numbers as it wants
-    last_arrival = np.take_along_axis(np.sort(arrivals, axis=1), counts[:, None] - 1, axis=1)
-    is_enough = last_arrival < width
-    places, slots = np.nonzero((arrivals <= last_arrival) & is_enough)
-    return is_enough[:, 0], places, numbers[places, slots].astype(np.int64)

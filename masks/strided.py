@@ -15,6 +15,31 @@ from .canvas import BlockSize, Canvas, Length, read_canvas
 from .checks import read_integer, read_switch
 
 
+def _candidates(canvas: Canvas, *, stride: int, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, cols) of the blocks that meet the pattern, each once; when the stride is short, of all blocks."""
+    first_query, last_query = (position[:, None] for position in canvas.row_span(np.arange(canvas.n_rows)))
+    if stride < canvas.block_q + canvas.block_kv:
+        # so many distances in a row hold a multiple of the stride, but perhaps in a ragged block: one stretch a row
+        first_key, last_key = np.zeros_like(first_query), last_query if causal else last_query + canvas.q_len
+    else:
+        # [rows, multiples]: the keys one multiple of the stride from a row, ascending; multiple 0 is the window
+        most, least = canvas.kv_len // stride, 0 if causal else -(canvas.q_len // stride)
+        multiples = np.arange(most, least - 1, -1)
+        first_key, last_key = first_query - multiples * stride, last_query - multiples * stride
+        first_key[:, most] -= stride - 1
+        last_key[:, most] += 0 if causal else stride - 1
+    first, stop = canvas.cols_between(first_key, last_key)
+    # neighbouring stretches may end and begin in the same block
+    first[:, 1:] = np.maximum(first[:, 1:], stop[:, :-1])
+    counts = np.maximum(stop - first, 0)
+    rows = np.repeat(np.arange(canvas.n_rows), counts.sum(axis=1))
+    counts = counts.reshape(-1)
+    # each block's col: where its stretch begins, plus its place in the stretch
+    ends = np.cumsum(counts)
+    cols = np.arange(rows.size) + np.repeat(first.reshape(-1) - ends + counts, counts)
+    return rows, cols
+
+
 def strided(length: Length, *, stride: int, causal: bool = False, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the tokens nearer than `stride`, itself included, and to every stride-th token from it.
 
@@ -37,13 +62,14 @@ def strided(length: Length, *, stride: int, causal: bool = False, block_size: Bl
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
     raises      ValueError if stride < 1, TypeError if it is no int or causal is no bool
 
-    Child et al., "Sparse Transformers", arXiv:1904.10509, section 4.3 (strided attention, both of its factors in one mask).
+    Child et al., "Sparse Transformers", arXiv:1904.10509, section 4.3 (strided attention, both heads in one mask).
 
     >>> strided(4096, stride=512, causal=True).density
     0.228515625
     """
     canvas = read_canvas(length, block_size)
-    stride = read_integer("stride", stride, at_least=1, unit="tokens")
+    # no distance is as large as the lengths together
+    stride = min(read_integer("stride", stride, at_least=1, unit="tokens"), max(1, canvas.q_len + canvas.kv_len))
     causal = read_switch("causal", causal)
     shift = canvas.shift
 
@@ -65,28 +91,3 @@ def strided(length: Length, *, stride: int, causal: bool = False, block_size: Bl
     return BlockLayout.from_predicate(
         attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
     )
-
-
-def _candidates(canvas: Canvas, *, stride: int, causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that meet the pattern, each once; when the stride is short, of all blocks."""
-    first_query, last_query = (position[:, None] for position in canvas.row_span(np.arange(canvas.n_rows)))
-    if stride < canvas.block_q + canvas.block_kv:
-        # every block that has a distance in range has a multiple of the stride, or nearly: one stretch a row
-        first_key, last_key = np.zeros_like(first_query), last_query if causal else last_query + canvas.q_len
-    else:
-        # [rows, multiples]: the keys one multiple of the stride from a row, ascending; multiple 0 is the window
-        most, least = canvas.kv_len // stride, 0 if causal else -(canvas.q_len // stride)
-        multiples = np.arange(most, least - 1, -1)
-        first_key, last_key = first_query - multiples * stride, last_query - multiples * stride
-        first_key[:, most] -= stride - 1
-        last_key[:, most] += 0 if causal else stride - 1
-    first, stop = canvas.cols_between(first_key, last_key)
-    # neighbouring stretches may end and begin in the same block
-    first[:, 1:] = np.maximum(first[:, 1:], stop[:, :-1])
-    counts = np.maximum(stop - first, 0)
-    rows = np.repeat(np.arange(canvas.n_rows), counts.sum(axis=1))
-    counts = counts.reshape(-1)
-    # each block's col: where its stretch begins, plus its place in the stretch
-    ends = np.cumsum(counts)
-    cols = np.arange(rows.size) + np.repeat(first.reshape(-1) - ends + counts, counts)
-    return rows, cols

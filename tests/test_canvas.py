@@ -84,8 +84,6 @@ def test_refused_length(builder, length, error, message):
     ids=str,
 )
 def test_refused_block_size(builder, block_size, error, message):
+    build = BUILDERS.get(builder, lambda length, **block: masks.documents([0, length], **block))
     with pytest.raises(error, match=message):
-        if builder == "documents":
-            masks.documents([0, 64], block_size=block_size)
-        else:
-            BUILDERS[builder](64, block_size=block_size)
+        build(64, block_size=block_size)

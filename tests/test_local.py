@@ -63,6 +63,10 @@ def test_closed_form_counts():
     assert masks.local(8192, window=(None, None)).density == 1.0
 
 
+def test_a_window_beyond_the_length_attends_to_everything():
+    assert masks.local((100, 300), window=10**30).density == 1.0
+
+
 def test_a_block_that_the_window_covers_is_full():
     layout = masks.local(1024, window=255, block_size=128)
     # distances in the diagonal block and in its neighbours are at most 255

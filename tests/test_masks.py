@@ -56,7 +56,8 @@ def test_every_builder_says_what_it_takes_and_where_it_is_from(name):
     parameters = inspect.signature(builder).parameters
     for parameter in [*parameters, "returns", "raises"] if name != "causal" else [*parameters, "returns"]:
         assert f"\n{parameter} " in text, f"{name} does not describe {parameter}"
-    assert "arXiv:" in text and ">>>" in text
+    assert "arXiv:" in text
+    assert ">>>" in text
     # what describes the pattern is said by name
     kinds = [parameter.kind for parameter in parameters.values()]
     assert kinds[1:] == [inspect.Parameter.KEYWORD_ONLY] * (len(kinds) - 1)

@@ -80,6 +80,11 @@ def test_bigbird_golden_blocks():
 GOLDEN_ROWS = [[0, 1, 2, 4, 5, 6, 9, 14], [0, 1, 3, 5, 6, 7, 10, 11], [0, 1, 3, 5, 6, 7, 8, 10]]
 
 
+def test_bigbird_of_any_number_is_cropped_to_the_grid():
+    for numbers in ({"window_blocks": 10**30 + 1}, {"random_blocks": 10**30}, {"global_blocks": 10**30}):
+        assert masks.bigbird(1024, seed=0, **numbers).density == 1.0
+
+
 def test_bigbird_same_seed_same_layout_other_seed_another():
     assert masks.bigbird(4096, seed=1) == masks.bigbird(4096, seed=1)
     assert masks.bigbird(4096, seed=1) != masks.bigbird(4096, seed=2)

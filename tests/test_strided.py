@@ -63,6 +63,11 @@ def test_stride_one_attends_to_everything():
     assert masks.strided(1000, stride=1, causal=True) == masks.causal(1000)
 
 
+def test_a_stride_beyond_the_length_attends_to_everything():
+    assert masks.strided((100, 300), stride=10**30).density == 1.0
+    assert masks.strided((100, 300), stride=10**30, causal=True) == masks.causal((100, 300))
+
+
 def test_nothing_has_no_blocks():
     assert masks.strided(0, stride=4).nnz == 0
     assert masks.strided((100, 0), stride=1000).nnz == 0
