@@ -1,0 +1,49 @@
+# make demo      train a block-sparse Transformer on ListOps, on whatever device there is
+# make test      all checks that need no GPU: lint, types, tests, every kernel compiled ahead of time
+# make test-gpu  the zoo on a CUDA device, with the packages of the Python found there
+#
+# PYTHON is the interpreter that makes the environment, or runs test-gpu; JOBS is how many test processes run at once.
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV ?= .venv
+BIN = $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
+# the Triton before the pinned one: kernels are compiled with both
+TRITON_BEFORE = 3.6.0
+
+.PHONY: demo test test-gpu lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m benchmarks.lra.demo
+
+test: lint $(VENV)/triton-$(TRITON_BEFORE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 900
+
+test-gpu:
+	$(PYTHON) -m pytest $(wildcard tests/test_zoo.py tests/test_gpu*.py)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) out dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# a stamp a set of extras: an environment is installed again only when what it is made from has changed
+$(VENV)/.demo: pyproject.toml .ci/constraints.txt | $(BIN)/python
+	$(INSTALL) --constraint .ci/constraints.txt --editable '.[demo]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml .ci/constraints.txt | $(BIN)/python
+	$(INSTALL) --constraint .ci/constraints.txt --editable '.[demo,test]'
+	touch $@
+
+$(VENV)/triton-$(TRITON_BEFORE): | $(BIN)/python
+	$(INSTALL) --no-deps --upgrade --target $@.part triton==$(TRITON_BEFORE)
+	mv $@.part $@
