@@ -30,8 +30,8 @@ def bigbird(
     """Blocks near the diagonal, blocks drawn at random, and the first blocks as global ones.
 
     A block is full if |row - col| <= window_blocks // 2, or row < global_blocks, or col < global_blocks, or if it is
-    one of the random_blocks which its row draws among the others (all of them, if there are no more). The draw is that of
-    `masks.random`, a function of (seed, row, number of others) alone; the others are numbered from left to right.
+    one of the random_blocks which its row draws among the others (all of them, if there are no more). The draw is that
+    of `masks.random`, a function of (seed, row, number of others) alone; the others are numbered from left to right.
 
     window_blocks=3, random_blocks=1, global_blocks=1, seed=0 on 8 blocks (queries down, keys across):
         # # # # # # # #

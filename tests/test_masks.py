@@ -19,7 +19,7 @@ import masks
 # 1 M tokens would be 1 T pairs; 262,144 are 64 G pairs, 8 GiB as bits, and 4 M pairs of blocks
 LENGTH = 262_144
 BUILDERS = {
-    "butterfly": lambda length: masks.butterfly(length),
+    "butterfly": masks.butterfly,
     "local": lambda length: masks.local(length, window=512),
     "local, skewed": lambda length: masks.local(length, window=(1000, 3)),
     "random": lambda length: masks.random(length, blocks_per_row=8, seed=1),
