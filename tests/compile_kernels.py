@@ -98,8 +98,11 @@ def compile_launch(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> di
         "registers": number(r"Used (\d+) registers"),
         "spills": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
         "shared": compiled.metadata.shared,
+        "shared_limit": SHARED_MEMORY[arch],
         "tensor_memory": getattr(compiled.metadata, "tmem_size", 0) or 0,
         "warps": compiled.metadata.num_warps,
+        # matrix products in the source; none: a kernel of sums
+        "products": len(re.findall(r"\btt\.dot\b", compiled.asm["ttir"])),
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "wgmma_waits": len(re.findall(r"wgmma\.wait_group", ptx)),
         "async_copies": len(re.findall(r"cp\.async\.(?:ca|cg|bulk\.tensor)", ptx)),
