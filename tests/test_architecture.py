@@ -1,0 +1,320 @@
+"""Which file may import which? The house rules that no single file can hold.
+
+A new file needs a row in TABLE: what it imports when it is loaded, and what it imports inside functions, when needed.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import blocksparse_flash
+import masks
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = ("blocksparse_flash", "masks", "benchmarks")
+
+OURS = "blocksparse_flash"
+NUMPY, TORCH, TRITON = "numpy", "torch", "triton"
+
+
+class Arrows(NamedTuple):
+    """What a file may import: modules of ours by full name, others by their top-level package. Python's own are free."""
+
+    loaded: set[str]
+    when_needed: set[str] | frozenset[str] = frozenset()
+
+
+# file: arrows. Reading down, a file only points up (kernels excepted: they point at tile, launch and philox)
+TABLE = {
+    "blocksparse_flash/blocks.py": Arrows({NUMPY}),
+    "blocksparse_flash/arguments.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
+    "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
+    "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
+    "blocksparse_flash/layout.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan", "predicate"))}, {"scipy"}
+    ),
+    "blocksparse_flash/philox.py": Arrows({TORCH}),
+    "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
+    "blocksparse_flash/kernels/__init__.py": Arrows(set()),
+    "blocksparse_flash/kernels/tile.py": Arrows({TRITON}),
+    "blocksparse_flash/kernels/launch.py": Arrows({TORCH, TRITON}),
+    "blocksparse_flash/kernels/forward.py": Arrows(
+        {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
+    ),
+    "blocksparse_flash/kernels/backward.py": Arrows(
+        {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
+    ),
+    "blocksparse_flash/kernels/eager.py": Arrows({NUMPY, TORCH, f"{OURS}.philox"}),
+    "blocksparse_flash/ops.py": Arrows(
+        {TORCH}, {f"{OURS}.kernels.{name}" for name in ("eager", "forward", "backward")}
+    ),
+    "blocksparse_flash/contract.py": Arrows({TORCH, f"{OURS}.layout"}),
+    "blocksparse_flash/functional.py": Arrows(
+        {TORCH, *(f"{OURS}.{name}" for name in ("contract", "layout", "ops", "reference"))}, {TRITON}
+    ),
+    "blocksparse_flash/__init__.py": Arrows({f"{OURS}.functional", f"{OURS}.layout"}),
+    "blocksparse_flash/nn.py": Arrows({TORCH, "einops", f"{OURS}.functional", f"{OURS}.layout"}),
+    "masks/checks.py": Arrows({NUMPY, TORCH}),
+    "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),
+    "masks/butterfly.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks"}),
+    "masks/documents.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/global_tokens.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/local.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/random.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks"}),
+    "masks/strided.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/presets.py": Arrows(
+        {NUMPY, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "global_tokens", "local", "random"))}
+    ),
+    "masks/__init__.py": Arrows(
+        {
+            f"masks.{name}"
+            for name in ("butterfly", "documents", "global_tokens", "local", "presets", "random", "strided")
+        }
+    ),
+    "benchmarks/picture.py": Arrows({OURS, "masks"}, {"matplotlib"}),
+    "benchmarks/lra/listops.py": Arrows(set()),
+}
+
+
+# ---- reading imports ----
+
+
+def python_files(root: Path) -> dict[str, Path]:
+    """Path inside the repository -> file, of all code that ships."""
+    return {
+        path.relative_to(root).as_posix(): path for folder in CODE for path in sorted((root / folder).rglob("*.py"))
+    }
+
+
+def module_of(name: str) -> str:
+    """blocksparse_flash/kernels/__init__.py -> blocksparse_flash.kernels"""
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def nodes(tree: ast.AST, is_needed: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """(node, whether it runs only when needed: inside a function, or for a type checker) of every node."""
+    for node in ast.iter_child_nodes(tree):
+        is_lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        is_lazy |= isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        yield node, is_needed
+        yield from nodes(node, is_needed or is_lazy)
+
+
+def targets(node: ast.AST, name: str, modules: set[str]) -> Iterator[str]:
+    """Full names of the modules that an import statement, or import_module("..."), loads."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            package = module_of(name).split(".")
+            # a package's own __init__.py is already one level up
+            up = node.level - name.endswith("__init__.py")
+            base = ".".join([*package[: len(package) - up], *filter(None, [node.module])])
+        for alias in node.names:
+            inner = f"{base}.{alias.name}"
+            yield inner if inner in modules else base
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        yield ast.literal_eval(node.args[0]) if isinstance(node.args[0], ast.Constant) else "a name made at run time"
+
+
+def arrows_of(name: str, path: Path, modules: set[str]) -> Arrows:
+    """What a file does import."""
+    loaded: set[str] = set()
+    when_needed: set[str] = set()
+    for node, is_needed in nodes(ast.parse(path.read_text(encoding="utf-8"))):
+        for target in targets(node, name, modules):
+            top = target.split(".")[0]
+            if top not in sys.stdlib_module_names:
+                (when_needed if is_needed else loaded).add(target if top in CODE else top)
+    return Arrows(loaded, when_needed)
+
+
+def violations(root: Path, table: dict[str, Arrows]) -> list[str]:
+    """One sentence for each import that the table does not allow."""
+    files = python_files(root)
+    modules = {module_of(name) for name in files}
+    said = []
+    for name, path in files.items():
+        if name not in table:
+            said.append(f"{name} has no row in the table")
+            continue
+        found, allowed = arrows_of(name, path, modules), table[name]
+        # what may be loaded at once may be loaded later too
+        late = found.when_needed - allowed.when_needed - allowed.loaded
+        said += [f"{name} imports {target}" for target in sorted(found.loaded - allowed.loaded)]
+        said += [f"{name} imports {target} when needed" for target in sorted(late)]
+    return said
+
+
+# ---- imports ----
+
+
+def test_imports_follow_the_table() -> None:
+    assert violations(ROOT, TABLE) == []
+
+
+def test_the_table_names_only_files_that_exist() -> None:
+    assert sorted(TABLE.keys() - python_files(ROOT).keys()) == []
+
+
+def test_arrows_never_turn_back() -> None:
+    """No cycle, lazy imports included; raises CycleError with the cycle."""
+    graph = {
+        module_of(name): {target for target in arrows.loaded | arrows.when_needed if target.split(".")[0] in CODE}
+        for name, arrows in TABLE.items()
+    }
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert order.index("blocksparse_flash.blocks") < order.index("blocksparse_flash") < order.index("masks")
+
+
+def test_the_core_never_imports_masks() -> None:
+    assert not any(
+        target.split(".")[0] in ("masks", "benchmarks")
+        for name, arrows in TABLE.items()
+        if name.startswith("blocksparse_flash/")
+        for target in arrows.loaded | arrows.when_needed
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("import masks", "blocksparse_flash/blocks.py imports masks"),
+        ("from masks.local import local", "blocksparse_flash/blocks.py imports masks.local"),
+        ("from . import plan", "blocksparse_flash/blocks.py imports blocksparse_flash.plan"),
+        ("from .plan import Plan", "blocksparse_flash/blocks.py imports blocksparse_flash.plan"),
+        ("import scipy.sparse", "blocksparse_flash/blocks.py imports scipy"),
+        ("try:\n    import triton\nexcept ImportError: pass", "blocksparse_flash/blocks.py imports triton"),
+        (
+            "def late():\n    from . import plan",
+            "blocksparse_flash/blocks.py imports blocksparse_flash.plan when needed",
+        ),
+        (
+            "import importlib\ndef late(): importlib.import_module('triton')",
+            "blocksparse_flash/blocks.py imports triton when needed",
+        ),
+    ],
+)
+def test_a_planted_import_is_caught(tmp_path: Path, line: str, sentence: str) -> None:
+    for name in ("blocksparse_flash/blocks.py", "blocksparse_flash/plan.py", "masks/local.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import os\n")
+    (tmp_path / "blocksparse_flash/blocks.py").write_text(f"import numpy\n{line}\n")
+    table = {name: TABLE[name] for name in ("blocksparse_flash/blocks.py", "blocksparse_flash/plan.py")}
+    assert violations(tmp_path, table) == [sentence, "masks/local.py has no row in the table"]
+
+
+def modules_after(statement: str) -> set[str]:
+    """Top-level packages loaded in a fresh interpreter."""
+    code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(said.stdout.split())
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    # what torch itself loads is not ours to say
+    added = modules_after("import blocksparse_flash") - modules_after("import torch, numpy, einops")
+    assert "blocksparse_flash" in added
+    assert not added & {"triton", "scipy", "matplotlib", "masks", "benchmarks", "networkx", "pandas"}
+
+
+# ---- names ----
+
+
+def test_public_names() -> None:
+    assert blocksparse_flash.__all__ == ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain"]
+    assert masks.__all__ == [
+        "bigbird",
+        "butterfly",
+        "causal",
+        "documents",
+        "global_tokens",
+        "local",
+        "longformer",
+        "random",
+        "strided",
+    ]
+    assert all(hasattr(module, name) for module in (blocksparse_flash, masks) for name in module.__all__)
+
+
+def test_attention_has_its_exact_signature() -> None:
+    expected = (
+        "q, k, v, layout=None, *, causal=False, scale=None, kv_lengths=None, dropout_p=0.0, seed=None, "
+        "deterministic=None, backend='auto'"
+    )
+    for function in (blocksparse_flash.attention, blocksparse_flash.attention_with_lse, blocksparse_flash.explain):
+        signature = inspect.signature(function)
+        bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+        assert str(inspect.Signature(bare)) == f"({expected})"
+
+
+def test_every_file_answers_a_question() -> None:
+    """The first line of a file is a question, the second part says what it knows and must not know."""
+    mute = [
+        name
+        for name, path in python_files(ROOT).items()
+        if "?" not in (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+        and not name.endswith("__init__.py")
+    ]
+    assert mute == []
+
+
+def test_no_file_is_a_drawer() -> None:
+    drawers = {"util", "utils", "common", "helper", "helpers", "config", "misc"}
+    everything = [path for folder in (*CODE, "tests") for path in (ROOT / folder).rglob("*")]
+    assert [path for path in everything if path.stem in drawers] == []
+
+
+def test_no_environment_variables_are_read() -> None:
+    reading = re.compile(r"\b(environ|getenv|putenv)\b")
+    readers = [name for name, path in python_files(ROOT).items() if reading.search(path.read_text(encoding="utf-8"))]
+    assert readers == []
+
+
+# ---- the repository ----
+
+
+def tracked_text() -> dict[str, str]:
+    """Path -> text of the files in the repository, pictures left out."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode != 0:
+        pytest.skip("needs a git checkout")
+    paths = (ROOT / name for name in listed.stdout.splitlines())
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for path in paths
+        if path.is_file() and path.suffix != ".png"
+    }
+
+
+def test_no_path_of_a_machine() -> None:
+    machine = re.compile(r"(?<![\w.*}$)])/(home|root|work|Users|mnt|opt|tmp)/\w")
+    assert machine.search(" /home/someone")
+    assert [name for name, text in tracked_text().items() if machine.search(text)] == ["tests/test_architecture.py"]
+
+
+def test_nothing_is_left_for_later() -> None:
+    words = re.compile("|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")))
+    assert [name for name, text in tracked_text().items() if words.search(text)] == []
+
+
+def test_rooms_at_the_top_are_fixed() -> None:
+    folders = {name.split("/")[0] for name in tracked_text() if "/" in name}
+    assert folders <= {*CODE, "tests", ".ci"}
