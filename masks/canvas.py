@@ -91,16 +91,6 @@ def read_canvas(length: Length, block_size: BlockSize) -> Canvas:
     return Canvas(q_len=q_len, kv_len=kv_len, block_q=block_q, block_kv=block_kv)
 
 
-def split(marks: np.ndarray, side: int) -> np.ndarray:
-    """bool (length,) -> bool (blocks, side): the marks of each block row (or col), False beyond the length."""
-    n_blocks = -(-marks.size // side)
-    if marks.size == n_blocks * side:
-        return marks.reshape(n_blocks, side)
-    padded = np.zeros((n_blocks, side), dtype=bool)
-    padded.reshape(-1)[: marks.size] = marks
-    return padded
-
-
 def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
     """Which block rows (or cols) have the same marks: equal numbers for those that do.
 
@@ -111,8 +101,11 @@ def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
     >>> kinds_of_sides(np.arange(100) % 32 == 5, 16).tolist()
     [1, 0, 1, 0, 1, 0, 0]
     """
-    sides = split(marks, side)
-    kinds = np.zeros(len(sides), dtype=np.int64)
+    n_blocks = -(-marks.size // side)
+    # [blocks, side]
+    sides = np.zeros((n_blocks, side), dtype=bool)
+    sides.reshape(-1)[: marks.size] = marks
+    kinds = np.zeros(n_blocks, dtype=np.int64)
     is_marked = sides.any(axis=1)
     # [marked sides, octets]
     octets = np.packbits(sides[is_marked], axis=1)

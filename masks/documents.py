@@ -69,19 +69,12 @@ def _candidates(canvas: Canvas, packed: Packed, *, causal: bool) -> tuple[np.nda
     return np.repeat(rows, counts), np.arange(counts.sum()) + np.repeat(stop - np.cumsum(counts), counts)
 
 
-def _kinds(numbers: np.ndarray, side: int) -> np.ndarray:
-    """int64 (blocks,): equal numbers for block sides in which documents begin at equal places."""
-    is_begin = np.diff(numbers, prepend=numbers[:1]) > 0
-    # a document that begins where the side does looks like one that began before
-    is_begin[::side] = False
-    return kinds_of_sides(is_begin, side)
-
-
 def _looks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:
     """int64 (blocks,), equal for blocks with equal bits: where documents begin in them, and how far apart they are."""
     numbers = packed.numbers
-    row_kinds = _kinds(numbers[: canvas.n_rows * canvas.block_q], canvas.block_q)
-    col_kinds = _kinds(numbers[: canvas.n_cols * canvas.block_kv], canvas.block_kv)
+    is_begin = np.diff(numbers, prepend=numbers[:1]) > 0
+    row_kinds = kinds_of_sides(is_begin[: canvas.n_rows * canvas.block_q], canvas.block_q)
+    col_kinds = kinds_of_sides(is_begin[: canvas.n_cols * canvas.block_kv], canvas.block_kv)
     n_col_kinds = int(col_kinds.max(initial=0)) + 1
     # a block that has a pair holds fewer documents, and reaches less far beyond the diagonal
     span = canvas.block_q + canvas.block_kv

@@ -13,11 +13,8 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Length, kinds_of_sides, read_canvas, split
+from .canvas import BlockSize, Length, kinds_of_sides, read_canvas
 from .checks import read_integer, read_integers
-
-# the kind of a block side whose tokens are all global
-WHOLE = -1
 
 Tokens = int | Sequence[int] | np.ndarray | torch.Tensor
 
@@ -37,14 +34,6 @@ def _read_tokens(tokens: Tokens, kv_len: int) -> np.ndarray:
     else:
         is_global[: read_integer("tokens", tokens, at_least=0, at_most=kv_len, unit="tokens")] = True
     return is_global
-
-
-def _kinds(is_global: np.ndarray, side: int) -> np.ndarray:
-    """int64 (blocks,): equal numbers for block sides with global tokens at equal places; 0 none, WHOLE all."""
-    kinds = kinds_of_sides(is_global, side)
-    # no token that exists is missing
-    kinds[~split(~is_global, side).any(axis=1)] = WHOLE
-    return kinds
 
 
 def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128) -> BlockLayout:
@@ -83,14 +72,12 @@ def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         return global_queries[q_pos] | global_keys[kv_pos]
 
-    row_kinds = _kinds(is_global_query, canvas.block_q)
-    col_kinds = _kinds(is_global_key, canvas.block_kv)
+    row_kinds = kinds_of_sides(is_global_query, canvas.block_q)
+    col_kinds = kinds_of_sides(is_global_key, canvas.block_kv)
     n_col_kinds = int(col_kinds.max(initial=0)) + 1
 
     def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
-        row_kind, col_kind = row_kinds[row], col_kinds[col]
-        is_whole = (row_kind == WHOLE) | (col_kind == WHOLE)
-        return np.where(is_whole, WHOLE, row_kind * n_col_kinds + col_kind)
+        return row_kinds[row] * n_col_kinds + col_kinds[col]
 
     global_rows, other_rows = np.flatnonzero(row_kinds), np.flatnonzero(row_kinds == 0)
     cols, global_cols = np.arange(canvas.n_cols), np.flatnonzero(col_kinds)

@@ -43,13 +43,11 @@ def _band(canvas: Canvas, *, left: int | None, right: int | None) -> BlockLayout
         distance = q_pos + shift - kv_pos
         return (low <= distance) & (distance <= high)
 
-    # a block that meets the band is cut by less than this at either edge
-    span = canvas.block_q + canvas.block_kv
-
     def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, highest = canvas.distances(row, col)
-        # how far the block reaches beyond each edge; 0, 0 is inside
-        return np.minimum(lowest - low, 0) * span + np.maximum(highest - high, 0)
+        # how far a block reaches beyond the edges: 0 inside the band, elsewhere it grows with the distance, so that
+        # equal numbers mean equal distances
+        return np.minimum(lowest - low, 0) + np.maximum(highest - high, 0)
 
     first_query, last_query = canvas.row_span(np.arange(canvas.n_rows))
     first, stop = canvas.cols_between(first_query - high, last_query - low)
