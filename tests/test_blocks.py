@@ -75,6 +75,11 @@ def test_existing_pairs_are_those_inside_the_lengths(problem: tuple[Any, ...]) -
     q_pos = (keys // max(n_cols, 1) % max(n_rows, 1))[:, None, None] * block_q + np.arange(block_q)[:, None]
     kv_pos = (keys % max(n_cols, 1))[:, None, None] * block_kv + np.arange(block_kv)
     np.testing.assert_array_equal(there, (q_pos < q_len) & (kv_pos < kv_len))
+    interior, last_col, last_row, corner = blocks.existing(**sizes)
+    if q_len % block_q == 0:
+        assert np.array_equal(interior, last_row) and np.array_equal(last_col, corner)
+    if kv_len % block_kv == 0:
+        assert np.array_equal(interior, last_col) and np.array_equal(last_row, corner)
 
 
 @given(problems())

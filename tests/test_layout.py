@@ -164,6 +164,19 @@ def test_looks_changes_only_how_often_the_predicate_is_asked(problem: tuple[Any,
         assert one == BlockLayout.from_predicate(steps, heads=3, **sizes)
 
 
+def test_looks_may_give_any_int64() -> None:
+    """Numbers 2**62 apart are told apart: four times that, for four kinds of edge, would be 0 in 64 bits."""
+
+    def is_off_diagonal(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+        return np.where(row == col, 0, 2**62)
+
+    def diagonal(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        return q_pos == kv_pos
+
+    layout = BlockLayout.from_predicate(diagonal, 64, 64, block_size=16, looks=is_off_diagonal)
+    assert layout == BlockLayout.from_dense(torch.eye(64, dtype=torch.bool), block_size=16)
+
+
 @given(problems(), st.randoms(use_true_random=False))
 def test_full_blocks_by_index_by_mask_and_by_scipy_agree(problem: tuple[Any, ...], random: Any) -> None:
     block_size, mask = problem
@@ -421,7 +434,7 @@ def test_bad_input_is_refused_by_name(name: str) -> None:
         call()
 
 
-@pytest.mark.parametrize(("block_size", "error"), _BAD_BLOCK_SIZES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("block_size", "error"), _BAD_BLOCK_SIZES, ids=str)
 def test_bad_block_sizes_are_refused_by_every_constructor(block_size: Any, error: type[Exception]) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: _direct(block_size=block_size),
@@ -505,6 +518,8 @@ def test_what_makes_layouts_differ() -> None:
         BlockLayout.from_dense(mask[:, :1], block_size=16),
         BlockLayout.from_dense(mask[:1, :1], block_size=16),
         BlockLayout.from_dense(mask[0, 0], block_size=48),
+        # one full block, and as many words in a row of a bitmask as the one before
+        BlockLayout.from_dense(mask[0, 0], block_size=(48, 64)),
         BlockLayout.from_dense(mask[0, 0], block_size=(16, 48)),
         BlockLayout.from_dense(mask[0, 0, :47], block_size=16),
         BlockLayout.from_dense(mask[0, 0, :, :47], block_size=16),
