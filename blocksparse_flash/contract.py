@@ -1,0 +1,233 @@
+"""Do the arguments of attention fit together?
+
+Knows what each may be, and the way out if it is not. Nothing is computed here. Must not know backends or plans.
+
+Runs on every call, so each check is a plain comparison; a message is put together only when one fails.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import BlockLayout
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+
+
+def under_autocast(dtype: torch.dtype, autocast: torch.dtype) -> torch.dtype:
+    """As autocast does: floating types become its own, except float64."""
+    return autocast if dtype.is_floating_point and dtype is not torch.float64 else dtype
+
+
+def _check_types(q: Tensor, k: Tensor, v: Tensor, autocast: torch.dtype | None) -> torch.dtype:
+    """Memory layout, dtype and device; returns the dtype in which the call computes."""
+    q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
+    if autocast is not None:
+        q_dtype, k_dtype, v_dtype = (under_autocast(dtype, autocast) for dtype in (q_dtype, k_dtype, v_dtype))
+    if q_dtype not in DTYPES:
+        raise ValueError(
+            f"q must be float16, bfloat16, float32 or float64, got {q_dtype}; q.to(torch.bfloat16) makes one"
+        )
+    if not (q_dtype == k_dtype == v_dtype):
+        name, other = ("k", k_dtype) if k_dtype != q_dtype else ("v", v_dtype)
+        raise ValueError(f"{name} must have q's dtype {q_dtype}, got {other}; {name}.to(q.dtype) makes one")
+    device = q.device
+    if not (device == k.device == v.device):
+        name, tensor = ("k", k) if k.device != device else ("v", v)
+        raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}; {name}.to(q.device) moves it")
+    if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                kind = "a nested tensor" if tensor.is_nested else f"a {tensor.layout} tensor"
+                raise ValueError(
+                    f"{name} must be a dense, strided tensor, got {kind}; {name}.to_dense() makes one, and kv_lengths= "
+                    "says how much of a padded batch exists"
+                )
+    return q_dtype
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+    """batch, heads, q_len, kv_len, head_dim."""
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.dim() != 4:
+                raise ValueError(
+                    f"{name} must have the 4 dimensions (batch, heads, length, head_dim), got shape {tuple(tensor.shape)}; "
+                    f"{name}[None] adds one in front, {name}.unflatten(-1, (heads, head_dim)).transpose(1, 2) splits heads"
+                )
+    batch, heads, q_len, head_dim = q.shape
+    k_batch, kv_heads, kv_len, k_dim = k.shape
+    v_batch, v_heads, v_len, v_dim = v.shape
+    if k_batch != v_batch or kv_heads != v_heads or kv_len != v_len:
+        raise ValueError(
+            f"k and v must agree in batch, heads and length, got k {tuple(k.shape)} and v {tuple(v.shape)}; only their last "
+            "dimension may differ, expand the smaller one"
+        )
+    if k_batch != batch:
+        raise ValueError(
+            f"k and v must have q's batch {batch}, got {k_batch}; they do not broadcast, k.expand({batch}, -1, -1, -1) does"
+        )
+    if heads % kv_heads if kv_heads else heads:
+        raise ValueError(
+            f"q's heads must be a multiple of k's heads, got {heads} and {kv_heads}; repeat k and v, or check that the order "
+            "is (batch, heads, length, head_dim)"
+        )
+    if head_dim != k_dim:
+        raise ValueError(f"k must have q's head_dim {head_dim}, got {k_dim}; pad the smaller one with zeros")
+    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_dim <= MAX_HEAD_DIM):
+        name, dim = ("v", v_dim) if 1 <= head_dim <= MAX_HEAD_DIM else ("q", head_dim)
+        raise ValueError(
+            f"{name} must have a head_dim of 1 to {MAX_HEAD_DIM}, got {dim}; split it over more heads, or check that the order "
+            "is (batch, heads, length, head_dim)"
+        )
+    if (
+        not (q.stride(3) == 1 or head_dim == 1)
+        or not (k.stride(3) == 1 or head_dim == 1)
+        or not (v.stride(3) == 1 or v_dim == 1)
+    ):
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            # the strides of a tensor without elements mean nothing
+            if tensor.stride(3) != 1 and tensor.shape[3] != 1 and tensor.numel() != 0:
+                raise ValueError(
+                    f"{name} must have a last stride of 1, got strides {tuple(tensor.stride())}; {name}.contiguous() has one"
+                )
+    return batch, heads, q_len, kv_len, head_dim
+
+
+def _check_layout(layout: BlockLayout, batch: int, heads: int, q_len: int, kv_len: int) -> None:
+    if not isinstance(layout, BlockLayout):
+        raise TypeError(
+            f"layout must be a BlockLayout or None, got {type(layout).__name__}; BlockLayout.from_dense(mask, block_size=...) "
+            "makes one of a bool mask"
+        )
+    if layout.q_len != q_len or layout.kv_len != kv_len:
+        raise ValueError(
+            f"layout describes {layout.q_len} queries x {layout.kv_len} keys, but q has {q_len} and k has {kv_len}; build it "
+            f"for ({q_len}, {kv_len})"
+        )
+    layout_batch, layout_heads, _ = layout.indptr.shape
+    if layout_heads != 1 and layout_heads != heads:
+        raise ValueError(
+            f"layout must have 1 head or q's {heads}, got {layout_heads}; with grouped heads it counts query heads"
+        )
+    if layout_batch != 1 and layout_batch != batch:
+        raise ValueError(f"layout must have batch 1 or q's {batch}, got {layout_batch}; build it for that batch")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, float):
+        return value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(
+            f"{name} must be a float or an int, got {value!r} ({type(value).__name__}); float({name}) makes one"
+        )
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a finite float, got {value}; no float is as large") from None
+
+
+def _check_seed(seed: int | Tensor, device: torch.device) -> None:
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise ValueError(
+                f"seed must be an int64 tensor of one element, got {seed.dtype} of shape {tuple(seed.shape)}; "
+                "torch.randint(2**63 - 1, (1,)) draws one"
+            )
+        if seed.device != device and seed.device.type != "cpu":
+            raise ValueError(
+                f"seed must be on q's device {device} or the CPU, got {seed.device}; seed.to(q.device) moves it"
+            )
+        return
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(
+            f"seed must be an int, an int64 tensor of one element or None, got {seed!r} ({type(seed).__name__}); int(seed) "
+            "makes one, None draws one from PyTorch's CPU generator"
+        )
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit a signed 64-bit integer, got {seed}; seed % 2**63 does")
+
+
+def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, device: torch.device) -> None:
+    if not isinstance(kv_lengths, Tensor):
+        raise TypeError(
+            f"kv_lengths must be an int32 or int64 tensor, got {type(kv_lengths).__name__}; "
+            "torch.as_tensor(kv_lengths, device=q.device) makes one"
+        )
+    if kv_lengths.dtype != torch.int32 and kv_lengths.dtype != torch.int64:
+        raise ValueError(
+            f"kv_lengths must be int32 or int64, got {kv_lengths.dtype}; kv_lengths.to(torch.int32) makes it"
+        )
+    if kv_lengths.dim() != 1 or kv_lengths.shape[0] != batch:
+        raise ValueError(
+            f"kv_lengths must have shape ({batch},), one length for each batch, got {tuple(kv_lengths.shape)}; it counts "
+            "keys from the first one, it is no mask"
+        )
+    if kv_lengths.device != device:
+        raise ValueError(
+            f"kv_lengths must be on q's device {device}, got {kv_lengths.device}; kv_lengths.to(q.device) moves it"
+        )
+    # reading them on a GPU would wait for it, and a compiler cannot read them
+    if device.type == "cpu" and batch and not torch.compiler.is_compiling():
+        lengths = kv_lengths.tolist()
+        if min(lengths) < 0 or max(lengths) > kv_len:
+            wrong = next(n for n in lengths if not 0 <= n <= kv_len)
+            raise ValueError(
+                f"kv_lengths must be 0 to {kv_len}, the length of k, got {wrong}; kv_lengths.clamp(0, {kv_len}) is in range"
+            )
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None,
+    causal: bool,
+    scale: float | None,
+    kv_lengths: Tensor | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    deterministic: bool | None,
+    autocast: torch.dtype | None,
+) -> tuple[torch.dtype, float]:
+    """The type in which the call computes, and its scale as a float; TypeError or ValueError if an argument does not fit.
+
+    The arguments are those of `attention`; autocast is the type to which autocast converts, None where it is off.
+    """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        for name, value in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"{name} must be a torch.Tensor, got {type(value).__name__}; torch.as_tensor({name}) makes one"
+                )
+    device = q.device
+    dtype = _check_types(q, k, v, autocast)
+    batch, heads, q_len, kv_len, head_dim = _check_shapes(q, k, v)
+    if layout is not None:
+        _check_layout(layout, batch, heads, q_len, kv_len)
+    if causal is not True and causal is not False:
+        raise TypeError(
+            f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
+        )
+    scale = head_dim**-0.5 if scale is None else _number("scale", scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}; scale=None is head_dim ** -0.5")
+    if not 0 <= _number("dropout_p", dropout_p) < 1:
+        raise ValueError(
+            f"dropout_p must be at least 0 and less than 1, got {dropout_p}; it is the probability to drop, 0.0 turns it off"
+        )
+    if seed is not None:
+        _check_seed(seed, device)
+    if kv_lengths is not None:
+        _check_kv_lengths(kv_lengths, batch, kv_len, device)
+    if deterministic is not None and deterministic is not True and deterministic is not False:
+        raise TypeError(
+            f"deterministic must be True, False or None, got {deterministic!r} ({type(deterministic).__name__}); "
+            "None follows torch.are_deterministic_algorithms_enabled()"
+        )
+    return dtype, scale

@@ -1,0 +1,364 @@
+"""What may a caller ask of attention, and which backend answers?
+
+Knows the order of a call: the contract checks every argument, a backend is chosen, a layout becomes a plan, and the call goes
+to the operators (or to the reference). Must not know how a kernel works, or that patterns exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import contract, ops, reference
+from .layout import BlockLayout
+
+BACKENDS = ("auto", "triton", "eager", "reference")
+# side of a plan's tiles, in tokens
+TILE = 128
+
+
+# ---- which backend? ----
+
+
+@functools.cache
+def _why_not_on_gpu(index: int | None) -> str | None:
+    """Why Triton's kernels cannot run on a CUDA device, or None. Neither the device nor the installation changes."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    major, minor = torch.cuda.get_device_capability(index)
+    return None if major >= 8 else f"it needs compute capability 8.0 or later, this GPU has {major}.{minor}"
+
+
+def _why_not(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why a backend cannot run such tensors, or None."""
+    if backend != "triton":
+        return None
+    if dtype is torch.float64:
+        return "it needs float16, bfloat16 or float32, got torch.float64"
+    if device.type == "cuda":
+        return _why_not_on_gpu(device.index)
+    if device.type != "cpu":
+        return f"it needs a CUDA device, got {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        return (
+            f"it needs a CUDA device (or TRITON_INTERPRET=1, set before import, to interpret it slowly), got {device}"
+        )
+    return None
+
+
+# under torch.compile the answer is computed once and becomes a constant of the graph
+@torch.compiler.assume_constant_result
+def _choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    if backend == "auto":
+        return "triton" if device.type == "cuda" and _why_not("triton", device, dtype) is None else "eager"
+    if not isinstance(backend, str):
+        raise TypeError(f'backend must be a str, one of {BACKENDS}, got {backend!r}; "auto" chooses')
+    why_not = _why_not(backend, device, dtype)
+    if backend == "hopper":
+        why_not = "it is not available in this version"
+    elif backend not in BACKENDS:
+        raise ValueError(
+            f'backend must be one of {BACKENDS}, got "{backend}"; "auto" would use "{_choose("auto", device, dtype)}"'
+        )
+    if why_not is not None:
+        raise ValueError(
+            f'backend="{backend}" cannot run this call: {why_not}. backend="auto" would use "{_choose("auto", device, dtype)}"'
+        )
+    return backend
+
+
+# ---- what would happen? ----
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of `attention` would do; prints as a report.
+
+    backend, reason  which one, and why
+    others           (backend, why not) of each of the others
+    tile             (queries, keys) of a plan's tiles, None for `reference`, which computes every pair
+    density          stored / all blocks of the layout, 1.0 without one
+    tile_density     computed / all tiles, `causal` included
+    flops            floating-point operations of the forward's two products over the computed tiles
+    metadata_bytes   of the plan's tensors
+    determinism      what is promised
+    """
+
+    backend: str
+    reason: str
+    others: tuple[tuple[str, str], ...]
+    tile: tuple[int, int] | None
+    density: float
+    tile_density: float
+    flops: int
+    metadata_bytes: int
+    determinism: str
+
+    def __str__(self) -> str:
+        tile = "none, every pair is computed" if self.tile is None else f"{self.tile[0]} queries x {self.tile[1]} keys"
+        lines = [f'backend      "{self.backend}": {self.reason}']
+        lines += [f'   not       "{name}": {why}' for name, why in self.others]
+        lines += [
+            f"density      {self.density:.4g} of the layout's blocks",
+            f"tiles        {tile}; {self.tile_density:.4g} of them are computed",
+            f"forward      {self.flops / 1e9:.4g} GFLOP",
+            f"metadata     {self.metadata_bytes} bytes",
+            f"determinism  {self.determinism}",
+        ]
+        return "\n".join(lines)
+
+
+def _cost(q: Tensor, v: Tensor, kv_len: int, layout: BlockLayout | None, causal: bool, backend: str) -> dict[str, Any]:
+    """The numbers of an Explanation, from the plan that the call would walk."""
+    batch, heads, q_len, head_dim = q.shape
+    n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
+    metadata_bytes = 0
+    share = 1.0
+    if backend != "reference" and 0 not in (batch, heads, q_len, kv_len):
+        if layout is not None:
+            plan = layout.plan(q.device, causal=causal)
+            metadata_bytes = sum(tensor.nbytes for tensor in plan)
+            records = plan.row_items
+            share = records[..., 2:4].sum().item() / (records[..., 0].numel() * n_cols)
+        elif causal:
+            # the last tile column which the last query of each tile row attends to, bottom-right
+            last_q = torch.arange(1, n_rows + 1).mul(TILE).clamp(max=q_len) - 1
+            share = ((last_q + kv_len - q_len).div(TILE, rounding_mode="floor") + 1).clamp(min=0).sum().item()
+            share /= n_rows * n_cols
+    pairs = q_len * kv_len if backend == "reference" else round(share * n_rows * n_cols) * TILE * TILE
+    return {
+        "tile": None if backend == "reference" else (TILE, TILE),
+        "density": 1.0 if layout is None else layout.density,
+        "tile_density": share,
+        "flops": 2 * batch * heads * pairs * (head_dim + v.shape[3]),
+        "metadata_bytes": metadata_bytes,
+    }
+
+
+def _why(backend: str, device: torch.device, is_asked_for: bool) -> str:
+    if is_asked_for:
+        return "asked for by name"
+    if backend == "triton":
+        return f"q is on {device}, which runs the Triton kernels"
+    return f"the backend for every device and type, in memory proportional to the stored blocks; q is on {device}"
+
+
+def _why_other(backend: str, device: torch.device, dtype: torch.dtype, is_asked_for: bool) -> str:
+    """Why a backend is not the chosen one."""
+    why_not = _why_not(backend, device, dtype)
+    if why_not is not None:
+        return why_not
+    if is_asked_for:
+        return "could run, but another was asked for by name"
+    if backend == "triton":
+        return "on the CPU it runs in Triton's interpreter, which is for tests: only by name"
+    if backend == "eager":
+        return "could run, but slower than the kernels"
+    return "computes all q_len * kv_len pairs, it is the meaning and not the means: only by name"
+
+
+def _promise(deterministic: bool | None) -> str:
+    if deterministic is None:
+        asked = f"None: as torch.are_deterministic_algorithms_enabled(), {torch.are_deterministic_algorithms_enabled()}"
+    else:
+        asked = str(deterministic)
+    return f"every run gives equal bits, forward and backward (deterministic={asked})"
+
+
+# ---- the call ----
+
+
+def _autocast(q: Tensor) -> torch.dtype | None:
+    """The type to which autocast converts q's device, None where it is off."""
+    if not isinstance(q, Tensor):
+        # refused by the contract
+        return None
+    device_type = q.device.type
+    # a type of device without autocast, such as meta, may not even be asked
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None,
+    causal: bool,
+    scale: float | None,
+    kv_lengths: Tensor | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    deterministic: bool | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    autocast = _autocast(q)
+    dtype, scale = contract.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast)
+    backend = _choose(backend, q.device, dtype)
+    if autocast is None:
+        return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend)
+    # operators and reference choose the type of each product themselves
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, autocast)) for tensor in (q, k, v))
+        return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Layout to plan, seed to tensor, and on to the operator."""
+    if q.numel() == 0 or k.numel() == 0:
+        # no pairs, no work: outputs and gradients of the right shapes, none of which depends on a mask
+        return reference.attention(q, k, v, scale=scale)
+    if dropout_p == 0:
+        seed = None
+    elif seed is None:
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64)
+    elif isinstance(seed, Tensor):
+        seed = seed.reshape(1)
+    else:
+        seed = torch.tensor([seed], dtype=torch.int64)
+    if kv_lengths is not None:
+        kv_lengths = kv_lengths.contiguous()
+
+    if backend == "reference":
+        mask = None if layout is None else layout.to_dense().to(q.device)
+        if seed is not None:
+            seed = seed.to(q.device)
+        return reference.attention(
+            q, k, v, mask, causal=causal, scale=scale, kv_lengths=kv_lengths, dropout_p=dropout_p, seed=seed
+        )
+    plan: list[Tensor] = []
+    if layout is not None:
+        plan, causal = list(layout.plan(q.device, causal=causal)), False
+    return ops.attention_forward(q, k, v, plan, kv_lengths, seed, scale, causal, dropout_p, backend)
+
+
+# ---- the public names ----
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    kv_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """softmax(scale * q k^T restricted to the layout) v: dense and block-sparse attention, differentiable.
+
+    q          (batch, heads, q_len, head_dim), any strides whose last one is 1; head_dim 1 to 256
+    k          (batch, kv_heads, kv_len, head_dim), heads % kv_heads == 0; query head h reads kv head h // (heads // kv_heads)
+    v          (batch, kv_heads, kv_len, v_head_dim); v_head_dim 1 to 256, may differ from head_dim
+               all three float16, bfloat16 or float32 (float64 for backends reference and eager), on one device
+    layout     BlockLayout of q_len x kv_len, with 1 or `heads` heads and 1 or `batch` batches; None attends everywhere
+    causal     True also drops the keys with kv_pos > q_pos + (kv_len - q_len), aligned bottom-right:
+
+                   q_len 2, kv_len 5     1 1 1 1 0        q_len 5, kv_len 2     0 0, 0 0, 0 0, 1 0, 1 1
+                                         1 1 1 1 1
+
+    scale      factor on the scores, may be 0 or negative; None is head_dim ** -0.5
+    kv_lengths int32 or int64 (batch,), on q's device: keys at and beyond kv_lengths[b] do not exist, and may hold NaN; the
+               causal alignment stays that of kv_len. Out of range is refused on the CPU, clamped on a GPU and when compiled
+    dropout_p  probability to drop an attention weight, 0 <= dropout_p < 1; the kept ones are divided by 1 - dropout_p
+    seed       of dropout: an int, or an int64 tensor of one element (for CUDA graphs); None draws one from PyTorch's CPU
+               generator. The same seed drops the same pairs, whatever the layout, backend or device
+    deterministic  True asks for equal bits in every run, forward and backward; None follows
+               torch.are_deterministic_algorithms_enabled(). Every backend of this version is deterministic anyway
+    backend    "auto", "triton", "eager" or "reference"; a named one is obeyed or refused, see `explain`
+    returns    (batch, heads, q_len, v_head_dim) in q's dtype, or in autocast's; a row without keys is 0
+    raises     TypeError, ValueError for arguments that do not fit, before anything is computed
+
+    >>> q = k = v = torch.randn(1, 2, 512, 64)
+    >>> attention(q, k, v, causal=True).shape
+    torch.Size([1, 2, 512, 64])
+    """
+    return _attend(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend)[0]
+
+
+def attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    kv_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and the log-sum-exp of each row's scaled scores, which is differentiable too.
+
+    returns  out (batch, heads, q_len, v_head_dim), and lse (batch, heads, q_len), natural logarithm, float32 (float64 for
+             float64), before dropout; -inf for a row without keys
+
+    >>> q = k = v = torch.zeros(1, 1, 4, 16)
+    >>> attention_with_lse(q, k, v, causal=True)[1].exp()
+    tensor([[[1., 2., 3., 4.]]])
+    """
+    return _attend(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    kv_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Explanation:
+    """What `attention` would do with the same arguments: the backend and why, what it computes, what it promises.
+
+    returns  Explanation; print it. Nothing is computed but the layout's plan, and no seed is drawn
+    raises   what `attention` would raise
+
+    >>> q = k = v = torch.zeros(1, 1, 256, 64, dtype=torch.float64)
+    >>> explain(q, k, v, causal=True).tile_density
+    0.75
+    """
+    dtype, _ = contract.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, _autocast(q))
+    chosen = _choose(backend, q.device, dtype)
+    is_asked_for = backend != "auto"
+    return Explanation(
+        backend=chosen,
+        reason=_why(chosen, q.device, is_asked_for),
+        others=tuple(
+            (name, _why_other(name, q.device, dtype, is_asked_for)) for name in BACKENDS[1:] if name != chosen
+        ),
+        **_cost(q, v, k.shape[2], layout, causal, chosen),
+        determinism=_promise(deterministic),
+    )
