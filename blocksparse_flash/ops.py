@@ -70,7 +70,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(q, k, v, *output, kv_lengths, seed, *plan)
 
 
-def _autograd(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _autograd(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, kv_lengths, seed, *plan = ctx.saved_tensors
     if dout is None:
         # only lse was used
@@ -78,7 +78,7 @@ def _autograd(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     grads = torch.ops.blocksparse_flash.attention_backward(
         dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, *ctx.options
     )
-    return *grads, *(None,) * 7
+    return *grads, [None] * len(plan), *(None,) * 6
 
 
 torch.library.register_autograd("blocksparse_flash::attention_forward", _autograd, setup_context=_setup_context)
