@@ -1,5 +1,8 @@
 """Attention over token-exact block-sparse masks, dense and sparse through one call."""
 
+from .functional import Explanation, attention, attention_with_lse, explain
 from .layout import BlockLayout
 
-__all__ = ["BlockLayout"]
+__all__ = ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain"]
+
+__version__ = "0.1.0"
