@@ -21,10 +21,10 @@ class Plan(NamedTuple):
     """Tiles of a layout, by rows (for the output and dq) and by columns (for dk and dv). All int32, on one device.
 
     row_items    (batch | 1, heads | 1, tile rows, 8), one record a tile row, in launch order (longest row first):
-                 row, begin, n_partial, n_full, ids_begin, position, 0, n_long
+                 row, begin, n_partial, n_full, begin, position, 0, n_long
     row_indices  tile columns: entries begin .. begin + n_partial - 1 are the partial tiles of that row, the next n_full
                  the full ones, both ascending
-    row_ids      bitmask of each partial tile, from ids_begin on
+    row_ids      which bitmask each of these tiles has; 0, and never read, for a full one
     col_*        the same by tile columns (col_indices are tile rows)
     words        (distinct, 128, 4): bit j of word w of row i is the pair (query i, key 32 w + j) of the tile
 
@@ -102,8 +102,7 @@ def _walk(
     records = np.zeros((n_lines, RECORD), dtype=np.int64)
     records[:, 0] = np.tile(np.arange(n_major), batch * heads)
     records[:, 1] = np.cumsum(work) - work
-    records[:, 2], records[:, 3] = n_partial, n_full
-    records[:, 4] = np.cumsum(n_partial) - n_partial
+    records[:, 2], records[:, 3], records[:, 4] = n_partial, n_full, records[:, 1]
     records = records.reshape(batch * heads, n_major, RECORD)
     work = work.reshape(batch * heads, n_major)
     if work.size:
@@ -113,7 +112,7 @@ def _walk(
     records = np.take_along_axis(records, launch[..., None], axis=1)
     records[..., 5] = position
     records = records.reshape(batch, heads, n_major, RECORD)
-    return [records, minor[order], ids[order][~is_full[order]]]
+    return [records, minor[order], np.where(is_full, 0, ids)[order]]
 
 
 def _padded(values: np.ndarray, residue: int) -> np.ndarray:

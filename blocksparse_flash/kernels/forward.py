@@ -2,7 +2,7 @@
 
 One program owns BLOCK_Q queries of one head and walks the tiles of its row: the partial ones (masked), then the full
 ones (neither masked nor bounds-checked). Empty tiles are never visited. With m the running maximum of the base-2 scores
-and l the running sum, a row without keys keeps m = -inf, l = 0 and writes out 0, lse -inf.
+and l the running sum, a row without keys keeps l = 0 and writes out 0, lse -inf.
 
 Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
 """
@@ -56,64 +56,6 @@ def config(dim: int, element_size: int, *, tma: bool, shared_memory: int) -> Con
 
 
 # fmt: off
-@triton.jit
-def attend(
-    b_q, b_out, b_max, b_sum,
-    k_ref, v_ref, indices_ptr, ids_ptr, words_ptr, seed_ptr,
-    k_strides, v_strides,
-    i_batch, i_head, i_kv_head, q_start, first_step, n_steps, q_len, kv_len, limit, scale_log2, threshold,
-    HAS_LAYOUT: tl.constexpr, IS_PARTIAL: tl.constexpr, MASKED: tl.constexpr, LIMITED: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-):
-    """Continue the online softmax over n_steps steps of BLOCK_KV keys: the partial or the full tiles of a row."""
-    STEPS: tl.constexpr = TILE // BLOCK_KV
-    # the index is loaded one step ahead: loaded in its own step it would take a pipeline stage from the keys
-    kv_next = first_step * BLOCK_KV
-    i_bitmask_next = 0
-    if HAS_LAYOUT:
-        kv_next = tile_start(indices_ptr, 0, BLOCK_KV, STEPS)
-        if IS_PARTIAL:
-            i_bitmask_next = tl.load(ids_ptr)
-    for i_step in tl.range(0, n_steps):
-        kv_start = kv_next
-        i_bitmask = i_bitmask_next
-        if HAS_LAYOUT:
-            kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, STEPS)
-            if IS_PARTIAL:
-                i_bitmask_next = tl.load(ids_ptr + (i_step + 1) // STEPS)
-        else:
-            kv_next = kv_start + BLOCK_KV
-        # [BLOCK_KV, DIM]
-        b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, MASKED, LIMITED)
-        # [BLOCK_Q, BLOCK_KV]
-        b_scores = product(b_q, tl.trans(b_k), tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32), PRECISION)
-        if MASKED:
-            m_pairs = attending_pairs(
-                words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-                HAS_LAYOUT, IS_PARTIAL, CAUSAL, LIMITED, BLOCK_Q, BLOCK_KV, False,
-            )
-            b_scores = tl.where(m_pairs, b_scores, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * scale_log2)
-        b_pivot = b_new_max
-        if MASKED:
-            # a row which has met no key yet keeps -inf; a finite pivot avoids -inf - (-inf) = nan
-            b_pivot = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-        b_p = tl.math.exp2(b_scores * scale_log2 - b_pivot[:, None])
-        b_decay = tl.math.exp2(b_max - b_pivot)
-        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-        b_out = b_out * b_decay[:, None]
-        b_max = b_new_max
-        if DROPOUT:
-            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
-            b_p = tl.where(m_kept, b_p, 0.0)
-        # [BLOCK_KV, DIM_V]
-        b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, MASKED, LIMITED)
-        b_out = product(b_p.to(b_v.dtype), b_v, b_out, PRECISION)
-    return b_out, b_max, b_sum
-
-
 @triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "threshold"])
 def forward_kernel(
     # inputs
@@ -153,36 +95,60 @@ def forward_kernel(
     b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
     b_q = with_sign(b_q, SIGN)
     b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
-    b_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
+    b_max = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
 
-    p_partial = indices_ptr
-    p_full = indices_ptr
-    p_ids = ids_ptr
+    # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones
     if HAS_LAYOUT:
-        n_partial = tl.load(p_record + 2)
-        n_full = tl.load(p_record + 3)
-        p_partial = indices_ptr + tl.load(p_record + 1)
-        p_full = p_partial + n_partial
-        p_ids = ids_ptr + tl.load(p_record + 4)
-        n_partial = n_partial * STEPS
-        n_full = n_full * STEPS
+        first = tl.load(p_record + 1) * STEPS
+        partial_end = first + tl.load(p_record + 2) * STEPS
+        end = partial_end + tl.load(p_record + 3) * STEPS
+        kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
     else:
-        n_full, n_any = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
-        n_partial = n_any - n_full
-    b_out, b_max, b_sum = attend(
-        b_q, b_out, b_max, b_sum, k_ref, v_ref, p_partial, p_ids, words_ptr, seed_ptr, k_strides, v_strides,
-        i_batch, i_head, i_kv_head, q_start, n_full, n_partial, q_len, kv_len, limit, scale_log2, threshold,
-        HAS_LAYOUT, True, True, LIMITED, CAUSAL, DROPOUT, PRECISION, TMA,
-        HEAD_DIM, V_DIM, DIM, DIM_V, BLOCK_Q, BLOCK_KV,
-    )
-    b_out, b_max, b_sum = attend(
-        b_q, b_out, b_max, b_sum, k_ref, v_ref, p_full, p_ids, words_ptr, seed_ptr, k_strides, v_strides,
-        i_batch, i_head, i_kv_head, q_start, 0, n_full, q_len, kv_len, limit, scale_log2, threshold,
-        HAS_LAYOUT, False, HAS_LAYOUT and LIMITED, LIMITED and HAS_LAYOUT, False, DROPOUT, PRECISION, TMA,
-        HEAD_DIM, V_DIM, DIM, DIM_V, BLOCK_Q, BLOCK_KV,
-    )
+        n_full, end = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
+        first = 0
+        kv_next = 0
+    for i_step in tl.range(first, end):
+        # the next index is loaded a step ahead: loaded in its own step it would take a pipeline stage from the keys
+        kv_start = kv_next
+        if HAS_LAYOUT:
+            is_partial = i_step < partial_end
+            kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, STEPS)
+        else:
+            is_partial = i_step >= n_full
+            kv_next = kv_start + BLOCK_KV
+        # [BLOCK_KV, DIM]
+        b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
+        # [BLOCK_Q, BLOCK_KV]
+        b_scores = product(b_q, tl.trans(b_k), tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32), PRECISION)
+        if is_partial:
+            i_bitmask = 0
+            if HAS_LAYOUT:
+                i_bitmask = tl.load(ids_ptr + i_step // STEPS)
+            m_pairs = attending_pairs(
+                words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
+                HAS_LAYOUT, CAUSAL, BLOCK_Q, BLOCK_KV, False,
+            )
+            b_scores = tl.where(m_pairs, b_scores, float("-inf"))
+        if LIMITED and HAS_LAYOUT:
+            m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
+            b_scores = tl.where(m_kv[None, :], b_scores, float("-inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * scale_log2)
+        b_p = tl.math.exp2(b_scores * scale_log2 - b_new_max[:, None])
+        b_decay = tl.math.exp2(b_max - b_new_max)
+        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+        b_out = b_out * b_decay[:, None]
+        b_max = b_new_max
+        if DROPOUT:
+            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
+            b_p = tl.where(m_kept, b_p, 0.0)
+        # [BLOCK_KV, DIM_V]
+        b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
+        b_out = product(b_p.to(b_v.dtype), b_v, b_out, PRECISION)
 
+    # computed anew: kept over the loop it would cost a register
+    i_axis = i_batch * n_heads + i_head
     m_empty = b_sum == 0.0
     b_sum = tl.where(m_empty, 1.0, b_sum)
     b_out = b_out * (keep_scale / b_sum)[:, None]
@@ -236,7 +202,7 @@ def forward(
         GROUP=heads // kv_heads,
         CAUSAL=causal,
         DROPOUT=dropout_p > 0.0,
-        PRECISION=dot_precision(q),
+        PRECISION=dot_precision(q.dtype),
         TMA=tma,
         HEAD_DIM=head_dim,
         V_DIM=v_dim,

@@ -109,14 +109,8 @@ def dropout(dropout_p: float, seed: torch.Tensor | None, device: torch.device) -
     return {"seed_ptr": seed, "threshold": threshold, "keep_scale": 1.0 / (1.0 - dropout_p)}
 
 
-def dot_precision(q: torch.Tensor) -> str:
-    """float32 products are IEEE unless torch's matmul precision allows TF32.
-
-    On the CPU (Triton's interpreter) bfloat16 operands are widened first: the interpreter keeps them as uint16 and would
-    multiply their bits.
-    """
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
-        return "upcast"
-    if q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+def dot_precision(dtype: torch.dtype) -> str:
+    """float32 products are IEEE unless torch's matmul precision allows TF32."""
+    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
         return "tf32"
     return "ieee"

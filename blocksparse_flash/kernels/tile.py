@@ -14,6 +14,8 @@ TILE = tl.constexpr(128)
 RECORD = tl.constexpr(8)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Triton's interpreter knows neither inline assembly nor bfloat16 products
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -67,8 +69,8 @@ def store_tile(ptr, row, limit, b_tile, HEAD_DIM: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def product(b_left, b_right, b_sum, PRECISION: tl.constexpr):
-    """b_left @ b_right + b_sum in float32. PRECISION is a tl.dot input_precision, or "upcast" (launch.dot_precision)."""
-    if PRECISION == "upcast":
+    """b_left @ b_right + b_sum in float32."""
+    if INTERPRETED:
         return tl.dot(b_left.to(tl.float32), b_right.to(tl.float32), b_sum, input_precision="ieee")
     else:
         return tl.dot(b_left, b_right, b_sum, input_precision=PRECISION)
@@ -111,24 +113,40 @@ def find_line(items_ptr, items_strides, i_batch, i_head, i_line):
 def tile_start(indices_ptr, i_step, side: tl.constexpr, STEPS: tl.constexpr):
     """First token of step `i_step`, where each listed tile takes STEPS steps of `side` tokens."""
     i_tile = i_step // STEPS
-    return (tl.load(indices_ptr + i_tile) - i_tile) * TILE + i_step * side
+    return tl.load(indices_ptr + i_tile) * TILE + (i_step - i_tile * STEPS) * side
+
+
+@triton.jit
+def load_words(words_ptr, o_word):
+    """int32 at each offset, loaded where it is used.
+
+    A tl.load would be coalesced and then moved to its threads through shared memory; the barrier of that move, in a
+    branch between two products, makes ptxas serialise every wgmma (C7515).
+    """
+    p_words = words_ptr + o_word
+    if INTERPRETED:
+        return tl.load(p_words)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [p_words.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
 def bitmask_pairs(words_ptr, i_bitmask, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, T: tl.constexpr):
     """Which pairs of a part of a tile attend: [ROWS, COLS] bool, or [COLS, ROWS] if T. Starts are within the tile."""
     o_col = tl.arange(0, COLS)
-    p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32)
-    p_words += (q_start + tl.arange(0, ROWS)) * (TILE // 32) + kv_start // 32
+    p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32) + kv_start // 32
+    o_word = (q_start + tl.arange(0, ROWS)) * (TILE // 32)
     if T:
         b_bits = tl.zeros([COLS, ROWS], tl.int32)
         for i_word in tl.static_range(COLS // 32):
-            b_bits = tl.where((o_col // 32 == i_word)[:, None], tl.load(p_words + i_word)[None, :], b_bits)
+            b_bits = tl.where((o_col // 32 == i_word)[:, None], load_words(p_words, o_word + i_word)[None, :], b_bits)
         return ((b_bits >> (o_col % 32)[:, None]) & 1) != 0
     else:
         b_bits = tl.zeros([ROWS, COLS], tl.int32)
         for i_word in tl.static_range(COLS // 32):
-            b_bits = tl.where((o_col // 32 == i_word)[None, :], tl.load(p_words + i_word)[:, None], b_bits)
+            b_bits = tl.where((o_col // 32 == i_word)[None, :], load_words(p_words, o_word + i_word)[:, None], b_bits)
         return ((b_bits >> (o_col % 32)[None, :]) & 1) != 0
 
 
@@ -163,38 +181,31 @@ def dense_keys(q_start, q_len, kv_len, limit, CAUSAL: tl.constexpr, BLOCK_Q: tl.
 
 @triton.jit
 def dense_queries(kv_start, q_len, kv_len, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Without a layout, the query steps that see a block of keys: partial from `first` to `full`, full to `end`.
-
-    A ragged last step, number `end`, is partial too.
-    """
-    end = q_len // BLOCK_Q
+    """Without a layout, the query steps that see a block of keys: `first` to `end`, from `full` on all of its keys."""
+    end = tl.cdiv(q_len, BLOCK_Q)
+    first = 0
+    full = 0
     if CAUSAL:
         first = tl.maximum(kv_start - (kv_len - q_len), 0) // BLOCK_Q
-        full = tl.minimum(tl.cdiv(tl.maximum(kv_start + BLOCK_KV - 1 - (kv_len - q_len), 0), BLOCK_Q), end)
-        first = tl.minimum(first, full)
-    else:
-        first = 0
-        full = 0
+        full = tl.cdiv(tl.maximum(kv_start + BLOCK_KV - 1 - (kv_len - q_len), 0), BLOCK_Q)
     return first, full, end
 
 
 @triton.jit
 def attending_pairs(
     words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-    HAS_LAYOUT: tl.constexpr, IS_PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, LIMITED: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
+    HAS_LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
 ):
-    """Which pairs of one step attend: [BLOCK_Q, BLOCK_KV] bool, or [BLOCK_KV, BLOCK_Q] if T."""
-    o_q = q_start + tl.arange(0, BLOCK_Q)
-    o_kv = kv_start + tl.arange(0, BLOCK_KV)
-    o_q = o_q[None, :] if T else o_q[:, None]
-    o_kv = o_kv[:, None] if T else o_kv[None, :]
-    if HAS_LAYOUT and IS_PARTIAL:
+    """Which pairs of a partial step attend: [BLOCK_Q, BLOCK_KV] bool, or [BLOCK_KV, BLOCK_Q] if T."""
+    if HAS_LAYOUT:
         m_pairs = bitmask_pairs(words_ptr, i_bitmask, q_start % TILE, kv_start % TILE, BLOCK_Q, BLOCK_KV, T)
-        if LIMITED:
-            m_pairs = m_pairs & (o_kv < limit)
     else:
+        o_q = q_start + tl.arange(0, BLOCK_Q)
+        o_kv = kv_start + tl.arange(0, BLOCK_KV)
+        o_q = o_q[None, :] if T else o_q[:, None]
+        o_kv = o_kv[:, None] if T else o_kv[None, :]
         m_pairs = (o_kv < limit) & (o_q < q_len)
         if CAUSAL:
             m_pairs = m_pairs & (o_kv <= o_q + (kv_len - q_len))
     return m_pairs
+# fmt: on
