@@ -1,0 +1,91 @@
+"""How is something timed and written down? Medians with percentiles, memory, and one JSON line a measurement.
+
+Knows: CUDA events (through triton.testing), files of JSON lines. Does not know: attention.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# of a result line, in this order
+KEYS = [
+    "bench",
+    "provider",
+    "backend",
+    "pattern",
+    "density",
+    "n",
+    "batch",
+    "heads",
+    "head_dim",
+    "dtype",
+    "direction",
+    "ms",
+    "ms_p20",
+    "ms_p80",
+    "tflops",
+    "peak_bytes",
+    "setup_ms",
+    "device",
+    "torch",
+    "triton",
+    "commit",
+]
+
+
+def milliseconds(call: Callable[[], Any], *, warmup_ms: int = 25, measure_ms: int = 120) -> dict[str, float]:
+    """Median, 20th and 80th percentile of a call's time on the GPU, the L2 cache emptied before each run."""
+    import triton
+
+    median, low, high = triton.testing.do_bench(call, warmup=warmup_ms, rep=measure_ms, quantiles=[0.5, 0.2, 0.8])
+    return {"ms": median, "ms_p20": low, "ms_p80": high}
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Bytes allocated at the highest point of a call, over those allocated before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def first_call_milliseconds(call: Callable[[], Any]) -> float:
+    """Wall-clock time of a call that may compile."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - start)
+
+
+def environment() -> dict[str, str]:
+    """Where a figure was measured: GPU, versions, commit."""
+    import triton
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+    commit = git("rev-parse", "--short", "HEAD")
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit + ("+" if commit and git("status", "--porcelain", "--untracked-files=no") else ""),
+    }
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """One JSON object with exactly KEYS, appended as a line."""
+    assert set(line) == set(KEYS), set(line) ^ set(KEYS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps({key: line[key] for key in KEYS}) + "\n")
