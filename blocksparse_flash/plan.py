@@ -28,9 +28,10 @@ class Plan(NamedTuple):
     col_*        the same by tile columns (col_indices are tile rows)
     words        (distinct, 128, 4): bit j of word w of row i is the pair (query i, key 32 w + j) of the tile
 
-    `position` of record i is where the record of row i stands, to find a given row. `n_long` (the same in every record) counts the records at the front whose work is over twice the mean: a launch takes
-    those of all heads first. A tile is full only if all of its 128 x 128 pairs exist and attend, so a kernel neither
-    masks nor bounds-checks it; tiles on a ragged edge are partial, with zeros past the end.
+    `position` of record i is where the record of row i stands, to find a given row. `n_long` (the same in every record)
+    counts the records at the front whose work is over twice the mean: a launch takes those of all heads first. A tile
+    is full only if all of its 128 x 128 pairs exist and attend, so a kernel neither masks nor bounds-checks it; tiles on
+    a ragged edge are partial, with zeros past the end.
     """
 
     row_items: torch.Tensor
@@ -74,7 +75,7 @@ def build_plan(
     for major, minor, n_major in ((row, col, n_rows), (col, row, n_cols)):
         sides += _walk(axis, major, minor, ids, batch=batch, heads=heads, n_major=n_major)
     arrays = [
-        side if side.ndim == 4 else _padded(side, residue)
+        side if residue is None else _padded(side, residue)
         for side, residue in zip(sides, (None, 1, 3, None, 1, 3), strict=True)
     ]
     return Plan(*(torch.from_numpy(np.ascontiguousarray(a, dtype=np.int32)).to(device) for a in (*arrays, words)))
@@ -98,8 +99,8 @@ def _walk(
     n_lines = batch * heads * n_major
     n_full = np.bincount(line[is_full[order]], minlength=n_lines)
     n_partial = np.bincount(line[~is_full[order]], minlength=n_lines)
-    work = n_full + n_partial
-    records = np.zeros((n_lines, RECORD), dtype=np.int64)
+    work: np.ndarray = n_full + n_partial
+    records: np.ndarray = np.zeros((n_lines, RECORD), dtype=np.int64)
     records[:, 0] = np.tile(np.arange(n_major), batch * heads)
     records[:, 1] = np.cumsum(work) - work
     records[:, 2], records[:, 3], records[:, 4] = n_partial, n_full, records[:, 1]

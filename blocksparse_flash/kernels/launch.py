@@ -39,7 +39,8 @@ def device_limits(index: int | None) -> tuple[int, int]:
     if index is None:
         return 0, 2**31
     properties = torch.cuda.get_device_properties(index)
-    return properties.major, properties.shared_memory_per_block_optin
+    # missing in PyTorch's stubs
+    return properties.major, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def padded_dim(head_dim: int) -> int:
