@@ -81,6 +81,8 @@ TABLE = {
             for name in ("butterfly", "documents", "global_tokens", "local", "presets", "random", "strided")
         }
     ),
+    "benchmarks/measure.py": Arrows({TORCH}, {TRITON}),
+    "benchmarks/attention.py": Arrows({NUMPY, TORCH, OURS, "benchmarks.measure"}),
     "benchmarks/picture.py": Arrows({OURS, "masks"}, {"matplotlib"}),
     "benchmarks/lra/listops.py": Arrows(set()),
 }
