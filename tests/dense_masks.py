@@ -1,42 +1,81 @@
-"""Which masks do property tests draw? Small bool arrays in which full, empty and partial blocks of any size occur."""
+"""Which masks do property tests draw? Small bool arrays in which full, empty and partial blocks of any size occur.
+
+Everything is drawn from one seed: parts drawn one by one by hypothesis repeat each other, and fifty examples would hold
+few that differ in all parts. A failure names its seed: problem(seed, n_masks, axes_differ) is the example.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import numpy as np
 
 SIDES = list(range(16, 257, 16))
-
-block_sides = st.sampled_from(SIDES)
-# sides of a block differ more often than not
-block_sizes = st.tuples(block_sides, block_sides) | block_sides.map(lambda side: (side, side))
-# both sides of every multiple of 16, and nothing at all
-lengths = st.integers(0, 150) | st.sampled_from([0, 1, 15, 16, 17, 255, 256, 257, 300])
-# (batch, heads)
-axes = st.tuples(st.sampled_from([1, 1, 2]), st.sampled_from([1, 1, 3]))
+# both sides of every multiple of 16 that is special somewhere, and nothing at all
+_SPECIAL_LENGTHS = [0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300]
+_KINDS = ["rectangles", "disturbed", "pairs", "causal", "full", "empty"]
 
 
-def _mask(kind: str, seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    random = np.random.default_rng(seed)
-    q_pos, kv_pos = np.arange(shape[-2])[:, None], np.arange(shape[-1])
-    # full and empty rectangles on a grid of 16, as most layouts have
-    cells = random.random((*shape[:-2], -(-shape[-2] // 16), -(-shape[-1] // 16))) < random.random()
-    rectangles = cells.repeat(16, -2).repeat(16, -1)[..., : shape[-2], : shape[-1]]
-    if kind == "rectangles":
-        return rectangles
+@dataclass(frozen=True)
+class Problem:
+    """Masks bool (batch | 1, heads | 1, q_len, kv_len), two block sizes, and a generator for what else a test draws."""
+
+    seed: int
+    q_len: int
+    kv_len: int
+    block_size: tuple[int, int]
+    new_block_size: tuple[int, int]
+    masks: tuple[np.ndarray, ...]
+    random: np.random.Generator
+
+    @property
+    def mask(self) -> np.ndarray:
+        return self.masks[0]
+
+    def __repr__(self) -> str:
+        shapes = [mask.shape for mask in self.masks]
+        return f"Problem(seed={self.seed}, {shapes=}, blocks {self.block_size}, {self.new_block_size})"
+
+
+def _length(random: np.random.Generator) -> int:
+    return int(random.choice(_SPECIAL_LENGTHS)) if random.random() < 0.3 else int(random.integers(0, 200))
+
+
+def _block_size(random: np.random.Generator) -> tuple[int, int]:
+    # small sides more often, so that there are several blocks
+    sides = [SIDES[int(random.integers(0, 4 if random.random() < 0.5 else 16))] for _ in range(2)]
+    return (sides[0], sides[0] if random.random() < 0.3 else sides[1])
+
+
+def _mask(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    kind = random.choice(_KINDS, p=[0.3, 0.3, 0.15, 0.15, 0.05, 0.05])
     if kind == "pairs":
         return random.random(shape) < random.random()
     if kind == "causal":
-        return np.broadcast_to(kv_pos <= q_pos + int(random.integers(-20, 20)), shape).copy()
-    if kind == "full":
-        return np.ones(shape, np.bool_)
-    if kind == "empty":
-        return np.zeros(shape, np.bool_)
+        ahead = random.integers(-40, 40, (*shape[:-2], 1, 1))
+        return np.arange(shape[-1]) <= np.arange(shape[-2])[:, None] + ahead
+    if kind in ("full", "empty"):
+        return np.full(shape, kind == "full")
+    # full and empty rectangles on a grid, as most layouts have
+    side = int(random.choice([16, 32, 64]))
+    cells = random.random((*shape[:-2], -(-shape[-2] // side), -(-shape[-1] // side))) < random.random()
+    rectangles = cells.repeat(side, -2).repeat(side, -1)[..., : shape[-2], : shape[-1]]
     # a few pairs against the rule
-    return rectangles ^ (random.random(shape) < 0.001)
+    return rectangles ^ (random.random(shape) < 0.0005) if kind == "disturbed" else rectangles
 
 
-def masks(shape: tuple[int, ...]) -> st.SearchStrategy[np.ndarray]:
-    """bool arrays of a shape whose last two axes are queries and keys."""
-    kinds = st.sampled_from(["rectangles", "disturbed", "pairs", "causal", "full", "empty"])
-    return st.builds(_mask, kinds, st.integers(0, 2**32 - 1), st.just(shape))
+def problem(seed: int, n_masks: int = 1, axes_differ: bool = False) -> Problem:
+    """The problem of a seed. axes_differ: of several masks some are shared by the batch or the heads of others."""
+    random = np.random.default_rng(seed)
+    q_len, kv_len = _length(random), _length(random)
+    axes = int(random.choice([1, 1, 2])), int(random.choice([1, 1, 3]))
+    masks = []
+    for _ in range(n_masks):
+        here = [1 if axes_differ and random.random() < 0.4 else size for size in axes]
+        masks.append(_mask(random, (*here, q_len, kv_len)))
+    return Problem(seed, q_len, kv_len, _block_size(random), _block_size(random), tuple(masks), random)
+
+
+def problems(n_masks: int = 1, axes_differ: bool = False) -> st.SearchStrategy[Problem]:
+    return st.integers(0, 2**32 - 1).map(lambda seed: problem(seed, n_masks, axes_differ))

@@ -8,6 +8,7 @@ import dense_masks
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from dense_masks import Problem, problems
 from hypothesis import given
 
 from blocksparse_flash import blocks
@@ -46,16 +47,16 @@ def assert_canonical(found: BlockList, leads: int, q_len: int, kv_len: int, bloc
     assert len({bitmask.tobytes() for bitmask in found.bitmasks}) == len(found.bitmasks), "two bitmasks are equal"
 
 
-@st.composite
-def problems(draw: st.DrawFn, n_masks: int = 1) -> tuple[Any, ...]:
-    """(sizes as keywords, masks (leads, q_len, kv_len) ...)."""
-    q_len, kv_len, block_size = draw(dense_masks.lengths), draw(dense_masks.lengths), draw(dense_masks.block_sizes)
-    shape = (draw(st.integers(1, 3)), q_len, kv_len)
-    sizes = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
-    return sizes, *(draw(dense_masks.masks(shape)) for _ in range(n_masks))
+def sizes_of(problem: Problem) -> dict[str, Any]:
+    return {"q_len": problem.q_len, "kv_len": problem.kv_len, "block_size": problem.block_size}
 
 
-@given(dense_masks.block_sides, st.integers(0, 2**32 - 1))
+def flat(mask: np.ndarray) -> np.ndarray:
+    """(batch, heads, q_len, kv_len) -> (leads, q_len, kv_len)."""
+    return mask.reshape(mask.shape[0] * mask.shape[1], *mask.shape[2:])
+
+
+@given(st.sampled_from(dense_masks.SIDES), st.integers(0, 2**32 - 1))
 def test_packing_puts_key_0_in_the_lowest_bit(block_kv: int, seed: int) -> None:
     bits = np.random.default_rng(seed).random((3, 16, block_kv)) < 0.5
     words = blocks.pack(bits)
@@ -66,9 +67,8 @@ def test_packing_puts_key_0_in_the_lowest_bit(block_kv: int, seed: int) -> None:
 
 
 @given(problems())
-def test_existing_pairs_are_those_inside_the_lengths(problem: tuple[Any, ...]) -> None:
-    sizes, _ = problem
-    q_len, kv_len, (block_q, block_kv) = sizes["q_len"], sizes["kv_len"], sizes["block_size"]
+def test_existing_pairs_are_those_inside_the_lengths(problem: Problem) -> None:
+    sizes, q_len, kv_len, (block_q, block_kv) = sizes_of(problem), problem.q_len, problem.kv_len, problem.block_size
     n_rows, n_cols = blocks.grid(**sizes)
     keys = np.arange(2 * n_rows * n_cols)
     there = blocks.unpack(blocks.existing(**sizes), block_kv)[blocks.edge_kinds(keys, **sizes)]
@@ -83,8 +83,8 @@ def test_existing_pairs_are_those_inside_the_lengths(problem: tuple[Any, ...]) -
 
 
 @given(problems())
-def test_a_mask_becomes_a_canonical_list_and_comes_back(problem: tuple[Any, ...]) -> None:
-    sizes, mask = problem
+def test_a_mask_becomes_a_canonical_list_and_comes_back(problem: Problem) -> None:
+    sizes, mask = sizes_of(problem), flat(problem.mask)
     found = blocks.from_mask(mask, sizes["block_size"])
     assert_canonical(found, len(mask), **sizes)
     np.testing.assert_array_equal(blocks.to_mask(found, leads=len(mask), **sizes), mask)
@@ -125,33 +125,33 @@ def test_the_canonical_check_sees_every_fault() -> None:
 
 @pytest.mark.parametrize("op", ["|", "&", "-"])
 @given(problem=problems(n_masks=2))
-def test_combining_lists_combines_masks(op: Any, problem: tuple[Any, ...]) -> None:
-    sizes, a, b = problem
+def test_combining_lists_combines_masks(op: Any, problem: Problem) -> None:
+    sizes, a, b = sizes_of(problem), *map(flat, problem.masks)
     expected = {"|": a | b, "&": a & b, "-": a & ~b}[op]
     lists = (blocks.from_mask(mask, sizes["block_size"]) for mask in (a, b))
     assert_same(blocks.combine(*lists, op, **sizes), blocks.from_mask(expected, sizes["block_size"]))
 
 
 @given(problems())
-def test_complement_and_transpose_are_those_of_the_mask(problem: tuple[Any, ...]) -> None:
-    sizes, mask = problem
+def test_complement_and_transpose_are_those_of_the_mask(problem: Problem) -> None:
+    sizes, mask = sizes_of(problem), flat(problem.mask)
     found = blocks.from_mask(mask, sizes["block_size"])
     assert_same(blocks.complement(found, leads=len(mask), **sizes), blocks.from_mask(~mask, sizes["block_size"]))
     turned = blocks.from_mask(mask.swapaxes(1, 2), sizes["block_size"][::-1])
     assert_same(blocks.transpose(*found, **sizes), turned)
 
 
-@given(problems(), st.randoms(use_true_random=False))
-def test_canonical_undoes_any_other_way_to_store_a_mask(problem: tuple[Any, ...], random: Any) -> None:
+@given(problems())
+def test_canonical_undoes_any_other_way_to_store_a_mask(problem: Problem) -> None:
     """Every block stored, each with a bitmask of its own, in any order, with bits set beyond the lengths."""
-    sizes, mask = problem
+    sizes, mask = sizes_of(problem), flat(problem.mask)
     n_rows, n_cols = blocks.grid(**sizes)
     keys = np.arange(len(mask) * n_rows * n_cols)
     padded = np.ones((len(mask), n_rows * sizes["block_size"][0], n_cols * sizes["block_size"][1]), np.bool_)
     padded[:, : sizes["q_len"], : sizes["kv_len"]] = mask
     split = padded.reshape(len(mask), n_rows, sizes["block_size"][0], n_cols, sizes["block_size"][1])
     words = blocks.pack(split.swapaxes(2, 3).reshape(len(keys), *sizes["block_size"]))
-    order = np.array(random.sample(range(len(keys)), len(keys)), np.int64)
+    order = problem.random.permutation(len(keys))
     ids = np.empty(len(keys), np.int32)
     ids[order] = np.arange(len(keys))
     expected = blocks.from_mask(mask, sizes["block_size"])
@@ -159,10 +159,10 @@ def test_canonical_undoes_any_other_way_to_store_a_mask(problem: tuple[Any, ...]
     assert_same(blocks.canonical(*expected, **sizes), expected)
 
 
-@given(problems(), dense_masks.block_sizes)
-def test_regrouping_changes_the_blocks_and_not_the_mask(problem: tuple[Any, ...], new: tuple[int, int]) -> None:
-    sizes, mask = problem
-    old = sizes.pop("block_size")
+@given(problems())
+def test_regrouping_changes_the_blocks_and_not_the_mask(problem: Problem) -> None:
+    mask, old, new = flat(problem.mask), problem.block_size, problem.new_block_size
+    sizes = {"q_len": problem.q_len, "kv_len": problem.kv_len}
     found = blocks.from_mask(mask, old)
     moved = blocks.regroup(*found, **sizes, old=old, new=new)
     assert_same(moved, blocks.from_mask(mask, new))
@@ -182,16 +182,15 @@ def test_regrouping_is_exact_for_any_two_sides(old: int, new: int) -> None:
     assert_same(found, blocks.from_mask(mask, (64, new)))
 
 
-@given(dense_masks.axes, dense_masks.axes, problems())
-def test_broadcasting_repeats_axes_of_size_1(old: Any, new: Any, problem: tuple[Any, ...]) -> None:
-    new = tuple(max(sizes) for sizes in zip(old, new, strict=True))
-    sizes, _ = problem
-    mask = np.random.default_rng(0).random((old[0] * old[1], sizes["q_len"], sizes["kv_len"])) < 0.5
-    mask[:, :64, :64] = True
-    n_rows, n_cols = blocks.grid(**sizes)
-    found = blocks.broadcast(blocks.from_mask(mask, sizes["block_size"]), old, new, n_rows * n_cols)
-    repeated = np.broadcast_to(mask.reshape(*old, *mask.shape[1:]), (*new, *mask.shape[1:]))
-    assert_same(found, blocks.from_mask(repeated.reshape(new[0] * new[1], *mask.shape[1:]), sizes["block_size"]))
+@given(problems(n_masks=2, axes_differ=True))
+def test_broadcasting_repeats_axes_of_size_1(problem: Problem) -> None:
+    mask, other = problem.masks
+    old = mask.shape[:2]
+    new = max(old[0], other.shape[0]), max(old[1], other.shape[1])
+    n_rows, n_cols = blocks.grid(**sizes_of(problem))
+    found = blocks.broadcast(blocks.from_mask(flat(mask), problem.block_size), old, new, n_rows * n_cols)
+    repeated = np.broadcast_to(mask, (*new, *mask.shape[2:]))
+    assert_same(found, blocks.from_mask(flat(repeated), problem.block_size))
 
 
 def test_a_hash_collision_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +210,10 @@ def test_a_hash_collision_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(seeds) >= 2
 
 
-@given(problems(n_masks=2), dense_masks.block_sizes)
-def test_small_chunks_give_the_same_lists(problem: tuple[Any, ...], new: tuple[int, int]) -> None:
-    sizes, a, b = problem
-    old = sizes["block_size"]
-    size = {"q_len": sizes["q_len"], "kv_len": sizes["kv_len"]}
+@given(problems(n_masks=2))
+def test_small_chunks_give_the_same_lists(problem: Problem) -> None:
+    sizes, a, b = sizes_of(problem), *map(flat, problem.masks)
+    old, new, size = problem.block_size, problem.new_block_size, {"q_len": problem.q_len, "kv_len": problem.kv_len}
 
     def everything() -> list[BlockList]:
         one, other = blocks.from_mask(a, old), blocks.from_mask(b, old)

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import cases
-import dense_masks
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from dense_masks import Problem, problems
 from hypothesis import given
 
 from blocksparse_flash import BlockLayout, blocks
@@ -43,23 +42,12 @@ def assert_means(layout: BlockLayout, mask: np.ndarray) -> None:
     assert_valid(layout)
 
 
-@st.composite
-def problems(draw: st.DrawFn, n_masks: int = 1) -> tuple[Any, ...]:
-    """(block_size, masks (batch, heads, q_len, kv_len) ...); axes of size 1 and lengths may differ from case to case."""
-    q_len, kv_len, axes = draw(dense_masks.lengths), draw(dense_masks.lengths), draw(dense_masks.axes)
-    masks = []
-    for _ in range(n_masks):
-        here = tuple(draw(st.sampled_from([1, size])) for size in axes)
-        masks.append(draw(dense_masks.masks((*here, q_len, kv_len))))
-    return draw(dense_masks.block_sizes), *masks
-
-
 # --------------------------------------------------------------------------------------------------------- constructors
 
 
 @given(problems())
-def test_from_dense_and_to_dense_are_inverse(problem: tuple[Any, ...]) -> None:
-    block_size, mask = problem
+def test_from_dense_and_to_dense_are_inverse(problem: Problem) -> None:
+    block_size, mask = problem.block_size, problem.mask
     layout = BlockLayout.from_dense(torch.from_numpy(mask), block_size=block_size)
     assert_means(layout, mask)
     assert layout == BlockLayout.from_dense(mask, block_size=block_size)
@@ -80,15 +68,16 @@ def test_from_dense_puts_missing_axes_first() -> None:
     assert BlockLayout.from_dense(mask[0].T, block_size=16) == BlockLayout.from_dense(mask[0], block_size=16).T
 
 
-@given(problems(), st.booleans(), st.integers(1, 10))
-def test_from_predicate_asks_for_every_pair(problem: tuple[Any, ...], by_head: bool, chunk: int) -> None:
-    block_size, array = problem
+@given(problems())
+def test_from_predicate_asks_for_every_pair(problem: Problem) -> None:
+    block_size, array = problem.block_size, problem.mask
     mask = torch.from_numpy(array)
     batch, heads, q_len, kv_len = mask.shape
     sizes = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("blocksparse_flash.predicate._PAIRS_AT_ONCE", chunk * block_size[0] * block_size[1])
-        if by_head or batch * heads > 1:
+        blocks_at_once = int(problem.random.integers(1, 10))
+        patch.setattr("blocksparse_flash.predicate._PAIRS_AT_ONCE", blocks_at_once * block_size[0] * block_size[1])
+        if problem.random.random() < 0.3 or batch * heads > 1:
             # indexing also checks that positions are int64 and exist
             layout = BlockLayout.from_predicate(lambda b, h, q, k: mask[b, h, q, k], batch=batch, heads=heads, **sizes)
         else:
@@ -96,10 +85,10 @@ def test_from_predicate_asks_for_every_pair(problem: tuple[Any, ...], by_head: b
     assert_means(layout, array)
 
 
-@given(problems(n_masks=2))
-def test_from_predicate_within_is_the_intersection(problem: tuple[Any, ...]) -> None:
+@given(problems(n_masks=2, axes_differ=True))
+def test_from_predicate_within_is_the_intersection(problem: Problem) -> None:
     """Over any axes: the predicate's, the other layout's, or both."""
-    block_size, inner, outer = problem
+    block_size, (inner, outer) = problem.block_size, problem.masks
     within = BlockLayout.from_dense(outer, block_size=block_size)
     mask = torch.from_numpy(inner)
     batch, heads, q_len, kv_len = mask.shape
@@ -140,10 +129,11 @@ def range_list(stop: int) -> list[int]:
     return list(range(stop))
 
 
-@given(problems(), st.integers(0, 60), st.booleans())
-def test_looks_changes_only_how_often_the_predicate_is_asked(problem: tuple[Any, ...], width: int, bound: bool) -> None:
-    block_size, outer = problem
-    within = BlockLayout.from_dense(outer, block_size=block_size) if bound else None
+@given(problems())
+def test_looks_changes_only_how_often_the_predicate_is_asked(problem: Problem) -> None:
+    block_size, outer = problem.block_size, problem.mask
+    width = int(problem.random.integers(0, 60))
+    within = BlockLayout.from_dense(outer, block_size=block_size) if problem.random.random() < 0.7 else None
     sizes = {"q_len": outer.shape[2], "kv_len": outer.shape[3], "block_size": block_size, "within": within}
 
     def window(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
@@ -177,12 +167,12 @@ def test_looks_may_give_any_int64() -> None:
     assert layout == BlockLayout.from_dense(torch.eye(64, dtype=torch.bool), block_size=16)
 
 
-@given(problems(), st.randoms(use_true_random=False))
-def test_full_blocks_by_index_by_mask_and_by_scipy_agree(problem: tuple[Any, ...], random: Any) -> None:
-    block_size, mask = problem
+@given(problems())
+def test_full_blocks_by_index_by_mask_and_by_scipy_agree(problem: Problem) -> None:
+    block_size, mask = problem.block_size, problem.mask
     q_len, kv_len = mask.shape[2:]
     n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
-    chosen = np.random.default_rng(random.randrange(2**32)).random((*mask.shape[:2], n_rows, n_cols)) < 0.4
+    chosen = problem.random.random((*mask.shape[:2], n_rows, n_cols)) < 0.4
     dense = chosen.repeat(block_size[0], 2).repeat(block_size[1], 3)[..., :q_len, :kv_len]
     sizes = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
     layout = BlockLayout.from_block_mask(torch.from_numpy(chosen), **sizes)
@@ -191,7 +181,7 @@ def test_full_blocks_by_index_by_mask_and_by_scipy_agree(problem: tuple[Any, ...
     assert layout == BlockLayout.from_block_mask(chosen, **sizes)
     first = BlockLayout.from_block_mask(chosen[0, 0], **sizes)
     rows, cols = chosen[0, 0].nonzero()
-    order = random.sample(range(len(rows)), len(rows))
+    order = problem.random.permutation(len(rows))
     for convert in (torch.from_numpy, np.asarray, lambda values: values.astype(np.int32), np.ndarray.tolist):
         assert BlockLayout.from_blocks(convert(rows[order]), convert(cols[order]), **sizes) == first
     for form in (scipy.sparse.csr_array, scipy.sparse.coo_matrix, scipy.sparse.csc_array, scipy.sparse.lil_array):
@@ -217,12 +207,12 @@ def test_from_scipy_ignores_stored_zeros_and_leaves_the_matrix_alone() -> None:
         np.testing.assert_array_equal(getattr(matrix, name), getattr(before, name))
 
 
-@given(problems(), st.integers(0, 2**32 - 1))
-def test_from_ranges_is_one_interval_a_row(problem: tuple[Any, ...], seed: int) -> None:
-    block_size, mask = problem
+@given(problems())
+def test_from_ranges_is_one_interval_a_row(problem: Problem) -> None:
+    block_size, mask = problem.block_size, problem.mask
     q_len, kv_len = mask.shape[2:]
     n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
-    first, stop = np.random.default_rng(seed).integers(0, n_cols + 1, (2, n_rows))
+    first, stop = problem.random.integers(0, n_cols + 1, (2, n_rows))
     cols = np.arange(n_cols)
     expected = (first[:, None] <= cols) & (cols < stop[:, None])
     sizes = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
@@ -475,9 +465,9 @@ def test_more_blocks_than_int32_counts_are_refused_before_they_are_made() -> Non
 
 
 @pytest.mark.parametrize("op", [operator.or_, operator.and_, operator.sub], ids=lambda op: op.__name__)
-@given(problem=problems(n_masks=2))
-def test_operators_are_those_of_sets_of_pairs(op: Any, problem: tuple[Any, ...]) -> None:
-    block_size, a, b = problem
+@given(problem=problems(n_masks=2, axes_differ=True))
+def test_operators_are_those_of_sets_of_pairs(op: Any, problem: Problem) -> None:
+    block_size, (a, b) = problem.block_size, problem.masks
     expected = a & ~b if op is operator.sub else op(a, b)
     one, other = (BlockLayout.from_dense(mask, block_size=block_size) for mask in (a, b))
     found = op(one, other)
@@ -489,8 +479,8 @@ def test_operators_are_those_of_sets_of_pairs(op: Any, problem: tuple[Any, ...])
 
 
 @given(problems())
-def test_complement_and_transpose(problem: tuple[Any, ...]) -> None:
-    block_size, mask = problem
+def test_complement_and_transpose(problem: Problem) -> None:
+    block_size, mask = problem.block_size, problem.mask
     layout = BlockLayout.from_dense(mask, block_size=block_size)
     assert_means(~layout, ~mask)
     assert_means(layout.T, mask.swapaxes(2, 3))
@@ -498,9 +488,9 @@ def test_complement_and_transpose(problem: tuple[Any, ...]) -> None:
     assert ~~layout == layout.T.T == layout
 
 
-@given(problems(n_masks=2))
-def test_equal_means_equal_masks_over_equal_axes(problem: tuple[Any, ...]) -> None:
-    block_size, a, b = problem
+@given(problems(n_masks=2, axes_differ=True))
+def test_equal_means_equal_masks_over_equal_axes(problem: Problem) -> None:
+    block_size, (a, b) = problem.block_size, problem.masks
     one, other = (BlockLayout.from_dense(mask, block_size=block_size) for mask in (a, b))
     assert (one == other) == np.array_equal(a, b)
     assert (one != other) == (not np.array_equal(a, b))
@@ -634,8 +624,8 @@ def test_layouts_are_frozen() -> None:
 
 
 @given(problems())
-def test_repr_counts_and_draws(problem: tuple[Any, ...]) -> None:
-    block_size, mask = problem
+def test_repr_counts_and_draws(problem: Problem) -> None:
+    block_size, mask = problem.block_size, problem.mask
     layout = BlockLayout.from_dense(mask, block_size=block_size)
     lines = repr(layout).splitlines()
     assert f"{layout.q_len} x {layout.kv_len} tokens" in lines[0] and str(layout.block_size) in lines[0]
