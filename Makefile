@@ -9,15 +9,18 @@ JOBS ?= 2
 VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
-# the Triton before the pinned one: kernels are compiled with both
+# the Triton before the pinned one: kernels are compiled with both, where Triton exists
 TRITON_BEFORE = 3.6.0
+ifeq ($(shell uname -s),Linux)
+TRITONS = $(VENV)/triton-$(TRITON_BEFORE)
+endif
 
 .PHONY: demo test test-gpu lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.lra.demo
 
-test: lint $(VENV)/triton-$(TRITON_BEFORE)
+test: lint $(TRITONS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 900
 
 test-gpu:
@@ -42,7 +45,7 @@ $(VENV)/.demo: pyproject.toml .ci/constraints.txt | $(BIN)/python
 
 $(VENV)/.test: pyproject.toml .ci/constraints.txt | $(BIN)/python
 	$(INSTALL) --constraint .ci/constraints.txt --editable '.[demo,test]'
-	touch $@
+	touch $(VENV)/.demo $@
 
 $(VENV)/triton-$(TRITON_BEFORE): | $(BIN)/python
 	$(INSTALL) --no-deps --upgrade --target $@.part triton==$(TRITON_BEFORE)

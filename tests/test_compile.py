@@ -80,6 +80,10 @@ def test_kernels_compile_well(arch: int, before: bool, tmp_path: Path) -> None:
     assert not found, f"\n{found}"
 
 
+def test_make_installs_the_triton_before() -> None:
+    assert f"\nTRITON_BEFORE = {BEFORE}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
 GOOD = {
     "kernel": "forward_kernel",
     "arch": 90,
