@@ -4,25 +4,29 @@ Knows: tensors, the row walk of a plan (its first three tensors and its bitmask 
 causal attention. Must not know: BlockLayout, autograd, Triton.
 
 A chunk is a set of query tiles that meet equally many key tiles; its scores are one batched matrix product. With
-s = scale log2(e) q k^T (all exponentials are powers of two), per row of queries:
+s = scale q k^T, per row of queries:
 
-    forward    m = max s,  p = exp2(s - m),  l = sum p,  out = p v / l,  lse = ln(2) m + ln(l)
-               rows too long for one chunk are walked in spans, which rescale what came before by exp2(m - new m)
-    backward   p = exp2(s - log2(e) lse),  dp = dout v^T,  ds = p (dp - delta),  delta = rowsum(dout out) - dlse
-               dq = scale ds k,  dk = ds^T (scale q),  dv = p^T dout
+    forward    m = max s,  p = exp(s - m),  l = sum p,  out = (p / l) v,  lse = m + log(l)
+               rows too long for one chunk are walked in spans, which rescale what came before by exp(m - new m)
+    backward   p = exp(s - lse),  dp = dout v^T,  ds = p (dp - delta),  delta = rowsum(dout out) - dlse
+               dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout
 
-Dropout multiplies p by keep / (1 - dropout_p) where it meets v, and dp likewise. Scores of half types are float32.
+Dropout multiplies p by keep / (1 - dropout_p) where it meets v, and dp likewise. Half types are computed in float32.
 
 Only stored tiles are computed. Memory is O(tokens) for the float32 copies and the gradients, plus a bounded chunk. Each
 chunk owns its rows of out and dq; what it gives to dk and dv is added in a fixed order, so every device gives equal bits
 twice. A row without keys writes out 0, lse -inf and gradients 0.
 
-A pair that does not attend is limited to -inf by `torch.minimum` before the exponential: 25 times faster on a CPU than
-`masked_fill_`, and exp2, unlike exp, takes -inf at full speed there (Xeon with AVX-512, torch 2.13).
+Two facts about CPUs decide how masks are applied (Xeon with AVX-512, torch 2.13, ns an element):
+    masked_fill_ takes 2.1, torch.minimum with +inf and -inf 0.08
+    exp takes 0.13, but 3 to 12 for -inf and for results below the smallest normal number; exp2 takes 0.15 for any, but
+    its larger exponents round worse. So exponents are clamped, and results which were clamped are set to 0 where a
+    pair may be masked
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -35,10 +39,10 @@ from torch import Tensor
 from .. import philox
 
 TILE = 128
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2)
+# exp of this is still a normal number, and one below it counts as no attention at all
+LOWEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
 # tiles of scores in flight: on a CPU they should stay in its caches, a GPU wants large launches
-TILES_AT_ONCE = {"cpu": 32}
+TILES_AT_ONCE = {"cpu": 16}
 TILES_AT_ONCE_ELSEWHERE = 1024
 
 
@@ -95,6 +99,7 @@ class _Span(NamedTuple):
     limit: Tensor | None
     length_limit: Tensor | None
     keep: Tensor | None
+    is_only: bool
 
 
 class _Walk:
@@ -171,6 +176,7 @@ class _Walk:
                 limit=memory.get(first),
                 length_limit=self._length_limit(batch_idx, kv_pos),
                 keep=self._keep(batch_idx, head_idx, q_pos, kv_pos),
+                is_only=group.n_tiles <= self.tiles_at_once,
             )
 
     def _length_limit(self, batch_idx: Tensor, kv_pos: Tensor | None) -> Tensor | None:
@@ -182,9 +188,7 @@ class _Walk:
             return None
         return _limit(exists, self.dtype)
 
-    def _keep(
-        self, batch_idx: Tensor, head_idx: Tensor, q_pos: Tensor | None, kv_pos: Tensor | None
-    ) -> Tensor | None:
+    def _keep(self, batch_idx: Tensor, head_idx: Tensor, q_pos: Tensor | None, kv_pos: Tensor | None) -> Tensor | None:
         if self.dropout_p == 0 or q_pos is None or kv_pos is None:
             return None
         assert self.seed is not None, "dropout_p > 0 needs a seed"
@@ -270,8 +274,10 @@ def _tiles(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """(batch, heads, length, dim) -> (batch * heads * tiles, 128, dim), zeros past the end."""
     batch, heads, length, dim = tensor.shape
     n_tiles = -(-length // TILE)
-    padded = F.pad(tensor.to(dtype), (0, 0, 0, n_tiles * TILE - length))
-    return padded.reshape(batch * heads * n_tiles, TILE, dim)
+    tensor = tensor.to(dtype)
+    if length % TILE:
+        tensor = F.pad(tensor, (0, 0, 0, n_tiles * TILE - length))
+    return tensor.reshape(batch * heads * n_tiles, TILE, dim)
 
 
 def _untiled(tiles: Tensor, like: Tensor) -> Tensor:
@@ -289,9 +295,11 @@ def _kv_tiles(tensor: Tensor, dtype: torch.dtype, kv_lengths: Tensor | None) -> 
     return _tiles(tensor, dtype)
 
 
-def _scores(q_chunk: Tensor, k_chunk: Tensor, span: _Span) -> Tensor:
-    """(items, 128, keys) scaled scores in base 2, -inf for pairs that do not attend."""
-    scores = torch.bmm(q_chunk, k_chunk.transpose(1, 2))
+def _scores(q_chunk: Tensor, k_chunk: Tensor, scale: float, span: _Span) -> Tensor:
+    """(items, 128, keys) scaled scores, -inf for pairs that do not attend."""
+    # the product takes the factor for free; with beta=0 its first argument gives nothing but a shape
+    nothing = q_chunk.new_zeros(1, 1, 1).expand(len(q_chunk), TILE, k_chunk.shape[1])
+    scores = torch.baddbmm(nothing, q_chunk, k_chunk.transpose(1, 2), beta=0, alpha=scale)
     by_head = scores.view(span.shape)
     if span.limit is not None:
         partial = by_head[..., : span.limit.shape[-1]]
@@ -301,10 +309,67 @@ def _scores(q_chunk: Tensor, k_chunk: Tensor, span: _Span) -> Tensor:
     return scores
 
 
+def _weights(scores: Tensor, pivot: Tensor, span: _Span) -> Tensor:
+    """exp(scores - pivot), in place; exactly 0 for pairs that do not attend."""
+    lowest = LOWEST_EXPONENT[scores.dtype]
+    weights = scores.sub_(pivot).clamp_min_(lowest).exp_()
+    by_head = weights.view(span.shape)
+    if span.length_limit is None and span.limit is not None:
+        by_head = by_head[..., : span.limit.shape[-1]]
+    if span.length_limit is not None or span.limit is not None:
+        # twice, so that no rounding of exp matters
+        torch.threshold_(by_head, 2 * math.exp(lowest), 0.0)
+    return weights
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """A row which has met no key yet keeps -inf; a finite pivot avoids -inf - (-inf) = nan."""
+    return highest.clamp_min(torch.finfo(highest.dtype).min)
+
+
+def _nonzero(total: Tensor) -> Tensor:
+    """1 for the total of a row without keys: 0 / 1 = 0, and -inf + log 1 = -inf."""
+    return total.masked_fill(total == 0, 1)
+
+
 def _gathered(tiles: Tensor, span: _Span) -> Tensor:
     """(items, keys, dim) of the key tiles of a span."""
     n_sharing, n_rows, _, n_keys = span.shape
     return tiles.index_select(0, span.kv_tiles).view(n_sharing * n_rows, n_keys, tiles.shape[2])
+
+
+class _Partial(NamedTuple):
+    """What a chunk of query tiles knows after some spans; everything by row, (items, 128, ...).
+
+    out      v weighted by exp(score - highest), divided by total already if is_divided
+    highest  score, -inf before the first key
+    total    of the weights
+    """
+
+    out: Tensor
+    highest: Tensor
+    total: Tensor
+    is_divided: bool
+
+
+def _attended(q_chunk: Tensor, k_tiles: Tensor, v_tiles: Tensor, scale: float, span: _Span) -> _Partial:
+    scores = _scores(q_chunk, _gathered(k_tiles, span), scale, span)
+    highest = scores.amax(dim=-1, keepdim=True)
+    weights = _weights(scores, _finite(highest), span)
+    total = weights.sum(dim=-1, keepdim=True)
+    if span.is_only:
+        # as the reference does, which rounds less than dividing the product
+        weights.div_(_nonzero(total))
+    if span.keep is not None:
+        weights.view(span.shape).mul_(span.keep)
+    return _Partial(torch.bmm(weights, _gathered(v_tiles, span)), highest, total, span.is_only)
+
+
+def _merged(a: _Partial, b: _Partial) -> _Partial:
+    highest = torch.maximum(a.highest, b.highest)
+    decay_a, decay_b = torch.exp(a.highest - _finite(highest)), torch.exp(b.highest - _finite(highest))
+    out = b.out.mul_(decay_b).addcmul_(a.out, decay_a)
+    return _Partial(out, highest, b.total.mul_(decay_b).addcmul_(a.total, decay_a), is_divided=False)
 
 
 def _add_tiles(total: Tensor, index: Tensor, tiles: Tensor) -> None:
@@ -345,34 +410,17 @@ def forward(
     lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
     if sizes.is_empty:
         return out, lse
-    q_tiles = _tiles(q, dtype) * (scale * LOG2_E)
+    q_tiles = _tiles(q, dtype)
     walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, like=q_tiles)
     k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
     out_tiles, lse_tiles = q_tiles.new_zeros(len(q_tiles), TILE, v.shape[3]), _tiles(lse[..., None], dtype)
     for index, spans in walk:
         q_chunk = q_tiles.index_select(0, index)
-        accumulated, highest, total = None, None, None
-        for span in spans:
-            weights = _scores(q_chunk, _gathered(k_tiles, span), span)
-            previous, highest = highest, weights.amax(dim=-1, keepdim=True)
-            if previous is not None:
-                highest = torch.maximum(previous, highest)
-            # a row which has met no key yet keeps -inf; a finite pivot avoids -inf - (-inf) = nan
-            pivot = highest.clamp_min(torch.finfo(dtype).min)
-            weights.sub_(pivot).exp2_()
-            subtotal = weights.sum(dim=-1, keepdim=True)
-            if span.keep is not None:
-                weights.view(span.shape).mul_(span.keep)
-            product = torch.bmm(weights, _gathered(v_tiles, span))
-            if previous is None:
-                accumulated, total = product, subtotal
-            else:
-                decay = torch.exp2(previous - pivot)
-                accumulated, total = product.addcmul_(accumulated, decay), subtotal.addcmul_(total, decay)
-        # without keys 0 / 1 = 0 and -inf + log 1 = -inf
-        total = total.masked_fill_(total == 0, 1)
-        out_tiles.index_copy_(0, index, accumulated.div_(total))
-        lse_tiles.index_copy_(0, index, highest.mul_(LN_2).add_(total.log_()))
+        partials = (_attended(q_chunk, k_tiles, v_tiles, scale, span) for span in spans)
+        merged = functools.reduce(_merged, partials)
+        total = _nonzero(merged.total)
+        out_tiles.index_copy_(0, index, merged.out if merged.is_divided else merged.out.div_(total))
+        lse_tiles.index_copy_(0, index, merged.highest.add_(total.log_()))
     return _untiled(out_tiles, out), _untiled(lse_tiles, lse[..., None])[..., 0]
 
 
@@ -403,23 +451,23 @@ def backward(
     if dlse is not None:
         # nothing moves the lse of a row without keys, whatever gradient it was given
         delta = delta - dlse.masked_fill(lse == -torch.inf, 0)
-    # a row without keys: exp2(s - inf) = 0 where exp2(s + inf) would not be
-    log2_total = lse.masked_fill(lse == -torch.inf, torch.inf) * LOG2_E
-    q_tiles = _tiles(q, dtype) * (scale * LOG2_E)
+    # a row without keys: exp(s - inf) = 0 where exp(s + inf) would not be
+    pivot = lse.masked_fill(lse == -torch.inf, torch.inf)
+    q_tiles = _tiles(q, dtype)
     walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, like=q_tiles)
     k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
-    dout_tiles, delta_tiles, total_tiles = (
-        _tiles(tensor, dtype) for tensor in (dout, delta[..., None], log2_total[..., None])
+    dout_tiles, delta_tiles, pivot_tiles = (
+        _tiles(tensor, dtype) for tensor in (dout, delta[..., None], pivot[..., None])
     )
     dq_tiles, dk_tiles, dv_tiles = (torch.zeros_like(tiles) for tiles in (q_tiles, k_tiles, v_tiles))
     for index, spans in walk:
-        q_chunk, dout_chunk, delta_chunk, total_chunk = (
-            tiles.index_select(0, index) for tiles in (q_tiles, dout_tiles, delta_tiles, total_tiles)
+        q_chunk, dout_chunk, delta_chunk, pivot_chunk = (
+            tiles.index_select(0, index) for tiles in (q_tiles, dout_tiles, delta_tiles, pivot_tiles)
         )
-        dq_chunk = None
+        dq_chunk = torch.zeros_like(q_chunk)
         for span in spans:
             k_chunk = _gathered(k_tiles, span)
-            weights = _scores(q_chunk, k_chunk, span).sub_(total_chunk).exp2_()
+            weights = _weights(_scores(q_chunk, k_chunk, scale, span), pivot_chunk, span)
             dscores = torch.bmm(dout_chunk, _gathered(v_tiles, span).transpose(1, 2))
             kept = weights
             if span.keep is not None:
@@ -428,8 +476,6 @@ def backward(
             _add_tiles(dv_tiles, span.kv_tiles, torch.bmm(kept.transpose(1, 2), dout_chunk))
             dscores.sub_(delta_chunk).mul_(weights)
             _add_tiles(dk_tiles, span.kv_tiles, torch.bmm(dscores.transpose(1, 2), q_chunk))
-            product = torch.bmm(dscores, k_chunk)
-            dq_chunk = product if dq_chunk is None else dq_chunk.add_(product)
+            dq_chunk.baddbmm_(dscores, k_chunk)
         dq_tiles.index_copy_(0, index, dq_chunk)
-    # q_tiles carried scale * log2(e)
-    return _untiled(dq_tiles.mul_(scale), q), _untiled(dk_tiles.mul_(LN_2), k), _untiled(dv_tiles, v)
+    return _untiled(dq_tiles.mul_(scale), q), _untiled(dk_tiles.mul_(scale), k), _untiled(dv_tiles, v)
