@@ -81,6 +81,8 @@ TABLE = {
             for name in ("butterfly", "documents", "global_tokens", "local", "presets", "random", "strided")
         }
     ),
+    "benchmarks/__init__.py": Arrows(set()),
+    "benchmarks/lra/__init__.py": Arrows(set()),
     "benchmarks/measure.py": Arrows({TORCH}, {TRITON}),
     "benchmarks/attention.py": Arrows({NUMPY, TORCH, OURS, "benchmarks.measure"}),
     "benchmarks/picture.py": Arrows({OURS, "masks"}, {"matplotlib"}),
