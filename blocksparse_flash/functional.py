@@ -131,7 +131,7 @@ def _cost(q: Tensor, v: Tensor, kv_len: int, layout: BlockLayout | None, causal:
             plan = layout.plan(q.device, causal=causal)
             metadata_bytes = sum(tensor.nbytes for tensor in plan)
             records = plan.row_items
-            share = records[..., 2:4].sum().item() / (records[..., 0].numel() * n_cols)
+            share = records[..., 2].sum().item() / (records[..., 0].numel() * n_cols)
         elif causal:
             # the last tile column which the last query of each tile row attends to, bottom-right
             last_q = torch.arange(1, n_rows + 1).mul(TILE).clamp(max=q_len) - 1

@@ -15,15 +15,17 @@ from . import blocks
 TILE = 128
 # int32 words of a record of row_items / col_items
 RECORD = 8
+# taken from the index of a partial tile; above every index, as lengths are below 2^31
+PARTIAL = 1 << 24
 
 
 class Plan(NamedTuple):
     """Tiles of a layout, by rows (for the output and dq) and by columns (for dk and dv). All int32, on one device.
 
     row_items    (batch | 1, heads | 1, tile rows, 8), one record a tile row, in launch order (longest row first):
-                 row, begin, n_partial, n_full, begin, position, 0, n_long
-    row_indices  tile columns: entries begin .. begin + n_partial - 1 are the partial tiles of that row, the next n_full
-                 the full ones, both ascending
+                 row, begin, n_tiles, n_partial, position, 0, 0, n_long
+    row_indices  tile columns: entries begin .. begin + n_tiles - 1 are the tiles of that row, n_partial partial ones and
+                 then the full ones, both ascending; a partial one is listed less PARTIAL = 2^24, so that its sign says so
     row_ids      which bitmask each of these tiles has; 0, and never read, for a full one
     col_*        the same by tile columns (col_indices are tile rows)
     words        (distinct, 128, 4): bit j of word w of row i is the pair (query i, key 32 w + j) of the tile
@@ -97,13 +99,12 @@ def _walk(
     order = np.lexsort((minor, is_full, major, axis))
     line = (axis * n_major + major)[order]
     n_lines = batch * heads * n_major
-    n_full = np.bincount(line[is_full[order]], minlength=n_lines)
+    work = np.bincount(line, minlength=n_lines)
     n_partial = np.bincount(line[~is_full[order]], minlength=n_lines)
-    work: np.ndarray = n_full + n_partial
     records: np.ndarray = np.zeros((n_lines, RECORD), dtype=np.int64)
     records[:, 0] = np.tile(np.arange(n_major), batch * heads)
     records[:, 1] = np.cumsum(work) - work
-    records[:, 2], records[:, 3], records[:, 4] = n_partial, n_full, records[:, 1]
+    records[:, 2], records[:, 3] = work, n_partial
     records = records.reshape(batch * heads, n_major, RECORD)
     work = work.reshape(batch * heads, n_major)
     if work.size:
@@ -111,9 +112,10 @@ def _walk(
     launch = np.argsort(-work, axis=1, kind="stable")
     position = np.argsort(launch, axis=1, kind="stable")
     records = np.take_along_axis(records, launch[..., None], axis=1)
-    records[..., 5] = position
+    records[..., 4] = position
     records = records.reshape(batch, heads, n_major, RECORD)
-    return [records, minor[order], np.where(is_full, 0, ids)[order]]
+    listed = np.where(is_full, minor, minor - PARTIAL)[order]
+    return [records, listed, np.where(is_full, 0, ids)[order]]
 
 
 def _padded(values: np.ndarray, residue: int) -> np.ndarray:

@@ -30,6 +30,7 @@ from .launch import (
 from .tile import (
     LOG2_E,
     TILE,
+    WITHOUT_SIGN,
     attending_pairs,
     dense_keys,
     dense_queries,
@@ -167,8 +168,7 @@ def keys_kernel(
                 # heads of a group may have layouts, and so launch orders, of their own
                 p_member = find_line(items_ptr, items_strides, i_batch, i_head, kv_start // TILE)
             first = tl.load(p_member + 1) * STEPS
-            partial_end = first + tl.load(p_member + 2) * STEPS
-            end = partial_end + tl.load(p_member + 3) * STEPS
+            end = first + tl.load(p_member + 2) * STEPS
             q_next = tile_start(indices_ptr, first, BLOCK_Q, STEPS)
         else:
             first, full, end = dense_queries(kv_start, q_len, kv_len, CAUSAL, BLOCK_Q, BLOCK_KV)
@@ -177,7 +177,8 @@ def keys_kernel(
         for i_step in tl.range(first, end):
             q_start = q_next
             if HAS_LAYOUT:
-                is_partial = i_step < partial_end
+                is_partial = q_start < 0
+                q_start = q_start & WITHOUT_SIGN
                 q_next = tile_start(indices_ptr, i_step + 1, BLOCK_Q, STEPS)
             else:
                 is_partial = (i_step < full) | (i_step >= n_full)
@@ -190,6 +191,9 @@ def keys_kernel(
             # [BLOCK_KV, BLOCK_Q]
             b_zero = tl.zeros([BLOCK_KV, BLOCK_Q], tl.float32)
             b_scores = product(b_k, tl.trans(b_q), b_zero, PRECISION)
+            if LIMITED:
+                m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
+                b_scores = tl.where(m_kv[:, None], b_scores, float("-inf"))
             b_p = tl.math.exp2(b_scores * scale_log2 - b_lse[None, :])
             if is_partial:
                 i_bitmask = 0
@@ -198,7 +202,7 @@ def keys_kernel(
                 m_pairs = attending_pairs(
                     words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
                     HAS_LAYOUT, CAUSAL, BLOCK_Q, BLOCK_KV, True,
-                )
+                )  # fmt: skip
                 b_p = tl.where(m_pairs, b_p, 0.0)
             # [BLOCK_Q, DIM_V]
             b_dout = load_tile(
@@ -218,10 +222,6 @@ def keys_kernel(
             b_dk = product(b_ds.to(b_q.dtype), b_q, b_dk, PRECISION)
 
     b_dk = b_dk * scale
-    if LIMITED:
-        m_kv = (kv_start + tl.arange(0, BLOCK_KV) < limit)[:, None]
-        b_dk = tl.where(m_kv, b_dk, 0.0)
-        b_dv = tl.where(m_kv, b_dv, 0.0)
     o_axis = i_axis.to(tl.int64) * kv_len
     store_tile(dk_ptr + o_axis * HEAD_DIM, kv_start, kv_len, b_dk, HEAD_DIM, BLOCK_KV, DIM)
     store_tile(dv_ptr + o_axis * V_DIM, kv_start, kv_len, b_dv, V_DIM, BLOCK_KV, DIM_V)
@@ -270,8 +270,7 @@ def queries_kernel(
     # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones, as in the forward
     if HAS_LAYOUT:
         first = tl.load(p_record + 1) * STEPS
-        partial_end = first + tl.load(p_record + 2) * STEPS
-        end = partial_end + tl.load(p_record + 3) * STEPS
+        end = first + tl.load(p_record + 2) * STEPS
         kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
     else:
         n_full, end = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
@@ -280,7 +279,8 @@ def queries_kernel(
     for i_step in tl.range(first, end):
         kv_start = kv_next
         if HAS_LAYOUT:
-            is_partial = i_step < partial_end
+            is_partial = kv_start < 0
+            kv_start = kv_start & WITHOUT_SIGN
             kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, STEPS)
         else:
             is_partial = i_step >= n_full
@@ -292,6 +292,9 @@ def queries_kernel(
         b_zero = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
         b_scores = product(b_q, tl.trans(b_k), b_zero, PRECISION)
         b_dp = product(b_dout, tl.trans(b_v), b_zero, PRECISION)
+        if LIMITED and HAS_LAYOUT:
+            m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
+            b_scores = tl.where(m_kv[None, :], b_scores, float("-inf"))
         b_p = tl.math.exp2(b_scores * scale_log2 - b_lse[:, None])
         if is_partial:
             i_bitmask = 0
@@ -300,11 +303,8 @@ def queries_kernel(
             m_pairs = attending_pairs(
                 words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
                 HAS_LAYOUT, CAUSAL, BLOCK_Q, BLOCK_KV, False,
-            )
+            )  # fmt: skip
             b_p = tl.where(m_pairs, b_p, 0.0)
-        if LIMITED and HAS_LAYOUT:
-            m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
-            b_p = tl.where(m_kv[None, :], b_p, 0.0)
         if DROPOUT:
             m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
             b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)

@@ -39,6 +39,8 @@ from torch import Tensor
 from .. import philox
 
 TILE = 128
+# what a plan takes from the index of a partial tile
+PARTIAL = 1 << 24
 # exp of this is still a normal number, and one below it counts as no attention at all
 LOWEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
 # tiles of scores in flight: on a CPU they should stay in its caches, a GPU wants large launches
@@ -202,24 +204,25 @@ class _Walk:
         # on a GPU this is the one synchronisation of a call
         items = row_items.cpu().numpy().reshape(-1, row_items.shape[3]).astype(np.int64)
         owner = np.repeat(np.arange(len(items) // max(1, n_rows)), n_rows)
-        items = np.column_stack([owner // n_heads, owner % n_heads, items[:, :5]])
-        items = items[items[:, 4] + items[:, 5] > 0]
+        items = np.column_stack([owner // n_heads, owner % n_heads, items[:, :4]])
+        items = items[items[:, 4] > 0]
         # stable: rows of one kind stay in launch order
         items = items[np.lexsort((items[:, 5], items[:, 4]))]
         changes = np.flatnonzero(np.any(np.diff(items[:, 4:6], axis=0), axis=1)) + 1
         for kind in np.split(items, changes) if len(items) else ():
-            n_partial, n_full = (int(count) for count in kind[0, 4:6])
-            batch_idx, head_idx, rows, begins, _, _, ids_begins = torch.from_numpy(kind.T.copy()).to(self.device)
+            n_tiles, n_partial = (int(count) for count in kind[0, 4:6])
+            batch_idx, head_idx, rows, begins, *_ = torch.from_numpy(kind.T.copy()).to(self.device)
 
             def cols(begin: int, end: int, first: int, last: int, begins: Tensor = begins) -> Tensor:
                 steps = torch.arange(first, last, device=self.device)
-                return row_indices[begins[begin:end, None] + steps].to(torch.int64)
+                # a partial tile is listed with a sign
+                return row_indices[begins[begin:end, None] + steps].to(torch.int64) & (PARTIAL - 1)
 
-            def limits(begin: int, end: int, first: int, last: int, ids_begins: Tensor = ids_begins) -> Tensor:
+            def limits(begin: int, end: int, first: int, last: int, begins: Tensor = begins) -> Tensor:
                 steps = torch.arange(first, last, device=self.device)
-                return _unpacked(words[row_ids[ids_begins[begin:end, None] + steps].to(torch.int64)], self.dtype)
+                return _unpacked(words[row_ids[begins[begin:end, None] + steps].to(torch.int64)], self.dtype)
 
-            yield _Group(batch_idx, head_idx, rows, n_partial, n_partial + n_full, cols, limits)
+            yield _Group(batch_idx, head_idx, rows, n_partial, n_tiles, cols, limits)
 
     def _dense_groups(self, causal: bool) -> Iterator[_Group]:
         sizes = self.sizes

@@ -27,6 +27,7 @@ from .launch import (
 from .tile import (
     LN_2,
     TILE,
+    WITHOUT_SIGN,
     attending_pairs,
     dense_keys,
     find_record,
@@ -102,8 +103,7 @@ def forward_kernel(
     # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones
     if HAS_LAYOUT:
         first = tl.load(p_record + 1) * STEPS
-        partial_end = first + tl.load(p_record + 2) * STEPS
-        end = partial_end + tl.load(p_record + 3) * STEPS
+        end = first + tl.load(p_record + 2) * STEPS
         kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
     else:
         n_full, end = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
@@ -113,7 +113,8 @@ def forward_kernel(
         # the next index is loaded a step ahead: loaded in its own step it would take a pipeline stage from the keys
         kv_start = kv_next
         if HAS_LAYOUT:
-            is_partial = i_step < partial_end
+            is_partial = kv_start < 0
+            kv_start = kv_start & WITHOUT_SIGN
             kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, STEPS)
         else:
             is_partial = i_step >= n_full

@@ -10,6 +10,8 @@ import triton.language as tl
 
 # side of a plan's tile, in tokens
 TILE = tl.constexpr(128)
+# clears the sign with which tile_start marks a partial tile
+WITHOUT_SIGN = tl.constexpr(0x7FFFFFFF)
 # int32 values of a plan's record
 RECORD = tl.constexpr(8)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -106,12 +108,15 @@ def find_record(items_ptr, items_strides, pid, n_lines, n_heads, n_axes, SPLIT: 
 def find_line(items_ptr, items_strides, i_batch, i_head, i_line):
     """The record of one line of one head."""
     p_items = items_ptr + i_batch.to(tl.int64) * items_strides[0] + i_head.to(tl.int64) * items_strides[1]
-    return p_items + tl.load(p_items + i_line * RECORD + 5) * RECORD
+    return p_items + tl.load(p_items + i_line * RECORD + 4) * RECORD
 
 
 @triton.jit
 def tile_start(indices_ptr, i_step, side: tl.constexpr, STEPS: tl.constexpr):
-    """First token of step `i_step`, where each listed tile takes STEPS steps of `side` tokens."""
+    """First token of step `i_step`, where each listed tile takes STEPS steps of `side` tokens; negative if partial.
+
+    A partial tile is listed less 2^24, so its token comes less 2^31: `& WITHOUT_SIGN` restores it.
+    """
     i_tile = i_step // STEPS
     return tl.load(indices_ptr + i_tile) * TILE + (i_step - i_tile * STEPS) * side
 
