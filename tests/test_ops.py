@@ -1,0 +1,190 @@
+"""ops.py: what torch needs of the operators. opcheck, torch.compile, checkpointing, functional_call, double backward.
+
+On a CUDA machine the same tests run on the GPU with the Triton kernels; elsewhere `eager`, and opcheck for both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import masks
+from blocksparse_flash import BlockLayout, attention, attention_with_lse
+
+LENGTH = 160
+
+
+def tensors(device: torch.device, *, heads: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """q, k, v of LENGTH tokens and head_dim 16, wanting gradients."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(1, heads, LENGTH, 16, generator=generator, dtype=dtype).to(device).requires_grad_() for _ in "qkv"
+    ]
+
+
+@pytest.fixture
+def layout(device: torch.device) -> BlockLayout:
+    """Partial and full tiles, and a ragged end."""
+    return (masks.local(LENGTH, window=20, block_size=16) | masks.butterfly(LENGTH, block_size=16)).to(device)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("case", ["layout", "dense", "causal, lengths", "dropout"])
+def test_opcheck(case: str, backend: str, device: torch.device, layout: BlockLayout) -> None:
+    q, k, v = tensors(device)
+    plan = list(layout.plan(device)) if case in ("layout", "dropout") else []
+    lengths = torch.tensor([100], device=device) if "lengths" in case else None
+    seed = torch.tensor([3]) if case == "dropout" else None
+    options: tuple[Any, ...] = (plan, lengths, seed, 0.25, "causal" in case, 0.5 if seed is not None else 0.0, backend)
+    operators = torch.ops.blocksparse_flash
+    results = torch.library.opcheck(operators.attention_forward.default, (q, k, v, *options))
+    assert set(results.values()) == {"SUCCESS"}
+    with torch.no_grad():
+        out, lse = operators.attention_forward(q, k, v, *options)
+        arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, *options)
+        results = torch.library.opcheck(operators.attention_backward.default, tuple(_detached(a) for a in arguments))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def _detached(argument: Any) -> Any:
+    return argument.detach() if isinstance(argument, torch.Tensor) else argument
+
+
+def gradients(call: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    out, lse = call(*inputs)
+    return list(torch.autograd.grad((out.sin().sum() + lse.cos().sum()), inputs))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiles_whole_and_equals_the_uncompiled_call(causal: bool, device: torch.device, layout: BlockLayout) -> None:
+    layout.plan(device, causal=causal)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return attention_with_lse(q, k, v, layout, causal=causal)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    inputs = tensors(device)
+    torch.testing.assert_close(compiled(*inputs), call(*inputs), rtol=0, atol=0)
+    torch.testing.assert_close(gradients(compiled, *inputs), gradients(call, *inputs), rtol=0, atol=0)
+
+
+# importing inductor warns of torch's own use of torch.jit
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_compiles_with_inductor(device: torch.device, layout: BlockLayout) -> None:
+    compiled = torch.compile(lambda q, k, v: attention(q * 2, k, v, layout) + 1, fullgraph=True)
+    q, k, v = tensors(device)
+    torch.testing.assert_close(compiled(q, k, v), attention(q * 2, k, v, layout) + 1)
+
+
+def test_other_content_recompiles_once_then_never(device: torch.device) -> None:
+    """nnz, distinct bitmasks and list lengths become dynamic at once; none may meet another by chance."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def call(q: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+        return attention(q, q, q, layout).sum()
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    length = 1024
+    q = torch.randn(1, 1, length, 16, device=device, requires_grad=True)
+    layouts = [masks.random(length, density=d, seed=int(100 * d), block_size=16) for d in (0.01, 0.02, 0.1, 0.3)]
+    layouts += [masks.random(length, blocks_per_row=n, seed=n) for n in range(1, 9)]
+    layouts += [masks.local(length, window=w) for w in (0, 3, 70, 300)]
+    layouts += [masks.global_tokens(length, tokens=t) for t in (1, 128, [5, 900])]
+    layouts += [masks.causal(length), masks.butterfly(length, block_size=64)]
+    seen = {tuple(t.shape for t in layout.plan(device)) for layout in layouts}
+    assert len(seen) > 5, "the plans must differ in shape for this test to mean anything"
+    for layout in layouts:
+        compiled(q, layout.to(device)).backward()
+    assert counter.frame_count <= 2
+
+
+def test_a_module_that_holds_a_layout_recompiles_at_most_once(device: torch.device) -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layout: BlockLayout | None = None
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return attention(q, q, q, self.layout)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    holder = Holder()
+    compiled = torch.compile(holder, fullgraph=True, backend=counter)
+    q = torch.randn(1, 1, 1024, 16, device=device)
+    for window in (3, 200, 400, 50, 700):
+        holder.layout = masks.local(1024, window=window).to(device)
+        compiled(q)
+    assert counter.frame_count <= 2
+
+
+def test_an_unplanned_layout_is_refused_under_compile(device: torch.device) -> None:
+    unplanned = masks.local(LENGTH, window=33, block_size=16)
+    compiled = torch.compile(lambda q: attention(q, q, q, unplanned), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"layout\.to\(q\.device\)"):
+        compiled(tensors(device)[0])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_repeats_the_dropout(use_reentrant: bool, device: torch.device, layout: BlockLayout) -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return attention_with_lse(q, k, v, layout, dropout_p=0.3)
+
+    def checkpointed(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return checkpoint(call, *inputs, use_reentrant=use_reentrant)
+
+    grads = []
+    for variant in (call, checkpointed):
+        torch.manual_seed(5)
+        inputs = tensors(device)
+        out, lse = variant(*inputs)
+        (out.sin().sum() + lse.cos().sum()).backward()
+        grads.append([t.grad for t in inputs])
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+def test_functional_call_with_other_weights(device: torch.device, layout: BlockLayout) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.eye(16, device=device))
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return attention(q @ self.weight, q, q, layout)
+
+    q = tensors(device)[0]
+    doubled = {"weight": 2 * torch.eye(16, device=device)}
+    actual = torch.func.functional_call(Layer(), doubled, (q,))
+    torch.testing.assert_close(actual, attention(2 * q, q, q, layout))
+
+
+def test_lse_alone_has_a_gradient(device: torch.device, layout: BlockLayout) -> None:
+    q, k, v = (t.double() for t in tensors(device))
+    grads = []
+    for backend in ("eager", "reference"):
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        lse = attention_with_lse(*inputs, layout, backend=backend)[1]
+        grads.append(torch.autograd.grad(lse.sin().sum(), inputs, allow_unused=True, materialize_grads=True))
+    torch.testing.assert_close(grads[0], grads[1])
+    assert not grads[0][2].any(), "lse does not depend on v"
+
+
+def test_a_second_derivative_is_refused(device: torch.device, layout: BlockLayout) -> None:
+    q, k, v = tensors(device)
+    (grad,) = torch.autograd.grad(attention(q, k, v, layout).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        grad.sum().backward()
+
+
+def test_autocast_computes_in_its_type(device: torch.device, layout: BlockLayout) -> None:
+    q, k, v = tensors(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = attention(q, k, v, layout)
+    assert out.dtype == torch.bfloat16
+    expected = attention(*(t.bfloat16() for t in (q, k, v)), layout)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    out.float().sum().backward()
+    assert q.grad is not None and q.grad.dtype == torch.float32
