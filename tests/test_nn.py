@@ -1,0 +1,197 @@
+"""Is SelfAttention what its docstring says: the projections, the positions, the layout that goes where the weights go?"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocksparse_flash import BlockLayout, attention
+from blocksparse_flash.nn import SelfAttention
+
+LENGTH = 80
+
+
+def window(length: int) -> BlockLayout:
+    return BlockLayout.from_predicate(lambda q, k: (q - k).abs() < 20, length, length, block_size=16)
+
+
+def module(**changes: Any) -> SelfAttention:
+    torch.manual_seed(0)
+    return SelfAttention(**{"embed_dim": 32, "num_heads": 4, "layout": window(LENGTH), **changes})
+
+
+def tokens(batch: int = 2, length: int = LENGTH) -> Tensor:
+    return torch.randn(batch, length, 32, generator=torch.Generator().manual_seed(1))
+
+
+def spelled_out(self: SelfAttention, x: Tensor, layout: BlockLayout | None) -> Tensor:
+    """The same layer, head by head, token by token where it matters."""
+    width, group = self.head_dim, self.num_heads // self.kv_heads
+    projected = x @ self.qkv.weight.T
+    heads = [projected[..., i * width : (i + 1) * width] for i in range(self.num_heads + 2 * self.kv_heads)]
+    outs = []
+    for head in range(self.num_heads):
+        kv_head = self.num_heads + head // group
+        q, k, v = heads[head], heads[kv_head], heads[kv_head + self.kv_heads]
+        if self.rope is not None:
+            q, k = (torch.stack([rotated(t[:, p], p, self.rope) for p in range(x.shape[1])], dim=1) for t in (q, k))
+        scores = q @ k.transpose(1, 2) / math.sqrt(width)
+        attends = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if layout is None else layout.to_dense()[0, 0]
+        if self.causal:
+            attends = attends.tril()
+        outs.append(scores.masked_fill(~attends, -torch.inf).softmax(-1) @ v)
+    return torch.cat(outs, dim=-1) @ self.out.weight.T
+
+
+def rotated(features: Tensor, position: int, base: float) -> Tensor:
+    """Features d and d + half are the two parts of a complex number, which turns by position * base ** (-d / half)."""
+    half = features.shape[-1] // 2
+    angles = position * base ** (-torch.arange(half) / half)
+    turned = torch.complex(features[..., :half], features[..., half:]) * torch.polar(torch.ones(half), angles)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"layout": None}, {"kv_heads": 2}, {"kv_heads": 1, "rope": 100.0}, {"causal": True}, {"rope": 10_000.0}],
+    ids=str,
+)
+def test_output_is_that_of_the_layer_spelled_out(changes: dict[str, Any]) -> None:
+    layer, x = module(**changes), tokens()
+    torch.testing.assert_close(layer(x), spelled_out(layer, x, changes.get("layout", window(LENGTH))))
+
+
+def test_rotary_scores_depend_on_distances_only() -> None:
+    layer = module(layout=None, rope=50.0, num_heads=1)
+    x = tokens(1, 1).expand(1, 30, 32)
+    projected = (x @ layer.qkv.weight.T)[0, 0]
+    q, k = projected[:32], projected[32:64]
+    far = rotated(q, 17, 50.0) @ rotated(k, 12, 50.0)
+    near = rotated(q, 5, 50.0) @ rotated(k, 0, 50.0)
+    torch.testing.assert_close(far, near)
+
+
+def test_padding_is_not_attended_to() -> None:
+    layer, x = module(layout=None), tokens()
+    lengths = torch.tensor([30, LENGTH])
+    x[0, 30:] = 1e6
+    torch.testing.assert_close(layer(x, kv_lengths=lengths)[0, :30], layer(x[:1, :30])[0])
+    torch.testing.assert_close(layer(x, kv_lengths=lengths)[1], layer(x)[1])
+
+
+def test_a_function_gives_the_layout_of_each_length() -> None:
+    layer = module(layout=window)
+    for length in (48, LENGTH):
+        x = tokens(1, length)
+        torch.testing.assert_close(layer(x), spelled_out(layer, x, window(length)))
+
+
+def test_dropout_is_for_training_and_follows_the_seed_of_torch() -> None:
+    layer, x = module(dropout_p=0.5), tokens()
+    torch.manual_seed(3)
+    first = layer(x)
+    assert not torch.equal(layer(x), first)
+    torch.manual_seed(3)
+    assert torch.equal(layer(x), first)
+    layer.eval()
+    assert torch.equal(layer(x), module()(x))
+
+
+def test_gradients_reach_all_weights_and_the_input() -> None:
+    layer, x = module(kv_heads=2, rope=100.0), tokens().requires_grad_()
+    layer(x).square().sum().backward()
+    assert all(tensor.grad is not None and tensor.grad.abs().sum() > 0 for tensor in (*layer.parameters(), x))
+
+
+def test_state_dict_holds_the_weights_only() -> None:
+    layer, other = module(), module(layout=window(160))
+    assert set(layer.state_dict()) == {"qkv.weight", "out.weight"}
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.qkv.weight, layer.qkv.weight)
+
+
+def test_copies_and_pickles_keep_the_layout() -> None:
+    layer, x = module(), tokens()
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for again in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+        assert again.layout == layer.layout
+        assert torch.equal(again(x), layer(x))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_layout_is_planned_where_the_weights_are(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    layer = module(causal=causal).to(torch.float64)
+    assert isinstance(layer.layout, BlockLayout)
+    # while torch compiles, a layout without a plan is refused
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    layer.layout.plan("cpu", causal=causal)
+    with pytest.raises(ValueError, match="layout has no plan"):
+        window(LENGTH).plan("cpu", causal=causal)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_layout_moves_with_the_module() -> None:
+    layer, x = module(), tokens()
+    expected = layer(x)
+    moved = layer.to("cuda")
+    assert isinstance(moved.layout, BlockLayout)
+    assert moved.layout.device.type == "cuda"
+    torch.testing.assert_close(moved(x.cuda()).cpu(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_modules_can_be_built_on_meta_and_filled_later() -> None:
+    with torch.device("meta"):
+        layer = SelfAttention(32, 4, window(LENGTH))
+    layer = layer.to_empty(device="cpu")
+    layer.load_state_dict(module().state_dict())
+    assert torch.equal(layer(tokens()), module()(tokens()))
+
+
+def test_the_module_uses_what_attention_computes() -> None:
+    """Grouped heads: query heads 0 and 1 read kv head 0."""
+    layer, x = module(kv_heads=2), tokens()
+    projected = layer.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2)
+    out = attention(projected[:, :4], projected[:, 4:6], projected[:, 6:], window(LENGTH))
+    torch.testing.assert_close(layer(x), layer.out(out.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"embed_dim": 30}, ValueError, "embed_dim must be a multiple of num_heads, got 30 and 4"),
+        ({"kv_heads": 3}, ValueError, "num_heads must be a multiple of kv_heads, got 4 and 3"),
+        ({"kv_heads": 0}, ValueError, "kv_heads must be 1 or more, got 0"),
+        ({"num_heads": 4.0}, TypeError, r"num_heads must be an int, got 4\.0"),
+        ({"embed_dim": True}, TypeError, "embed_dim must be an int, got True"),
+        ({"num_heads": 32, "rope": 10.0}, ValueError, "head_dim must be even, got 32 // 32 = 1"),
+        ({"rope": 0.0}, ValueError, "rope must be a base above 0"),
+        ({"rope": -1.0}, ValueError, "rope must be a base above 0"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and below 1, got 1.0"),
+        ({"layout": "local"}, TypeError, "layout must be a BlockLayout, a function from a length to one, or None"),
+    ],
+    ids=str,
+)
+def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        module(**changes)
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"x must have shape \(batch, length, embed_dim=32\), got \(2, 80, 16\)"):
+        module()(torch.zeros(2, 80, 16))
+    with pytest.raises(ValueError, match="layout describes 80 queries x 80 keys"):
+        module()(tokens(2, 48))
+
+
+def test_the_representation_says_what_attends_to_what() -> None:
+    assert "layout=80 x 80, density" in repr(module())
+    assert "layout=every pair" in repr(module(layout=None))
+    assert "layout=window" in repr(module(layout=window))
