@@ -85,8 +85,12 @@ TABLE = {
     "benchmarks/lra/__init__.py": Arrows(set()),
     "benchmarks/measure.py": Arrows({TORCH}, {TRITON}),
     "benchmarks/attention.py": Arrows({NUMPY, TORCH, OURS, "benchmarks.measure"}),
+    "benchmarks/overhead.py": Arrows({TORCH, OURS, "masks"}),
     "benchmarks/picture.py": Arrows({OURS, "masks"}, {"matplotlib"}),
     "benchmarks/lra/listops.py": Arrows(set()),
+    "benchmarks/lra/demo.py": Arrows(
+        {TORCH, "lightning", "matplotlib", "torchmetrics", "masks", "benchmarks.lra.listops", OURS, f"{OURS}.nn"}
+    ),
 }
 
 
