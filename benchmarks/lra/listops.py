@@ -48,7 +48,7 @@ class Preset:
 
 PRESETS = {
     "lra": Preset(max_depth=10, max_args=10, min_length=500, max_length=2000),
-    "small": Preset(max_depth=4, max_args=10, min_length=15, max_length=257),
+    "small": Preset(max_depth=5, max_args=10, min_length=15, max_length=257),
 }
 
 
@@ -88,7 +88,7 @@ def generate(
     """Draw `count` different samples, in the order in which they were drawn.
 
     count    samples to return; no two have the same tokens
-    preset   "lra" (501 to 1999 tokens, depth 10), "small" (16 to 256 tokens, depth 4), or a Preset
+    preset   "lra" (501 to 1999 tokens, depth 10), "small" (16 to 256 tokens, depth 5), or a Preset
     seed     int; the same seed gives the same samples on every machine and Python version
     exclude  samples that must not come again, for instance a test set
     max_depth  overrides the preset's

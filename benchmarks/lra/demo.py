@@ -1,0 +1,400 @@
+"""Does a block-sparse Transformer learn? `python -m benchmarks.lra.demo` trains one on ListOps in minutes, on any device.
+
+Knows ListOps, the masks, SelfAttention and Lightning. Must not know kernels, plans or backends: attention chooses.
+
+A pre-norm encoder reads expressions of 16 to 256 tokens, padded to 256, through butterfly | local | global_tokens with
+16-token blocks, and answers at the first token, the root operator. It is told where a token stands in two ways: its index,
+by rotary positions, and how many brackets enclose it, by an embedding. Every expression is seen once. The answer is
+compared with what the first token alone is worth (the floor, which the run has to clear) and with what looking one
+operator deep is worth.
+
+Writes out/layout.png, out/learning_curve.png, out/results.json and the weights, out/model.ckpt. A run which was interrupted
+goes on from its last checkpoint when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+import masks
+from benchmarks.lra import listops
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.nn import SelfAttention
+
+LENGTH, BLOCK_SIZE = 256, 16
+# the accuracy which the run has to reach above the floor
+MARGIN = 0.05
+# seconds of training after which a slow machine stops and tests what it has
+PATIENCE = 240
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What decides a run, all of it: two runs with equal settings on one machine give equal numbers."""
+
+    seed: int = 0
+    steps: int = 800
+    batch_size: int = 24
+    # steps between two measurements on the validation set, each of which ends with a checkpoint
+    steps_per_epoch: int = 100
+    n_validation: int = 500
+    n_test: int = 2000
+    embed_dim: int = 64
+    num_heads: int = 2
+    n_layers: int = 3
+    learning_rate: float = 2e-3
+    window: int = 16
+    global_tokens: int = 16
+
+
+def build_layout(settings: Settings) -> BlockLayout:
+    """Who sees whom: log2 many blocks at power-of-two distances, the neighbours, and the first block for everyone."""
+    return (
+        masks.butterfly(LENGTH, block_size=BLOCK_SIZE)
+        | masks.local(LENGTH, window=settings.window, block_size=BLOCK_SIZE)
+        | masks.global_tokens(LENGTH, tokens=settings.global_tokens, block_size=BLOCK_SIZE)
+    )
+
+
+# ---- the data ----
+
+
+def padded(samples: Sequence[listops.Sample]) -> TensorDataset:
+    """tokens uint8 (samples, 256), lengths int32 (samples,), labels int64 (samples,)."""
+    tokens = torch.full((len(samples), LENGTH), listops.PAD, dtype=torch.uint8)
+    for row, sample in zip(tokens, samples, strict=True):
+        row[: len(sample.tokens)] = torch.frombuffer(bytearray(sample.tokens), dtype=torch.uint8)
+    lengths = torch.tensor([len(sample.tokens) for sample in samples], dtype=torch.int32)
+    return TensorDataset(tokens, lengths, torch.tensor([sample.label for sample in samples]))
+
+
+class Expressions(lightning.LightningDataModule):
+    """The splits of one seed. An epoch is the next part of the training set, so that it is seen once, in order.
+
+    first_step  steps which an interrupted run has made
+    """
+
+    def __init__(self, settings: Settings, first_step: int) -> None:
+        super().__init__()
+        self.settings, self.first_step = settings, first_step
+        self.splits = listops.splits(
+            "small",
+            n_train=settings.steps * settings.batch_size,
+            n_validation=settings.n_validation,
+            n_test=settings.n_test,
+            seed=settings.seed,
+        )
+        self.train, self.validation, self.test = (padded(part) for part in self.splits)
+
+    def _loader(self, dataset: torch.utils.data.Dataset[Any], batch_size: int) -> DataLoader[Any]:
+        return DataLoader(dataset, batch_size=batch_size, pin_memory=torch.cuda.is_available())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        settings = self.settings
+        epoch = self.trainer.current_epoch if self.trainer is not None else 0
+        first = (self.first_step + epoch * settings.steps_per_epoch) * settings.batch_size
+        part = range(first, min(first + settings.steps_per_epoch * settings.batch_size, len(self.train)))
+        return self._loader(torch.utils.data.Subset(self.train, part), settings.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.validation, 50)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.test, 50)
+
+
+# ---- the model ----
+
+
+class EncoderBlock(nn.Module):
+    """Pre-norm: attention over the layout, then two dense layers, each added to the stream."""
+
+    def __init__(self, settings: Settings, layout: BlockLayout) -> None:
+        super().__init__()
+        width = settings.embed_dim
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = SelfAttention(width, settings.num_heads, layout, rope=10_000.0)
+        self.dense_norm = nn.LayerNorm(width)
+        self.dense = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), kv_lengths=lengths)
+        return x + self.dense(self.dense_norm(x))
+
+
+class Encoder(nn.Module):
+    """tokens (batch, 256) and lengths (batch,) to the logits of the ten answers (batch, 10)."""
+
+    def __init__(self, settings: Settings, layout: BlockLayout) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(listops.N_TOKENS, settings.embed_dim)
+        self.nesting = nn.Embedding(listops.PRESETS["small"].max_depth + 1, settings.embed_dim)
+        self.blocks = nn.ModuleList(EncoderBlock(settings, layout) for _ in range(settings.n_layers))
+        self.norm = nn.LayerNorm(settings.embed_dim)
+        self.answer = nn.Linear(settings.embed_dim, listops.N_CLASSES)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        tokens = tokens.int()
+        x = self.symbols(tokens) + self.nesting(nesting_depths(tokens))
+        for block in self.blocks:
+            x = block(x, lengths)
+        # every expression starts with its root operator
+        return self.answer(self.norm(x[:, 0]))
+
+
+def nesting_depths(tokens: Tensor) -> Tensor:
+    """How many brackets enclose each token: 0 for the root, 1 for its children, an operator as deep as its bracket."""
+    opens = (tokens >= listops.FIRST_OPERATOR) & (tokens < listops.CLOSE)
+    closes = tokens == listops.CLOSE
+    return opens.cumsum(dim=1) - closes.cumsum(dim=1) - opens.long()
+
+
+class Task(lightning.LightningModule):
+    """Loss, accuracy, optimiser, and the learning curve.
+
+    checkpoint  where an interrupted run stopped, to go on from there, or None. Lightning's own way of resuming counts
+                epochs and batches in several places, which do not agree after an epoch's end
+    """
+
+    def __init__(self, settings: Settings, layout: BlockLayout, checkpoint: dict[str, Any] | None) -> None:
+        super().__init__()
+        self.settings, self.checkpoint = settings, checkpoint
+        self.first_step = 0 if checkpoint is None else checkpoint["step"]
+        self.encoder = Encoder(settings, layout)
+        accuracies = (MulticlassAccuracy(listops.N_CLASSES, average="micro") for _ in range(3))
+        self.train_accuracy, self.validation_accuracy, self.test_accuracy = accuracies
+        # (step, loss and accuracy of the training samples since the last point, accuracy on the validation set)
+        self.curve: list[dict[str, float]] = [] if checkpoint is None else list(checkpoint["curve"])
+        self._losses: list[Tensor] = []
+        if checkpoint is not None:
+            self.load_state_dict(checkpoint["state_dict"])
+
+    @property
+    def step(self) -> int:
+        """Steps made, by an interrupted run too."""
+        return self.first_step + self.global_step
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        tokens, lengths, labels = batch
+        logits = self.encoder(tokens, lengths)
+        loss = F.cross_entropy(logits, labels)
+        self.train_accuracy.update(logits, labels)
+        self._losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        tokens, lengths, labels = batch
+        self.validation_accuracy.update(self.encoder(tokens, lengths), labels)
+
+    def on_validation_epoch_end(self) -> None:
+        accuracy = self.validation_accuracy.compute()
+        self.validation_accuracy.reset()
+        self.log("validation_accuracy", accuracy, prog_bar=True)
+        loss = torch.stack(self._losses).mean()
+        self._losses.clear()
+        self.curve.append(
+            {
+                "step": self.step,
+                "loss": loss.item(),
+                "train_accuracy": self.train_accuracy.compute().item(),
+                "validation_accuracy": accuracy.item(),
+            }
+        )
+        self.train_accuracy.reset()
+
+    def test_step(self, batch: list[Tensor]) -> None:
+        tokens, lengths, labels = batch
+        self.test_accuracy.update(self.encoder(tokens, lengths), labels)
+        self.log("test_accuracy", self.test_accuracy)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["settings"] = dataclasses.asdict(self.settings)
+        checkpoint["curve"] = list(self.curve)
+        checkpoint["step"] = self.step
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=self.settings.learning_rate,
+            total_steps=self.settings.steps,
+            pct_start=0.1,
+            anneal_strategy="linear",
+            cycle_momentum=False,
+        )
+        if self.checkpoint is not None:
+            optimizer.load_state_dict(self.checkpoint["optimizer_states"][0])
+            schedule.load_state_dict(self.checkpoint["lr_schedulers"][0])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+# ---- the pictures ----
+
+
+def draw_layout(layout: BlockLayout, path: Path) -> None:
+    figure = Figure(figsize=(5, 5.4), layout="constrained")
+    axes = figure.add_subplot()
+    mask = layout.to_dense()[0, 0].cpu().numpy()
+    axes.imshow(mask, cmap=ListedColormap(["#f4f1ea", "#1f6f8b"]), interpolation="nearest")
+    axes.set_title(f"butterfly | local | global_tokens\n{layout.density:.1%} of the {BLOCK_SIZE}-token blocks")
+    axes.set_xlabel("keys")
+    axes.set_ylabel("queries")
+    axes.set_xticks(range(0, LENGTH + 1, 64))
+    axes.set_yticks(range(0, LENGTH + 1, 64))
+    figure.savefig(path, dpi=120)
+
+
+def draw_curve(results: dict[str, Any], path: Path) -> None:
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    axes = figure.add_subplot()
+    curve = results["curve"]
+    steps = [point["step"] for point in curve]
+    axes.plot(steps, [point["train_accuracy"] for point in curve], color="#b9c9cf", label="training samples, seen once")
+    axes.plot(steps, [point["validation_accuracy"] for point in curve], color="#1f6f8b", label="validation")
+    last = results["samples"] / results["settings"]["batch_size"]
+    axes.plot([last], [results["test_accuracy"]], "o", color="#c1121f", label=f"test {results['test_accuracy']:.1%}")
+    for name, label in (("floor", "root operator alone"), ("second_level", "one operator deep")):
+        axes.axhline(results[name], color="#6b705c", linestyle="--", linewidth=1)
+        axes.text(0, results[name], f"{label} {results[name]:.1%}", va="bottom", fontsize=9, color="#6b705c")
+    axes.set_xlabel(f"steps of {results['settings']['batch_size']} expressions")
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(0, None)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+# ---- the run ----
+
+
+def unfinished(path: Path, settings: Settings) -> dict[str, Any] | None:
+    """What an interrupted run with these settings left behind, or None."""
+    if not path.exists():
+        return None
+    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if checkpoint["settings"] != dataclasses.asdict(settings):
+        print(f"{path} was left by a run with other settings: starting afresh")
+        return None
+    print(f"going on from step {checkpoint['step']} of {settings.steps}")
+    return checkpoint
+
+
+def run(settings: Settings, out: Path) -> dict[str, Any]:
+    """Train, or go on training; test; write everything under `out`. Returns what results.json holds."""
+    started = time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    lightning.seed_everything(settings.seed, verbose=False)
+    layout = build_layout(settings)
+    draw_layout(layout, out / "layout.png")
+    print(
+        f"layout: butterfly | local | global_tokens, {LENGTH} tokens, block {BLOCK_SIZE}, density {layout.density:.3f}"
+    )
+    path = out / "unfinished.ckpt"
+    task = Task(settings, layout, unfinished(path, settings))
+    data = Expressions(settings, task.first_step)
+    trainer = lightning.Trainer(
+        accelerator="cuda" if torch.cuda.is_available() else "cpu",
+        devices=1,
+        max_steps=settings.steps - task.first_step,
+        max_epochs=-1,
+        max_time={"seconds": PATIENCE},
+        reload_dataloaders_every_n_epochs=1,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_model_summary=False,
+        callbacks=[
+            ModelCheckpoint(
+                dirpath=out, filename=path.stem, enable_version_counter=False, save_on_train_epoch_end=True
+            ),
+            TQDMProgressBar(refresh_rate=10),
+        ],
+    )
+    try:
+        trainer.fit(task, data)
+    except SystemExit:
+        # Lightning's answer to Ctrl-C
+        raise KeyboardInterrupt from None
+    trained = time.perf_counter()
+    accuracy = float(trainer.test(task, data, verbose=False)[0]["test_accuracy"])
+    test = data.splits.test
+    results = {
+        "test_accuracy": accuracy,
+        "floor": listops.root_operator_floor(test),
+        "second_level": listops.oracle_accuracy(test, depth=1),
+        "required": listops.root_operator_floor(test) + MARGIN,
+        "density": layout.density,
+        "samples": task.step * settings.batch_size,
+        "parameters": sum(parameter.numel() for parameter in task.encoder.parameters()),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "seconds": {"training": trained - started, "total": time.perf_counter() - started},
+        "torch": torch.__version__,
+        "data": "generated by the published rules of ListOps at a smaller size, not the released files",
+        "settings": dataclasses.asdict(settings),
+        "curve": task.curve,
+    }
+    draw_curve(results, out / "learning_curve.png")
+    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    trainer.save_checkpoint(out / "model.ckpt")
+    path.unlink(missing_ok=True)
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if the test accuracy clears the floor by 5 points, else 1."""
+    started = time.perf_counter()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lra.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for pictures, results and checkpoints")
+    for field in dataclasses.fields(Settings):
+        name = "--" + field.name.replace("_", "-")
+        parser.add_argument(name, type=type(field.default), default=field.default, help=f"default {field.default}")
+    options = vars(parser.parse_args(arguments))
+    out = options.pop("out")
+    # Lightning explains itself at length, asks for loader processes, which 256 bytes a sample do not need, sees a danger
+    # in pictures beside the checkpoint, and uses a name which PyTorch is about to drop
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")
+    warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+    # hundreds of small operations a step: a second thread gains little on idle cores and waits for busy ones, and with one
+    # the numbers are the same on any number of cores
+    torch.set_num_threads(1)
+    try:
+        results = run(Settings(**options), out)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the same command goes on from the last checkpoint in {out}", file=sys.stderr)
+        return 130
+    accuracy, floor = results["test_accuracy"], results["floor"]
+    print(f"test accuracy {accuracy:.1%} on {results['settings']['n_test']} generated expressions")
+    print(f"   the root operator alone is worth {floor:.1%}, looking one operator deep {results['second_level']:.1%}")
+    print(f"   {results['samples']} samples in {time.perf_counter() - started:.0f} s on {results['device']}")
+    print(f"   {out}/layout.png, {out}/learning_curve.png, {out}/results.json")
+    if accuracy < results["required"]:
+        print(f"not learnt: {accuracy:.1%} is less than {MARGIN:.0%} above the floor of {floor:.1%}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Does the demo run from end to end, go on after an interruption, and tell a model that has learnt from one that has not?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("lightning", reason="needs the extra [demo]")
+
+from benchmarks.lra import demo, listops
+
+# 6 steps of 4 expressions through one layer of 16 features: it learns nothing, in a second
+TINY = "--steps 6 --steps-per-epoch 3 --batch-size 4 --n-validation 8 --n-test 40 --embed-dim 16 --num-heads 1 --n-layers 1"
+
+
+@pytest.fixture(autouse=True)
+def lightning_leaves_no_trace() -> Iterator[None]:
+    """seed_everything changes global streams; Ctrl-C makes Lightning ignore the next one."""
+    import signal
+
+    before = signal.getsignal(signal.SIGINT)
+    with torch.random.fork_rng():
+        yield
+    signal.signal(signal.SIGINT, before)
+
+
+def run(out: Path, *more: str) -> int:
+    return demo.main([*TINY.split(), "--out", str(out), *more])
+
+
+def results(out: Path) -> dict:
+    return json.loads((out / "results.json").read_text())
+
+
+def test_it_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code = run(tmp_path)
+    found = results(tmp_path)
+    assert exit_code == (0 if found["test_accuracy"] >= found["required"] else 1)
+    for name in ("layout.png", "learning_curve.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "model.ckpt").exists()
+    assert not (tmp_path / "unfinished.ckpt").exists()
+    assert [point["step"] for point in found["curve"]] == [3, 6]
+    assert found["samples"] == 24
+    assert found["density"] <= 0.5
+    printed = capsys.readouterr().out
+    assert f"density {found['density']:.3f}" in printed
+    assert f"the root operator alone is worth {found['floor']:.1%}" in printed
+
+
+def test_the_floor_is_that_of_the_test_set(tmp_path: Path) -> None:
+    run(tmp_path, "--seed", "5")
+    test = listops.splits("small", n_train=0, n_validation=0, n_test=40, seed=5).test
+    found = results(tmp_path)
+    assert found["floor"] == listops.root_operator_floor(test)
+    assert found["required"] == pytest.approx(found["floor"] + 0.05)
+    assert found["second_level"] == listops.oracle_accuracy(test, depth=1)
+
+
+@pytest.mark.parametrize(("margin", "exit_code"), [(-1.0, 0), (1.0, 1)])
+def test_the_exit_code_says_whether_the_floor_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, margin: float, exit_code: int
+) -> None:
+    monkeypatch.setattr(demo, "MARGIN", margin)
+    assert run(tmp_path) == exit_code
+
+
+def test_an_interrupted_run_ends_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "whole")
+
+    def interrupt(task: demo.Task) -> None:
+        if task.global_step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(demo.Task, "on_train_batch_start", lambda task, batch, batch_idx: interrupt(task))
+        assert run(tmp_path / "parts") == 130
+    assert not (tmp_path / "parts" / "results.json").exists()
+    capsys.readouterr()
+    run(tmp_path / "parts")
+    assert "going on from step 3 of 6" in capsys.readouterr().out
+    whole, parts = results(tmp_path / "whole"), results(tmp_path / "parts")
+    assert whole["curve"] == parts["curve"]
+    assert whole["test_accuracy"] == parts["test_accuracy"]
+    weights = [
+        torch.load(tmp_path / name / "model.ckpt", weights_only=True)["state_dict"] for name in ("whole", "parts")
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_other_settings_start_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(task: demo.Task) -> None:
+        if task.global_step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(demo.Task, "on_train_batch_start", lambda task, batch, batch_idx: interrupt(task))
+        run(tmp_path)
+    run(tmp_path, "--seed", "1")
+    assert "starting afresh" in capsys.readouterr().out
+    assert results(tmp_path)["samples"] == 24
+
+
+def test_nesting_counts_the_brackets_around_a_token() -> None:
+    tokens = torch.tensor([list(listops.parse("[MAX 4 [MIN 2 [SM 1 1 ] ] 3 ]"))])
+    assert demo.nesting_depths(tokens).tolist() == [[0, 1, 1, 2, 2, 3, 3, 2, 1, 1, 0]]
+
+
+def test_the_answer_does_not_depend_on_the_padding() -> None:
+    settings = demo.Settings(embed_dim=16, num_heads=1, n_layers=2)
+    encoder = demo.Encoder(settings, demo.build_layout(settings))
+    tokens, lengths, _ = demo.padded(listops.generate(3, preset="small", seed=0)).tensors
+    filled = torch.where(torch.arange(demo.LENGTH) >= lengths[:, None], 7, tokens)
+    torch.testing.assert_close(encoder(filled, lengths), encoder(tokens, lengths))
