@@ -140,7 +140,8 @@ def test_results_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch, ti
     """Long rows are walked in spans, in which a row may meet its first key late, or never."""
     layout = _layout(name)
     call = Call(q_len=layout.q_len, kv_len=layout.kv_len, kv_heads=2, has_kv_lengths=True, dropout_p=0.2)
-    monkeypatch.setattr(eager, "TILES_AT_ONCE", {"cpu": tiles_at_once})
+    monkeypatch.setattr(eager, "TILES_PER_THREAD", tiles_at_once)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     _check(call, layout)
     _check(dataclasses.replace(call, causal=True), None)
 
