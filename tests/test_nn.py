@@ -155,6 +155,12 @@ def test_modules_can_be_built_on_meta_and_filled_later() -> None:
     assert torch.equal(layer(tokens()), module()(tokens()))
 
 
+def test_the_module_compiles_without_a_break() -> None:
+    layer, x = module(rope=100.0, causal=True), tokens()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
 def test_the_module_uses_what_attention_computes() -> None:
     """Grouped heads: query heads 0 and 1 read kv head 0."""
     layer, x = module(kv_heads=2), tokens()
