@@ -277,10 +277,11 @@ def draw_curve(results: dict[str, Any], path: Path) -> None:
     axes.plot([last], [results["test_accuracy"]], "o", color="#c1121f", label=f"test {results['test_accuracy']:.1%}")
     for name, label in (("floor", "root operator alone"), ("second_level", "one operator deep")):
         axes.axhline(results[name], color="#6b705c", linestyle="--", linewidth=1)
-        axes.text(0, results[name], f"{label} {results[name]:.1%}", va="bottom", fontsize=9, color="#6b705c")
+        axes.text(0.99 * last, results[name], f"{label} {results[name]:.1%}", ha="right", va="bottom", fontsize=9)
     axes.set_xlabel(f"steps of {results['settings']['batch_size']} expressions")
     axes.set_ylabel("accuracy")
-    axes.set_ylim(0, None)
+    axes.set_xlim(0, 1.02 * last)
+    axes.set_ylim(0, 1)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
 
