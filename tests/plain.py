@@ -1,0 +1,82 @@
+"""How far off is an honest computation in the same type? Dense PyTorch, in several forms, for closeness.assert_as_accurate.
+
+Knows the reference, and the textbook form of flash attention's backward, which every backend must use to stay within its
+memory and which rounds elsewhere than autograd through a softmax does:
+
+    forward    s = scale q k^T   lse = log sum exp s   out = softmax(s) v
+    backward   p = exp(s - lse)   delta = rowsum(dout out) - dlse   ds = p (dout v^T - delta)
+
+A large lse costs p digits, and where one key has nearly all of the weight, dout v^T - delta cancels, and with it what rounding
+left of out; a softmax keeps all of that. Exponentials are powers of two, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blocksparse_flash import reference
+
+
+def results(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, mask: Tensor | None = None, **options: Any
+) -> list[list[Tensor]]:
+    """[out, lse, dq, dk, dv] by autograd through the reference, and by the textbook, in the type of q.
+
+    dout, dlse  gradients of out and lse; lse has at least float32, and is computed from q and k in that type
+    options     those of reference.attention
+    returns     for half types the textbook comes twice: with the reference's out, and with one from float32 weights
+    """
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    out, lse = reference.attention(*leaves, mask, **options)
+    dlse = dlse.to(lse.dtype)
+    found = [[out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))]]
+    outs = [out.detach()]
+    if q.dtype != lse.dtype:
+        outs.append(
+            reference.attention(*(tensor.to(lse.dtype) for tensor in (q, k, v)), mask, **options)[0].to(q.dtype)
+        )
+    for rounded in outs:
+        gradients = _textbook(*leaves, rounded, lse.detach(), dout, dlse, mask, **options)
+        found.append([rounded, lse.detach(), *gradients])
+    return found
+
+
+def _textbook(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    kv_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv, by autograd too: constants in place of lse and delta leave the textbook's products to it."""
+    dtype, kv_len, group = lse.dtype, k.shape[2], q.shape[1] // max(1, k.shape[1])
+    keys, values = k, v
+    if kv_lengths is not None:
+        is_missing = (torch.arange(kv_len, device=q.device) >= kv_lengths[:, None])[:, None, :, None]
+        keys, values = keys.masked_fill(is_missing, 0), values.masked_fill(is_missing, 0)
+    keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
+    attends = reference._attending_pairs(q, kv_len, mask, causal, kv_lengths)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q.to(dtype) * (scale * math.log2(math.e))) @ keys.to(dtype).mT
+    total = lse.masked_fill(lse == -torch.inf, 0)[..., None] * math.log2(math.e)
+    weights = torch.exp2((scores - total).masked_fill(~attends, -torch.inf))
+    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1) - dlse.masked_fill(lse == -torch.inf, 0)
+    kept = weights
+    if dropout_p > 0:
+        kept = weights * reference._keep(seed, weights.shape, dropout_p) / (1 - dropout_p)
+    # kernels keep dout v^T in float32
+    product = kept @ values.to(dtype)
+    return torch.autograd.grad((product, weights.sum(dim=-1)), (q, k, v), (dout.to(dtype), -delta))

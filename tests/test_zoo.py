@@ -1,0 +1,254 @@
+"""Is every backend right on every layout, type, grouping and head size, forward and backward?
+
+The product of BACKENDS, cases.LAYOUTS (and no layout) and CALLS, held to the one tolerance. By default a spread of it runs, in
+which every layout meets every value of every axis on `eager`, and every family of layouts meets them on `triton`, which
+Triton's interpreter makes slow on the CPU; --zoo=full runs all of it. With a GPU the same tests run there.
+
+Every input is a view into a larger buffer full of NaN, and new memory is full of NaN: what reads beyond shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+import cases
+import plain
+import pytest
+import torch
+from closeness import assert_as_accurate
+from torch import Tensor
+
+from blocksparse_flash.functional import attention_with_lse
+
+BACKENDS = ("eager", "triton")
+NAMES = ("out", "lse", "dq", "dk", "dv")
+# more than 32 bits
+SEED = 2**40 + 7
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call is besides its layout and backend."""
+
+    dtype: torch.dtype = torch.float32
+    kv_heads: int = 4
+    head_dim: int = 64
+    v_dim: int | None = None
+    causal: bool = False
+    has_kv_lengths: bool = False
+    dropout_p: float = 0.0
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        words = [str(self.dtype).removeprefix("torch."), "mha" if self.kv_heads == 4 else "gqa", str(self.head_dim)]
+        words += [f"v{self.v_dim}"] if self.v_dim is not None else []
+        words += [name for name in ("causal", "has_kv_lengths") if getattr(self, name)]
+        words += [f"dropout{self.dropout_p}"] if self.dropout_p else []
+        words += [f"scale{self.scale}"] if self.scale is not None else []
+        return "-".join(words)
+
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+# head_dim 16: the least a tensor core takes; 40: padded to 64; 64, 128: what models use. Grouped heads are 4 to 1.
+# Neighbours in this list differ in everything: four in a row have both types, both groupings and all sizes
+PRODUCT = [
+    Call(dtype=dtype, kv_heads=kv_heads, head_dim=head_dim)
+    for start in range(4)
+    for head_dim, (dtype, kv_heads) in zip(
+        (16, 40, 64, 128),
+        # each start is another pairing of the sizes with these four
+        itertools.islice(itertools.cycle([(FLOAT32, 4), (BFLOAT16, 1), (BFLOAT16, 4), (FLOAT32, 1)]), start, start + 4),
+        strict=True,
+    )
+]
+EXTRAS = [
+    Call(head_dim=1),
+    Call(head_dim=96, dtype=BFLOAT16, kv_heads=1),
+    Call(head_dim=256, dtype=BFLOAT16, kv_heads=1),
+    Call(head_dim=64, v_dim=24, kv_heads=1, dtype=BFLOAT16),
+    Call(head_dim=24, v_dim=80),
+    Call(head_dim=64, dtype=torch.float16),
+]
+OPTIONS = [
+    Call(head_dim=32, causal=True, kv_heads=1),
+    Call(head_dim=64, causal=True, dtype=BFLOAT16),
+    Call(head_dim=64, has_kv_lengths=True, dtype=BFLOAT16),
+    Call(head_dim=32, has_kv_lengths=True, causal=True, kv_heads=1),
+    Call(head_dim=32, dropout_p=0.3),
+    Call(head_dim=64, dropout_p=0.3, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
+    Call(head_dim=16, scale=-0.3),
+    Call(head_dim=16, scale=0.0),
+]
+CALLS = [*PRODUCT, *EXTRAS, *OPTIONS]
+# lengths without a layout: no tail; both tails ragged, either one longer; less than a tile
+DENSE = [(256, 256), (113, 203), (203, 113), (7, 300), (300, 5)]
+
+Layout = cases.Case | tuple[int, int]
+
+
+def name_of(layout: Layout) -> str:
+    return str(layout) if isinstance(layout, cases.Case) else f"dense-{layout[0]}x{layout[1]}"
+
+
+def family_of(layout: Layout) -> str:
+    """Layouts that are alike: what stands before the first dash."""
+    return name_of(layout).split("-")[0]
+
+
+def calls_for(index: int, backend: str) -> list[Call]:
+    """The spread: a rotating part of each list of CALLS for the layout of this index."""
+    others = [*OPTIONS, *EXTRAS]
+    if backend == "eager":
+        start = 4 * index % len(PRODUCT)
+        return [*PRODUCT[start : start + 4], others[index % len(others)]]
+    if index % 3 == 2:
+        return [others[index // 3 % len(others)]]
+    return [PRODUCT[(index // 3 * 2 + index % 3) % len(PRODUCT)]]
+
+
+def zoo(which: str) -> list[tuple[str, Layout, Call]]:
+    layouts: list[Layout] = [*cases.LAYOUTS, *DENSE]
+    if which == "full":
+        return list(itertools.product(BACKENDS, layouts, CALLS))
+    return [
+        (backend, layout, call)
+        for backend in BACKENDS
+        for index, layout in enumerate(layouts)
+        for call in calls_for(index, backend)
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "call" in metafunc.fixturenames:
+        entries = zoo(metafunc.config.getoption("--zoo"))
+        ids = [f"{backend}-{name_of(layout)}-{call}" for backend, layout, call in entries]
+        metafunc.parametrize(("backend", "layout", "call"), entries, ids=ids)
+
+
+def buried(tensor: Tensor) -> Tensor:
+    """The same values as a view (batch, heads, length, dim) of a buffer (batch, length, heads, dim) with NaN all around."""
+    batch, heads, length, dim = tensor.shape
+    buffer = tensor.new_full((batch + 1, length + 7, heads + 1, dim + 8), torch.nan)
+    view = buffer[:batch, 3 : 3 + length, :heads, :dim].transpose(1, 2)
+    view.copy_(tensor)
+    return view
+
+
+def sizes_of(layout: Layout, call: Call) -> tuple[int, int, int, int]:
+    """batch, heads, q_len, kv_len: as few batches and heads as the layout and the call have a use for."""
+    batch, heads, q_len, kv_len = layout.build().shape if isinstance(layout, cases.Case) else (2, 1, *layout)
+    return max(batch, 2 if call.has_kv_lengths else 1), max(heads, 4 if call.kv_heads == 1 else 2), q_len, kv_len
+
+
+def inputs(layout: Layout, call: Call) -> dict[str, Tensor]:
+    """q, k, v, dout, dlse of the call's type, contiguous on the CPU; keys and values beyond a kv_length are NaN."""
+    batch, heads, q_len, kv_len = sizes_of(layout, call)
+    kv_heads = 1 if call.kv_heads == 1 else heads
+    v_dim = call.head_dim if call.v_dim is None else call.v_dim
+    generator = torch.Generator().manual_seed(q_len * 1000 + kv_len + call.head_dim)
+    shapes = {
+        "q": (batch, heads, q_len, call.head_dim),
+        "k": (batch, kv_heads, kv_len, call.head_dim),
+        "v": (batch, kv_heads, kv_len, v_dim),
+        "dout": (batch, heads, q_len, v_dim),
+        "dlse": (batch, heads, q_len),
+    }
+    tensors = {name: torch.randn(shape, generator=generator).to(call.dtype) for name, shape in shapes.items()}
+    if call.has_kv_lengths:
+        for i, length in enumerate(kv_lengths(layout, call, torch.device("cpu")).tolist()):
+            tensors["k"][i, :, length:] = torch.nan
+            tensors["v"][i, :, length:] = torch.nan
+    return tensors
+
+
+def kv_lengths(layout: Layout, call: Call, device: torch.device) -> Tensor:
+    """Inside the last tile of the keys for one batch, after a few keys for the other."""
+    kv_len = sizes_of(layout, call)[3]
+    return torch.tensor([max(0, kv_len - 3), min(kv_len, 9)], dtype=torch.int32, device=device)
+
+
+def run(backend: str, layout: Layout, call: Call, tensors: dict[str, Tensor], device: torch.device) -> list[Tensor]:
+    """out, lse, dq, dk, dv."""
+    leaves = [tensors[name].requires_grad_() for name in ("q", "k", "v")]
+    out, lse = attention_with_lse(
+        *leaves,
+        layout.build() if isinstance(layout, cases.Case) else None,
+        causal=call.causal,
+        scale=call.scale,
+        kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
+        dropout_p=call.dropout_p,
+        seed=SEED,
+        backend=backend,
+    )
+    grads = torch.autograd.grad((out, lse), leaves, (tensors["dout"], tensors["dlse"].to(lse.dtype)))
+    return [out.detach(), lse.detach(), *grads]
+
+
+# the same call comes once for each backend
+@lru_cache(maxsize=64)
+def expected(layout: Layout, call: Call, device: torch.device) -> list[tuple[list[Tensor], Tensor]]:
+    """For each of NAMES the plain results in the call's type (lse in float32 at least), and float64's."""
+
+    def results(dtype: torch.dtype) -> list[list[Tensor]]:
+        return plain.results(
+            *(tensor.to(device, dtype) for tensor in inputs(layout, call).values()),
+            layout.build().to_dense().to(device) if isinstance(layout, cases.Case) else None,
+            causal=call.causal,
+            scale=call.scale,
+            kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
+            dropout_p=call.dropout_p,
+            seed=torch.tensor([SEED], device=device),
+        )
+
+    same_dtype, truth = results(call.dtype), results(torch.float64)[0]
+    return [([result[i] for result in same_dtype], truth[i]) for i in range(len(NAMES))]
+
+
+def test_is_as_accurate_as_the_reference(backend, layout, call, device):
+    tensors = {name: tensor.to(device) for name, tensor in inputs(layout, call).items()}
+    tensors = {name: buried(tensor).detach() if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
+    actual = run(backend, layout, call, tensors, device)
+    for name, result, references in zip(NAMES, actual, expected(layout, call, device), strict=True):
+        assert_as_accurate(result, *references, name=name)
+
+
+def test_the_spread_meets_every_value_of_every_axis():
+    entries = zoo("spread")
+    layouts: list[Layout] = [*cases.LAYOUTS, *DENSE]
+    axes = ("dtype", "kv_heads", "head_dim")
+    values = {axis: {getattr(call, axis) for call in PRODUCT} for axis in axes}
+    for layout in layouts:
+        met = [call for backend, other, call in entries if backend == "eager" and other is layout]
+        assert all({getattr(call, axis) for call in met} >= values[axis] for axis in axes), name_of(layout)
+    for backend in BACKENDS:
+        assert {call for name, _, call in entries if name == backend} == set(CALLS)
+    for family in {family_of(layout) for layout in layouts}:
+        met = [call for backend, layout, call in entries if backend == "triton" and family_of(layout) == family]
+        if len(met) >= 4:
+            assert {call.dtype for call in met} >= values["dtype"], family
+            assert {call.kv_heads for call in met} >= values["kv_heads"], family
+
+
+def test_the_full_zoo_is_the_whole_product():
+    entries = zoo("full")
+    assert len(entries) == len(set(entries)) == len(BACKENDS) * (len(cases.LAYOUTS) + len(DENSE)) * len(CALLS)
+    assert set(zoo("spread")) < set(entries)
+    assert {(call.dtype, call.kv_heads, call.head_dim) for call in PRODUCT} == set(
+        itertools.product((FLOAT32, BFLOAT16), (4, 1), (16, 40, 64, 128))
+    )
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_gradients_may_be_expanded(name, device):
+    """out.sum() hands back a gradient whose strides are all 0; autograd may also hand back none."""
+    tensors = {key: value.to(device) for key, value in inputs((40, 50), Call(head_dim=16)).items()}
+    leaves = [tensors[key].requires_grad_() for key in ("q", "k", "v")]
+    results = []
+    for backend in (name, "reference"):
+        of_out = torch.autograd.grad(attention_with_lse(*leaves, backend=backend)[0].sum(), leaves)
+        of_lse = torch.autograd.grad(attention_with_lse(*leaves, backend=backend)[1].sum(), leaves[:2])
+        results.append([*of_out, *of_lse])
+    for actual, expected_gradient in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected_gradient)
