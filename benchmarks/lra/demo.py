@@ -45,7 +45,7 @@ LENGTH, BLOCK_SIZE = 256, 16
 # the accuracy which the run has to reach above the floor
 MARGIN = 0.05
 # seconds of training after which a slow machine stops and tests what it has
-PATIENCE = 240
+PATIENCE = 220
 
 
 @dataclasses.dataclass(frozen=True)
