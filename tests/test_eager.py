@@ -10,6 +10,7 @@ import pytest
 import torch
 from closeness import assert_as_accurate
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse_flash import BlockLayout, reference
 from blocksparse_flash.kernels import eager
@@ -177,6 +178,35 @@ def test_two_runs_give_equal_bits() -> None:
     layout = _layout("random-fine-blocks")
     call = Call(q_len=layout.q_len, kv_len=layout.kv_len, kv_heads=2, dropout_p=0.1)
     assert all(torch.equal(a, b) for a, b in zip(_actual(call, layout), _actual(call, layout), strict=True))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_grows_with_the_tokens_and_not_with_the_pairs(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """Global tokens give the first row as many tiles as there are columns, and causal attention has long rows too."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    length = 8192
+    row, col = torch.arange(64)[:, None], torch.arange(64)
+    near = BlockLayout.from_block_mask((row - col).abs() <= 1, length, length, block_size=128)
+    first = BlockLayout.from_predicate(lambda q, k: (q < 5) | (k < 5), length, length, block_size=128)
+    q, k, v = torch.randn(3, 1, 1, length, 8)
+    rest: tuple[Any, ...] = ([] if causal else list((near | first).plan("cpu")), None, None, 1.0, causal, 0.0)
+    with LargestTensor() as largest:
+        out, lse = eager.forward(q, k, v, *rest)
+        eager.backward(out, None, q, k, v, out, lse, *rest)
+    assert largest.numel <= 2 * eager.TILES_PER_THREAD * eager.TILE**2 < length**2 / 32
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 128, 128), (1, 0, 128, 128), (1, 4, 0, 128), (1, 4, 128, 0)])
