@@ -389,6 +389,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     accuracy, floor = results["test_accuracy"], results["floor"]
     print(f"test accuracy {accuracy:.1%} on {results['settings']['n_test']} generated expressions")
     print(f"   the root operator alone is worth {floor:.1%}, looking one operator deep {results['second_level']:.1%}")
+    if results["samples"] < results["settings"]["steps"] * results["settings"]["batch_size"]:
+        print(f"   stopped after {PATIENCE} s of training, before its last step: this machine is slow or busy")
     print(f"   {results['samples']} samples in {time.perf_counter() - started:.0f} s on {results['device']}")
     print(f"   {out}/layout.png, {out}/learning_curve.png, {out}/results.json")
     if accuracy < results["required"]:
