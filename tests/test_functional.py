@@ -11,8 +11,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout, functional, ops, reference
 from blocksparse_flash.functional import attention, attention_with_lse, explain
@@ -563,6 +565,64 @@ def test_gradients_are_those_of_finite_differences(backend):
     assert torch.autograd.gradcheck(
         lambda q, k, v: tuple(t.masked_fill(t.isinf(), 0) for t in call(q, k, v)), (q, k, v), fast_mode=True
     )
+
+
+SIDES = st.sampled_from([16, 32, 48, 64, 128, 176, 256])
+# up to two tiles of a plan and a half
+LENGTHS = st.integers(0, 320)
+
+
+@hypothesis.given(
+    q_len=LENGTHS,
+    kv_len=LENGTHS,
+    block_size=st.tuples(SIDES, SIDES),
+    batch=st.integers(1, 2),
+    kv_heads=st.sampled_from([1, 3]),
+    group=st.integers(1, 2),
+    head_dim=st.integers(1, 20),
+    v_dim=st.integers(1, 20),
+    shares=st.tuples(st.booleans(), st.booleans()),
+    density=st.sampled_from([0.0, 0.003, 0.3, 1.0]),
+    causal=st.booleans(),
+    dropout_p=st.sampled_from([0.0, 0.0, 0.4]),
+    lengths=st.none() | st.lists(LENGTHS, min_size=2, max_size=2),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_eager_means_what_the_reference_means(
+    q_len,
+    kv_len,
+    block_size,
+    batch,
+    kv_heads,
+    group,
+    head_dim,
+    v_dim,
+    shares,
+    density,
+    causal,
+    dropout_p,
+    lengths,
+    seed,
+):
+    generator = torch.Generator().manual_seed(seed)
+    heads = kv_heads * group
+    call: dict[str, Any] = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in (
+            ("q", (batch, heads, q_len, head_dim)),
+            ("k", (batch, kv_heads, kv_len, head_dim)),
+            ("v", (batch, kv_heads, kv_len, v_dim)),
+        )
+    }
+    mask_shape = (1 if shares[0] else batch, 1 if shares[1] else heads, q_len, kv_len)
+    mask = torch.rand(mask_shape, generator=generator) < density
+    call |= {"layout": BlockLayout.from_dense(mask, block_size=block_size), "causal": causal}
+    call |= {"dropout_p": dropout_p, "seed": seed}
+    if lengths is not None:
+        call["kv_lengths"] = torch.tensor(lengths[:batch]).clamp(max=kv_len)
+    actual, expected = (with_gradients(call, backend=backend) for backend in BACKENDS)
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], msg=lambda message, name=name: f"{name}: {message}")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
