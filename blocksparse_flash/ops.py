@@ -64,23 +64,37 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, plan, kv_lengths, seed, *ctx.options = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, kv_lengths, seed, *plan)
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
+        plan, kv_lengths, seed, *ctx.options = arguments
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = attention_forward(q, k, v, *arguments)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, kv_lengths, seed, *plan)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        q, k, v, out, lse, kv_lengths, seed, *plan = ctx.saved_tensors
+        if dout is None:
+            # only lse was used
+            dout = torch.zeros_like(out)
+        grads = torch.ops.blocksparse_flash.attention_backward.default(
+            dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, *ctx.options
+        )
+        return *grads, *(None,) * 7
 
 
-def _autograd(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, kv_lengths, seed, *plan = ctx.saved_tensors
-    if dout is None:
-        # only lse was used
-        dout = torch.zeros_like(out)
-    grads = torch.ops.blocksparse_flash.attention_backward(
-        dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, *ctx.options
-    )
-    return *grads, [None] * len(plan), *(None,) * 6
+# an autograd kernel of our own: torch.library.register_autograd costs 76 microseconds a call, this 21 (torch 2.13)
+@torch.library.impl("blocksparse_flash::attention_forward", "Autograd")
+def _forward_with_autograd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return attention_forward(q, k, v, *arguments)
 
-
-torch.library.register_autograd("blocksparse_flash::attention_forward", _autograd, setup_context=_setup_context)
 
 attention_forward = torch.ops.blocksparse_flash.attention_forward.default

@@ -50,13 +50,14 @@ def run_both(
     dtype: torch.dtype,
     *,
     mode: str = "layout",
+    length: int = 8192,
     group: int = 1,
     limited: bool = False,
     dropout_p: float = 0.0,
     dlse: bool = False,
 ) -> None:
     """Call both launchers; mode is "layout", "dense" or "causal"."""
-    heads, length = 2 * group, 1024
+    heads = 2 * group
     q, dout = (torch.empty(2, heads, length, head_dim, dtype=dtype) for _ in range(2))
     k, v = (torch.empty(2, 2, length, head_dim, dtype=dtype) for _ in range(2))
     items, indices = torch.zeros(1, 1, 8, 8, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
@@ -127,7 +128,10 @@ def calls(arch: int) -> list[dict[str, Any]]:
     # 3 and 100: rows of 6 and 200 bytes, which the copy engine does not take
     grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (3, 100)]
     grid += [{"head_dim": 64, "dtype": half, **option} for option in ({"group": 4}, {"limited": True}, {"dlse": True})]
-    grid += [{"head_dim": 64, "dtype": half, "dropout_p": 0.1}]
+    grid += [{"head_dim": head_dim, "dtype": half, "dropout_p": 0.1} for head_dim in (64, 128)]
+    if arch >= 90:
+        # too small for descriptors: pointers
+        grid += [{"head_dim": head_dim, "dtype": half, "length": 256} for head_dim in (64, 128)]
     return grid
 
 

@@ -80,7 +80,8 @@ def test_compiles_with_inductor(device: torch.device, layout: BlockLayout) -> No
     torch.testing.assert_close(compiled(q, k, v), attention(q * 2, k, v, layout) + 1)
 
 
-def test_other_content_recompiles_once_then_never(device: torch.device) -> None:
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_other_content_recompiles_once_then_never(block_size: int, device: torch.device) -> None:
     """nnz, distinct bitmasks and list lengths become dynamic at once; none may meet another by chance."""
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -90,11 +91,11 @@ def test_other_content_recompiles_once_then_never(device: torch.device) -> None:
     compiled = torch.compile(call, fullgraph=True, backend=counter)
     length = 1024
     q = torch.randn(1, 1, length, 16, device=device, requires_grad=True)
-    layouts = [masks.random(length, density=d, seed=int(100 * d), block_size=16) for d in (0.01, 0.02, 0.1, 0.3)]
-    layouts += [masks.random(length, blocks_per_row=n, seed=n) for n in range(1, 9)]
-    layouts += [masks.local(length, window=w) for w in (0, 3, 70, 300)]
-    layouts += [masks.global_tokens(length, tokens=t) for t in (1, 128, [5, 900])]
-    layouts += [masks.causal(length), masks.butterfly(length, block_size=64)]
+    layouts = [masks.random(length, density=d, seed=int(100 * d), block_size=block_size) for d in (0.02, 0.1, 0.3)]
+    layouts += [masks.random(length, blocks_per_row=n, seed=n, block_size=block_size) for n in range(1, 9)]
+    layouts += [masks.local(length, window=w, block_size=block_size) for w in (0, 3, 70, 300)]
+    layouts += [masks.global_tokens(length, tokens=t, block_size=block_size) for t in (1, 128, [5, 900])]
+    layouts += [masks.causal(length, block_size=block_size), masks.butterfly(length, block_size=block_size)]
     seen = {tuple(t.shape for t in layout.plan(device)) for layout in layouts}
     assert len(seen) > 5, "the plans must differ in shape for this test to mean anything"
     for layout in layouts:

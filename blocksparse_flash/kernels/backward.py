@@ -12,21 +12,15 @@ Knows: a plan's tensors, strides, launch configurations. Does not know: layouts,
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from .launch import (
-    Config,
-    can_describe,
-    device_limits,
-    dot_precision,
-    dropout,
-    padded_dim,
-    references,
-    score_scale,
-    walk,
-)
+from .launch import TILE as TILE_SIDE
+from .launch import Config, allows_tf32, constants, describe, device_limits, device_seed, walk, wants_descriptors
 from .tile import (
     LOG2_E,
     TILE,
@@ -46,31 +40,42 @@ from .tile import (
 )
 
 
-def config_keys(dim: int, element_size: int, *, tma: bool, shared_memory: int) -> Config:
+@functools.cache
+def config_keys(dim: int, element_size: int, *, major: int, tma: bool, dropout: bool, shared_memory: int) -> Config:
     """The launch table of dk and dv: block_kv is owned, block_q walked.
 
-    H200, (1, 16, 16384, 128) bf16 dense, both launches, TFLOP/s of five products: tma 64x64 4 warps 2 stages (two
-    programs a multiprocessor) 407; pointers 64x128 8 warps 2 stages 369. head_dim 64: tma 383, pointers 319.
+    H200, (1, 2048 / dim, 16384, dim) bf16 dense, milliseconds. 128, tma: 64x64 4 warps 2 stages (two programs a
+    multiprocessor) 7.5; 64x128 8 warps 8.9, 32x64 8.9, 64x64 8 warps 16.5. 64, tma: 64x64 4 warps 3 stages 9.4;
+    2 stages 9.4, 128x64 9.0 to 9.7 but it spills, 64x128 8 warps 12.2. Pointers and dropout: more than 32x64 spills,
+    4 warps spill without wgmma, 8 warps make ptxas serialise it (C7515).
+    """
+    if element_size == 4:
+        return Config(32, 64, 4, 2) if dim <= 64 else Config(32, 32, 4, 1)
+    if dim <= 128:
+        if tma and not dropout:
+            return Config(64, 64, 4, 3 if dim <= 64 else 2)
+        if major == 9:
+            return Config(32, 64, 4, 1 if dim > 64 and not tma else 2)
+        return Config(32, 64, 8, 1 if dropout else 2)
+    return Config(32, 32, 4, 1) if shared_memory < 160 * 1024 else Config(32, 64, 8, 2)
+
+
+@functools.cache
+def config_queries(dim: int, element_size: int, *, tma: bool, dropout: bool, shared_memory: int) -> Config:
+    """The launch table of dq: block_q is owned, block_kv walked.
+
+    As at `config_keys`. 128, tma: 64x64 4 warps 2 stages 5.4; 3 stages 5.9, 128x64 8 warps 5.5, 128x64 4 warps 14.0.
+    64, tma: 128x64 4 warps 3 stages 5.0; 2 stages 5.8, 64x64 3 stages 5.8.
     """
     small = shared_memory < 160 * 1024
     if element_size == 4:
-        return Config(32, 64, 4, 2) if dim <= 64 else Config(32, 32, 4, 1)
-    if dim <= 64:
-        return Config(64, 64, 4, 3) if tma else Config(64, 128, 8, 2)
-    if dim <= 128:
-        return Config(64, 64, 4, 2) if tma else (Config(32, 64, 4, 2) if small else Config(64, 128, 8, 2))
-    return Config(32, 32, 4, 1) if small else Config(32, 64, 8, 2)
-
-
-def config_queries(dim: int, element_size: int, *, tma: bool, shared_memory: int) -> Config:
-    """The launch table of dq: block_q is owned, block_kv walked. Figures at `config_keys`."""
-    small = shared_memory < 160 * 1024
-    if element_size == 4:
         return Config(64, 32, 4, 2) if dim <= 64 else Config(32, 32, 4, 1)
+    if dim <= 128 and dropout:
+        return Config(64, 64, 8, 2)
     if dim <= 64:
         return Config(128, 64, 4, 3) if tma else Config(128, 64, 8, 3)
     if dim <= 128:
-        return Config(64, 64, 4, 2) if tma else (Config(64, 32, 4, 2) if small else Config(128, 64, 8, 2))
+        return Config(64, 32 if small else 64, 4, 2)
     return Config(32, 32, 4, 1) if small else Config(64, 32, 8, 2)
 
 
@@ -339,62 +344,68 @@ def backward(
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     major, shared_memory = device_limits(q.device.index)
-    dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
-    tma = major >= 9 and can_describe(q, k, v, dout)
-    n_padded = triton.cdiv(q_len, TILE.value) * TILE.value
+    tma = wants_descriptors(major, q, k, v, dout)
+    fixed = constants(
+        head_dim,
+        v_dim,
+        heads // kv_heads,
+        scale,
+        causal,
+        dropout_p,
+        tma,
+        allows_tf32(q.dtype),
+    )
+    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
+    n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
     statistics = torch.empty(batch * heads, n_padded, 2, dtype=torch.float32, device=q.device)
     if lse.numel() > 0:
         rows = 64
-        statistics_kernel[(triton.cdiv(n_padded, rows), batch * heads)](
+        statistics_kernel[(n_padded // rows, batch * heads)](
             out_ptr=out, dout_ptr=dout, lse_ptr=lse, dlse_ptr=dlse, statistics_ptr=statistics,
             dout_strides=dout.stride()[:3], n_heads=heads, q_len=q_len, n_padded=n_padded,
             V_DIM=v_dim, DIM_V=dim_v, ROWS=rows, num_warps=4,
         )  # fmt: skip
     shared = {
         "statistics_ptr": statistics,
-        "n_padded": n_padded,
-        "words_ptr": plan[6] if plan else None,
         "kv_lengths_ptr": kv_lengths,
+        "seed_ptr": device_seed(seed, q.device),
+        "q_strides": q.stride()[:3],
+        "k_strides": k.stride()[:3],
+        "v_strides": v.stride()[:3],
+        "dout_strides": dout.stride()[:3],
         "q_len": q_len,
         "kv_len": kv_len,
-        **score_scale(scale),
-        **dropout(dropout_p, seed, q.device),
-        "GROUP": heads // kv_heads,
-        "CAUSAL": causal,
-        "DROPOUT": dropout_p > 0.0,
-        "PRECISION": dot_precision(q.dtype),
-        "TMA": tma,
-        "HEAD_DIM": head_dim,
-        "V_DIM": v_dim,
-        "DIM": dim,
-        "DIM_V": dim_v,
+        "n_padded": n_padded,
+        **fixed,
     }
 
-    def operands(chosen: Config) -> dict[str, object]:
-        return references(
-            {
-                "q": (q, chosen.block_q, dim),
-                "k": (k, chosen.block_kv, dim),
-                "v": (v, chosen.block_kv, dim_v),
-                "dout": (dout, chosen.block_q, dim_v),
-            },
-            tma=tma,
-        )
+    @functools.cache
+    def reference(name: str, rows: int) -> Any:
+        tensor = {"q": q, "k": k, "v": v, "dout": dout}[name]
+        return describe(tensor, rows, dim if name in "qk" else dim_v) if tma else tensor
 
-    if batch * kv_heads * kv_len > 0:
-        chosen = config_keys(max(dim, dim_v), q.element_size(), tma=tma, shared_memory=shared_memory)
-        n_lines = plan[3].shape[2] if plan else triton.cdiv(kv_len, chosen.block_kv)
-        split = 128 // chosen.block_kv if plan else 1
+    def operands(chosen: Config) -> dict[str, Any]:
+        sides = {"q": chosen.block_q, "k": chosen.block_kv, "v": chosen.block_kv, "dout": chosen.block_q}
+        return {f"{name}_ref": reference(name, rows) for name, rows in sides.items()}
+
+    if dk.numel() + dv.numel() > 0:
+        chosen = config_keys(
+            max(dim, dim_v), q.element_size(), major=major, tma=tma, dropout=dropout_p > 0, shared_memory=shared_memory
+        )
+        n_lines = plan[3].shape[2] if plan else -(-kv_len // chosen.block_kv)
+        split = TILE_SIDE // chosen.block_kv if plan else 1
         keys_kernel[(n_lines * split * batch * kv_heads,)](
-            **operands(chosen), **walk(*plan[3:6] if plan else (None, None, None)), **shared, dk_ptr=dk, dv_ptr=dv,
-            n_heads=kv_heads, n_axes=batch * kv_heads, n_lines=n_lines, scale=abs(scale), **chosen.blocks(),
+            **operands(chosen), **walk(plan, 3), **shared, **chosen.arguments, dk_ptr=dk, dv_ptr=dv,
+            n_heads=kv_heads, n_axes=batch * kv_heads, n_lines=n_lines, scale=abs(scale),
         )  # fmt: skip
-    if lse.numel() > 0:
-        chosen = config_queries(max(dim, dim_v), q.element_size(), tma=tma, shared_memory=shared_memory)
-        n_lines = plan[0].shape[2] if plan else triton.cdiv(q_len, chosen.block_q)
-        split = 128 // chosen.block_q if plan else 1
+    if dq.numel() > 0:
+        chosen = config_queries(
+            max(dim, dim_v), q.element_size(), tma=tma, dropout=dropout_p > 0, shared_memory=shared_memory
+        )
+        n_lines = plan[0].shape[2] if plan else -(-q_len // chosen.block_q)
+        split = TILE_SIDE // chosen.block_q if plan else 1
         queries_kernel[(n_lines * split * batch * heads,)](
-            **operands(chosen), **walk(*plan[:3] if plan else (None, None, None)), **shared, dq_ptr=dq,
-            n_heads=heads, n_axes=batch * heads, n_lines=n_lines, scale=scale, **chosen.blocks(),
+            **operands(chosen), **walk(plan, 0), **shared, **chosen.arguments, dq_ptr=dq,
+            n_heads=heads, n_axes=batch * heads, n_lines=n_lines, scale=scale,
         )  # fmt: skip
     return dq, dk, dv

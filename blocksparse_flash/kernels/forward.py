@@ -9,21 +9,14 @@ Knows: a plan's tensors, strides, launch configurations. Does not know: layouts,
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from .launch import (
-    Config,
-    can_describe,
-    device_limits,
-    dot_precision,
-    dropout,
-    padded_dim,
-    references,
-    score_scale,
-    walk,
-)
+from .launch import TILE as TILE_SIDE
+from .launch import Config, allows_tf32, constants, describe, device_limits, device_seed, walk, wants_descriptors
 from .tile import (
     LN_2,
     TILE,
@@ -40,15 +33,19 @@ from .tile import (
 )
 
 
-def config(dim: int, element_size: int, *, tma: bool, shared_memory: int) -> Config:
+@functools.cache
+def config(dim: int, element_size: int, *, tma: bool, dropout: bool, shared_memory: int) -> Config:
     """The launch table: dim is the larger padded head dimension.
 
-    H200, (1, 16, 16384, 128) bf16 dense, TFLOP/s: tma 128x64 4 warps 2 stages (two programs a multiprocessor) 529;
-    pointers 128x64 8 warps 3 stages 452. head_dim 64: tma 4 warps 3 stages 419, pointers 403.
+    H200, (1, 2048 / dim, 16384, dim) bf16 dense, TFLOP/s. 128, tma: 128x64 4 warps 2 stages (two programs a
+    multiprocessor) 551; 8 warps 3 stages 484, 128x128 8 warps 482, 128x32 441. 64, tma: 128x64 4 warps 3 stages 438;
+    4 stages 428, 8 warps 427, 128x128 324. Dropout needs the registers of 8 warps. Pointers: 8 warps at 128, 4 spill.
     """
     small = shared_memory < 160 * 1024
     if element_size == 4:
         return Config(64, 32, 4, 2) if dim <= 64 else Config(32, 32, 4, 1 if dim > 128 else 2)
+    if dim <= 128 and dropout:
+        return Config(128, 64, 8, 2)
     if dim <= 64:
         return Config(128, 64, 4, 3)
     if dim <= 128:
@@ -179,36 +176,39 @@ def forward(
     if out.numel() == 0:
         return out, lse
     major, shared_memory = device_limits(q.device.index)
-    dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
-    tma = major >= 9 and can_describe(q, k, v)
-    chosen = config(max(dim, dim_v), q.element_size(), tma=tma, shared_memory=shared_memory)
-    n_lines = plan[0].shape[2] if plan else triton.cdiv(q_len, chosen.block_q)
-    split = 128 // chosen.block_q if plan else 1
+    tma = wants_descriptors(major, q, k, v)
+    fixed = constants(
+        head_dim,
+        v_dim,
+        heads // kv_heads,
+        scale,
+        causal,
+        dropout_p,
+        tma,
+        allows_tf32(q.dtype),
+    )
+    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
+    chosen = config(max(dim, dim_v), q.element_size(), tma=tma, dropout=dropout_p > 0, shared_memory=shared_memory)
+    n_lines = plan[0].shape[2] if plan else -(-q_len // chosen.block_q)
+    split = TILE_SIDE // chosen.block_q if plan else 1
     forward_kernel[(n_lines * split * batch * heads,)](
-        **references(
-            {"q": (q, chosen.block_q, dim), "k": (k, chosen.block_kv, dim), "v": (v, chosen.block_kv, dim_v)}, tma=tma
-        ),
-        **walk(*plan[:3] if plan else (None, None, None)),
-        words_ptr=plan[6] if plan else None,
+        q_ref=describe(q, chosen.block_q, dim) if tma else q,
+        k_ref=describe(k, chosen.block_kv, dim) if tma else k,
+        v_ref=describe(v, chosen.block_kv, dim_v) if tma else v,
+        **walk(plan, 0),
         kv_lengths_ptr=kv_lengths,
+        seed_ptr=device_seed(seed, q.device),
         out_ptr=out,
         lse_ptr=lse,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
         n_heads=heads,
         n_axes=batch * heads,
         n_lines=n_lines,
         q_len=q_len,
         kv_len=kv_len,
-        **score_scale(scale),
-        **dropout(dropout_p, seed, q.device),
-        GROUP=heads // kv_heads,
-        CAUSAL=causal,
-        DROPOUT=dropout_p > 0.0,
-        PRECISION=dot_precision(q.dtype),
-        TMA=tma,
-        HEAD_DIM=head_dim,
-        V_DIM=v_dim,
-        DIM=dim,
-        DIM_V=dim_v,
-        **chosen.blocks(),
+        **fixed,
+        **chosen.arguments,
     )
     return out, lse
