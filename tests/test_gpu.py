@@ -1,0 +1,205 @@
+"""What only a GPU shows: sizes past 2^31, memory, repeated bits, CUDA graphs, no synchronisation.
+
+The zoo of layouts (test_zoo.py) and the operators (test_ops.py) run on the GPU too where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from closeness import assert_as_accurate
+from torch import Tensor
+
+import masks
+from blocksparse_flash import BlockLayout, attention, attention_with_lse
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+Predicate = Callable[[Tensor, Tensor], Tensor]
+
+
+def rows_of_out_and_dq(
+    rows: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, attends: Predicate, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """out and dq of some queries from all keys, in `dtype`."""
+    mask = attends(rows[:, None], torch.arange(k.shape[2], device=k.device)[None, :])
+    picked = q[:, :, rows].detach().to(dtype).requires_grad_()
+    scores = picked @ k.detach().to(dtype).transpose(-1, -2) * q.shape[3] ** -0.5
+    out = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v.detach().to(dtype)
+    (dq,) = torch.autograd.grad(out, picked, dout[:, :, rows].to(dtype))
+    return out.detach(), dq
+
+
+def cols_of_dk_and_dv(
+    cols: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, attends: Predicate,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk and dv of some keys from all queries, given out and lse, in `dtype`."""
+    mask = attends(torch.arange(q.shape[2], device=q.device)[None, :], cols[:, None])
+    scale = q.shape[3] ** -0.5
+    q, dout, out = (t.detach().to(dtype) for t in (q, dout, out))
+    picked_k, picked_v = (t[:, :, cols].detach().to(dtype) for t in (k, v))
+    p = (picked_k @ q.transpose(-1, -2) * scale - lse[:, :, None].to(dtype)).exp().masked_fill(~mask, 0)
+    delta = (dout * out).sum(-1)[:, :, None]
+    ds = p * (picked_v @ dout.transpose(-1, -2) - delta)
+    return scale * ds @ q, p @ dout
+
+
+def check_sampled(layout: BlockLayout, attends: Predicate, *, heads: int, head_dim: int, checked: list[int]) -> None:
+    """Forward and backward at full size; out, dq of sampled rows and dk, dv of sampled columns, some heads at a time."""
+    length = layout.q_len
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"
+    )
+    dout = torch.randn_like(q)
+    out, lse = attention_with_lse(q, k, v, layout)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    sampled = torch.cat([torch.randint(length, (30,)), torch.tensor([0, 127, length - 128, length - 1])]).cuda()
+    for head in checked:
+        one = slice(head, head + 1)
+        inputs = [t.detach()[:, one] for t in (q, k, v, dout)]
+        found = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+        wanted: dict[torch.dtype, dict[str, Tensor]] = {}
+        for dtype in (torch.bfloat16, torch.float64):
+            expected = rows_of_out_and_dq(sampled, *inputs, attends, dtype)
+            forward = (out.detach()[:, one], lse.detach()[:, one])
+            expected += cols_of_dk_and_dv(sampled, *inputs, *forward, attends, dtype)
+            wanted[dtype] = dict(zip(found, expected, strict=True))
+        for name, tensor in found.items():
+            actual = tensor.detach()[:, one, sampled]
+            assert_as_accurate(actual, wanted[torch.bfloat16][name], wanted[torch.float64][name], name=name)
+
+
+def test_butterfly_of_65536_tokens() -> None:
+    layout = masks.butterfly(65536)
+
+    def attends(q_pos: Tensor, kv_pos: Tensor) -> Tensor:
+        stride = (q_pos // 128) ^ (kv_pos // 128)
+        return (stride & (stride - 1)) == 0
+
+    check_sampled(layout, attends, heads=4, head_dim=64, checked=[0, 3])
+
+
+def test_a_million_tokens_with_offsets_past_2_to_the_31() -> None:
+    """18 heads of 1,048,576 x 128: 2.4e9 elements a tensor; the last head lies past 2^31."""
+    length, heads, head_dim = 1 << 20, 18, 128
+    assert (heads - 1) * length * head_dim > 2**31
+    layout = masks.local(length, window=500)
+    check_sampled(
+        layout, lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 500, heads=heads, head_dim=head_dim, checked=[0, 17]
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_three_runs_give_equal_bits(head_dim: int) -> None:
+    length = 2000
+    layout = masks.bigbird(length, seed=1) | masks.local(length, window=77)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, length, head_dim, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    dout = torch.randn_like(q)
+
+    def run() -> list[Tensor]:
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        out, lse = attention_with_lse(*inputs, layout, deterministic=True, dropout_p=0.1, seed=3)
+        return [out, lse, *torch.autograd.grad((out * dout).sum() + lse.sum(), inputs)]
+
+    first = run()
+    for _ in range(2):
+        for again, before in zip(run(), first, strict=True):
+            assert torch.equal(again, before)
+
+
+def test_memory_of_forward_and_backward_is_that_of_its_tensors() -> None:
+    """Outputs, gradients, lse and delta, and at most 2 % of all tensors: no N x N, no copies, no fp32 gradient."""
+    length, heads, head_dim = 65536, 16, 64
+    layout = masks.butterfly(length).to("cuda")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    q, k, v = (
+        torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"
+    )
+    dout = torch.randn_like(q)
+    torch.autograd.grad(attention(q, k, v, layout), (q, k, v), dout)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(attention(q, k, v, layout), (q, k, v), dout)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    tensor, statistic = q.nbytes, 4 * heads * length
+    own = 4 * tensor + 2 * statistic
+    everything = own + 4 * tensor
+    print(f"peak {peak}, out + gradients + lse + delta {own}, over by {(peak - own) / everything:.2%} of all tensors")
+    assert peak <= own + 0.02 * everything
+    assert len(grads) == 3
+
+
+# the leaves were made on another stream than the capture's, which does not accumulate into them
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+def test_a_cuda_graph_replays_forward_and_backward() -> None:
+    length = 1000
+    layout = masks.longformer(length, window=100, global_tokens=3).to("cuda")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    dout, seed = torch.randn_like(q), torch.tensor([7], device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(q, k, v, layout, dropout_p=0.2, seed=seed)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for turn in (8, 9):
+        with torch.no_grad():
+            for tensor in (q, k, v, dout):
+                tensor.normal_()
+            seed.fill_(turn)
+        graph.replay()
+        for replayed, expected in zip(captured, step(), strict=True):
+            assert torch.equal(replayed, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("case", ["dense", "layout", "lengths", "dropout"])
+def test_a_call_never_waits_for_the_gpu(case: str) -> None:
+    length = 1000
+    layout = masks.local(length, window=100).to("cuda") if case != "dense" else None
+    q, k, v = (torch.randn(2, 2, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    lengths = torch.tensor([1000, 5], device="cuda") if case == "lengths" else None
+    dout = torch.randn_like(q)
+
+    def step() -> None:
+        out = attention(
+            q, k, v, layout, kv_lengths=lengths, dropout_p=0.5 * (case == "dropout"), causal=case == "dense"
+        )
+        torch.autograd.grad(out, (q, k, v), dout)
+
+    step()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_lengths_on_the_gpu_are_clamped() -> None:
+    q, k, v = (torch.randn(3, 1, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    wild, clamped = (torch.tensor(values, device="cuda") for values in ([-5, 10**6, 70], [0, 300, 70]))
+    for layout in (None, masks.local(300, window=9)):
+        actual = attention(q, k, v, layout, kv_lengths=wild)
+        assert torch.equal(actual, attention(q, k, v, layout, kv_lengths=clamped))
+
+
+def test_a_host_layout_is_copied_once() -> None:
+    layout = masks.local(512, window=9)
+    q = torch.randn(1, 1, 512, 64, device="cuda", dtype=torch.bfloat16)
+    attention(q, q, q, layout)
+    assert layout.plan(q.device) is layout.plan(q.device)
