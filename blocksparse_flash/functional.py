@@ -187,7 +187,9 @@ def _autocast(q: Tensor) -> torch.dtype | None:
         return None
     device_type = q.device.type
     # a type of device without autocast, such as meta, may not even be asked
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if (device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)) and torch.is_autocast_enabled(
+        device_type
+    ):
         return torch.get_autocast_dtype(device_type)
     return None
 

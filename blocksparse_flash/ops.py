@@ -64,6 +64,26 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.blocksparse_flash.attention_backward.default(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # anything else would be a silent wrong gradient
+        raise RuntimeError(
+            "attention_backward cannot be differentiated: the gradients of attention have none of their own; "
+            'backend="reference" has second derivatives'
+        )
+
+
+@torch.library.impl("blocksparse_flash::attention_backward", "Autograd")
+def _backward_with_autograd(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _Gradients.apply(*arguments)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:

@@ -42,7 +42,7 @@ def attention(
     A row without keys gives out 0, lse -inf and gradients 0. Half types take scores and softmax in float32 and round the
     weights to their own type before they meet v, as the kernels do.
     """
-    if not torch.amp.is_autocast_available(q.device.type):
+    if q.device.type not in ("cpu", "cuda") and not torch.amp.is_autocast_available(q.device.type):
         return _attention(q, k, v, mask, causal, scale, kv_lengths, dropout_p, seed)
     # a caller's autocast would round the float32 scores of half types
     with torch.autocast(device_type=q.device.type, enabled=False):

@@ -74,6 +74,9 @@ def product(b_left, b_right, b_sum, PRECISION: tl.constexpr):
     """b_left @ b_right + b_sum in float32."""
     if INTERPRETED:
         return tl.dot(b_left.to(tl.float32), b_right.to(tl.float32), b_sum, input_precision="ieee")
+    elif b_left.dtype == tl.float32:
+        # summed by step, then over steps: one chain over all steps is 1.1 times as far off as the tolerance allows
+        return b_sum + tl.dot(b_left, b_right, input_precision=PRECISION)
     else:
         return tl.dot(b_left, b_right, b_sum, input_precision=PRECISION)
 
