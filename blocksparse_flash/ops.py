@@ -43,9 +43,14 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any)
 
 
 @torch.library.impl("blocksparse_flash::attention_backward", "default")
-def _backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(dout: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *rest, backend = arguments
-    return _kernels(backend)[1].backward(*rest)
+    backward = _kernels(backend)[1].backward
+    if not torch.is_autocast_enabled(dout.device.type):
+        return backward(dout, *rest)
+    # called by autograd inside a region of autocast, which must not choose the types of the products
+    with torch.autocast(dout.device.type, enabled=False):
+        return backward(dout, *rest)
 
 
 @torch.library.register_fake("blocksparse_flash::attention_forward")
