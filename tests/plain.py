@@ -28,20 +28,37 @@ def results(
 
     dout, dlse  gradients of out and lse; lse has at least float32, and is computed from q and k in that type
     options     those of reference.attention
-    returns     for half types the textbook comes twice: with the reference's out, and with one from float32 weights
+    returns     of half types the textbook twice: with the reference's out, and with one from float32 weights; of the others
+                all twice: the products of q and k summed from the first and from the last component
     """
+    if q.dtype in (torch.float16, torch.bfloat16):
+        wide = (tensor.detach().float() for tensor in (q, k, v))
+        return _both(q, k, v, dout, dlse, mask, [reference.attention(*wide, mask, **options)[0].to(q.dtype)], **options)
+    backwards = _both(q.flip(-1), k.flip(-1), v, dout, dlse, mask, [], **options)
+    for result in backwards:
+        result[2], result[3] = result[2].flip(-1), result[3].flip(-1)
+    return [*_both(q, k, v, dout, dlse, mask, [], **options), *backwards]
+
+
+def _both(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    mask: Tensor | None,
+    other_outs: list[Tensor],
+    **options: Any,
+) -> list[list[Tensor]]:
+    """By autograd, by the textbook, and by the textbook with other outs."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out, lse = reference.attention(*leaves, mask, **options)
     dlse = dlse.to(lse.dtype)
-    found = [[out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))]]
-    outs = [out.detach()]
-    if q.dtype != lse.dtype:
-        outs.append(
-            reference.attention(*(tensor.to(lse.dtype) for tensor in (q, k, v)), mask, **options)[0].to(q.dtype)
-        )
-    for rounded in outs:
-        gradients = _textbook(*leaves, rounded, lse.detach(), dout, dlse, mask, **options)
-        found.append([rounded, lse.detach(), *gradients])
+    by_autograd = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    out, lse = out.detach(), lse.detach()
+    found = [[out, lse, *by_autograd]]
+    for rounded in (out, *other_outs):
+        found.append([rounded, lse, *_textbook(*leaves, rounded, lse, dout, dlse, mask, **options)])
     return found
 
 

@@ -506,11 +506,12 @@ ZERO_SIZES = {
 @pytest.mark.parametrize("backend", ["auto", "triton", *BACKENDS])
 @pytest.mark.parametrize("name", ZERO_SIZES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_sizes_of_zero(name, causal, backend):
+def test_sizes_of_zero(name, causal, backend, device):
     q_shape, k_shape = ZERO_SIZES[name]
     # with no keys the queries must not matter, not even NaN
     call = {"q": torch.full(q_shape, math.nan), "k": torch.randn(k_shape), "v": torch.randn(*k_shape[:3], 8)}
-    lengths = torch.zeros(q_shape[0], dtype=torch.int64)
+    call = {tensor: value.to(device) for tensor, value in call.items()}
+    lengths = torch.zeros(q_shape[0], dtype=torch.int64, device=device)
     result = with_gradients(call, causal=causal, backend=backend, kv_lengths=lengths, dropout_p=0.5)
     assert result["out"].shape == (*q_shape[:3], 8) and (result["out"] == 0).all()
     assert result["lse"].shape == q_shape[:3] and (result["lse"] == -math.inf).all()
@@ -912,8 +913,8 @@ def test_without_triton_auto_is_eager_and_says_why(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "triton", "reference"])
-def test_explain_prints_a_report(backend):
-    explanation = explain(**good_call(), layout=window(), backend=backend, deterministic=True)
+def test_explain_prints_a_report(backend, device):
+    explanation = explain(**good_call(device=device), layout=window(), backend=backend, deterministic=True)
     report = str(explanation)
     assert report.splitlines()[0].startswith(f'backend      "{explanation.backend}": {explanation.reason}')
     for name in ("triton", "eager", "reference"):
