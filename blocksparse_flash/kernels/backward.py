@@ -75,7 +75,7 @@ def config_queries(dim: int, element_size: int, *, tma: bool, dropout: bool, sha
     if dim <= 64:
         return Config(128, 64, 4, 3) if tma else Config(128, 64, 8, 3)
     if dim <= 128:
-        return Config(64, 32 if small else 64, 4, 2)
+        return Config(64, 64, 4, 2)
     return Config(32, 32, 4, 1) if small else Config(64, 32, 8, 2)
 
 
