@@ -20,24 +20,38 @@ from torch import Tensor
 
 from blocksparse_flash import reference
 
+ORDERS = 4
+
 
 def results(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, mask: Tensor | None = None, **options: Any
 ) -> list[list[Tensor]]:
-    """[out, lse, dq, dk, dv] by autograd through the reference, and by the textbook, in the type of q.
+    """The values that out, lse, dq, dk and dv may honestly take: for each a list, the reference's first.
+
+    By autograd through the reference, and by the textbook, in the type of q: of half types the textbook twice, with the
+    reference's out and with one from float32 weights; of the others all twice, the products of q and k summed from the
+    first and from the last component. lse in ORDERS more orders of that sum: it rounds nowhere else, and where a row has
+    few keys one order alone is near by accident.
 
     dout, dlse  gradients of out and lse; lse has at least float32, and is computed from q and k in that type
     options     those of reference.attention
-    returns     of half types the textbook twice: with the reference's out, and with one from float32 weights; of the others
-                all twice: the products of q and k summed from the first and from the last component
     """
     if q.dtype in (torch.float16, torch.bfloat16):
         wide = (tensor.detach().float() for tensor in (q, k, v))
-        return _both(q, k, v, dout, dlse, mask, [reference.attention(*wide, mask, **options)[0].to(q.dtype)], **options)
-    backwards = _both(q.flip(-1), k.flip(-1), v, dout, dlse, mask, [], **options)
-    for result in backwards:
-        result[2], result[3] = result[2].flip(-1), result[3].flip(-1)
-    return [*_both(q, k, v, dout, dlse, mask, [], **options), *backwards]
+        found = _both(
+            q, k, v, dout, dlse, mask, [reference.attention(*wide, mask, **options)[0].to(q.dtype)], **options
+        )
+    else:
+        backwards = _both(q.flip(-1), k.flip(-1), v, dout, dlse, mask, [], **options)
+        for result in backwards:
+            result[2], result[3] = result[2].flip(-1), result[3].flip(-1)
+        found = [*_both(q, k, v, dout, dlse, mask, [], **options), *backwards]
+    outs, lses, *grads = map(list, zip(*found, strict=True))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(ORDERS):
+        order = torch.randperm(q.shape[-1], generator=generator).to(q.device)
+        lses.append(reference.attention(q[..., order].detach(), k[..., order].detach(), v.detach(), mask, **options)[1])
+    return [outs, lses, *grads]
 
 
 def _both(

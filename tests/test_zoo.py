@@ -202,8 +202,9 @@ def expected(layout: Layout, call: Call, device: torch.device) -> list[tuple[lis
             seed=torch.tensor([SEED], device=device),
         )
 
-    same_dtype, truth = results(call.dtype), results(torch.float64)[0]
-    return [([result[i] for result in same_dtype], truth[i]) for i in range(len(NAMES))]
+    return [
+        (same_dtype, truth[0]) for same_dtype, truth in zip(results(call.dtype), results(torch.float64), strict=True)
+    ]
 
 
 def test_is_as_accurate_as_the_reference(backend, layout, call, device):
