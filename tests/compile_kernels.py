@@ -117,7 +117,7 @@ def calls(arch: int) -> list[dict[str, Any]]:
     half = torch.bfloat16
     if SHARED_MEMORY[arch] < 160 * 1024:
         # the rows for little shared memory; all else is as on sm80
-        return [{"head_dim": head_dim, "dtype": half} for head_dim in (64, 128, 256)]
+        return [{"head_dim": dim, "dtype": dtype} for dim in (64, 128, 256) for dtype in (half, torch.float32)]
     grid = [
         {"head_dim": head_dim, "dtype": half, "mode": mode}
         for head_dim, mode in itertools.product((64, 128), ("layout", "dense", "causal"))

@@ -25,6 +25,7 @@ from .tile import (
     LOG2_E,
     TILE,
     WITHOUT_SIGN,
+    add_product,
     attending_pairs,
     dense_keys,
     dense_queries,
@@ -47,21 +48,24 @@ def config_keys(dim: int, element_size: int, *, major: int, tma: bool, dropout: 
     H200, (1, 2048 / dim, 16384, dim) bf16 dense, milliseconds. 128, tma: 64x64 4 warps 2 stages (two programs a
     multiprocessor) 7.5; 64x128 8 warps 8.9, 32x64 8.9, 64x64 8 warps 16.5. 64, tma: 64x64 4 warps 3 stages 9.4;
     2 stages 9.4, 128x64 9.0 to 9.7 but it spills, 64x128 8 warps 12.2. Pointers and dropout: more than 32x64 spills,
-    4 warps spill without wgmma, 8 warps make ptxas serialise it (C7515).
+    4 warps spill without wgmma, 8 warps make ptxas serialise it (C7515). float32: 4 warps spill. sm100, where nothing was
+    run: what is nearest and does not spill.
     """
     if element_size == 4:
-        return Config(32, 64, 4, 2) if dim <= 64 else Config(32, 32, 4, 1)
+        return Config(32, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
     if dim <= 128:
         if tma and not dropout:
+            if major == 10 and dim <= 64:
+                return Config(32, 64, 8, 3)
             return Config(64, 64, 4, 3 if dim <= 64 else 2)
         if major == 9:
             return Config(32, 64, 4, 1 if dim > 64 and not tma else 2)
-        return Config(32, 64, 8, 1 if dropout else 2)
+        return Config(32, 64, 8, 1 if dropout or major == 10 else 2)
     return Config(32, 32, 4, 1) if shared_memory < 160 * 1024 else Config(32, 64, 8, 2)
 
 
 @functools.cache
-def config_queries(dim: int, element_size: int, *, tma: bool, dropout: bool, shared_memory: int) -> Config:
+def config_queries(dim: int, element_size: int, *, major: int, tma: bool, dropout: bool, shared_memory: int) -> Config:
     """The launch table of dq: block_q is owned, block_kv walked.
 
     As at `config_keys`. 128, tma: 64x64 4 warps 2 stages 5.4; 3 stages 5.9, 128x64 8 warps 5.5, 128x64 4 warps 14.0.
@@ -69,13 +73,13 @@ def config_queries(dim: int, element_size: int, *, tma: bool, dropout: bool, sha
     """
     small = shared_memory < 160 * 1024
     if element_size == 4:
-        return Config(64, 32, 4, 2) if dim <= 64 else Config(32, 32, 4, 1)
+        return Config(64, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
     if dim <= 128 and dropout:
         return Config(64, 64, 8, 2)
     if dim <= 64:
         return Config(128, 64, 4, 3) if tma else Config(128, 64, 8, 3)
     if dim <= 128:
-        return Config(64, 64, 4, 2)
+        return Config(64, 64, 8 if major == 10 and not tma else 4, 2)
     return Config(32, 32, 4, 1) if small else Config(64, 32, 8, 2)
 
 
@@ -161,7 +165,9 @@ def keys_kernel(
     b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
     b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
     b_dk = tl.zeros([BLOCK_KV, DIM], tl.float32)
+    b_dk_lost = tl.zeros([BLOCK_KV, DIM], tl.float32)
     b_dv = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
+    b_dv_lost = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
 
     for i_member in tl.range(0, GROUP):
         i_head = i_kv_head * GROUP + i_member
@@ -194,8 +200,7 @@ def keys_kernel(
             # [BLOCK_Q]
             b_lse, b_delta = load_statistics(statistics_ptr, i_q_axis, q_start, n_padded, BLOCK_Q)
             # [BLOCK_KV, BLOCK_Q]
-            b_zero = tl.zeros([BLOCK_KV, BLOCK_Q], tl.float32)
-            b_scores = product(b_k, tl.trans(b_q), b_zero, PRECISION)
+            b_scores = product(b_k, tl.trans(b_q), PRECISION)
             if LIMITED:
                 m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
                 b_scores = tl.where(m_kv[:, None], b_scores, float("-inf"))
@@ -217,14 +222,14 @@ def keys_kernel(
                 m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
                 m_kept = tl.trans(m_kept)
                 b_kept_p = tl.where(m_kept, b_p * keep_scale, 0.0)
-                b_dv = product(b_kept_p.to(b_dout.dtype), b_dout, b_dv, PRECISION)
-                b_dp = product(b_v, tl.trans(b_dout), b_zero, PRECISION)
+                b_dv, b_dv_lost = add_product(b_kept_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
+                b_dp = product(b_v, tl.trans(b_dout), PRECISION)
                 b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)
             else:
-                b_dv = product(b_p.to(b_dout.dtype), b_dout, b_dv, PRECISION)
-                b_dp = product(b_v, tl.trans(b_dout), b_zero, PRECISION)
+                b_dv, b_dv_lost = add_product(b_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
+                b_dp = product(b_v, tl.trans(b_dout), PRECISION)
             b_ds = b_p * (b_dp - b_delta[None, :])
-            b_dk = product(b_ds.to(b_q.dtype), b_q, b_dk, PRECISION)
+            b_dk, b_dk_lost = add_product(b_ds.to(b_q.dtype), b_q, b_dk, b_dk_lost, PRECISION)
 
     b_dk = b_dk * scale
     o_axis = i_axis.to(tl.int64) * kv_len
@@ -271,6 +276,7 @@ def queries_kernel(
     b_dout = load_tile(dout_ref, dout_strides, i_batch, i_head, q_start, q_len, V_DIM, BLOCK_Q, DIM_V, TMA, True, False)
     b_lse, b_delta = load_statistics(statistics_ptr, i_axis, q_start, n_padded, BLOCK_Q)
     b_dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
+    b_dq_lost = tl.zeros([BLOCK_Q, DIM], tl.float32)
 
     # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones, as in the forward
     if HAS_LAYOUT:
@@ -294,9 +300,8 @@ def queries_kernel(
         b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
         b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
         # [BLOCK_Q, BLOCK_KV]
-        b_zero = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
-        b_scores = product(b_q, tl.trans(b_k), b_zero, PRECISION)
-        b_dp = product(b_dout, tl.trans(b_v), b_zero, PRECISION)
+        b_scores = product(b_q, tl.trans(b_k), PRECISION)
+        b_dp = product(b_dout, tl.trans(b_v), PRECISION)
         if LIMITED and HAS_LAYOUT:
             m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
             b_scores = tl.where(m_kv[None, :], b_scores, float("-inf"))
@@ -314,7 +319,7 @@ def queries_kernel(
             m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
             b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
-        b_dq = product(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
+        b_dq, b_dq_lost = add_product(b_ds.to(b_k.dtype), b_k, b_dq, b_dq_lost, PRECISION)
     o_axis = i_axis.to(tl.int64) * q_len
     store_tile(dq_ptr + o_axis * HEAD_DIM, q_start, q_len, b_dq * scale, HEAD_DIM, BLOCK_Q, DIM)
 # fmt: on
@@ -359,7 +364,7 @@ def backward(
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
     statistics = torch.empty(batch * heads, n_padded, 2, dtype=torch.float32, device=q.device)
     if lse.numel() > 0:
-        rows = 64
+        rows = 32
         statistics_kernel[(n_padded // rows, batch * heads)](
             out_ptr=out, dout_ptr=dout, lse_ptr=lse, dlse_ptr=dlse, statistics_ptr=statistics,
             dout_strides=dout.stride()[:3], n_heads=heads, q_len=q_len, n_padded=n_padded,
@@ -400,7 +405,7 @@ def backward(
         )  # fmt: skip
     if dq.numel() > 0:
         chosen = config_queries(
-            max(dim, dim_v), q.element_size(), tma=tma, dropout=dropout_p > 0, shared_memory=shared_memory
+            max(dim, dim_v), q.element_size(), major=major, tma=tma, dropout=dropout_p > 0, shared_memory=shared_memory
         )
         n_lines = plan[0].shape[2] if plan else -(-q_len // chosen.block_q)
         split = TILE_SIDE // chosen.block_q if plan else 1

@@ -21,6 +21,7 @@ from .tile import (
     LN_2,
     TILE,
     WITHOUT_SIGN,
+    add_product,
     attending_pairs,
     dense_keys,
     find_record,
@@ -34,20 +35,23 @@ from .tile import (
 
 
 @functools.cache
-def config(dim: int, element_size: int, *, tma: bool, dropout: bool, shared_memory: int) -> Config:
+def config(dim: int, element_size: int, *, major: int, tma: bool, dropout: bool, shared_memory: int) -> Config:
     """The launch table: dim is the larger padded head dimension.
 
     H200, (1, 2048 / dim, 16384, dim) bf16 dense, TFLOP/s. 128, tma: 128x64 4 warps 2 stages (two programs a
     multiprocessor) 551; 8 warps 3 stages 484, 128x128 8 warps 482, 128x32 441. 64, tma: 128x64 4 warps 3 stages 438;
     4 stages 428, 8 warps 427, 128x128 324. Dropout needs the registers of 8 warps. Pointers: 8 warps at 128, 4 spill.
+    float32: 4 warps spill. sm100, where nothing was run: what is nearest and does not spill.
     """
     small = shared_memory < 160 * 1024
     if element_size == 4:
-        return Config(64, 32, 4, 2) if dim <= 64 else Config(32, 32, 4, 1 if dim > 128 else 2)
+        return Config(64, 32, 8, 2) if dim <= 64 else Config(32, 32, 8, 1 if dim > 128 and small else 2)
     if dim <= 128 and dropout:
         return Config(128, 64, 8, 2)
     if dim <= 64:
-        return Config(128, 64, 4, 3)
+        return Config(128, 64, 8 if major == 10 else 4, 3)
+    if dim <= 128 and major == 10 and not tma:
+        return Config(128, 32, 8, 3)
     if dim <= 128:
         return Config(128, 64, 4, 2) if tma else Config(128, 64, 8, 2 if small else 3)
     return Config(64, 32, 4, 1) if small else Config(128, 64, 8, 2)
@@ -93,6 +97,7 @@ def forward_kernel(
     b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
     b_q = with_sign(b_q, SIGN)
     b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
+    b_lost = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
     b_max = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
@@ -119,7 +124,7 @@ def forward_kernel(
         # [BLOCK_KV, DIM]
         b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
         # [BLOCK_Q, BLOCK_KV]
-        b_scores = product(b_q, tl.trans(b_k), tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32), PRECISION)
+        b_scores = product(b_q, tl.trans(b_k), PRECISION)
         if is_partial:
             i_bitmask = 0
             if HAS_LAYOUT:
@@ -137,13 +142,14 @@ def forward_kernel(
         b_decay = tl.math.exp2(b_max - b_new_max)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_out = b_out * b_decay[:, None]
+        b_lost = b_lost * b_decay[:, None]
         b_max = b_new_max
         if DROPOUT:
             m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
             b_p = tl.where(m_kept, b_p, 0.0)
         # [BLOCK_KV, DIM_V]
         b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
-        b_out = product(b_p.to(b_v.dtype), b_v, b_out, PRECISION)
+        b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
     # computed anew: kept over the loop it would cost a register
     i_axis = i_batch * n_heads + i_head
@@ -188,7 +194,9 @@ def forward(
         allows_tf32(q.dtype),
     )
     dim, dim_v = fixed["DIM"], fixed["DIM_V"]
-    chosen = config(max(dim, dim_v), q.element_size(), tma=tma, dropout=dropout_p > 0, shared_memory=shared_memory)
+    chosen = config(
+        max(dim, dim_v), q.element_size(), major=major, tma=tma, dropout=dropout_p > 0, shared_memory=shared_memory
+    )
     n_lines = plan[0].shape[2] if plan else -(-q_len // chosen.block_q)
     split = TILE_SIDE // chosen.block_q if plan else 1
     forward_kernel[(n_lines * split * batch * heads,)](
