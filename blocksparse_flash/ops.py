@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, {saved}Tensor[] plan, Tensor? kv_lengths, Tensor? seed, "
@@ -36,13 +37,11 @@ def _kernels(backend: str) -> tuple[ModuleType, ModuleType]:
     return eager, eager
 
 
-@torch.library.impl("blocksparse_flash::attention_forward", "default")
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *rest, backend = arguments
     return _kernels(backend)[0].forward(q, k, v, *rest)
 
 
-@torch.library.impl("blocksparse_flash::attention_backward", "default")
 def _backward(dout: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *rest, backend = arguments
     backward = _kernels(backend)[1].backward
@@ -51,6 +50,11 @@ def _backward(dout: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.
     # called by autograd inside a region of autocast, which must not choose the types of the products
     with torch.autocast(dout.device.type, enabled=False):
         return backward(dout, *rest)
+
+
+# not as decorators, which would take the functions away
+torch.library.impl("blocksparse_flash::attention_forward", "default", _forward)
+torch.library.impl("blocksparse_flash::attention_backward", "default", _backward)
 
 
 @torch.library.register_fake("blocksparse_flash::attention_forward")
@@ -73,7 +77,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.blocksparse_flash.attention_backward.default(*arguments)
+            return _attention_backward(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -93,8 +97,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
         plan, kv_lengths, seed, *ctx.options = arguments
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = attention_forward(q, k, v, *arguments)
+        if _is_plain(q, k, v):
+            out, lse = _forward(q, k, v, *arguments)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = _attention_forward(q, k, v, *arguments)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, kv_lengths, seed, *plan)
         return out, lse
@@ -105,9 +112,11 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             # only lse was used
             dout = torch.zeros_like(out)
-        grads = torch.ops.blocksparse_flash.attention_backward.default(
-            dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, *ctx.options
-        )
+        called = _attention_backward
+        # a graph of the backward itself needs the dispatcher, which refuses
+        if _is_plain(dout, q, k, v) and not torch.is_grad_enabled():
+            called = _backward
+        grads = called(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, *ctx.options)
         return *grads, *(None,) * 7
 
 
@@ -116,10 +125,40 @@ class _Attention(torch.autograd.Function):
 def _forward_with_autograd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if _is_differentiated(q, k, v):
         return _Attention.apply(q, k, v, *arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        return attention_forward(q, k, v, *arguments)
+        return _attention_forward(q, k, v, *arguments)
 
 
-attention_forward = torch.ops.blocksparse_flash.attention_forward.default
+_attention_forward = torch.ops.blocksparse_flash.attention_forward.default
+_attention_backward = torch.ops.blocksparse_flash.attention_backward.default
+
+
+def _is_differentiated(*tensors: torch.Tensor) -> bool:
+    # inside forward-mode differentiation any tensor may carry a tangent: the autograd function refuses those
+    wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return wants or forward_ad._current_level >= 0
+
+
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether nothing watches the operators: no compiler, tracer, mode, transform or subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.jit.is_tracing()
+        and not torch.autograd._profiler_enabled()
+    )
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator; called directly where nothing watches, which saves its dispatch, NN of NN microseconds."""
+    if not _is_plain(q, k, v):
+        return _attention_forward(q, k, v, *arguments)
+    if _is_differentiated(q, k, v):
+        return _Attention.apply(q, k, v, *arguments)
+    return _forward(q, k, v, *arguments)

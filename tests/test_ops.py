@@ -189,3 +189,33 @@ def test_autocast_computes_in_its_type(device: torch.device, layout: BlockLayout
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     out.float().sum().backward()
     assert q.grad is not None and q.grad.dtype == torch.float32
+
+
+# torch's own use of torch.jit
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_forward_mode_is_refused(device: torch.device) -> None:
+    """Anything else would be a silent zero tangent."""
+    q, k, v = (tensor.detach() for tensor in tensors(device))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="jvp"):
+            attention(dual, k, v)
+
+
+def test_who_watches_sees_the_operators(device: torch.device) -> None:
+    """Where nothing watches they are called directly; a mode, and a profiler, must see them."""
+
+    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    inputs = tensors(device)
+    with Watching():
+        attention(*inputs).sum().backward()
+    with torch.profiler.profile() as profiler:
+        attention(*inputs).sum().backward()
+    for names in (seen, [event.name for event in profiler.events()]):
+        for operator in ("attention_forward", "attention_backward"):
+            assert any(operator in name for name in names), operator
