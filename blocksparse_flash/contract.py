@@ -110,7 +110,7 @@ def _check_layout(layout: BlockLayout, batch: int, heads: int, q_len: int, kv_le
             f"layout describes {layout.q_len} queries x {layout.kv_len} keys, but q has {q_len} and k has {kv_len}; build it "
             f"for ({q_len}, {kv_len})"
         )
-    layout_batch, layout_heads, _ = layout.indptr.shape
+    layout_batch, layout_heads = layout.shape[:2]
     if layout_heads != 1 and layout_heads != heads:
         raise ValueError(
             f"layout must have 1 head or q's {heads}, got {layout_heads}; with grouped heads it counts query heads"

@@ -70,7 +70,7 @@ class BlockLayout:
     kv_len: int
     block_size: Size
     if TYPE_CHECKING:
-        # plans by (device, causal), and the hash; not part of the value, so not a field
+        # plans by (device, causal), sizes of the axes, and the hash; not part of the value, so not a field
         _cache: dict[str, Any]
 
     def __init__(
@@ -297,7 +297,8 @@ class BlockLayout:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch | 1, heads | 1, q_len, kv_len)."""
-        return self.indptr.shape[0], self.indptr.shape[1], self.q_len, self.kv_len
+        batch, heads = self._cache["axes"]
+        return batch, heads, self.q_len, self.kv_len
 
     @property
     def n_rows(self) -> int:
@@ -439,7 +440,9 @@ class BlockLayout:
     def _set(self, *fields: Any) -> None:
         for name, value in zip((*TENSORS, *_NUMBERS), fields, strict=True):
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "_cache", {"plans": {}})
+        # the sizes of the axes as numbers: torch.compile guards the whole shape of a tensor that it meets
+        axes = self.indptr.shape[0], self.indptr.shape[1]
+        object.__setattr__(self, "_cache", {"plans": {}, "axes": axes})
 
     @classmethod
     def _bare(cls, *fields: Any) -> BlockLayout:

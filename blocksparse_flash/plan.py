@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan on another device."""
-        return Plan(*(tensor.to(device) for tensor in self))
+        return _of_any_length(Plan(*(tensor.to(device) for tensor in self)))
 
 
 def build_plan(
@@ -80,7 +80,18 @@ def build_plan(
         side if residue is None else _padded(side, residue)
         for side, residue in zip(sides, (None, 1, 3, None, 1, 3), strict=True)
     ]
-    return Plan(*(torch.from_numpy(np.ascontiguousarray(a, dtype=np.int32)).to(device) for a in (*arrays, words)))
+    tensors = (torch.from_numpy(np.ascontiguousarray(a, dtype=np.int32)).to(device) for a in (*arrays, words))
+    return _of_any_length(Plan(*tensors))
+
+
+def _of_any_length(plan: Plan) -> Plan:
+    """Tells torch.compile that the lists may have any length, so that another layout does not recompile.
+
+    What torch._dynamo.maybe_mark_dynamic does, which would import the whole compiler: 3 s.
+    """
+    for tensor in (plan.row_indices, plan.row_ids, plan.col_indices, plan.col_ids, plan.words):
+        tensor._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+    return plan
 
 
 def _edge_words(q_len: int, kv_len: int) -> np.ndarray:

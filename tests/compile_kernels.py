@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from blocksparse_flash.kernels import backward, forward
+from blocksparse_flash.kernels import backward, forward, launch
 from blocksparse_flash.plan import Plan
 
 # bytes of shared memory that a program may take
@@ -32,14 +32,13 @@ def launches(arch: int, **call: Any) -> list[tuple[JITFunction, dict[str, Any]]]
     """(kernel, keyword arguments) of every launch of one forward and backward."""
     caught: list[tuple[JITFunction, dict[str, Any]]] = []
 
-    def catch(kernel: JITFunction, *, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        caught.append((kernel, kwargs))
+    def catch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        caught.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}))
 
     limits = (arch // 10, SHARED_MEMORY[arch])
     with (
         mock.patch.object(JITFunction, "run", catch),
-        mock.patch.object(forward, "device_limits", lambda _: limits),
-        mock.patch.object(backward, "device_limits", lambda _: limits),
+        mock.patch.object(launch, "device_limits", lambda _: limits),
     ):
         run_both(**call)
     return caught

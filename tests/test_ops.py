@@ -80,9 +80,8 @@ def test_compiles_with_inductor(device: torch.device, layout: BlockLayout) -> No
     torch.testing.assert_close(compiled(q, k, v), attention(q * 2, k, v, layout) + 1)
 
 
-@pytest.mark.parametrize("block_size", [16, 128])
-def test_other_content_recompiles_once_then_never(block_size: int, device: torch.device) -> None:
-    """nnz, distinct bitmasks and list lengths become dynamic at once; none may meet another by chance."""
+def test_no_layout_compiles_again(device: torch.device) -> None:
+    """Not with other content, nor with other blocks: the lists of a plan are dynamic from the first call on."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def call(q: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
@@ -91,16 +90,18 @@ def test_other_content_recompiles_once_then_never(block_size: int, device: torch
     compiled = torch.compile(call, fullgraph=True, backend=counter)
     length = 1024
     q = torch.randn(1, 1, length, 16, device=device, requires_grad=True)
-    layouts = [masks.random(length, density=d, seed=int(100 * d), block_size=block_size) for d in (0.02, 0.1, 0.3)]
-    layouts += [masks.random(length, blocks_per_row=n, seed=n, block_size=block_size) for n in range(1, 9)]
-    layouts += [masks.local(length, window=w, block_size=block_size) for w in (0, 3, 70, 300)]
-    layouts += [masks.global_tokens(length, tokens=t, block_size=block_size) for t in (1, 128, [5, 900])]
-    layouts += [masks.causal(length, block_size=block_size), masks.butterfly(length, block_size=block_size)]
+    layouts = []
+    for block_size in (128, 16):
+        layouts += [masks.random(length, density=d, seed=int(100 * d), block_size=block_size) for d in (0.02, 0.1, 0.3)]
+        layouts += [masks.random(length, blocks_per_row=n, seed=n, block_size=block_size) for n in range(1, 9)]
+        layouts += [masks.local(length, window=w, block_size=block_size) for w in (0, 3, 70, 300)]
+        layouts += [masks.global_tokens(length, tokens=t, block_size=block_size) for t in (1, 128, [5, 900])]
+        layouts += [masks.causal(length, block_size=block_size), masks.butterfly(length, block_size=block_size)]
     seen = {tuple(t.shape for t in layout.plan(device)) for layout in layouts}
-    assert len(seen) > 5, "the plans must differ in shape for this test to mean anything"
+    assert len(seen) > 10, "the plans must differ in shape for this test to mean anything"
     for layout in layouts:
         compiled(q, layout.to(device)).backward()
-    assert counter.frame_count <= 2
+    assert counter.frame_count == 1
 
 
 def test_a_module_that_holds_a_layout_recompiles_at_most_once(device: torch.device) -> None:
@@ -214,7 +215,7 @@ def test_who_watches_sees_the_operators(device: torch.device) -> None:
     inputs = tensors(device)
     with Watching():
         attention(*inputs).sum().backward()
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         attention(*inputs).sum().backward()
     for names in (seen, [event.name for event in profiler.events()]):
         for operator in ("attention_forward", "attention_backward"):

@@ -13,14 +13,28 @@ Knows: a plan's tensors, strides, launch configurations. Does not know: layouts,
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .launch import TILE as TILE_SIDE
-from .launch import Config, allows_tf32, constants, describe, device_limits, device_seed, walk, wants_descriptors
+from .launch import (
+    Config,
+    Launch,
+    Options,
+    Seen,
+    constants,
+    describe,
+    device_seed,
+    options_of,
+    see,
+    see_walk,
+    walk,
+    walk_strides,
+    wants_descriptors,
+)
 from .tile import (
     LOG2_E,
     TILE,
@@ -40,8 +54,10 @@ from .tile import (
     with_sign,
 )
 
+# queries of a program of statistics_kernel; 64 spill on sm100
+STATISTICS_ROWS = 32
 
-@functools.cache
+
 def config_keys(dim: int, element_size: int, *, major: int, tma: bool, dropout: bool, shared_memory: int) -> Config:
     """The launch table of dk and dv: block_kv is owned, block_q walked.
 
@@ -64,7 +80,6 @@ def config_keys(dim: int, element_size: int, *, major: int, tma: bool, dropout: 
     return Config(32, 32, 4, 1) if shared_memory < 160 * 1024 else Config(32, 64, 8, 2)
 
 
-@functools.cache
 def config_queries(dim: int, element_size: int, *, major: int, tma: bool, dropout: bool, shared_memory: int) -> Config:
     """The launch table of dq: block_q is owned, block_kv walked.
 
@@ -325,6 +340,92 @@ def queries_kernel(
 # fmt: on
 
 
+class Prepared(NamedTuple):
+    """The launches, and what their tensors must look like; None for a gradient without elements."""
+
+    statistics: Launch
+    keys: Launch | None
+    keys_config: Config
+    queries: Launch | None
+    queries_config: Config
+    tma: bool
+    dim: int
+    dim_v: int
+    n_padded: int
+
+
+@functools.lru_cache(maxsize=1024)
+def prepare(
+    q: Seen,
+    k: Seen,
+    v: Seen,
+    dout: Seen,
+    rows: tuple[Seen | None, bool],
+    cols: tuple[Seen | None, bool],
+    options: Options,
+) -> Prepared:
+    """How a call on such tensors is launched."""
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
+    tma = wants_descriptors(options.major, q, k, v, dout)
+    fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
+    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
+    n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
+    statistics = Launch(
+        statistics_kernel,
+        (n_padded // STATISTICS_ROWS, batch * heads),
+        {
+            "dout_strides": dout.strides[:3],
+            "n_heads": heads,
+            "q_len": q_len,
+            "n_padded": n_padded,
+            "V_DIM": v_dim,
+            "DIM_V": dim_v,
+            "ROWS": STATISTICS_ROWS,
+            "num_warps": 4,
+        },
+    )
+    asked: dict[str, Any] = {
+        "major": options.major,
+        "tma": tma,
+        "dropout": options.dropout_p > 0,
+        "shared_memory": options.shared_memory,
+    }
+    keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **asked)
+    queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **asked)
+
+    def walking(
+        kernel: Any, chosen: Config, items: Seen | None, heads: int, length: int, block: int, scale: float
+    ) -> Launch:
+        n_lines = items.shape[2] if items else -(-length // block)
+        split = TILE_SIDE // block if items else 1
+        rest = {
+            "q_strides": q.strides[:3],
+            "k_strides": k.strides[:3],
+            "v_strides": v.strides[:3],
+            "dout_strides": dout.strides[:3],
+            "items_strides": walk_strides(items),
+            "n_heads": heads,
+            "n_axes": batch * heads,
+            "n_lines": n_lines,
+            "q_len": q_len,
+            "kv_len": kv_len,
+            "n_padded": n_padded,
+            "scale": scale,
+            **fixed,
+            **chosen.arguments,
+        }
+        return Launch(kernel, (n_lines * split * batch * heads,), rest)
+
+    keys = queries = None
+    scale = options.scale
+    if batch * kv_heads * kv_len:
+        # the walked queries carry the sign
+        keys = walking(keys_kernel, keys_config, cols[0], kv_heads, kv_len, keys_config.block_kv, abs(scale))
+    if batch * heads * q_len:
+        queries = walking(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, scale)
+    return Prepared(statistics, keys, keys_config, queries, queries_config, tma, dim, dim_v, n_padded)
+
+
 def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -341,76 +442,30 @@ def backward(
     dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, contiguous and in q's type. out and lse are the forward's."""
-    batch, heads, q_len, head_dim = q.shape
-    kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
-    dq = q.new_empty(batch, heads, q_len, head_dim)
-    dk = k.new_empty(batch, kv_heads, kv_len, head_dim)
-    dv = v.new_empty(batch, kv_heads, kv_len, v_dim)
+    # not empty_like, which keeps strides
+    dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    major, shared_memory = device_limits(q.device.index)
-    tma = wants_descriptors(major, q, k, v, dout)
-    fixed = constants(
-        head_dim,
-        v_dim,
-        heads // kv_heads,
-        scale,
-        causal,
-        dropout_p,
-        tma,
-        allows_tf32(q.dtype),
-    )
-    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
-    n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
-    statistics = torch.empty(batch * heads, n_padded, 2, dtype=torch.float32, device=q.device)
+    seed = device_seed(seed, q.device)
+    options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths, seed)
+    ready = prepare(see(q), see(k), see(v), see(dout), see_walk(plan, 0), see_walk(plan, 3), options)
+    statistics = torch.empty(*q.shape[:2], ready.n_padded, 2, dtype=torch.float32, device=q.device)
     if lse.numel() > 0:
-        rows = 32
-        statistics_kernel[(n_padded // rows, batch * heads)](
-            out_ptr=out, dout_ptr=dout, lse_ptr=lse, dlse_ptr=dlse, statistics_ptr=statistics,
-            dout_strides=dout.stride()[:3], n_heads=heads, q_len=q_len, n_padded=n_padded,
-            V_DIM=v_dim, DIM_V=dim_v, ROWS=rows, num_warps=4,
-        )  # fmt: skip
-    shared = {
-        "statistics_ptr": statistics,
-        "kv_lengths_ptr": kv_lengths,
-        "seed_ptr": device_seed(seed, q.device),
-        "q_strides": q.stride()[:3],
-        "k_strides": k.stride()[:3],
-        "v_strides": v.stride()[:3],
-        "dout_strides": dout.stride()[:3],
-        "q_len": q_len,
-        "kv_len": kv_len,
-        "n_padded": n_padded,
-        **fixed,
-    }
+        ready.statistics(out, dout, lse, dlse, statistics)
 
     @functools.cache
     def reference(name: str, rows: int) -> Any:
         tensor = {"q": q, "k": k, "v": v, "dout": dout}[name]
-        return describe(tensor, rows, dim if name in "qk" else dim_v) if tma else tensor
+        return describe(tensor, rows, ready.dim if name in "qk" else ready.dim_v)
 
-    def operands(chosen: Config) -> dict[str, Any]:
+    def operands(chosen: Config) -> tuple[Any, ...]:
+        if not ready.tma:
+            return q, k, v, dout
         sides = {"q": chosen.block_q, "k": chosen.block_kv, "v": chosen.block_kv, "dout": chosen.block_q}
-        return {f"{name}_ref": reference(name, rows) for name, rows in sides.items()}
+        return tuple(reference(name, rows) for name, rows in sides.items())
 
-    if dk.numel() + dv.numel() > 0:
-        chosen = config_keys(
-            max(dim, dim_v), q.element_size(), major=major, tma=tma, dropout=dropout_p > 0, shared_memory=shared_memory
-        )
-        n_lines = plan[3].shape[2] if plan else -(-kv_len // chosen.block_kv)
-        split = TILE_SIDE // chosen.block_kv if plan else 1
-        keys_kernel[(n_lines * split * batch * kv_heads,)](
-            **operands(chosen), **walk(plan, 3), **shared, **chosen.arguments, dk_ptr=dk, dv_ptr=dv,
-            n_heads=kv_heads, n_axes=batch * kv_heads, n_lines=n_lines, scale=abs(scale),
-        )  # fmt: skip
-    if dq.numel() > 0:
-        chosen = config_queries(
-            max(dim, dim_v), q.element_size(), major=major, tma=tma, dropout=dropout_p > 0, shared_memory=shared_memory
-        )
-        n_lines = plan[0].shape[2] if plan else -(-q_len // chosen.block_q)
-        split = TILE_SIDE // chosen.block_q if plan else 1
-        queries_kernel[(n_lines * split * batch * heads,)](
-            **operands(chosen), **walk(plan, 0), **shared, **chosen.arguments, dq_ptr=dq,
-            n_heads=heads, n_axes=batch * heads, n_lines=n_lines, scale=scale,
-        )  # fmt: skip
+    if ready.keys is not None:
+        ready.keys(*operands(ready.keys_config), statistics, *walk(plan, 3), kv_lengths, seed, dk, dv)
+    if ready.queries is not None:
+        ready.queries(*operands(ready.queries_config), statistics, *walk(plan, 0), kv_lengths, seed, dq)
     return dq, dk, dv

@@ -10,13 +10,28 @@ Knows: a plan's tensors, strides, launch configurations. Does not know: layouts,
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .launch import TILE as TILE_SIDE
-from .launch import Config, allows_tf32, constants, describe, device_limits, device_seed, walk, wants_descriptors
+from .launch import (
+    Config,
+    Launch,
+    Options,
+    Seen,
+    constants,
+    describe,
+    device_seed,
+    options_of,
+    see,
+    see_walk,
+    walk,
+    walk_strides,
+    wants_descriptors,
+)
 from .tile import (
     LN_2,
     TILE,
@@ -34,7 +49,6 @@ from .tile import (
 )
 
 
-@functools.cache
 def config(dim: int, element_size: int, *, major: int, tma: bool, dropout: bool, shared_memory: int) -> Config:
     """The launch table: dim is the larger padded head dimension.
 
@@ -163,6 +177,50 @@ def forward_kernel(
 # fmt: on
 
 
+class Prepared(NamedTuple):
+    """A launch, and what its tensors must look like."""
+
+    launch: Launch
+    chosen: Config
+    tma: bool
+    dim: int
+    dim_v: int
+
+
+@functools.lru_cache(maxsize=1024)
+def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], options: Options) -> Prepared:
+    """How a call on such tensors is launched."""
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
+    items, _ = walked
+    tma = wants_descriptors(options.major, q, k, v)
+    fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
+    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
+    chosen = config(
+        max(dim, dim_v),
+        q.dtype.itemsize,
+        major=options.major,
+        tma=tma,
+        dropout=options.dropout_p > 0,
+        shared_memory=options.shared_memory,
+    )
+    n_lines = items.shape[2] if items else -(-q_len // chosen.block_q)
+    split = TILE_SIDE // chosen.block_q if items else 1
+    rest = {
+        "q_strides": q.strides[:3],
+        "k_strides": k.strides[:3],
+        "v_strides": v.strides[:3],
+        "items_strides": walk_strides(items),
+        "n_heads": heads,
+        "n_axes": batch * heads,
+        "n_lines": n_lines,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        **fixed,
+        **chosen.arguments,
+    }
+    return Prepared(Launch(forward_kernel, (n_lines * split * batch * heads,), rest), chosen, tma, dim, dim_v)
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -175,48 +233,17 @@ def forward(
     dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous."""
-    batch, heads, q_len, head_dim = q.shape
-    kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
-    out = q.new_empty(batch, heads, q_len, v_dim)
+    batch, heads, q_len, _ = q.shape
+    out = q.new_empty(batch, heads, q_len, v.shape[3])
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    major, shared_memory = device_limits(q.device.index)
-    tma = wants_descriptors(major, q, k, v)
-    fixed = constants(
-        head_dim,
-        v_dim,
-        heads // kv_heads,
-        scale,
-        causal,
-        dropout_p,
-        tma,
-        allows_tf32(q.dtype),
-    )
-    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
-    chosen = config(
-        max(dim, dim_v), q.element_size(), major=major, tma=tma, dropout=dropout_p > 0, shared_memory=shared_memory
-    )
-    n_lines = plan[0].shape[2] if plan else -(-q_len // chosen.block_q)
-    split = TILE_SIDE // chosen.block_q if plan else 1
-    forward_kernel[(n_lines * split * batch * heads,)](
-        q_ref=describe(q, chosen.block_q, dim) if tma else q,
-        k_ref=describe(k, chosen.block_kv, dim) if tma else k,
-        v_ref=describe(v, chosen.block_kv, dim_v) if tma else v,
-        **walk(plan, 0),
-        kv_lengths_ptr=kv_lengths,
-        seed_ptr=device_seed(seed, q.device),
-        out_ptr=out,
-        lse_ptr=lse,
-        q_strides=q.stride()[:3],
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        n_heads=heads,
-        n_axes=batch * heads,
-        n_lines=n_lines,
-        q_len=q_len,
-        kv_len=kv_len,
-        **fixed,
-        **chosen.arguments,
-    )
+    seed = device_seed(seed, q.device)
+    options = options_of(q, scale, causal, dropout_p, kv_lengths, seed)
+    ready = prepare(see(q), see(k), see(v), see_walk(plan, 0), options)
+    refs: tuple[Any, ...] = (q, k, v)
+    if ready.tma:
+        block_q, block_kv = ready.chosen.block_q, ready.chosen.block_kv
+        refs = describe(q, block_q, ready.dim), describe(k, block_kv, ready.dim), describe(v, block_kv, ready.dim_v)
+    ready.launch(*refs, *walk(plan, 0), kv_lengths, seed, out, lse)
     return out, lse

@@ -6,8 +6,10 @@ Knows: torch tensors, Triton's descriptors. Does not know: what a kernel compute
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -55,23 +57,6 @@ def padded_dim(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def wants_descriptors(major: int, *tensors: torch.Tensor) -> bool:
-    """Whether the copy engine (TMA, sm90 and later) should read all of these (batch, heads, length, head_dim) tensors.
-
-    It can if they are 16-bit floats with an aligned base and strides that are positive multiples of 16 bytes. Making a
-    descriptor takes 6 microseconds on the host, which small tensors do not repay.
-    """
-    if major < 9 or tensors[0].numel() + tensors[1].numel() < WORTH_DESCRIBING:
-        return False
-    return all(
-        t.element_size() == 2
-        and t.data_ptr() % 16 == 0
-        and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(t.shape[:3], t.stride()[:3], strict=True))
-        and t.numel() > 0
-        for t in tensors
-    )
-
-
 def describe(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:
     """A descriptor which loads [rows, dim] of one head; past the end of a length or head_dim it reads zero."""
     strides = list(tensor.stride())
@@ -87,31 +72,100 @@ def allows_tf32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-@functools.lru_cache(maxsize=1024)
-def constants(
-    head_dim: int,
-    v_dim: int,
-    group: int,
-    scale: float,
-    causal: bool,
-    dropout_p: float,
-    tma: bool,
-    tf32: bool,
-) -> dict[str, Any]:
-    """The arguments of every kernel that do not change from call to call; read only.
+class Seen(NamedTuple):
+    """What a launch must know of a tensor besides its address."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_aligned: bool
+
+
+def see(tensor: torch.Tensor | None) -> Seen | None:
+    """The facts about a tensor, which Triton compiles for: hashable. None for none."""
+    if tensor is None:
+        return None
+    return Seen(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0)
+
+
+def wants_descriptors(major: int, *tensors: Seen) -> bool:
+    """Whether the copy engine (TMA, sm90 and later) should read all of these (batch, heads, length, head_dim) tensors.
+
+    It can if they are 16-bit floats with an aligned base and strides that are positive multiples of 16 bytes. Making a
+    descriptor takes 6 microseconds on the host, which small tensors do not repay.
+    """
+    if major < 9 or math.prod(tensors[0].shape) + math.prod(tensors[1].shape) < WORTH_DESCRIBING:
+        return False
+    return all(
+        t.dtype.itemsize == 2
+        and t.is_aligned
+        and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(t.shape[:3], t.strides[:3], strict=True))
+        and math.prod(t.shape) > 0
+        for t in tensors
+    )
+
+
+class Options(NamedTuple):
+    """What a launch must know besides q, k, v, dout and the plan; `others`, of further tensors, only tell calls apart."""
+
+    scale: float
+    causal: bool
+    dropout_p: float
+    tf32: bool
+    device: int | None
+    major: int
+    shared_memory: int
+    others: tuple[Seen | None, ...]
+
+
+def options_of(q: torch.Tensor, scale: float, causal: bool, dropout_p: float, *others: torch.Tensor | None) -> Options:
+    """The options of a call on q's type and device, with `others` among its tensors."""
+    index, seen = q.device.index, tuple(see(tensor) for tensor in others)
+    return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), seen)
+
+
+class Launch:
+    """One kernel, ready to launch on tensors of one kind.
+
+    kernel    a jitted function whose parameters are the tensors, then the rest
+    n_programs, rest   the grid, and everything but the tensors, by name
+
+    From the second call on the compiled kernel is called directly: Triton's own launch would look at each argument anew,
+    some 20 microseconds.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], rest: dict[str, Any]) -> None:
+        self._kernel, self._rest = kernel, rest
+        self._grid = (*grid, 1, 1)[:3]
+        self._run: Callable[..., None] | None = None
+        self._values = tuple(rest[name] for name in kernel.arg_names if name in rest)
+
+    def __call__(self, *tensors: Any) -> None:
+        if self._run is not None:
+            self._run(*tensors, *self._values)
+            return
+        compiled = self._kernel[self._grid](*tensors, **self._rest)
+        # the interpreter compiles nothing
+        if compiled is not None:
+            self._run = compiled[self._grid]
+
+
+def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options) -> dict[str, Any]:
+    """The arguments of every kernel that depend on neither lengths nor configuration.
 
     The scale is a positive base-2 factor and a sign, so that the maximum of raw scores can be scaled afterwards; scale 0
     multiplies the queries by 0 and the scores by 1.
     """
+    scale, dropout_p = options.scale, options.dropout_p
     return {
         "scale_log2": abs(scale) * LOG2_E if scale != 0 else 1.0,
         "threshold": min(round(dropout_p * 2**32), 2**32 - 1) - 2**31,
         "keep_scale": 1.0 / (1.0 - dropout_p),
         "SIGN": (scale > 0) - (scale < 0),
         "GROUP": group,
-        "CAUSAL": causal,
+        "CAUSAL": options.causal,
         "DROPOUT": dropout_p > 0.0,
-        "PRECISION": "tf32" if tf32 else "ieee",
+        "PRECISION": "tf32" if options.tf32 else "ieee",
         "TMA": tma,
         "HEAD_DIM": head_dim,
         "V_DIM": v_dim,
@@ -120,21 +174,24 @@ def constants(
     }
 
 
-def walk(plan: list[torch.Tensor], first: int) -> dict[str, Any]:
-    """One direction of a plan: its rows (first = 0) or its columns (3). An empty plan is dense."""
-    if not plan:
-        return {"items_ptr": None, "indices_ptr": None, "ids_ptr": None, "words_ptr": None, "items_strides": (0, 0)}
-    items = plan[first]
+def walk_strides(items: Seen | None) -> tuple[int, int]:
+    """(batch, head) strides of a plan's records; 0 along an axis that all share, or without a plan."""
+    if items is None:
+        return 0, 0
     batch, heads, _, _ = items.shape
-    stride_batch, stride_head, _, _ = items.stride()
-    return {
-        "items_ptr": items,
-        "indices_ptr": plan[first + 1],
-        "ids_ptr": plan[first + 2],
-        "words_ptr": plan[6],
-        # an axis that all heads or batches share
-        "items_strides": (stride_batch if batch > 1 else 0, stride_head if heads > 1 else 0),
-    }
+    return (items.strides[0] if batch > 1 else 0, items.strides[1] if heads > 1 else 0)
+
+
+def see_walk(plan: list[torch.Tensor], first: int) -> tuple[Seen | None, bool]:
+    """The facts about one direction of a plan: its records, and whether all of its tensors are aligned."""
+    if not plan:
+        return None, True
+    return see(plan[first]), all(tensor.data_ptr() % 16 == 0 for tensor in plan)
+
+
+def walk(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...]:
+    """items, indices, ids, words of one direction of a plan: its rows (first = 0) or its columns (3). Empty is dense."""
+    return (plan[first], plan[first + 1], plan[first + 2], plan[6]) if plan else (None,) * 4
 
 
 def device_seed(seed: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
