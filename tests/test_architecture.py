@@ -64,6 +64,27 @@ TABLE = {
     ),
     "blocksparse_flash/__init__.py": Arrows({f"{OURS}.functional", f"{OURS}.layout"}),
     "blocksparse_flash/nn.py": Arrows({TORCH, "einops", f"{OURS}.functional", f"{OURS}.layout"}),
+    "blocksparse_flash/interop/stored.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout"))}
+    ),
+    "blocksparse_flash/interop/kv_lists.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "interop.stored"))}
+    ),
+    **{
+        f"blocksparse_flash/interop/{peer}.py": Arrows(
+            {TORCH, *(f"{OURS}.{name}" for name in ("arguments", "layout", "interop.kv_lists", "interop.stored"))}
+        )
+        for peer in ("flex_attention", "flash_attention_4")
+    },
+    "blocksparse_flash/interop/__init__.py": Arrows(
+        {
+            f"{OURS}.interop.{name}"
+            for name in (
+                "flash_attention_4",
+                "flex_attention",
+            )
+        }
+    ),
     "masks/checks.py": Arrows({NUMPY, TORCH}),
     "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),
     "masks/butterfly.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks"}),
@@ -230,11 +251,22 @@ def modules_after(statement: str) -> set[str]:
     return set(said.stdout.split())
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
+@pytest.mark.parametrize("package", ["blocksparse_flash", "blocksparse_flash.interop"])
+def test_importing_the_package_loads_nothing_heavy(package: str) -> None:
     # what torch itself loads is not ours to say
-    added = modules_after("import blocksparse_flash") - modules_after("import torch, numpy, einops")
+    added = modules_after(f"import {package}") - modules_after("import torch, numpy, einops")
     assert "blocksparse_flash" in added
     assert not added & {"triton", "scipy", "matplotlib", "masks", "benchmarks", "networkx", "pandas"}
+
+
+def test_peers_formats_are_loaded_when_asked_for() -> None:
+    code = "import sys, blocksparse_flash; print([name for name in sys.modules if 'interop' in name or 'flex' in name])"
+    before = "import sys, torch; print([name for name in sys.modules if 'interop' in name or 'flex' in name])"
+    said = [
+        subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for run in (code, before)
+    ]
+    assert said[0] == said[1]
 
 
 # ---- names ----

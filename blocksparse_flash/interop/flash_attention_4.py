@@ -1,0 +1,125 @@
+"""How does a layout become the block-sparse tensors of FlashAttention-4 (flash_attn.cute), and they a layout?
+
+Knows the fields of its BlockSparseTensorsTorch, by name: flash_attn need not be installed. Must not know CuTe.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import arguments
+from ..layout import BlockLayout
+from .kv_lists import KvList, MaskMod, from_kv_lists, look_table, to_kv_lists
+from .stored import check_layout
+
+
+class BlockSparseTensors(NamedTuple):
+    """The fields of flash_attn.cute.block_sparsity.BlockSparseTensorsTorch: BlockSparseTensorsTorch(*tensors).
+
+    mask_block_cnt  int32 (batch | 1, heads | 1, n_rows): partial blocks of each row
+    mask_block_idx  int32 (batch | 1, heads | 1, n_rows, width): their cols, ascending; width is that of the longest row
+    full_block_cnt, full_block_idx  likewise, the full blocks
+    block_size      (block_q, block_kv)
+    """
+
+    mask_block_cnt: torch.Tensor
+    mask_block_idx: torch.Tensor
+    full_block_cnt: torch.Tensor | None = None
+    full_block_idx: torch.Tensor | None = None
+    cu_total_m_blocks: torch.Tensor | None = None
+    cu_block_idx_offsets: torch.Tensor | None = None
+    block_size: tuple[int, int] | None = None
+    dq_write_order: torch.Tensor | None = None
+    dq_write_order_full: torch.Tensor | None = None
+    spt: bool | None = None
+
+
+class FlashAttention4Mask(NamedTuple):
+    """What flash_attn.cute.flash_attn_func takes for one layout.
+
+    block_sparse_tensors      for the forward
+    block_sparse_tensors_bwd  for the backward, rows and cols exchanged. Without it FlashAttention-4 computes dense
+                              gradients, without an error
+    aux_tensors               [looks, bitmasks], what mask_mod needs; None if the layout has no partial blocks, when no
+                              mask_mod is needed either
+    """
+
+    block_sparse_tensors: BlockSparseTensors
+    block_sparse_tensors_bwd: BlockSparseTensors
+    aux_tensors: list[torch.Tensor] | None
+
+
+def to_flash_attention_4(layout: BlockLayout) -> FlashAttention4Mask:
+    """FlashAttention-4's block-sparse tensors of a layout, on its device, O(nnz) but for aux_tensors.
+
+    The pairs of partial blocks are decided by a mask_mod, a CuTe function which is yours to compile. With
+    looks, bitmasks = aux_tensors, int32 (batch | 1, heads | 1, n_rows, n_cols) and (distinct, block_q, words):
+
+        look = looks[b or 0, h or 0, q // block_q, kv // block_kv]          -1 full, -2 empty
+        attends = bitmasks[look, q % block_q, kv % block_kv // 32] >> (kv % block_kv % 32) & 1
+
+    `interop.kv_lists.mask_mod_of` is the same in torch. FlashAttention-4 limits block_size by GPU (sm90: block_kv is
+    its tile_n; sm100: block_q a multiple of 256), and says so itself.
+
+    returns  FlashAttention4Mask; a ragged last block in which all existing pairs attend is full
+    """
+    check_layout(layout)
+    has_partial = bool((layout.bitmask_ids[: layout.nnz] >= 0).any())
+    return FlashAttention4Mask(_tensors(layout), _tensors(layout.T), list(look_table(layout)) if has_partial else None)
+
+
+def _tensors(layout: BlockLayout) -> BlockSparseTensors:
+    partial, full = to_kv_lists(layout, ragged_is_full=True)
+    return BlockSparseTensors(*partial, *full, block_size=layout.block_size)
+
+
+def from_flash_attention_4(
+    tensors: Any,
+    q_len: int,
+    kv_len: int,
+    *,
+    mask_mod: MaskMod | None = None,
+    block_size: tuple[int, int] | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> BlockLayout:
+    """The layout of FlashAttention-4's forward block-sparse tensors, exact, on the host.
+
+    tensors     any object with the fields of BlockSparseTensors; block_sparse_tensors, not the _bwd ones
+    mask_mod    mask_mod(batch, head, q_pos, kv_pos) -> bool in torch, for single positions as FlexAttention's: what the
+                CuTe mask_mod computes. Needed if there are partial blocks
+    block_size  (block_q, block_kv), needed if tensors.block_size is None; multiples of 16
+    batch, heads  sizes for which mask_mod is evaluated; None: those of the lists
+    raises      ValueError for variable-length tensors, blocks named twice, and sizes that do not fit
+    """
+    for name in ("mask_block_cnt", "mask_block_idx"):
+        if getattr(tensors, name, None) is None:
+            raise TypeError(f"tensors must have mask_block_cnt and mask_block_idx, got {type(tensors).__name__}")
+    if getattr(tensors, "cu_total_m_blocks", None) is not None:
+        raise ValueError(
+            "tensors are of variable length (cu_total_m_blocks): convert each sequence by itself, "
+            "or describe the packed batch as one layout, with documents apart"
+        )
+    own_size = getattr(tensors, "block_size", None)
+    if own_size is not None and block_size is not None and tuple(own_size) != tuple(block_size):
+        raise ValueError(f"block_size must be that of the tensors, {tuple(own_size)}, or None, got {block_size}")
+    if own_size is None and block_size is None:
+        raise ValueError("block_size must be given, because tensors.block_size is None")
+    full = None
+    counts, cols = getattr(tensors, "full_block_cnt", None), getattr(tensors, "full_block_idx", None)
+    if (counts is None) != (cols is None):
+        raise ValueError("tensors must have both of full_block_cnt and full_block_idx, or neither")
+    if counts is not None and cols is not None:
+        full = KvList(counts, cols)
+    return from_kv_lists(
+        KvList(tensors.mask_block_cnt, tensors.mask_block_idx),
+        full,
+        ("mask_block_cnt, mask_block_idx", "full_block_cnt, full_block_idx"),
+        mask_mod,
+        q_len=arguments.length(q_len, "q_len"),
+        kv_len=arguments.length(kv_len, "kv_len"),
+        block_size=own_size if block_size is None else block_size,
+        axes=(batch, heads),
+    )

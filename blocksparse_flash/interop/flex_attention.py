@@ -1,0 +1,88 @@
+"""How does a layout become FlexAttention's BlockMask, and a BlockMask a layout?
+
+Knows torch.nn.attention.flex_attention.BlockMask, which it imports when called. Must not know kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import arguments
+from ..layout import BlockLayout
+from .kv_lists import KvList, from_kv_lists, mask_mod_of, to_kv_lists
+from .stored import check_layout
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def from_flex_attention(block_mask: BlockMask, *, batch: int | None = None, heads: int | None = None) -> BlockLayout:
+    """The layout of a FlexAttention BlockMask, exact, on the host.
+
+    What FlexAttention's compiled kernels compute: every pair of the full_kv_* blocks, and of the kv_* blocks those for
+    which mask_mod is true; mask_mod is evaluated there and nowhere else, on the mask's device.
+
+    block_mask   lists with 1 to 3 leading axes; BLOCK_SIZE multiples of 16 (sides above 256 are taken apart)
+    batch, heads  sizes for which mask_mod is evaluated; needed where it looks at batch or head although the lists are
+                  shared (size 1). None: those of the lists
+    returns      BlockLayout of shape (batch | 1, heads | 1, *seq_lengths)
+    raises       ValueError if BLOCK_SIZE is no multiple of 16, if a block is named twice, or for a sliced BlockMask,
+                 which has lost its mask_mod
+
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> causal = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu")
+    >>> from_flex_attention(causal).density
+    0.75
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask must be a flex_attention BlockMask, got {type(block_mask).__name__}")
+    if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise ValueError(
+            "block_mask has been sliced and lost its mask_mod: set block_mask.mask_mod to one that knows the slice, "
+            "or convert the whole mask and slice the layout"
+        )
+    q_len, kv_len = (arguments.length(int(length), "seq_lengths") for length in block_mask.seq_lengths)
+    full = None
+    if block_mask.full_kv_num_blocks is not None:
+        assert block_mask.full_kv_indices is not None
+        full = KvList(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return from_kv_lists(
+        KvList(block_mask.kv_num_blocks, block_mask.kv_indices),
+        full,
+        ("kv_num_blocks, kv_indices", "full_kv_num_blocks, full_kv_indices"),
+        block_mask.mask_mod,
+        q_len=q_len,
+        kv_len=kv_len,
+        block_size=block_mask.BLOCK_SIZE,
+        axes=(batch, heads),
+    )
+
+
+def to_flex_attention(layout: BlockLayout) -> BlockMask:
+    """The FlexAttention BlockMask of a layout, exact, on the layout's device.
+
+    Full blocks go to full_kv_*, partial and ragged ones to kv_*, as create_block_mask sorts them. mask_mod reads the
+    layout's bitmasks, and is right for every pair: FlexAttention without torch.compile asks it about all of them.
+    The format takes n_rows * n_cols numbers, partial and full, both directions; the layout takes O(nnz).
+
+    layout   any; batch and head axes of size 1 stay shared
+    returns  BlockMask with BLOCK_SIZE = layout.block_size. FlexAttention's kernels may want multiples of their own
+             tile, 128 as a rule, which is theirs to say
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    check_layout(layout)
+    if not layout.q_len or not layout.kv_len:
+        raise ValueError(f"layout must have queries and keys for FlexAttention, got {layout.q_len} x {layout.kv_len}")
+    partial, full = to_kv_lists(layout, ragged_is_full=False, width=layout.n_cols)
+    return BlockMask.from_kv_blocks(
+        partial.counts,
+        partial.cols,
+        full.counts,
+        full.cols,
+        BLOCK_SIZE=layout.block_size,
+        mask_mod=mask_mod_of(layout),
+        seq_lengths=(layout.q_len, layout.kv_len),
+    )
