@@ -67,6 +67,7 @@ TABLE = {
     "blocksparse_flash/interop/stored.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout"))}
     ),
+    "blocksparse_flash/interop/runs.py": Arrows({NUMPY, f"{OURS}.blocks", f"{OURS}.layout", f"{OURS}.interop.stored"}),
     "blocksparse_flash/interop/kv_lists.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "interop.stored"))}
     ),
@@ -76,12 +77,24 @@ TABLE = {
         )
         for peer in ("flex_attention", "flash_attention_4")
     },
+    **{
+        f"blocksparse_flash/interop/{peer}.py": Arrows(
+            {
+                NUMPY,
+                TORCH,
+                *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "interop.runs", "interop.stored")),
+            }
+        )
+        for peer in ("flashmask", "magi")
+    },
     "blocksparse_flash/interop/__init__.py": Arrows(
         {
             f"{OURS}.interop.{name}"
             for name in (
                 "flash_attention_4",
+                "flashmask",
                 "flex_attention",
+                "magi",
             )
         }
     ),

@@ -1,0 +1,154 @@
+"""How does a layout become MagiAttention's slices (q_ranges, k_ranges, attn_type_map), and they a layout?
+
+A slice is a rectangle of queries [q0, q1) and keys [k0, k1) of which a type leaves a part (MagiAttention, AttnSlice):
+
+    0 full        1 causal      2 inverse     3 both
+    1 1 1 1       1 1 0 0       1 1 1 1       1 1 0 0        query q sees the keys k with
+    1 1 1 1       1 1 1 0       0 1 1 1       0 1 1 0        causal   k - k1 <= q - q1, aligned bottom-right
+    1 1 1 1       1 1 1 1       0 0 1 1       0 0 1 1        inverse  k - k0 >= q - q0, aligned top-left
+
+One mask serves all batches and heads. Knows runs. Must not know kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .. import arguments, blocks
+from ..blocks import Array, Size
+from ..layout import BlockLayout
+from .runs import Runs, layout_of_runs, merged, runs_of
+from .stored import check_layout, host
+
+_FULL, _CAUSAL, _INVERSE, _BOTH = range(4)
+# how far a run's first key and its end move from one query to the next, by type
+_STEPS = {_FULL: (0, 0), _CAUSAL: (0, 1), _INVERSE: (1, 0), _BOTH: (1, 1)}
+
+
+class MagiSlices(NamedTuple):
+    """Arguments of flex_flash_attn_func, int32: q_ranges (n, 2), k_ranges (n, 2), attn_type_map (n,)."""
+
+    q_ranges: torch.Tensor
+    k_ranges: torch.Tensor
+    attn_type_map: torch.Tensor
+
+
+def from_magi(
+    q_ranges: Any,
+    k_ranges: Any,
+    attn_type_map: Any,
+    q_len: int,
+    kv_len: int,
+    *,
+    block_size: int | Size,
+) -> BlockLayout:
+    """The layout of MagiAttention's slices: their union, exact, on the host.
+
+    MagiAttention's kernels add slices up: a pair in two of them counts twice there, and once here, where a pair attends
+    or does not. Slices that share no pair mean the same in both.
+
+    q_ranges, k_ranges  integers (n, 2), tensors or lists: [start, end) of each slice
+    attn_type_map  integers (n,): 0 full, 1 causal, 2 inverse causal, 3 both; None: all full
+    block_size     tokens per side of a block of the layout
+    returns        BlockLayout of shape (1, 1, q_len, kv_len), in time O(queries of all slices + nnz)
+    """
+    q_len, kv_len = arguments.length(q_len, "q_len"), arguments.length(kv_len, "kv_len")
+    sides = arguments.sides(block_size)
+    q0, q1 = _read_ranges(q_ranges, "q_ranges", q_len, "q_len")
+    k0, k1 = _read_ranges(k_ranges, "k_ranges", kv_len, "kv_len")
+    kinds = np.zeros_like(q0) if attn_type_map is None else arguments.integers(attn_type_map, "attn_type_map")
+    if not len(q0) == len(k0) == len(kinds):
+        raise ValueError(
+            "q_ranges, k_ranges and attn_type_map must have one entry for each slice, "
+            f"got {len(q0)}, {len(k0)} and {len(kinds)}"
+        )
+    arguments.check_range(kinds, 4, "attn_type_map", "4")
+    heights = q1 - q0
+    which = np.repeat(np.arange(len(q0)), heights)
+    lines = blocks.ranges(q0, heights)
+    first, stop = k0[which], k1[which]
+    ends_late, begins_late = np.isin(kinds, (_CAUSAL, _BOTH))[which], np.isin(kinds, (_INVERSE, _BOTH))[which]
+    stop = stop - np.where(ends_late, q1[which] - 1 - lines, 0)
+    first = first + np.where(begins_late, lines - q0[which], 0)
+    return layout_of_runs(merged(lines, first, stop, kv_len), (1, 1), q_len=q_len, kv_len=kv_len, block_size=sides)
+
+
+def _read_ranges(ranges: Any, name: str, limit: int, limit_name: str) -> tuple[Array, Array]:
+    """(starts, ends), int64 (n,) each."""
+    array = host(ranges) if isinstance(ranges, torch.Tensor) else np.asarray(ranges)
+    if not array.size:
+        array = np.zeros((0, 2), np.int64)
+    if array.dtype.kind not in "iu" or array.ndim != 2 or array.shape[1] != 2:
+        raise ValueError(f"{name} must be integers (n, 2), [start, end) each, got {array.dtype} {array.shape}")
+    array = array.astype(np.int64)
+    wrong = (array[:, 0] < 0) | (array[:, 1] < array[:, 0]) | (array[:, 1] > limit)
+    if wrong.any():
+        where = int(wrong.argmax())
+        raise ValueError(
+            f"{name} must have 0 <= start <= end <= {limit_name} = {limit}, got {array[where].tolist()} at {where}"
+        )
+    return array[:, 0], array[:, 1]
+
+
+def to_magi(layout: BlockLayout, *, max_slices: int = 65536) -> MagiSlices:
+    """Slices whose union is the layout, on its device; no pair lies in two of them.
+
+    Every query's runs of keys are followed from query to query as far as they keep one of the four types, the longest
+    chains first: exact, few for windows, documents and causal masks, not always the fewest.
+
+    layout      one mask for all: batch and head axes of size 1
+    max_slices  refuse a layout that would need more; MagiAttention's time grows with them
+    raises      ValueError if the layout has several heads or batches, or needs more slices
+    """
+    check_layout(layout)
+    limit = arguments.integer(max_slices, "max_slices")
+    if layout.shape[:2] != (1, 1):
+        raise ValueError(
+            f"layout must be shared by all batches and heads, which MagiAttention's slices are, got (batch, heads) "
+            f"{layout.shape[:2]}: convert one head at a time, and pack a batch as documents of one sequence"
+        )
+    runs = runs_of(layout)
+    kinds = _longest_kind(runs)
+    order, begins = _chains(runs, kinds)
+    if len(begins) > limit:
+        raise ValueError(
+            f"layout needs {len(begins)} slices, more than max_slices = {limit}: MagiAttention is made for few large "
+            "slices. Raise max_slices, or use attention() of this library"
+        )
+    first, last = order[begins], order[np.append(begins, len(order))[1:] - 1]
+    # a causal part ends with its last query, an inverse one begins with its first
+    slices = (
+        np.stack([runs.lines[first], runs.lines[last] + 1], axis=1),
+        np.stack([runs.first[first], runs.stop[last]], axis=1),
+        np.where(first == last, _FULL, kinds[first]),
+    )
+    by_query = np.lexsort((slices[1][:, 0], slices[0][:, 0]))
+    return MagiSlices(*(torch.from_numpy(array[by_query].astype(np.int32)).to(layout.device) for array in slices))
+
+
+def _chains(runs: Runs, kinds: Array) -> tuple[Array, Array]:
+    """(order, begins): runs in the order of chains, and where in that order each chain begins.
+
+    A chain is runs of one kind in consecutive queries, each moved by the kind's steps from the one before.
+    """
+    steps = np.array([_STEPS[kind] for kind in range(4)])[kinds]
+    first, stop = runs.first - steps[:, 0] * runs.lines, runs.stop - steps[:, 1] * runs.lines
+    order = np.lexsort((runs.lines, stop, first, kinds))
+    begins = np.ones(len(order), np.bool_)
+    begins[1:] = runs.lines[order[1:]] != runs.lines[order[:-1]] + 1
+    for values in (kinds, first, stop):
+        begins[1:] |= values[order[1:]] != values[order[:-1]]
+    return order, np.flatnonzero(begins)
+
+
+def _longest_kind(runs: Runs) -> Array:
+    """For each run the type in which it belongs to the longest chain; the lowest of equals."""
+    lengths = np.zeros((4, len(runs.lines)), np.int64)
+    for kind in _STEPS:
+        order, begins = _chains(runs, np.full(len(runs.lines), kind))
+        counts = np.diff(np.append(begins, len(order)))
+        lengths[kind, order] = np.repeat(counts, counts)
+    return lengths.argmax(axis=0)

@@ -1,0 +1,168 @@
+"""Which keys does each query see, as runs of consecutive tokens, and which layout do such runs describe?
+
+Knows runs, layouts and their blocks. Must not know any peer's format. Keys and queries change places by `layout.T`.
+
+    query 0 | 1 1 0 0 1 |  ->  runs [0, 2) and [4, 5)
+
+Time and memory grow with the runs and the stored blocks, never with q_len * kv_len.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import blocks
+from ..blocks import EMPTY, FULL, Array, Size
+from ..layout import BlockLayout
+from .stored import layout_of, stored
+
+# pairs held at once while bits are drawn: some tens of megabytes
+_PAIRS_AT_ONCE = 1 << 24
+
+
+class Runs(NamedTuple):
+    """Keys first .. stop - 1 of line = lead * q_len + q_pos, int64 (n,) each.
+
+    Ascending by (line, first); the runs of a line neither overlap nor touch, and none is empty.
+    """
+
+    lines: Array
+    first: Array
+    stop: Array
+
+
+def merged(lines: Array, first: Array, stop: Array, length: int) -> Runs:
+    """Runs of the union of intervals in any order; length is the number of keys. Empty ones (stop <= first) go."""
+    there = stop > first
+    if not there.all():
+        lines, first, stop = lines[there], first[there], stop[there]
+    # a gap of 1 between lines keeps the end of one from touching the start of the next
+    starts = lines * (length + 1) + first
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], (lines * (length + 1) + stop)[order]
+    if not len(starts):
+        return Runs(starts, starts, starts)
+    reach = np.maximum.accumulate(ends)
+    begins = np.append(True, starts[1:] > reach[:-1])
+    where = np.flatnonzero(begins)
+    last = np.append(where[1:], len(starts)) - 1
+    lines, first = np.divmod(starts[where], length + 1)
+    return Runs(lines, first, reach[last] - lines * (length + 1))
+
+
+# --------------------------------------------------------------------------------------------------- layout -> runs
+
+
+def runs_of(layout: BlockLayout) -> Runs:
+    """The runs of a layout. Neighbouring full blocks are joined before they are taken apart into queries."""
+    found = stored(layout)
+    q_len, kv_len, (block_q, block_kv) = layout.q_len, layout.kv_len, layout.block_size
+    flat_rows, is_full = found.leads * layout.n_rows + found.rows, found.is_full
+    spans = merged(flat_rows[is_full], found.cols[is_full], found.cols[is_full] + 1, layout.n_cols)
+    leads, rows = np.divmod(spans.lines, max(layout.n_rows, 1))
+    heights = np.minimum(block_q, q_len - rows * block_q)
+    full_lines = blocks.ranges(leads * q_len + rows * block_q, heights)
+    full_first = np.repeat(spans.first * block_kv, heights)
+    full_stop = np.repeat(np.minimum(spans.stop * block_kv, kv_len), heights)
+
+    # runs of each distinct bitmask, then of each block that looks so
+    masks, queries, first, stop = _runs_of_bitmasks(found.bitmasks, block_kv)
+    bounds = np.searchsorted(masks, np.arange(len(found.bitmasks) + 1))
+    partial = np.flatnonzero(~is_full)
+    counts = np.diff(bounds)[found.ids[partial]]
+    source = blocks.ranges(bounds[found.ids[partial]], counts)
+    lines = np.repeat((found.leads * q_len + found.rows * block_q)[partial], counts) + queries[source]
+    origin = np.repeat(found.cols[partial] * block_kv, counts)
+    return merged(
+        np.concatenate([full_lines, lines]),
+        np.concatenate([full_first, origin + first[source]]),
+        np.concatenate([full_stop, origin + stop[source]]),
+        kv_len,
+    )
+
+
+def _runs_of_bitmasks(bitmasks: Array, block_kv: int) -> tuple[Array, Array, Array, Array]:
+    """(bitmask, query, first, stop) of every run in bitmasks, ascending."""
+    found: list[tuple[Array, ...]] = [(np.zeros(0, np.int64),) * 4]
+    for part in _chunks(len(bitmasks), bitmasks.shape[1] * block_kv):
+        bits = np.pad(blocks.unpack(bitmasks[part], block_kv), ((0, 0), (0, 0), (1, 1))).view(np.int8)
+        steps = np.diff(bits)
+        mask, query, first = np.nonzero(steps == 1)
+        found.append((mask + part.start, query, first, np.nonzero(steps == -1)[2]))
+    masks, queries, first, stop = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    return masks, queries, first, stop
+
+
+def _chunks(count: int, pairs_each: int) -> Iterator[slice]:
+    step = max(1, _PAIRS_AT_ONCE // max(1, pairs_each))
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+# --------------------------------------------------------------------------------------------------- runs -> layout
+
+
+def layout_of_runs(runs: Runs, axes: Size, *, q_len: int, kv_len: int, block_size: Size) -> BlockLayout:
+    """The layout of runs, on the host; axes: (batch, heads)."""
+    n_rows, n_cols = blocks.grid(q_len, kv_len, block_size)
+    block_q, block_kv = block_size
+    leads, q_pos = np.divmod(runs.lines, max(q_len, 1))
+    flat_rows = leads * n_rows + q_pos // block_q
+    # blocks in which some pair attends
+    spans = merged(flat_rows, runs.first // block_kv, (runs.stop - 1) // block_kv + 1, n_cols)
+    keys = blocks.ranges(spans.lines * n_cols + spans.first, spans.stop - spans.first)
+    looks = np.full(len(keys), EMPTY, np.int64)
+    looks[np.searchsorted(keys, _full_keys(runs, flat_rows, q_len, kv_len, block_size))] = FULL
+    partial = np.flatnonzero(looks == EMPTY)
+    gathering = blocks.Gathering(blocks.existing(q_len, kv_len, block_size))
+    kinds = blocks.edge_kinds(keys[partial], q_len=q_len, kv_len=kv_len, block_size=block_size)
+    for part in _chunks(len(partial), block_q * (block_kv + 1)):
+        gathering.add(_drawn(keys[partial[part]], runs, flat_rows, q_pos % block_q, n_cols, block_size), kinds[part])
+    looks[partial], words = gathering.looks()
+    return layout_of(keys, looks, words, axes, q_len=q_len, kv_len=kv_len, block_size=block_size)
+
+
+def _full_keys(runs: Runs, flat_rows: Array, q_len: int, kv_len: int, block_size: Size) -> Array:
+    """The blocks which a run of every one of their queries crosses from side to side, ascending; no ragged last col."""
+    n_rows, n_cols = blocks.grid(q_len, kv_len, block_size)
+    first = -(-runs.first // block_size[1])
+    stop = runs.stop // block_size[1]
+    crossed = stop > first
+    rows = flat_rows[crossed] * (n_cols + 1)
+    # +1 where a query begins to cross, -1 where it ends: full where the sum is the height of the row
+    places = np.concatenate([rows + first[crossed], rows + stop[crossed]])
+    changes = np.repeat([1, -1], len(rows))
+    order = np.argsort(places, kind="stable")
+    places, crossing = places[order], np.cumsum(changes[order])
+    if not len(places):
+        return places
+    # after all changes at one place
+    last = np.flatnonzero(np.append(places[1:] != places[:-1], True))
+    begins, crossing = places[last], crossing[last]
+    ends = np.append(begins[1:], begins[-1])
+    rows, cols = np.divmod(begins, n_cols + 1)
+    heights = np.minimum(block_size[0], q_len - rows % n_rows * block_size[0])
+    is_full = crossing == heights
+    return blocks.ranges((rows * n_cols + cols)[is_full], (ends - begins)[is_full])
+
+
+def _drawn(keys: Array, runs: Runs, flat_rows: Array, queries: Array, n_cols: int, block_size: Size) -> Array:
+    """The bitmasks of some blocks, ascending by key, uint32 (blocks, block_q, words)."""
+    block_q, block_kv = block_size
+    steps = np.zeros((len(keys), block_q, block_kv + 1), np.int8)
+    # runs ascend, so those of the rows of these blocks lie together
+    begin, end = np.searchsorted(flat_rows, [keys[0] // n_cols, keys[-1] // n_cols + 1])
+    here = slice(int(begin), int(end))
+    rows, first, stop = flat_rows[here] * n_cols, runs.first[here], runs.stop[here]
+    low = np.searchsorted(keys, rows + first // block_kv)
+    high = np.searchsorted(keys, rows + (stop - 1) // block_kv, side="right")
+    counts = high - low
+    block, run = blocks.ranges(low, counts), np.repeat(np.arange(len(low)), counts)
+    origin = keys[block] % n_cols * block_kv
+    query = queries[here][run]
+    # the runs of a query do not touch, so no two begin, or end, at one place
+    steps[block, query, np.maximum(first[run] - origin, 0)] += 1
+    steps[block, query, np.minimum(stop[run] - origin, block_kv)] -= 1
+    return blocks.pack(np.cumsum(steps, axis=2, dtype=np.int8)[:, :, :block_kv].view(np.bool_))
