@@ -77,6 +77,14 @@ TABLE = {
         )
         for peer in ("flex_attention", "flash_attention_4")
     },
+    "blocksparse_flash/interop/bsr.py": Arrows(
+        {
+            NUMPY,
+            TORCH,
+            *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "interop.runs", "interop.stored")),
+        },
+        {"scipy"},
+    ),
     **{
         f"blocksparse_flash/interop/{peer}.py": Arrows(
             {
@@ -91,6 +99,7 @@ TABLE = {
         {
             f"{OURS}.interop.{name}"
             for name in (
+                "bsr",
                 "flash_attention_4",
                 "flashmask",
                 "flex_attention",

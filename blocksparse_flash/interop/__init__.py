@@ -4,6 +4,17 @@ Each function keeps a mask bit for bit, or refuses with a ValueError that says w
 `import blocksparse_flash` does not load this package, and this package loads no peer.
 """
 
+from .bsr import (
+    FlashInferBsr,
+    from_flashinfer,
+    from_scipy_bsr,
+    from_scipy_csr,
+    from_torch_sparse,
+    to_flashinfer,
+    to_scipy_bsr,
+    to_scipy_csr,
+    to_torch_sparse,
+)
 from .flash_attention_4 import BlockSparseTensors, FlashAttention4Mask, from_flash_attention_4, to_flash_attention_4
 from .flashmask import from_flashmask, to_flashmask
 from .flex_attention import from_flex_attention, to_flex_attention
@@ -12,13 +23,22 @@ from .magi import MagiSlices, from_magi, to_magi
 __all__ = [
     "BlockSparseTensors",
     "FlashAttention4Mask",
+    "FlashInferBsr",
     "MagiSlices",
     "from_flash_attention_4",
+    "from_flashinfer",
     "from_flashmask",
     "from_flex_attention",
     "from_magi",
+    "from_scipy_bsr",
+    "from_scipy_csr",
+    "from_torch_sparse",
     "to_flash_attention_4",
+    "to_flashinfer",
     "to_flashmask",
     "to_flex_attention",
     "to_magi",
+    "to_scipy_bsr",
+    "to_scipy_csr",
+    "to_torch_sparse",
 ]
