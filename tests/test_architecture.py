@@ -95,10 +95,14 @@ TABLE = {
         )
         for peer in ("flashmask", "magi")
     },
+    "blocksparse_flash/interop/block_masks.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "interop.stored"))}
+    ),
     "blocksparse_flash/interop/__init__.py": Arrows(
         {
             f"{OURS}.interop.{name}"
             for name in (
+                "block_masks",
                 "bsr",
                 "flash_attention_4",
                 "flashmask",

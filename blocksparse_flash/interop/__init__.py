@@ -4,6 +4,15 @@ Each function keeps a mask bit for bit, or refuses with a ValueError that says w
 `import blocksparse_flash` does not load this package, and this package loads no peer.
 """
 
+from .block_masks import (
+    BlockSparseAttentionMask,
+    from_block_sparse_attention,
+    from_deepspeed,
+    from_xformers,
+    to_block_sparse_attention,
+    to_deepspeed,
+    to_xformers,
+)
 from .bsr import (
     FlashInferBsr,
     from_flashinfer,
@@ -21,10 +30,13 @@ from .flex_attention import from_flex_attention, to_flex_attention
 from .magi import MagiSlices, from_magi, to_magi
 
 __all__ = [
+    "BlockSparseAttentionMask",
     "BlockSparseTensors",
     "FlashAttention4Mask",
     "FlashInferBsr",
     "MagiSlices",
+    "from_block_sparse_attention",
+    "from_deepspeed",
     "from_flash_attention_4",
     "from_flashinfer",
     "from_flashmask",
@@ -33,6 +45,9 @@ __all__ = [
     "from_scipy_bsr",
     "from_scipy_csr",
     "from_torch_sparse",
+    "from_xformers",
+    "to_block_sparse_attention",
+    "to_deepspeed",
     "to_flash_attention_4",
     "to_flashinfer",
     "to_flashmask",
@@ -41,4 +56,5 @@ __all__ = [
     "to_scipy_bsr",
     "to_scipy_csr",
     "to_torch_sparse",
+    "to_xformers",
 ]

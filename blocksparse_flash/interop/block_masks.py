@@ -1,0 +1,229 @@
+"""How does a layout become a mask over whole blocks, for Block-Sparse-Attention, DeepSpeed or xFormers, and back?
+
+Knows three conventions of one array, rows of queries down and cols of keys across, nonzero where a block attends:
+    MIT Block-Sparse-Attention  base_blockmask bool (batch, sparse heads, n_rows, n_cols), blocks of 128, and a type for
+                                each head
+    DeepSpeed                   SparsityConfig.make_layout: int64 (heads, n, n), on the CPU
+    xFormers                    layout of BlockSparseAttention: int64 (heads, n, n), with causal as a flag
+None of them knows partial blocks; a causal flag cuts those on the diagonal. Must not know kernels.
+xFormers' patterns, bool (N, N), are what `BlockLayout.from_dense` reads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .. import arguments, blocks
+from ..blocks import Array, Size
+from ..layout import BlockLayout
+from .stored import block_mask_of, causal_part, check_layout, check_zeros_and_ones, host
+
+# Block-Sparse-Attention's only block size
+_MIT_BLOCK = 128
+_DENSE, _STREAMING, _SPARSE = 0, -1, 1
+
+
+# -------------------------------------------------------------------------------------------- Block-Sparse-Attention
+
+
+class BlockSparseAttentionMask(NamedTuple):
+    """Arguments of block_sparse_attn_func: base_blockmask bool (batch, heads, n_rows, n_cols), head_mask_type int32."""
+
+    base_blockmask: torch.Tensor
+    head_mask_type: torch.Tensor
+
+
+def to_block_sparse_attention(
+    layout: BlockLayout, *, batch: int | None = None, heads: int | None = None, causal: bool = False
+) -> BlockSparseAttentionMask:
+    """The masks of MIT's Block-Sparse-Attention, every head of type 1 (block-sparse), on the layout's device.
+
+    batch, heads  sizes of the call, if the layout shares an axis: that package broadcasts neither. None: the layout's
+    causal        the flag is_causal of the call; True: the layout must be whole blocks cut by the diagonal
+    raises        ValueError naming the first block of 128 x 128 tokens that attends in part
+    """
+    mask = block_mask_of(layout, (_MIT_BLOCK, _MIT_BLOCK), "Block-Sparse-Attention", causal=causal)
+    shape = []
+    for size, asked, name in zip(mask.shape[:2], (batch, heads), ("batch", "heads"), strict=True):
+        wanted = size if asked is None else arguments.axis(asked, name)
+        if size not in (1, wanted):
+            raise ValueError(f"{name} must be that of the layout, {size}, or None, got {asked}")
+        shape.append(wanted)
+    base = np.array(np.broadcast_to(mask, (*shape, *mask.shape[2:])), order="C")
+    types = torch.full((shape[1],), _SPARSE, dtype=torch.int32, device=layout.device)
+    return BlockSparseAttentionMask(torch.from_numpy(base).to(layout.device), types)
+
+
+def from_block_sparse_attention(
+    base_blockmask: torch.Tensor | None,
+    head_mask_type: torch.Tensor | list[int],
+    q_len: int,
+    kv_len: int,
+    *,
+    streaming_info: torch.Tensor | list[int] | None = None,
+    causal: bool = False,
+    exact_streaming: bool = False,
+) -> BlockLayout:
+    """The layout of one call of MIT's Block-Sparse-Attention, exact, on the host, in blocks of 128.
+
+    Each head has a type: 0 attends to everything, 1 to the next mask of base_blockmask (the second head of type 1 has
+    base_blockmask[:, 1]), -1 to `sink` blocks at the start and `local` ones at the end: up to the row's diagonal if
+    causal, the last of all keys if not. With exact_streaming, sink and local are tokens: key j is seen by query i if
+    j < sink or i + kv_len - q_len - j < local.
+
+    base_blockmask   bool (batch, heads of type 1, ceil(q_len / 128), ceil(kv_len / 128)); None: no head is of type 1
+    head_mask_type   int (heads,): 0, 1 or -1
+    q_len, kv_len    tokens of every sequence; convert sequences of other lengths (cu_seqlens) by themselves
+    streaming_info   int (2 * heads,): sink, local of each head; needed if a head is of type -1
+    causal           is_causal of the call, aligned at the ends; exact_streaming wants it
+    """
+    q_len, kv_len = arguments.length(q_len, "q_len"), arguments.length(kv_len, "kv_len")
+    types = arguments.integers(head_mask_type, "head_mask_type")
+    strange = ~np.isin(types, (_DENSE, _STREAMING, _SPARSE))
+    if strange.any() or not len(types):
+        raise ValueError(
+            "head_mask_type must be 0 (dense), 1 (block-sparse) or -1 (streaming) for each head, "
+            f"got {types.tolist()}: block-sparse heads take the masks of base_blockmask in turn"
+        )
+    if exact_streaming and not causal:
+        raise ValueError("exact_streaming must come with causal=True, as Block-Sparse-Attention demands")
+    grid = blocks.grid(q_len, kv_len, (_MIT_BLOCK, _MIT_BLOCK))
+    sparse = _read_base(base_blockmask, int((types == _SPARSE).sum()), grid)
+    info = _read_streaming(streaming_info, types)
+
+    mask = np.zeros((sparse.shape[0], len(types), *grid), np.bool_)
+    mask[:, types == _DENSE] = True
+    mask[:, types == _SPARSE] = sparse
+    for head in np.flatnonzero(types == _STREAMING):
+        # tokens are cut out below, from all blocks that may hold some: `local` of them reach into two more than they fill
+        sink, local = (-(-info[head] // _MIT_BLOCK) + [0, 2]) if exact_streaming else info[head]
+        mask[:, head] = _streaming(int(sink), int(local), q_len, kv_len, grid, causal)
+    layout = BlockLayout.from_block_mask(mask, q_len, kv_len, block_size=_MIT_BLOCK)
+    if causal:
+        layout = causal_part(layout)
+    if not (exact_streaming and (types == _STREAMING).any()):
+        return layout
+    sinks, locals_ = (torch.from_numpy(np.where(types == _STREAMING, info[:, i], kv_len + q_len)) for i in range(2))
+    return BlockLayout.from_predicate(
+        lambda batch, head, q_pos, kv_pos: (kv_pos < sinks[head]) | (q_pos + kv_len - q_len - kv_pos < locals_[head]),
+        q_len,
+        kv_len,
+        block_size=_MIT_BLOCK,
+        within=layout,
+        batch=layout.shape[0],
+        heads=layout.shape[1],
+    )
+
+
+def _read_base(base: torch.Tensor | None, n_sparse: int, grid: Size) -> Array:
+    """bool (batch, block-sparse heads, n_rows, n_cols)."""
+    if base is None:
+        if n_sparse:
+            raise ValueError(f"base_blockmask must be given: {n_sparse} heads are of type 1")
+        return np.zeros((1, 0, *grid), np.bool_)
+    if not isinstance(base, torch.Tensor):
+        raise TypeError(f"base_blockmask must be a torch.Tensor, got {type(base).__name__}")
+    array = host(base)
+    if array.ndim != 4 or array.shape[1:] != (n_sparse, *grid) or not len(array):
+        raise ValueError(
+            f"base_blockmask must have shape (batch, {n_sparse} heads of type 1, {grid[0]}, {grid[1]}), "
+            f"got {array.shape}"
+        )
+    check_zeros_and_ones(array, "base_blockmask")
+    return array != 0
+
+
+def _read_streaming(info: torch.Tensor | list[int] | None, types: Array) -> Array:
+    """int64 (heads, 2): sink and local of each head."""
+    if info is None:
+        if (types == _STREAMING).any():
+            raise ValueError("streaming_info must be given: sink and local of each head, some of which are of type -1")
+        return np.zeros((len(types), 2), np.int64)
+    pairs = arguments.integers(info, "streaming_info")
+    if len(pairs) != 2 * len(types) or (pairs < 0).any():
+        raise ValueError(
+            f"streaming_info must hold sink and local, not negative, for each of {len(types)} heads, got {pairs.tolist()}"
+        )
+    return pairs.reshape(-1, 2)
+
+
+def _streaming(sink: int, local: int, q_len: int, kv_len: int, grid: Size, causal: bool) -> Array:
+    """bool (n_rows, n_cols): the blocks of a streaming head, counted as Block-Sparse-Attention counts them."""
+    row, col = np.arange(grid[0])[:, None], np.arange(grid[1])
+    ends = np.full_like(row, grid[1])
+    if causal:
+        # blocks of keys before the first query, and rows of queries before the first key, which the diagonal masks
+        ends = -(-max(kv_len - q_len, 0) // _MIT_BLOCK) + 1 + row - max(q_len - kv_len, 0) // _MIT_BLOCK
+    return (col < sink) | ((col >= ends - local) & (col < ends))
+
+
+# ------------------------------------------------------------------------------------------- DeepSpeed and xFormers
+
+
+def from_deepspeed(sparsity_layout: torch.Tensor, *, block: int) -> BlockLayout:
+    """The layout of a DeepSpeed SparsityConfig.make_layout(seq_len), exact: whole blocks, shape (1, heads, L, L).
+
+    A config with attention="unidirectional" leaves out blocks above the diagonal, no pairs inside one: what DeepSpeed
+    computes unless it gets an attn_mask too. `layout & masks.causal(...)` is the token-exact one.
+
+    sparsity_layout  (heads, n, n) of 0 and 1
+    block            tokens per side of a block, config.block
+    """
+    return _from_square(sparsity_layout, block, "block")
+
+
+def to_deepspeed(layout: BlockLayout, *, block: int | None = None) -> torch.Tensor:
+    """DeepSpeed's int64 (heads, n, n) layout tensor of a layout, on the CPU, where DeepSpeed wants it.
+
+    block    tokens per side; None: the layout's block size, which must be square
+    raises   ValueError if a block attends in part, or the layout is rectangular, ragged or has a batch axis
+    """
+    return _to_square(layout, block, "DeepSpeed", causal=False)
+
+
+def from_xformers(sparsity_layout: torch.Tensor, *, block_size: int, causal: bool = False) -> BlockLayout:
+    """The layout of xFormers' BlockSparseAttention(layout, block_size, causal=causal): shape (1, heads, L, L).
+
+    sparsity_layout  (heads, n, n) of 0 and 1, as pattern_to_layout gives it
+    causal           True: pairs above the diagonal are masked inside the blocks as well
+    """
+    layout = _from_square(sparsity_layout, block_size, "block_size")
+    return causal_part(layout) if causal else layout
+
+
+def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: bool = False) -> torch.Tensor:
+    """xFormers' int64 (heads, n, n) layout tensor of a layout, on its device.
+
+    block_size  tokens per side; None: the layout's, which must be square
+    causal      the flag of BlockSparseAttention; True: the layout must be whole blocks cut by the diagonal
+    raises      ValueError as to_deepspeed
+    """
+    check_layout(layout)
+    return _to_square(layout, block_size, "xFormers", causal=causal).to(layout.device)
+
+
+def _from_square(tensor: object, block: int, name: str) -> BlockLayout:
+    side = arguments.integer(block, name)
+    if not isinstance(tensor, (torch.Tensor, np.ndarray)):
+        raise TypeError(f"sparsity_layout must be a torch.Tensor, got {type(tensor).__name__}")
+    array = host(tensor) if isinstance(tensor, torch.Tensor) else tensor
+    if array.ndim != 3 or array.shape[1] != array.shape[2] or not len(array):
+        raise ValueError(f"sparsity_layout must have shape (heads, n, n), got {array.shape}")
+    check_zeros_and_ones(array, "sparsity_layout")
+    length = array.shape[1] * side
+    return BlockLayout.from_block_mask(array != 0, length, length, block_size=side)
+
+
+def _to_square(layout: BlockLayout, block: int | None, peer: str, *, causal: bool) -> torch.Tensor:
+    check_layout(layout)
+    sides = layout.block_size if block is None else arguments.sides(arguments.integer(block, "block size"))
+    batch, _, q_len, kv_len = layout.shape
+    if batch != 1 or q_len != kv_len or sides[0] != sides[1] or q_len % sides[0]:
+        raise ValueError(
+            f"layout cannot be given to {peer}, which takes one mask for the batch, as many keys as queries and whole "
+            f"square blocks: got batch {batch}, {q_len} x {kv_len} tokens in blocks of {sides}"
+        )
+    return torch.from_numpy(block_mask_of(layout, sides, peer, causal=causal)[0].astype(np.int64))
