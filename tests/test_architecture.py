@@ -98,10 +98,14 @@ TABLE = {
     "blocksparse_flash/interop/block_masks.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "interop.stored"))}
     ),
+    "blocksparse_flash/interop/attention_masks.py": Arrows(
+        {TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "interop.stored"))}
+    ),
     "blocksparse_flash/interop/__init__.py": Arrows(
         {
             f"{OURS}.interop.{name}"
             for name in (
+                "attention_masks",
                 "block_masks",
                 "bsr",
                 "flash_attention_4",

@@ -4,6 +4,7 @@ Each function keeps a mask bit for bit, or refuses with a ValueError that says w
 `import blocksparse_flash` does not load this package, and this package loads no peer.
 """
 
+from .attention_masks import from_huggingface, kv_lengths_from_huggingface, to_huggingface
 from .block_masks import (
     BlockSparseAttentionMask,
     from_block_sparse_attention,
@@ -41,17 +42,20 @@ __all__ = [
     "from_flashinfer",
     "from_flashmask",
     "from_flex_attention",
+    "from_huggingface",
     "from_magi",
     "from_scipy_bsr",
     "from_scipy_csr",
     "from_torch_sparse",
     "from_xformers",
+    "kv_lengths_from_huggingface",
     "to_block_sparse_attention",
     "to_deepspeed",
     "to_flash_attention_4",
     "to_flashinfer",
     "to_flashmask",
     "to_flex_attention",
+    "to_huggingface",
     "to_magi",
     "to_scipy_bsr",
     "to_scipy_csr",

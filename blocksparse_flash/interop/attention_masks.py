@@ -1,0 +1,95 @@
+"""How does a layout become a dense attention mask of Hugging Face transformers, and such a mask a layout?
+
+Knows 4-D masks, bool or added to the scores, and 2-D padding masks. Must not know models.
+The masks are dense: time and memory O(q_len * kv_len) are the format's own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import arguments
+from ..blocks import Size
+from ..layout import BlockLayout
+from .stored import check_layout
+
+
+def from_huggingface(attention_mask: torch.Tensor, *, block_size: int | Size) -> BlockLayout:
+    """The layout of a 4-D attention mask of transformers, exact, on the host.
+
+    A query that may attend to nothing gives output 0 here. An additive mask of finfo.min makes transformers' eager
+    attention average all values instead, masked ones included: the one case in which outputs differ.
+
+    attention_mask  (batch, 1 | heads, q_len, kv_len): bool, True attends; or floating and added to the scores, 0 where a
+                    query attends and -inf or finfo(dtype).min where not
+    block_size      tokens per side of a block
+    raises          ValueError naming the first value that is neither: a bias is not a mask
+    """
+    name = "attention_mask"
+    if not isinstance(attention_mask, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(attention_mask).__name__}")
+    if attention_mask.ndim == 2:
+        raise ValueError(
+            f"{name} has two axes, as a padding mask (batch, kv_len) has: give attention() the "
+            "kv_lengths=kv_lengths_from_huggingface(mask), or expand it to (batch, 1, q_len, kv_len)"
+        )
+    if attention_mask.ndim != 4:
+        raise ValueError(f"{name} must have shape (batch, 1 | heads, q_len, kv_len), got {tuple(attention_mask.shape)}")
+    if attention_mask.dtype == torch.bool:
+        return BlockLayout.from_dense(attention_mask, block_size=block_size)
+    if not attention_mask.is_floating_point():
+        raise ValueError(f"{name} must be bool, or floating and added to the scores, got {attention_mask.dtype}")
+    attends = attention_mask == 0
+    masked = (attention_mask == -torch.inf) | (attention_mask == torch.finfo(attention_mask.dtype).min)
+    strange = ~(attends | masked)
+    if strange.any():
+        where = tuple(strange.nonzero()[0].tolist())
+        raise ValueError(
+            f"{name} must hold 0 (attends) and -inf or {torch.finfo(attention_mask.dtype).min} (masked) only, got "
+            f"{attention_mask[where].item()} at {where}: that is a bias, not a mask"
+        )
+    return BlockLayout.from_dense(attends, block_size=block_size)
+
+
+def to_huggingface(layout: BlockLayout, *, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+    """The 4-D attention mask of a layout, (batch | 1, heads | 1, q_len, kv_len), on its device.
+
+    dtype   torch.bool: True attends; a floating type: 0 where a query attends and finfo(dtype).min where not, to be
+            added to the scores. See from_huggingface for queries without keys
+    """
+    check_layout(layout)
+    mask = layout.to_dense()
+    if dtype == torch.bool:
+        return mask
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be torch.bool or a floating type, got {dtype}")
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def kv_lengths_from_huggingface(attention_mask: torch.Tensor) -> torch.Tensor:
+    """What `attention(..., kv_lengths=)` takes, of a padding mask (batch, kv_len); int32 (batch,), on its device.
+
+    attention_mask  bool or integers, 1 for a token and 0 for padding, which must be on the right
+    raises          ValueError naming the first sequence that is padded on the left or inside
+    """
+    name = "attention_mask"
+    if not isinstance(attention_mask, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(attention_mask).__name__}")
+    if attention_mask.ndim != 2 or attention_mask.is_floating_point() or attention_mask.is_complex():
+        raise ValueError(
+            f"{name} must be bool or integers (batch, kv_len), got {attention_mask.dtype} {tuple(attention_mask.shape)}"
+        )
+    arguments.length(attention_mask.shape[1], "kv_len")
+    is_token = attention_mask == 1
+    strange = ~is_token & (attention_mask != 0)
+    if strange.any():
+        where = tuple(strange.nonzero()[0].tolist())
+        raise ValueError(f"{name} must hold 0 and 1 only, got {attention_mask[where].item()} at {where}")
+    lengths = is_token.sum(dim=1, dtype=torch.int32)
+    misplaced = (is_token[:, 1:] & ~is_token[:, :-1]).any(dim=1)
+    if misplaced.any():
+        raise ValueError(
+            f"{name} must be padded on the right, but sequence {int(misplaced.nonzero()[0])} has padding before a token:"
+            " set tokenizer.padding_side = 'right', or describe the mask as a layout with a batch axis"
+        )
+    return lengths
