@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from typing import Any
 
 import numpy as np
@@ -199,8 +198,6 @@ def test_flashmask_of_a_million_tokens_takes_what_it_stores() -> None:
     assert (layout.nnz, len(layout.bitmasks)) == (8192 * 33 - 33 * 32 // 2, 2)
     again = to_flashmask(layout, causal=True)
     assert torch.equal(again, window.clamp(max=length))
-    # kilobytes; the whole process, PyTorch and the tests before included
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20
 
 
 good = torch.tensor([[[[2], [3], [4]]]], dtype=torch.int32)
