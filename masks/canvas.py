@@ -108,7 +108,87 @@ def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
     kinds = np.zeros(n_blocks, dtype=np.int64)
     is_marked = sides.any(axis=1)
     # [marked sides, octets]
-    octets = np.packbits(sides[is_marked], axis=1)
-    _, kinds[is_marked] = np.unique(octets.view(f"V{side // 8}").reshape(-1), return_inverse=True)
-    kinds[is_marked] += 1
+    kinds[is_marked] = kinds_of_rows(np.packbits(sides[is_marked], axis=1)) + 1
     return kinds
+
+
+def kinds_of_rows(table: np.ndarray) -> np.ndarray:
+    """Which rows of a table are the same: equal numbers, from 0 on, for those that are.
+
+    table    (rows, numbers) of any integer type
+    returns  int64 (rows,)
+
+    >>> kinds_of_rows(np.array([[1, 2], [0, 3], [1, 2]])).tolist()
+    [1, 0, 1]
+    """
+    if not table.size:
+        return np.zeros(len(table), dtype=np.int64)
+    whole_rows = np.ascontiguousarray(table).view(f"V{table.shape[1] * table.itemsize}").reshape(-1)
+    return np.unique(whole_rows, return_inverse=True)[1].reshape(-1)
+
+
+def blocks_between(canvas: Canvas, first_key: np.ndarray, last_key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, cols) of the blocks that meet one of the stretches of keys of their row, each block once, ascending.
+
+    first_key  int64 (n_rows, stretches): where each stretch begins, in any order
+    last_key   int64 (n_rows, stretches): its last key; less than the first key is an empty stretch
+    """
+    first, stop = canvas.cols_between(first_key, last_key)
+    stop = np.where(last_key < first_key, first, stop)
+    if first.shape[1] > 1:
+        order = np.argsort(first, axis=1, kind="stable")
+        first, stop = np.take_along_axis(first, order, axis=1), np.take_along_axis(stop, order, axis=1)
+        # a stretch goes on where the ones before it have ended
+        first[:, 1:] = np.maximum(first[:, 1:], np.maximum.accumulate(stop, axis=1)[:, :-1])
+    counts = np.maximum(stop - first, 0)
+    rows = np.repeat(np.arange(canvas.n_rows), counts.sum(axis=1))
+    return rows, spread(first.reshape(-1), counts.reshape(-1))[1]
+
+
+def spread(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(sources, numbers): counts[i] numbers from first[i] on, for each i in turn, and which i each is from.
+
+    >>> [array.tolist() for array in spread(np.array([5, 0, 8]), np.array([2, 0, 3]))]
+    [[0, 0, 2, 2, 2], [5, 6, 8, 9, 10]]
+    """
+    ends = np.cumsum(counts)
+    sources = np.repeat(np.arange(counts.size), counts)
+    return sources, np.arange(sources.size) + (first - ends + counts)[sources]
+
+
+def distinct_blocks(canvas: Canvas, rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, cols) of the named blocks, each once, ascending."""
+    keys = rows * canvas.n_cols + cols
+    n_blocks = canvas.n_rows * canvas.n_cols
+    if n_blocks > 4 * keys.size:
+        keys = np.unique(keys)
+    else:
+        # few blocks are not named: marking them takes less than sorting does
+        is_named = np.zeros(n_blocks, dtype=bool)
+        is_named[keys] = True
+        keys = np.flatnonzero(is_named)
+    # no blocks, no cols
+    return np.divmod(keys, max(canvas.n_cols, 1))
+
+
+def joint_numbers(*parts: np.ndarray) -> np.ndarray:
+    """One number for each place, equal where all the parts are equal, and only there.
+
+    parts    int64 (n,) each
+    returns  int64 (n,), in no particular order
+
+    >>> joint_numbers(np.array([3, 3, 9]), np.array([-1, -1, -1])).tolist()
+    [0, 0, 6]
+    """
+    joined, n_numbers = np.zeros_like(parts[0]), 1
+    if not joined.size:
+        return joined
+    for part in parts:
+        lowest = int(part.min())
+        size = int(part.max()) - lowest + 1
+        if n_numbers * size >= 2**62:
+            joined = np.unique(joined, return_inverse=True)[1].reshape(-1)
+            n_numbers = joined.size
+        joined = joined * size + (part - lowest)
+        n_numbers *= size
+    return joined

@@ -11,7 +11,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, read_canvas
+from .canvas import BlockSize, Canvas, Length, blocks_between, read_canvas
 from .checks import read_integer, read_switch
 
 
@@ -28,16 +28,7 @@ def _candidates(canvas: Canvas, *, stride: int, causal: bool) -> tuple[np.ndarra
         first_key, last_key = first_query - multiples * stride, last_query - multiples * stride
         first_key[:, most] -= stride - 1
         last_key[:, most] += 0 if causal else stride - 1
-    first, stop = canvas.cols_between(first_key, last_key)
-    # neighbouring stretches may end and begin in the same block
-    first[:, 1:] = np.maximum(first[:, 1:], stop[:, :-1])
-    counts = np.maximum(stop - first, 0)
-    rows = np.repeat(np.arange(canvas.n_rows), counts.sum(axis=1))
-    counts = counts.reshape(-1)
-    # each block's col: where its stretch begins, plus its place in the stretch
-    ends = np.cumsum(counts)
-    cols = np.arange(rows.size) + np.repeat(first.reshape(-1) - ends + counts, counts)
-    return rows, cols
+    return blocks_between(canvas, first_key, last_key)
 
 
 def strided(length: Length, *, stride: int, causal: bool = False, block_size: BlockSize = 128) -> BlockLayout:

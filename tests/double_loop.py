@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 
@@ -24,6 +25,17 @@ GRIDS = [((length, length), block_size) for length, block_size in SQUARE_GRIDS] 
     ((150, 90), (64, 32)),
 ]
 
+# (length, block_size) of every kind: mostly several blocks, ragged more often than not
+_SIDES = st.sampled_from([16, 48, 64, 128])
+_LENGTHS = st.integers(1, 300)
+ANY_SQUARE_GRID = st.tuples(_LENGTHS, _SIDES | st.tuples(_SIDES, _SIDES))
+ANY_GRID = ANY_SQUARE_GRID | st.tuples(st.tuples(_LENGTHS, _LENGTHS), _SIDES | st.tuples(_SIDES, _SIDES))
+
+
+def both(length: int | tuple[int, int]) -> tuple[int, int]:
+    """(q_len, kv_len) of a length as builders take it."""
+    return length if isinstance(length, tuple) else (length, length)
+
 
 def mask_of(attends: Callable[[int, int], bool], q_len: int, kv_len: int) -> torch.Tensor:
     """bool (q_len, kv_len): attends(q_pos, kv_pos) for every pair, one pair at a time."""
@@ -34,14 +46,20 @@ def mask_of(attends: Callable[[int, int], bool], q_len: int, kv_len: int) -> tor
 def assert_attends(layout: BlockLayout, attends: Callable[[int, int], bool]) -> None:
     """Raises unless `layout` holds exactly the pairs for which attends(q_pos, kv_pos), in canonical form."""
     assert layout.shape[:2] == (1, 1), f"one mask for all batches and heads expected, got shape {layout.shape}"
+    assert_heads_attend(layout, [attends])
+
+
+def assert_heads_attend(layout: BlockLayout, attends: list[Callable[[int, int], bool]]) -> None:
+    """Raises unless each head of `layout` holds exactly the pairs of its sentence, in canonical form."""
+    assert layout.shape[:2] == (1, len(attends)), f"{len(attends)} heads expected, got shape {layout.shape}"
     q_len, kv_len = layout.shape[2:]
-    expected = mask_of(attends, q_len, kv_len)
-    differing = (layout.to_dense()[0, 0] != expected).nonzero()
+    expected = torch.stack([mask_of(sentence, q_len, kv_len) for sentence in attends])
+    differing = (layout.to_dense()[0] != expected).nonzero()
     if len(differing):
-        q_pos, kv_pos = differing[0].tolist()
+        head, q_pos, kv_pos = differing[0].tolist()
         raise AssertionError(
             f"{len(differing)} pairs differ; the first is query {q_pos}, key {kv_pos}, "
-            f"which should{'' if expected[q_pos, kv_pos] else ' not'} attend"
+            f"{f'of head {head}, ' if len(attends) > 1 else ''}which should{'' if expected[head, q_pos, kv_pos] else ' not'} attend"
         )
     # equal masks give equal layouts: full blocks are known to be full, empty ones are not stored
     assert layout == BlockLayout.from_dense(expected, block_size=layout.block_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from double_loop import assert_attends, mask_of
+from double_loop import assert_attends, assert_heads_attend, mask_of
 
 from blocksparse_flash import BlockLayout
 
@@ -27,3 +27,14 @@ def test_a_mask_for_each_head_is_noticed():
     layout = BlockLayout.from_dense(torch.ones(2, 32, 32, dtype=torch.bool), block_size=16)
     with pytest.raises(AssertionError, match="all batches and heads"):
         assert_attends(layout, lambda q_pos, kv_pos: True)
+
+
+def test_a_wrong_pair_of_one_head_is_noticed():
+    mask = torch.ones(2, 32, 40, dtype=torch.bool)
+    everything = [lambda q_pos, kv_pos: True] * 2
+    assert_heads_attend(BlockLayout.from_dense(mask, block_size=16), everything)
+    mask[1, 20, 39] = False
+    with pytest.raises(AssertionError, match="query 20, key 39, of head 1, which should attend"):
+        assert_heads_attend(BlockLayout.from_dense(mask, block_size=16), everything)
+    with pytest.raises(AssertionError, match="3 heads expected"):
+        assert_heads_attend(BlockLayout.from_dense(mask, block_size=16), [*everything, everything[0]])
