@@ -4,22 +4,40 @@ Knows the names of the families.
 Must not know anything else: patterns compose with | & ~ - of the layouts they return.
 """
 
+from .block_diagonal import block_causal, block_diagonal
 from .butterfly import butterfly
+from .dilated import dilated_window
 from .documents import documents
 from .global_tokens import global_tokens
+from .hierarchical import hierarchical
 from .local import causal, local
-from .presets import bigbird, longformer
+from .longnet import longnet
+from .prefix import prefix_lm
+from .presets import bigbird, longformer, pixelfly
 from .random import random
+from .sinks import a_shape, sink_window, tri_shape
+from .sparse_transformer import fixed
 from .strided import strided
 
 __all__ = [
+    "a_shape",
     "bigbird",
+    "block_causal",
+    "block_diagonal",
     "butterfly",
     "causal",
+    "dilated_window",
     "documents",
+    "fixed",
     "global_tokens",
+    "hierarchical",
     "local",
     "longformer",
+    "longnet",
+    "pixelfly",
+    "prefix_lm",
     "random",
+    "sink_window",
     "strided",
+    "tri_shape",
 ]

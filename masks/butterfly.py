@@ -1,6 +1,7 @@
 """Which blocks does a flat butterfly keep?
 
-Knows the closed form of Pixelated Butterfly: a block attends to itself and to its partners at XOR distance 2**k.
+Knows the closed form of Pixelated Butterfly: a cell attends to itself and to its partners at XOR distance 2**k; a cell
+is a block, or what a smaller or larger grid of cells is stretched to.
 Must not know bitmasks: every kept block is full.
 """
 
@@ -10,63 +11,102 @@ import numpy as np
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Length, read_canvas
+from .canvas import BlockSize, Canvas, Length, distinct_blocks, read_canvas, spread
 from .checks import read_integer
 
 
-def butterfly(length: Length, *, n_factors: int | None = None, block_size: BlockSize = 128) -> BlockLayout:
+def _cells(n_cells: int, n_factors: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(queries, keys) of the cells that the butterfly keeps."""
+    # ceil(log2(n_cells)), in integers
+    all_factors = max(n_cells - 1, 0).bit_length()
+    if n_factors is None:
+        n_factors = all_factors
+    n_factors = read_integer("n_factors", n_factors, at_least=0, at_most=all_factors)
+    cells = np.arange(n_cells)
+    flips = np.concatenate([[0], 1 << np.arange(n_factors)])
+    # [n_cells, n_factors + 1]
+    partners = cells[:, None] ^ flips
+    is_inside = partners < n_cells
+    return np.broadcast_to(cells[:, None], partners.shape)[is_inside], partners[is_inside]
+
+
+def _read_stretch(stretch: int, canvas: Canvas) -> int:
+    # with more cells than tokens on both sides, some would be nowhere
+    stretch = read_integer("stretch", stretch, at_least=1, at_most=max(1, canvas.q_len, canvas.kv_len))
+    if stretch & (stretch - 1):
+        raise ValueError(f"stretch: expected a power of two, as every cell needs its partners, got {stretch}")
+    return stretch
+
+
+def _stretched(canvas: Canvas, n_cells: int, cells: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, cols) of the blocks that hold a token pair of a kept cell."""
+    spans = []
+    for length, side in ((canvas.q_len, canvas.block_q), (canvas.kv_len, canvas.block_kv)):
+        # token i is in cell i * n_cells // length: cell c begins at ceil(c * length / n_cells)
+        bounds = -(-np.arange(n_cells + 1) * length // n_cells)
+        first = bounds[:-1] // side
+        # a cell without tokens has no blocks
+        spans.append((first, np.where(np.diff(bounds) > 0, (bounds[1:] - 1) // side + 1 - first, 0)))
+    (first_row, n_rows), (first_col, n_cols) = spans
+    queries, keys = cells
+    sources, rows = spread(first_row[queries], n_rows[queries])
+    sources, cols = spread(first_col[keys[sources]], n_cols[keys[sources]])
+    return distinct_blocks(canvas, rows[sources], cols)
+
+
+def butterfly(
+    length: Length, *, n_factors: int | None = None, stretch: int | None = None, block_size: BlockSize = 128
+) -> BlockLayout:
     """Each block attends to itself and to the blocks whose index differs from its own in one of the low bits.
 
     A block is full if col == row or col == row XOR 2**k for some k < n_factors: the sum of the butterfly factors of
     strides 1, 2, 4, ... instead of their product. After log2(blocks) layers every token has met every other one.
     On a grid whose side is no power of two, partners beyond the grid are left out.
 
-    On 8 blocks, all three factors (queries down, keys across):
-        # # # . # . . .
-        # # . # . # . .
-        # . # # . . # .
-        . # # # . . . #
+    With stretch=n, it is a grid of n x n cells that is laid over the queries and keys, whatever their lengths: token i
+    is in cell i * n // length, and a block is full if it holds a pair of a kept cell. Where n is the number of blocks
+    both are the same.
+
+    On 8 blocks, all three factors (queries down, keys across); 4 x 8 blocks, stretch=4:
+        # # # . # . . .     # # # # # # . .
+        # # . # . # . .     # # # # . . # #
+        # . # # . . # .     # # . . # # # #
+        . # # # . . . #     . . # # # # # #
         # . . . # # # .
         . # . . # # . #
         . . # . # . # #
         . . . # . # # #
 
-    length      tokens, queries and keys alike; (q_len, kv_len) with equal ones is the same
-    n_factors   factors kept, 0 (block diagonal) to ceil(log2(blocks)); None means all of them
-    block_size  tokens per side of a block, a multiple of 16
-    returns     BlockLayout of shape (1, 1, length, length), shared by every head, of full blocks only
-    raises      ValueError if the lengths or the block counts of queries and keys differ, or n_factors is out of range
+    length      tokens, queries and keys alike, or (q_len, kv_len) with equal ones; any two with stretch
+    n_factors   factors kept, 0 (block diagonal) to ceil(log2(blocks)), or log2(stretch); None means all of them
+    stretch     cells per side of the butterfly, a power of two; None is one cell a block
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
+    returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only
+    raises      ValueError if the lengths or the block counts of queries and keys differ and stretch is not given, if
+                stretch is no power of two or exceeds the tokens, or n_factors is out of range
 
     Dao et al., "Pixelated Butterfly", arXiv:2112.00029, section 3 (block butterfly, flat butterfly).
 
     >>> layout = butterfly(1024, block_size=128)
     >>> layout.nnz, layout.density
     (32, 0.5)
+    >>> butterfly((1024, 4096), stretch=8).nnz
+    128
     """
     canvas = read_canvas(length, block_size)
-    if canvas.q_len != canvas.kv_len:
+    if stretch is not None:
+        n_cells = _read_stretch(stretch, canvas)
+        rows, cols = _stretched(canvas, n_cells, _cells(n_cells, n_factors))
+    elif canvas.q_len != canvas.kv_len:
         raise ValueError(
             f"length: expected as many queries as keys, got ({canvas.q_len}, {canvas.kv_len}). "
-            "A butterfly pairs block indices, which needs one square grid"
+            "A butterfly pairs block indices, which needs one square grid: stretch=n lays n x n cells over any lengths"
         )
-    if canvas.n_rows != canvas.n_cols:
+    elif canvas.n_rows != canvas.n_cols:
         raise ValueError(
             f"block_size: expected as many block rows as block cols, got {canvas.n_rows} x {canvas.n_cols} from "
-            f"{canvas.block_size}. An int gives a square grid"
+            f"{canvas.block_size}. An int gives a square grid, stretch=n lays n x n cells over any blocks"
         )
-    n_blocks = canvas.n_rows
-    # ceil(log2(n_blocks)), in integers
-    all_factors = max(n_blocks - 1, 0).bit_length()
-    if n_factors is None:
-        n_factors = all_factors
-    n_factors = read_integer("n_factors", n_factors, at_least=0, at_most=all_factors)
-
-    rows = np.arange(n_blocks)
-    flips = np.concatenate([[0], 1 << np.arange(n_factors)])
-    # [n_blocks, n_factors + 1]
-    cols = rows[:, None] ^ flips
-    is_inside = cols < n_blocks
-    rows = np.broadcast_to(rows[:, None], cols.shape)
-    return BlockLayout.from_blocks(
-        rows[is_inside], cols[is_inside], canvas.q_len, canvas.kv_len, block_size=canvas.block_size
-    )
+    else:
+        rows, cols = _cells(canvas.n_rows, n_factors)
+    return BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)

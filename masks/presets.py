@@ -1,6 +1,6 @@
 """Which patterns do papers put together, and under which name?
 
-Knows recipes: unions of windows, global tokens and random blocks.
+Knows recipes: unions of windows, butterflies, global tokens and random blocks.
 Must not know how their parts are built, beyond calling them.
 """
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from blocksparse_flash import BlockLayout
 
+from .butterfly import butterfly
 from .canvas import BlockSize, Length, read_canvas
 from .checks import read_integer
 from .global_tokens import Tokens
@@ -126,3 +127,48 @@ def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_s
     """
     near = local(length, window=window, block_size=block_size)
     return near | global_tokens_layout(length, tokens=global_tokens, block_size=block_size)
+
+
+def pixelfly(
+    length: Length,
+    *,
+    n_factors: int | None = None,
+    global_blocks: int = 1,
+    stretch: int | None = None,
+    block_size: BlockSize = 128,
+) -> BlockLayout:
+    """A flat butterfly, and the first blocks as global ones: the two sparse parts of Pixelated Butterfly.
+
+    A block is full if `butterfly` keeps it, or row < global_blocks, or col < global_blocks. In attention the global
+    rows and columns stand for the low-rank term of the paper.
+
+    n_factors=2, global_blocks=1 on 8 blocks (queries down, keys across):
+        # # # # # # # #
+        # # . # . . . .
+        # . # # . . . .
+        # # # # . . . .
+        # . . . # # # .
+        # . . . # # . #
+        # . . . # . # #
+        # . . . . # # #
+
+    length         tokens, or (q_len, kv_len): equal ones, or any two with stretch
+    n_factors      factors of the butterfly; None means all of them
+    global_blocks  blocks at the start that attend to and are attended to by everything
+    stretch        cells per side of the butterfly, a power of two; None is one cell a block
+    block_size     tokens per side of a block, a multiple of 16, or (block_q, block_kv)
+    returns        BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only
+    raises         ValueError as `butterfly` does, or if global_blocks is negative
+
+    Dao et al., "Pixelated Butterfly", arXiv:2112.00029, section 3 (flat block butterfly and low rank).
+
+    >>> pixelfly(1024, n_factors=2).nnz
+    34
+    """
+    canvas = read_canvas(length, block_size)
+    global_blocks = read_integer("global_blocks", global_blocks, at_least=0, unit="blocks")
+    flat = butterfly(length, n_factors=n_factors, stretch=stretch, block_size=block_size)
+    # global rows are whole, the others have the global cols
+    first = np.zeros(canvas.n_rows, dtype=np.int64)
+    stop = np.where(np.arange(canvas.n_rows) < global_blocks, canvas.n_cols, min(global_blocks, canvas.n_cols))
+    return flat | BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)

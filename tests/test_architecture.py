@@ -117,19 +117,51 @@ TABLE = {
     ),
     "masks/checks.py": Arrows({NUMPY, TORCH}),
     "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),
+    "masks/chunks.py": Arrows({NUMPY, "masks.canvas", "masks.checks"}),
+    "masks/heads.py": Arrows({TORCH, OURS, "masks.checks"}),
+    "masks/block_diagonal.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.chunks"}),
     "masks/butterfly.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks"}),
+    "masks/dilated.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.heads"}),
     "masks/documents.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
     "masks/global_tokens.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/hierarchical.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.chunks"}),
     "masks/local.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/longnet.py": Arrows(
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "chunks", "heads"))}
+    ),
+    "masks/prefix.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
     "masks/random.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks"}),
+    "masks/sinks.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/sparse_transformer.py": Arrows(
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "chunks", "heads"))}
+    ),
     "masks/strided.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
     "masks/presets.py": Arrows(
-        {NUMPY, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "global_tokens", "local", "random"))}
+        {
+            NUMPY,
+            OURS,
+            *(f"masks.{name}" for name in ("butterfly", "canvas", "checks", "global_tokens", "local", "random")),
+        }
     ),
     "masks/__init__.py": Arrows(
         {
             f"masks.{name}"
-            for name in ("butterfly", "documents", "global_tokens", "local", "presets", "random", "strided")
+            for name in (
+                "block_diagonal",
+                "butterfly",
+                "dilated",
+                "documents",
+                "global_tokens",
+                "hierarchical",
+                "local",
+                "longnet",
+                "prefix",
+                "presets",
+                "random",
+                "sinks",
+                "sparse_transformer",
+                "strided",
+            )
         }
     ),
     "benchmarks/__init__.py": Arrows(set()),
@@ -305,15 +337,26 @@ def test_peers_formats_are_loaded_when_asked_for() -> None:
 def test_public_names() -> None:
     assert blocksparse_flash.__all__ == ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain"]
     assert masks.__all__ == [
+        "a_shape",
         "bigbird",
+        "block_causal",
+        "block_diagonal",
         "butterfly",
         "causal",
+        "dilated_window",
         "documents",
+        "fixed",
         "global_tokens",
+        "hierarchical",
         "local",
         "longformer",
+        "longnet",
+        "pixelfly",
+        "prefix_lm",
         "random",
+        "sink_window",
         "strided",
+        "tri_shape",
     ]
     assert all(hasattr(module, name) for module in (blocksparse_flash, masks) for name in module.__all__)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import masks
-from masks.canvas import read_canvas
+from masks.canvas import blocks_between, distinct_blocks, joint_numbers, read_canvas
 
 BUILDERS = {
     "butterfly": masks.butterfly,
@@ -17,12 +17,24 @@ BUILDERS = {
     "strided": lambda length, **block: masks.strided(length, stride=10, **block),
     "bigbird": lambda length, **block: masks.bigbird(length, seed=3, **block),
     "longformer": lambda length, **block: masks.longformer(length, window=20, global_tokens=0, **block),
+    "pixelfly": masks.pixelfly,
+    "prefix_lm": lambda length, **block: masks.prefix_lm(length, prefix=0, **block),
+    "sink_window": lambda length, **block: masks.sink_window(length, sinks=4, window=20, **block),
+    "a_shape": masks.a_shape,
+    "tri_shape": masks.tri_shape,
+    "block_diagonal": lambda length, **block: masks.block_diagonal(length, size=30, **block),
+    "block_causal": lambda length, **block: masks.block_causal(length, size=30, **block),
+    "fixed": lambda length, **block: masks.fixed(length, stride=30, **block),
+    "dilated_window": lambda length, **block: masks.dilated_window(length, window=3, dilation=5, **block),
+    "longnet": lambda length, **block: masks.longnet(length, segments=[30, 90], dilations=[1, 4], **block),
+    "hierarchical": lambda length, **block: masks.hierarchical(length, size=16, **block),
 }
+# documents takes no length
+OTHERS = {"documents"}
 
 
 def test_every_public_builder_is_here():
-    # documents takes no length
-    assert {*BUILDERS, "documents"} == set(masks.__all__)
+    assert {*BUILDERS} | OTHERS == set(masks.__all__)
 
 
 def test_blocks_are_counted_and_placed():
@@ -87,3 +99,44 @@ def test_refused_block_size(builder, block_size, error, message):
     build = BUILDERS.get(builder, lambda length, **block: masks.documents([0, length], **block))
     with pytest.raises(error, match=message):
         build(64, block_size=block_size)
+
+
+def test_blocks_between_lists_every_block_of_its_stretches_once():
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        n_stretches = int(generator.integers(1, 6))
+        canvas = read_canvas((int(generator.integers(1, 200)), int(generator.integers(1, 200))), (16, 32))
+        # beyond both ends, empty, overlapping, contained, in any order
+        first = generator.integers(-50, 250, (canvas.n_rows, n_stretches))
+        last = first + generator.integers(-20, 100, first.shape)
+        expected = [
+            (row, col)
+            for row in range(canvas.n_rows)
+            for col in range(canvas.n_cols)
+            if any(
+                begin <= end and begin < (col + 1) * 32 and end >= col * 32
+                for begin, end in zip(first[row], last[row], strict=True)
+            )
+        ]
+        rows, cols = blocks_between(canvas, first, last)
+        assert list(zip(rows.tolist(), cols.tolist(), strict=True)) == expected
+
+
+def test_distinct_blocks_of_few_and_of_many():
+    generator = np.random.default_rng(0)
+    canvas = read_canvas((1000, 700), (16, 32))
+    for count in (0, 1, 50, 100_000):
+        rows, cols = generator.integers(0, canvas.n_rows, count), generator.integers(0, canvas.n_cols, count)
+        expected = sorted(set(zip(rows.tolist(), cols.tolist(), strict=True)))
+        found = distinct_blocks(canvas, rows, cols)
+        assert list(zip(*(side.tolist() for side in found), strict=True)) == expected
+
+
+def test_joint_numbers_are_equal_for_equal_parts_only():
+    generator = np.random.default_rng(0)
+    # the wide ones exceed 64 bits together
+    for width in (3, 2**40):
+        parts = [generator.choice([0, 1, width, -width], 500) for _ in range(5)]
+        numbers = joint_numbers(*parts)
+        pairs = set(zip(numbers.tolist(), zip(*(part.tolist() for part in parts), strict=True), strict=True))
+        assert len(pairs) == len({number for number, _ in pairs}) == len({together for _, together in pairs})

@@ -31,6 +31,19 @@ BUILDERS = {
     "documents, causal": lambda length: masks.documents(np.linspace(0, length, 300).astype(int), causal=True),
     "bigbird": lambda length: masks.bigbird(length, seed=1),
     "longformer": lambda length: masks.longformer(length, window=512, global_tokens=3),
+    "butterfly, stretched": lambda length: masks.butterfly((length, length // 2), stretch=1024),
+    "pixelfly": masks.pixelfly,
+    "sink_window": lambda length: masks.sink_window(length, sinks=4, window=4096),
+    "a_shape": masks.a_shape,
+    "tri_shape": masks.tri_shape,
+    "block_diagonal": lambda length: masks.block_diagonal(length, size=1000),
+    "block_diagonal, causal": lambda length: masks.block_diagonal(length, size=4096, causal=True),
+    "fixed": lambda length: masks.fixed(length, stride=length // 16, summary=64, causal=True),
+    "fixed, heads": lambda length: masks.fixed(length, stride=8192, summary=64, heads=4, verticals=2),
+    "dilated_window": lambda length: masks.dilated_window(length, window=8, dilation=[1, 50, 3000]),
+    "longnet": lambda length: masks.longnet(length, segments=[2048, length], dilations=[1, 1024], heads=2),
+    "hierarchical": lambda length: masks.hierarchical(length, size=128),
+    "hierarchical, causal": lambda length: masks.hierarchical(length, size=1024, unit=256, causal=True),
 }
 
 
@@ -56,11 +69,11 @@ def test_every_builder_says_what_it_takes_and_where_it_is_from(name):
     parameters = inspect.signature(builder).parameters
     for parameter in [*parameters, "returns", "raises"] if name != "causal" else [*parameters, "returns"]:
         assert f"\n{parameter} " in text, f"{name} does not describe {parameter}"
-    assert "arXiv:" in text
     assert ">>>" in text
     # what describes the pattern is said by name
     kinds = [parameter.kind for parameter in parameters.values()]
     assert kinds[1:] == [inspect.Parameter.KEYWORD_ONLY] * (len(kinds) - 1)
+    assert "arXiv:" in text
     assert parameters["block_size"].default == 128
 
 

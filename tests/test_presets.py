@@ -7,6 +7,7 @@ import torch
 from double_loop import GRIDS, assert_attends
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_butterfly import attends as meets_in_butterfly
 from test_global_tokens import attends as attends_globally
 from test_local import attends as attends_locally
 from test_random import cols_of, drawn
@@ -153,3 +154,43 @@ def test_refused_longformer():
         masks.longformer(1024, window=3, global_tokens=1025)
     with pytest.raises(ValueError, match=r"tokens: .* got 1024"):
         masks.longformer(1024, window=3, global_tokens=torch.tensor([1024]))
+
+
+@given(
+    length=st.integers(1, 300),
+    n_factors=st.integers(0, 4),
+    global_blocks=st.integers(0, 6),
+    block_size=st.sampled_from([16, 48, 64, 128]),
+)
+@settings(deadline=None, max_examples=30)
+def test_any_pixelfly(length, n_factors, global_blocks, block_size):
+    n_factors = min(n_factors, (-(-length // block_size) - 1).bit_length())
+    layout = masks.pixelfly(length, n_factors=n_factors, global_blocks=global_blocks, block_size=block_size)
+
+    def attends(q_pos: int, kv_pos: int) -> bool:
+        row, col = q_pos // block_size, kv_pos // block_size
+        return min(row, col) < global_blocks or meets_in_butterfly(row, col, n_factors)
+
+    assert_attends(layout, attends)
+
+
+def test_pixelfly_stretches_its_butterfly_and_not_its_global_blocks():
+    layout = masks.pixelfly((512, 1024), n_factors=1, global_blocks=1, stretch=4)
+    assert layout == masks.butterfly((512, 1024), n_factors=1, stretch=4) | masks.pixelfly(
+        (512, 1024), n_factors=0, global_blocks=1, stretch=4
+    )
+    assert cols_of(layout) == [list(range(8)), [0, 1, 2, 3], [0, 4, 5, 6, 7], [0, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"global_blocks": -1}, ValueError, "global_blocks: .* got -1"),
+        ({"global_blocks": 1.0}, TypeError, "global_blocks: .* got 1.0"),
+        ({"n_factors": 9}, ValueError, "n_factors: .* from 0 to 3, got 9"),
+        ({"stretch": 5}, ValueError, "stretch: .* got 5"),
+    ],
+)
+def test_refused_pixelfly(arguments, error, message):
+    with pytest.raises(error, match=message):
+        masks.pixelfly(1024, **arguments)

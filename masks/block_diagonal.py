@@ -1,0 +1,98 @@
+"""Which pairs are in the same chunk, or not in a later one?
+
+Knows chunks of equal size, laid on the keys from the first one on.
+Must not know how bitmasks are packed or shared.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from blocksparse_flash import BlockLayout
+
+from .canvas import BlockSize, Canvas, Length, joint_numbers, read_canvas
+from .checks import read_switch
+from .chunks import chunks_in, read_size
+
+
+def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) -> BlockLayout:
+    """The pairs of one chunk; with the earlier chunks if sees_past, without the later tokens unless sees_future."""
+    shift = canvas.shift
+
+    def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        q_chunk, kv_chunk = (q_pos + shift).div(size, rounding_mode="floor"), kv_pos // size
+        is_kept = kv_chunk <= q_chunk if sees_past else kv_chunk == q_chunk
+        return is_kept if sees_future else is_kept & (kv_pos <= q_pos + shift)
+
+    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+        chunks = chunks_in(canvas, size, row, col)
+        future = np.zeros_like(row) if sees_future else np.minimum(canvas.distances(row, col)[0], 0)
+        return joint_numbers(chunks.queries, chunks.keys, chunks.apart, future)
+
+    first_query, last_query = canvas.row_span(np.arange(canvas.n_rows))
+    first_key = np.zeros_like(first_query) if sees_past else first_query // size * size
+    last_key = (last_query // size + 1) * size - 1 if sees_future else last_query
+    first, stop = canvas.cols_between(first_key, last_key)
+    within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return BlockLayout.from_predicate(
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+    )
+
+
+def block_diagonal(length: Length, *, size: int, causal: bool = False, block_size: BlockSize = 128) -> BlockLayout:
+    """Each token attends to the tokens of its own chunk: squares along the diagonal.
+
+    Chunks begin at key 0, size, 2 * size, ...; query i stands at key i + kv_len - q_len, as with causal=True. The size
+    need not fit the blocks. For chunks of different sizes use `documents`.
+
+    size=2 on 5 tokens, plain and causal:
+        1 1 0 0 0     1 0 0 0 0
+        1 1 0 0 0     1 1 0 0 0
+        0 0 1 1 0     0 0 1 0 0
+        0 0 1 1 0     0 0 1 1 0
+        0 0 0 0 1     0 0 0 0 1
+
+    length      tokens, or (q_len, kv_len)
+    size        tokens in a chunk; the last one holds what is left
+    causal      True keeps d >= 0 only, where d = q_pos + (kv_len - q_len) - kv_pos
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
+    returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
+    raises      ValueError if size < 1, TypeError if it is no int or causal is no bool
+
+    Qiu et al., "Blockwise Self-Attention for Long Document Understanding", arXiv:1911.02972, section 3 (the identity permutation).
+
+    >>> block_diagonal(1024, size=256).density
+    0.25
+    """
+    canvas = read_canvas(length, block_size)
+    size, causal = read_size("size", size, canvas), read_switch("causal", causal)
+    return _chunks(canvas, size=size, sees_past=False, sees_future=not causal)
+
+
+def block_causal(length: Length, *, size: int, block_size: BlockSize = 128) -> BlockLayout:
+    """Each token attends to its own chunk, in both directions, and to every chunk before it.
+
+    Keeps kv_pos // size <= (q_pos + kv_len - q_len) // size. With size=1 it is `causal`; frames of a video and blocks
+    that are generated at once want a larger size.
+
+    size=2 on 5 tokens:
+        1 1 0 0 0
+        1 1 0 0 0
+        1 1 1 1 0
+        1 1 1 1 0
+        1 1 1 1 1
+
+    length      tokens, or (q_len, kv_len), aligned at their ends
+    size        tokens in a chunk; chunks begin at key 0, size, 2 * size, ...
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
+    returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
+    raises      ValueError if size < 1, TypeError if it is no int
+
+    Arriola et al., "Block Diffusion", arXiv:2503.09573 (attention of a block to itself and those before it).
+
+    >>> block_causal(1024, size=256).density
+    0.625
+    """
+    canvas = read_canvas(length, block_size)
+    return _chunks(canvas, size=read_size("size", size, canvas), sees_past=True, sees_future=True)
