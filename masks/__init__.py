@@ -1,4 +1,4 @@
-"""Which pattern of attention: functions that return a BlockLayout, one family a file.
+"""Which pattern of attention: functions that return a BlockLayout, one family a file, and orders of the tokens.
 
 Knows the names of the families.
 Must not know anything else: patterns compose with | & ~ - of the layouts they return.
@@ -9,9 +9,11 @@ from .butterfly import butterfly
 from .dilated import dilated_window
 from .documents import documents
 from .global_tokens import global_tokens
+from .grid import axial, neighborhood, sliding_tile, swin
 from .hierarchical import hierarchical
 from .local import causal, local
 from .longnet import longnet
+from .orders import hilbert_order, morton_order, tile_order
 from .prefix import prefix_lm
 from .presets import bigbird, longformer, pixelfly
 from .random import random
@@ -21,6 +23,7 @@ from .strided import strided
 
 __all__ = [
     "a_shape",
+    "axial",
     "bigbird",
     "block_causal",
     "block_diagonal",
@@ -31,13 +34,19 @@ __all__ = [
     "fixed",
     "global_tokens",
     "hierarchical",
+    "hilbert_order",
     "local",
     "longformer",
     "longnet",
+    "morton_order",
+    "neighborhood",
     "pixelfly",
     "prefix_lm",
     "random",
     "sink_window",
+    "sliding_tile",
     "strided",
+    "swin",
+    "tile_order",
     "tri_shape",
 ]

@@ -119,11 +119,16 @@ TABLE = {
     "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),
     "masks/chunks.py": Arrows({NUMPY, "masks.canvas", "masks.checks"}),
     "masks/heads.py": Arrows({TORCH, OURS, "masks.checks"}),
+    "masks/boxes.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas"}),
+    "masks/orders.py": Arrows({NUMPY, TORCH, "masks.checks"}),
     "masks/block_diagonal.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.chunks"}),
     "masks/butterfly.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks"}),
     "masks/dilated.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.heads"}),
     "masks/documents.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
     "masks/global_tokens.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/grid.py": Arrows(
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("boxes", "canvas", "checks", "orders"))}
+    ),
     "masks/hierarchical.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.chunks"}),
     "masks/local.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
     "masks/longnet.py": Arrows(
@@ -152,9 +157,11 @@ TABLE = {
                 "dilated",
                 "documents",
                 "global_tokens",
+                "grid",
                 "hierarchical",
                 "local",
                 "longnet",
+                "orders",
                 "prefix",
                 "presets",
                 "random",
@@ -338,6 +345,7 @@ def test_public_names() -> None:
     assert blocksparse_flash.__all__ == ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain"]
     assert masks.__all__ == [
         "a_shape",
+        "axial",
         "bigbird",
         "block_causal",
         "block_diagonal",
@@ -348,14 +356,20 @@ def test_public_names() -> None:
         "fixed",
         "global_tokens",
         "hierarchical",
+        "hilbert_order",
         "local",
         "longformer",
         "longnet",
+        "morton_order",
+        "neighborhood",
         "pixelfly",
         "prefix_lm",
         "random",
         "sink_window",
+        "sliding_tile",
         "strided",
+        "swin",
+        "tile_order",
         "tri_shape",
     ]
     assert all(hasattr(module, name) for module in (blocksparse_flash, masks) for name in module.__all__)

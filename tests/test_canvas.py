@@ -29,8 +29,8 @@ BUILDERS = {
     "longnet": lambda length, **block: masks.longnet(length, segments=[30, 90], dilations=[1, 4], **block),
     "hierarchical": lambda length, **block: masks.hierarchical(length, size=16, **block),
 }
-# documents takes no length
-OTHERS = {"documents"}
+# these take no length: documents, grids, and orders of tokens
+OTHERS = {"documents", "axial", "neighborhood", "sliding_tile", "swin", "hilbert_order", "morton_order", "tile_order"}
 
 
 def test_every_public_builder_is_here():

@@ -1,0 +1,262 @@
+"""Which blocks hold the pairs, when each token of a grid attends to a box of it?
+
+Knows tokens laid on a grid, row-major or in an order of the caller's, and boxes that are a product of stretches, one
+an axis. Must not know which box a family gives to a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from blocksparse_flash import BlockLayout
+
+from .canvas import Canvas, distinct_blocks, joint_numbers, kinds_of_rows, spread
+
+# sides of blocks are multiples of this, so that a group of as many tokens lies in one row
+GROUP = 16
+
+
+class Axis(NamedTuple):
+    """What a token sees along one axis: from coordinate x the coordinates low[x], low[x] + step, ... to high[x].
+
+    low, high  int64 (side,), low[x] <= x <= high[x]
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    step: int = 1
+
+
+class Tokens(NamedTuple):
+    """The tokens in the order of their positions, filled up to whole blocks with the last one.
+
+    place, low, high  int64 (axes, padded length): coordinates, and the ends of the stretches seen from there
+    """
+
+    place: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def _volumes(grid: Sequence[int]) -> list[int]:
+    """Tokens from one coordinate to the next, for each axis."""
+    return [int(np.prod(grid[axis + 1 :], dtype=np.int64)) for axis in range(len(grid))]
+
+
+def _tokens(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis], order: np.ndarray | None) -> Tokens:
+    padded = max(canvas.n_rows * canvas.block_q, canvas.n_cols * canvas.block_kv)
+    positions = np.minimum(np.arange(padded), canvas.q_len - 1)
+    place = np.stack(np.unravel_index(positions if order is None else order[positions], grid))
+    low = np.stack([axis.low[coordinate] for axis, coordinate in zip(axes, place, strict=True)])
+    high = np.stack([axis.high[coordinate] for axis, coordinate in zip(axes, place, strict=True)])
+    return Tokens(place, low, high)
+
+
+# -------------------------------------------------------------------------------------- candidates, row by row of tokens
+
+
+def _pieces(canvas: Canvas, grid: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """For each axis, the (rows, first, last) tokens of pieces of rows: a stretch of one line along this axis, whole in
+    all later ones. A row has two pieces an axis at most: one up to the next whole line, one from the last."""
+    volumes = _volumes(grid)
+    begin = np.arange(canvas.n_rows) * canvas.block_q
+    end = np.minimum(begin + canvas.block_q, canvas.q_len)
+    ends = []
+    # outwards: to the end of the line that a row begins in
+    for axis in range(len(grid) - 1, 0, -1):
+        whole = begin + (end - begin) // volumes[axis] * volumes[axis]
+        stop = np.minimum(-(-begin // volumes[axis - 1]) * volumes[axis - 1], whole)
+        ends.append((axis, begin, stop))
+        begin = stop
+    # inwards: whole lines as long as they fit
+    for axis, volume in enumerate(volumes):
+        stop = begin + (end - begin) // volume * volume
+        ends.append((axis, begin, stop))
+        begin = stop
+    pieces = []
+    for axis in range(len(grid)):
+        first = np.concatenate([begin for found, begin, _ in ends if found == axis])
+        last = np.concatenate([stop for found, _, stop in ends if found == axis]) - 1
+        rows = np.tile(np.arange(canvas.n_rows), first.size // max(canvas.n_rows, 1))
+        there = last >= first
+        pieces.append((rows[there], first[there], last[there]))
+    return pieces
+
+
+def _runs(axis: Axis, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(sources, first, last): stretches of coordinates cut where what is seen does not move along with them."""
+    coordinates = np.arange(axis.low.size)
+    is_cut = np.diff(axis.low - coordinates, prepend=0) != 0
+    is_cut |= np.diff(axis.high - coordinates, prepend=0) != 0
+    is_cut[0] = True
+    begins = np.flatnonzero(is_cut)
+    run = np.cumsum(is_cut) - 1
+    sources, runs = spread(run[first], run[last] - run[first] + 1)
+    stops = np.append(begins[1:], coordinates.size)
+    return sources, np.maximum(first[sources], begins[runs]), np.minimum(last[sources], stops[runs] - 1)
+
+
+def _stretches(
+    grid: Sequence[int], axes: Sequence[Axis], level: int, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], gap: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rows, first, last) of the tokens that the pieces see, in stretches with gaps of less than `gap` tokens."""
+    volumes = _volumes(grid)
+    rows, first, last = pieces
+    corner, end = np.unravel_index(first, grid), np.unravel_index(last, grid)
+    axis, volume = axes[level], volumes[level]
+    if axis.step * volume <= gap:
+        sources = np.arange(rows.size)
+        # all that is seen from a stretch of coordinates lies between the least and the greatest from its ends on
+        least = np.minimum.accumulate(axis.low[::-1])[::-1][corner[level]]
+        greatest = np.maximum.accumulate(axis.high)[end[level]]
+    else:
+        sources, begin, stop = _runs(axis, corner[level], end[level])
+        seen, least = _seen(axis, begin)
+        sources, greatest = sources[seen], least + (stop - begin)[seen]
+    begin, stop = least * volume, greatest * volume + (volume - 1)
+    for outer in range(level - 1, -1, -1):
+        axis, volume, coordinate = axes[outer], volumes[outer], corner[outer][sources]
+        if axis.step * volume <= gap:
+            begin, stop = begin + axis.low[coordinate] * volume, stop + axis.high[coordinate] * volume
+        else:
+            seen, line = _seen(axis, coordinate)
+            sources, begin, stop = sources[seen], begin[seen] + line * volume, stop[seen] + line * volume
+    return rows[sources], begin, stop
+
+
+def _seen(axis: Axis, coordinate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(sources, coordinates): every coordinate seen from each of those given, one after another."""
+    low = axis.low[coordinate]
+    sources, steps = spread(np.zeros_like(low), (axis.high[coordinate] - low) // axis.step + 1)
+    return sources, low[sources] + steps * axis.step
+
+
+def _candidates(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis]) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, cols) of the blocks that may hold a pair, of row-major tokens; some come twice."""
+    found = [
+        _stretches(grid, axes, level, pieces, canvas.block_kv) for level, pieces in enumerate(_pieces(canvas, grid))
+    ]
+    rows, begin, stop = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    first, stop = canvas.cols_between(begin, stop)
+    sources, cols = spread(first, stop - first)
+    return rows[sources], cols
+
+
+# ------------------------------------------------------------------------------------------- candidates, in any order
+
+
+def _cells(canvas: Canvas, grid: Sequence[int], order: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """(cells, cols): the cell of each coordinate, for each axis, and the col that all tokens of a cell lie in.
+
+    Axes are cut where a token and its neighbour along the axis lie in different cols. Tiles that hold whole blocks are
+    cut at their faces, and not one by one.
+    """
+    cols = np.empty_like(order)
+    cols[order] = np.arange(order.size) // canvas.block_kv
+    cols = cols.reshape(grid)
+    cells = []
+    for axis in range(len(grid)):
+        others = tuple(other for other in range(len(grid)) if other != axis)
+        is_cut = np.ones(grid[axis], dtype=bool)
+        is_cut[1:] = (np.diff(cols, axis=axis) != 0).any(axis=others)
+        cells.append(np.cumsum(is_cut) - 1)
+        cols = cols.compress(is_cut, axis=axis)
+    return cells, cols
+
+
+def _groups(
+    canvas: Canvas, axes: Sequence[Axis], tokens: Tokens
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(rows, low, high, step) of boxes around all that groups of queries see, (axes, groups) but for the rows.
+
+    Groups are whole rows, a few queries or one, whichever have the smallest boxes: large ones where an order keeps
+    neighbours together.
+    """
+    n_queries, steps = canvas.n_rows * canvas.block_q, np.array([axis.step for axis in axes])[:, None]
+    found = []
+    for size in (canvas.block_q, GROUP, 1):
+        place, low, high = (numbers[:, :n_queries].reshape(len(axes), n_queries // size, size) for numbers in tokens)
+        # a group at one coordinate sees every step-th, another all between
+        step = np.where(place.min(axis=2) == place.max(axis=2), steps, 1)
+        low, high = low.min(axis=2), high.max(axis=2)
+        n_seen = ((high - low) // step + 1).prod(axis=0).sum()
+        found.append((int(n_seen), np.arange(n_queries // size) * size // canvas.block_q, low, high, step))
+    _, rows, low, high, step = min(found, key=lambda group: group[0])
+    return rows, low, high, step
+
+
+def _candidates_in_order(
+    canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis], tokens: Tokens, order: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, cols) of the blocks that may hold a pair; some come twice."""
+    rows, low, high, step = _groups(canvas, axes, tokens)
+    cells, cols = _cells(canvas, grid, order)
+    sources, places = np.arange(rows.size), np.zeros(rows.size, dtype=np.int64)
+    for axis, cell in enumerate(cells):
+        begin, end, pace = low[axis, sources], high[axis, sources], step[axis, sources]
+        # every cell between, or those of every step-th coordinate
+        counts = np.where(pace > 1, (end - begin) // pace, cell[end] - cell[begin]) + 1
+        seen, number = spread(np.zeros_like(counts), counts)
+        begin, pace = begin[seen], pace[seen]
+        inner = np.where(pace > 1, cell[np.where(pace > 1, begin + number * pace, 0)], cell[begin] + number)
+        sources, places = sources[seen], places[seen] * cols.shape[axis] + inner
+    return rows[sources], cols.reshape(-1)[places]
+
+
+# ------------------------------------------------------------------------------------------------------------ the layout
+
+
+def _along(layout: BlockLayout, canvas: Canvas, tokens: Tokens, step: int) -> BlockLayout:
+    """The pairs of the layout that see each other along one axis, whose numbers `tokens` has."""
+    place, low, high = tokens
+    in_rows, in_cols = (canvas.n_rows, canvas.block_q), (canvas.n_cols, canvas.block_kv)
+    # [rows, block_q] and [cols, block_kv]
+    lows, highs = (ends[: canvas.n_rows * canvas.block_q].reshape(in_rows) for ends in (low, high))
+    places = place[: canvas.n_cols * canvas.block_kv].reshape(in_cols)
+    least, first = lows.min(axis=1), places.min(axis=1)
+    # what a row sees, from the least that it sees on; where the keys of a col are, from its first one on
+    row_kinds = kinds_of_rows(np.concatenate([lows, highs], axis=1).astype(np.int32) - least[:, None].astype(np.int32))
+    col_kinds = kinds_of_rows((places - first[:, None]).astype(np.int32))
+    seen_by_all = lows.max(axis=1), highs.min(axis=1)
+    last = places.max(axis=1)
+
+    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+        is_full = (seen_by_all[0][row] <= first[col]) & (last[col] <= seen_by_all[1][row]) & (step == 1)
+        parts = (row_kinds[row], col_kinds[col], first[col] - least[row])
+        return joint_numbers(is_full.astype(np.int64), *(np.where(is_full, 0, part) for part in parts))
+
+    # short numbers compare faster
+    narrow = np.int16 if place.max() < 2**15 else np.int32
+    place_of, low_of, high_of = (torch.from_numpy(numbers.astype(narrow)) for numbers in tokens)
+
+    def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        key, lowest, highest = place_of[kv_pos], low_of[q_pos], high_of[q_pos]
+        is_kept = (lowest <= key) & (key <= highest)
+        return is_kept & ((key - lowest) % step == 0) if step > 1 else is_kept
+
+    return BlockLayout.from_predicate(
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=layout, looks=looks
+    )
+
+
+def boxes(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis], order: np.ndarray | None) -> BlockLayout:
+    """Each token attends to the product of the stretches that it sees along the axes.
+
+    canvas   of as many queries and keys as the grid has tokens, at least one
+    order    int64 (tokens,), a permutation: the token at each position; None is row-major
+    """
+    tokens = _tokens(canvas, grid, axes, order)
+    if order is None:
+        rows, cols = _candidates(canvas, grid, axes)
+    else:
+        rows, cols = _candidates_in_order(canvas, grid, axes, tokens, order)
+    rows, cols = distinct_blocks(canvas, rows, cols)
+    layout = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    # axis by axis: along one of them many more blocks look alike than along all
+    for axis, seen in enumerate(axes):
+        layout = _along(layout, canvas, Tokens(*(numbers[axis] for numbers in tokens)), seen.step)
+    return layout

@@ -1,0 +1,171 @@
+"""In which order should the tokens of a grid be laid, so that neighbours share blocks?
+
+Knows tiles and space-filling curves: permutations of the row-major tokens.
+Must not know masks; those that live on a grid take an order as `order=`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .checks import read_integer, read_integers
+
+Grid = int | Sequence[int]
+
+
+def read_grid(grid: Grid) -> tuple[int, ...]:
+    """The sides of a grid, each at least 1; an int is one axis.
+
+    >>> read_grid([4, 6])
+    (4, 6)
+    """
+    sides = grid if isinstance(grid, Sequence) and not isinstance(grid, str | bytes) else (grid,)
+    if not len(sides):
+        raise ValueError("grid: expected the tokens along each axis, at least one axis, got none")
+    return tuple(read_integer("grid", side, at_least=1, unit="tokens") for side in sides)
+
+
+def read_per_axis(
+    name: str, value: int | Sequence[int], grid: Sequence[int], *, at_least: int, unit: str = "tokens"
+) -> tuple[int, ...]:
+    """One int for each axis of the grid; an int is the same for all.
+
+    >>> read_per_axis("kernel", 3, (4, 6), at_least=1)
+    (3, 3)
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return (read_integer(name, value, at_least=at_least, unit=unit),) * len(grid)
+    if len(value) != len(grid):
+        raise ValueError(f"{name}: expected an int, or one for each of {len(grid)} axes, got {len(value)}: {value!r}")
+    return tuple(read_integer(name, number, at_least=at_least, unit=unit) for number in value)
+
+
+def read_order(order: torch.Tensor | np.ndarray | Sequence[int] | None, grid: Sequence[int]) -> np.ndarray | None:
+    """A permutation of the tokens of the grid as int64 (tokens,), or None: row-major."""
+    if order is None:
+        return None
+    tokens, n_tokens = read_integers("order", order), math.prod(grid)
+    if tokens.size != n_tokens:
+        raise ValueError(f"order: expected one token for each of {n_tokens} positions of the grid, got {tokens.size}")
+    is_outside = (tokens < 0) | (tokens >= n_tokens)
+    if is_outside.any():
+        raise ValueError(f"order: expected tokens from 0 to {n_tokens - 1}, got {tokens[is_outside][0]}")
+    counts = np.bincount(tokens, minlength=n_tokens)
+    if (counts > 1).any():
+        raise ValueError(f"order: expected every token once, got {counts.argmax()} {counts.max()} times")
+    return tokens
+
+
+def _places(grid: Sequence[int]) -> np.ndarray:
+    """int64 (axes, tokens): the coordinates of the row-major tokens."""
+    return np.indices(grid).reshape(len(grid), -1)
+
+
+def _interleaved(places: np.ndarray, n_bits: int) -> np.ndarray:
+    """The bits of all axes, the highest of every axis first, as one number a token."""
+    codes = np.zeros(places.shape[1], dtype=np.int64)
+    for bit in range(n_bits - 1, -1, -1):
+        for place in places:
+            codes = codes << 1 | place >> bit & 1
+    return codes
+
+
+def _n_bits(grid: Sequence[int]) -> int:
+    # enough for the longest side
+    return (max(grid) - 1).bit_length()
+
+
+def tile_order(grid: Grid, *, tile: int | Sequence[int]) -> torch.Tensor:
+    """Tile after tile, row-major, and row-major within each tile; tiles at the far ends may be smaller.
+
+    Where tiles hold a whole number of blocks, a mask that keeps or drops whole tiles (`sliding_tile`) has full blocks
+    only.
+
+    grid=(2, 4), tile=2: the tokens 0 1 4 5, then 2 3 6 7
+        0 1 | 2 3
+        4 5 | 6 7
+
+    grid     tokens along each axis
+    tile     tokens of a tile along each axis; an int for all of them
+    returns  int64 (tokens,): the row-major token at each position, so that x[:, :, order] is reordered and
+             torch.argsort(order) is the way back
+    raises   ValueError if a side is less than 1, or tile has another number of axes
+
+    Zhang et al., "Fast Video Generation with Sliding Tile Attention", arXiv:2502.04507, section 3.
+
+    >>> tile_order((2, 4), tile=2).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    grid = read_grid(grid)
+    tiles = np.array(read_per_axis("tile", tile, grid, at_least=1))[:, None]
+    places = _places(grid)
+    # last key first; equal tiles keep their tokens row-major, as lexsort is stable
+    return torch.from_numpy(np.lexsort((places // tiles)[::-1]).astype(np.int64))
+
+
+def morton_order(grid: Grid) -> torch.Tensor:
+    """The Z-order curve: squares within squares, on a grid with any sides.
+
+    A run of 4 ** k positions that begins at a multiple of it is a square of 2 ** k by 2 ** k tokens where the sides are
+    equal powers of two. On other grids the curve of the power of two around them is followed, without what lies beyond.
+
+    grid=(4, 4), the position of each token:
+        0  1  4  5
+        2  3  6  7
+        8  9 12 13
+       10 11 14 15
+
+    grid     tokens along each axis
+    returns  int64 (tokens,): the row-major token at each position
+    raises   ValueError if a side is less than 1
+
+    Morton, "A Computer Oriented Geodetic Data Base", IBM, 1966.
+
+    >>> morton_order((2, 4)).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    grid = read_grid(grid)
+    return torch.from_numpy(np.argsort(_interleaved(_places(grid), _n_bits(grid)), kind="stable"))
+
+
+def hilbert_order(grid: Grid) -> torch.Tensor:
+    """The Hilbert curve: as the Z-order, without jumps, on a grid with any sides.
+
+    Consecutive positions are neighbours where the sides are equal powers of two; so blocks of any size are compact. On
+    other grids the curve of the power of two around them is followed, without what lies beyond.
+
+    grid=(4, 4), the position of each token:
+        0  1 14 15
+        3  2 13 12
+        4  7  8 11
+        5  6  9 10
+
+    grid     tokens along each axis
+    returns  int64 (tokens,): the row-major token at each position
+    raises   ValueError if a side is less than 1
+
+    Skilling, "Programming the Hilbert curve", AIP Conference Proceedings 707, 2004.
+
+    >>> hilbert_order((2, 2)).tolist()
+    [0, 1, 3, 2]
+    """
+    grid = read_grid(grid)
+    places, n_bits = _places(grid), _n_bits(grid)
+    # Skilling's transposed index: undo the turns of each square, from the coarsest to the finest, then Gray-code
+    for bit in range(n_bits - 1, 0, -1):
+        below = (1 << bit) - 1
+        for axis in range(len(grid)):
+            is_high = (places[axis] >> bit & 1) == 1
+            swapped = np.where(is_high, 0, (places[0] ^ places[axis]) & below)
+            places[0] ^= np.where(is_high, below, swapped)
+            places[axis] ^= swapped
+    for axis in range(1, len(grid)):
+        places[axis] ^= places[axis - 1]
+    turns = np.zeros_like(places[0])
+    for bit in range(n_bits - 1, 0, -1):
+        turns ^= np.where(places[-1] >> bit & 1, (1 << bit) - 1, 0)
+    return torch.from_numpy(np.argsort(_interleaved(places ^ turns, n_bits), kind="stable"))
