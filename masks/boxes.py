@@ -34,7 +34,7 @@ class Axis(NamedTuple):
 class Tokens(NamedTuple):
     """The tokens in the order of their positions, filled up to whole blocks with the last one.
 
-    place, low, high  int64 (axes, padded length): coordinates, and the ends of the stretches seen from there
+    place, low, high  int16 or int32 (axes, padded length): coordinates, and the ends of the stretches seen from there
     """
 
     place: np.ndarray
@@ -48,12 +48,24 @@ def _volumes(grid: Sequence[int]) -> list[int]:
 
 
 def _tokens(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis], order: np.ndarray | None) -> Tokens:
-    padded = max(canvas.n_rows * canvas.block_q, canvas.n_cols * canvas.block_kv)
-    positions = np.minimum(np.arange(padded), canvas.q_len - 1)
-    place = np.stack(np.unravel_index(positions if order is None else order[positions], grid))
-    low = np.stack([axis.low[coordinate] for axis, coordinate in zip(axes, place, strict=True)])
-    high = np.stack([axis.high[coordinate] for axis, coordinate in zip(axes, place, strict=True)])
-    return Tokens(place, low, high)
+    # narrow numbers are read, compared and told apart faster
+    narrow = np.int16 if max(grid) < 2**15 else np.int32
+    n_padded = max(canvas.n_rows * canvas.block_q, canvas.n_cols * canvas.block_kv)
+
+    def laid_out(numbers_of_axes: list[np.ndarray]) -> np.ndarray:
+        laid = np.empty((len(grid), n_padded), dtype=narrow)
+        for axis, numbers in enumerate(numbers_of_axes):
+            along = numbers.astype(narrow).reshape([-1 if other == axis else 1 for other in range(len(grid))])
+            row_major = np.broadcast_to(along, grid).reshape(-1)
+            laid[axis, : canvas.q_len] = row_major if order is None else row_major[order]
+        laid[:, canvas.q_len :] = laid[:, canvas.q_len - 1, None]
+        return laid
+
+    return Tokens(
+        place=laid_out([np.arange(side) for side in grid]),
+        low=laid_out([axis.low for axis in axes]),
+        high=laid_out([axis.high for axis in axes]),
+    )
 
 
 # -------------------------------------------------------------------------------------- candidates, row by row of tokens
@@ -182,7 +194,7 @@ def _groups(
         place, low, high = (numbers[:, :n_queries].reshape(len(axes), n_queries // size, size) for numbers in tokens)
         # a group at one coordinate sees every step-th, another all between
         step = np.where(place.min(axis=2) == place.max(axis=2), steps, 1)
-        low, high = low.min(axis=2), high.max(axis=2)
+        low, high = low.min(axis=2).astype(np.int64), high.max(axis=2).astype(np.int64)
         n_seen = ((high - low) // step + 1).prod(axis=0).sum()
         found.append((int(n_seen), np.arange(n_queries // size) * size // canvas.block_q, low, high, step))
     _, rows, low, high, step = min(found, key=lambda group: group[0])
@@ -217,26 +229,24 @@ def _along(layout: BlockLayout, canvas: Canvas, tokens: Tokens, step: int) -> Bl
     # [rows, block_q] and [cols, block_kv]
     lows, highs = (ends[: canvas.n_rows * canvas.block_q].reshape(in_rows) for ends in (low, high))
     places = place[: canvas.n_cols * canvas.block_kv].reshape(in_cols)
-    least, first = lows.min(axis=1), places.min(axis=1)
+    least, first = lows.min(axis=1, keepdims=True), places.min(axis=1, keepdims=True)
     # what a row sees, from the least that it sees on; where the keys of a col are, from its first one on
-    row_kinds = kinds_of_rows(np.concatenate([lows, highs], axis=1).astype(np.int32) - least[:, None].astype(np.int32))
-    col_kinds = kinds_of_rows((places - first[:, None]).astype(np.int32))
-    seen_by_all = lows.max(axis=1), highs.min(axis=1)
-    last = places.max(axis=1)
+    row_kinds = kinds_of_rows(np.concatenate([lows - least, highs - least], axis=1))
+    col_kinds = kinds_of_rows(places - first)
+    least, first, last = (ends.astype(np.int64).reshape(-1) for ends in (least, first, places.max(axis=1)))
+    # what all of a row see
+    begin, end = lows.max(axis=1), highs.min(axis=1)
 
     def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
-        is_full = (seen_by_all[0][row] <= first[col]) & (last[col] <= seen_by_all[1][row]) & (step == 1)
+        is_full = (begin[row] <= first[col]) & (last[col] <= end[row]) & (step == 1)
         parts = (row_kinds[row], col_kinds[col], first[col] - least[row])
         return joint_numbers(is_full.astype(np.int64), *(np.where(is_full, 0, part) for part in parts))
 
-    # short numbers compare faster
-    narrow = np.int16 if place.max() < 2**15 else np.int32
-    place_of, low_of, high_of = (torch.from_numpy(numbers.astype(narrow)) for numbers in tokens)
-
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
-        key, lowest, highest = place_of[kv_pos], low_of[q_pos], high_of[q_pos]
+        # NumPy compares short integers several times faster than PyTorch does
+        key, lowest, highest = place[kv_pos.numpy()], low[q_pos.numpy()], high[q_pos.numpy()]
         is_kept = (lowest <= key) & (key <= highest)
-        return is_kept & ((key - lowest) % step == 0) if step > 1 else is_kept
+        return torch.from_numpy(is_kept & ((key - lowest) % step == 0) if step > 1 else is_kept)
 
     return BlockLayout.from_predicate(
         attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=layout, looks=looks

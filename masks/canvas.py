@@ -160,10 +160,11 @@ def distinct_blocks(canvas: Canvas, rows: np.ndarray, cols: np.ndarray) -> tuple
     """(rows, cols) of the named blocks, each once, ascending."""
     keys = rows * canvas.n_cols + cols
     n_blocks = canvas.n_rows * canvas.n_cols
-    if n_blocks > 4 * keys.size:
-        keys = np.unique(keys)
+    if n_blocks > 16 * keys.size:
+        keys.sort()
+        keys = keys[np.diff(keys, prepend=-1) > 0]
     else:
-        # few blocks are not named: marking them takes less than sorting does
+        # not few of the blocks are named: marking them takes less than sorting does
         is_named = np.zeros(n_blocks, dtype=bool)
         is_named[keys] = True
         keys = np.flatnonzero(is_named)
