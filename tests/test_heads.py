@@ -1,0 +1,47 @@
+"""Do the masks of single heads come out of the layout of all of them?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import masks
+from blocksparse_flash import BlockLayout
+from masks.heads import by_head, read_heads
+
+
+def test_each_head_has_its_own_mask():
+    # no bitmask, bitmasks of its own, bitmasks that another head has too, nothing at all
+    windows = [(None, None), (5, 0), 20, (5, 0), 300]
+    build = lambda window: masks.local((100, 150), window=window, block_size=(16, 32))  # noqa: E731
+    layout = by_head(build, windows)
+    expected = torch.cat([build(window).to_dense() for window in windows], dim=1)
+    assert layout == BlockLayout.from_dense(expected[0], block_size=(16, 32))
+
+
+def test_a_head_may_be_empty():
+    layout = by_head(lambda sinks: masks.sink_window(100, sinks=sinks, window=0, block_size=16), [0, 3, 0])
+    assert layout.to_dense()[0].flatten(1).any(1).tolist() == [False, True, False]
+    assert by_head(lambda window: masks.local(0, window=window), [1, 2]).shape == (1, 2, 0, 0)
+
+
+def test_equal_settings_are_built_once():
+    asked = []
+
+    def build(window: int) -> BlockLayout:
+        asked.append(window)
+        return masks.local(100, window=window)
+
+    assert by_head(build, [3, 5, 3, 3]).shape == (1, 4, 100, 100)
+    assert asked == [3, 5]
+
+
+def test_one_head_is_the_layout_itself():
+    assert by_head(lambda window: masks.local(100, window=window), [7]) == masks.local(100, window=7)
+
+
+def test_heads_are_a_number_or_none():
+    assert read_heads(None) is None
+    assert read_heads(8) == 8
+    with pytest.raises(ValueError, match="heads: .* at least 1, got 0"):
+        read_heads(0)
