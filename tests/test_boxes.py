@@ -71,14 +71,18 @@ def test_candidates_in_order_are_few(name, order, n_looked_at):
     assert n_listed <= 64 * layout.nnz
 
 
-def test_any_stretches_will_do():
-    """Stretches that no family has: each coordinate's own, as long as it sees itself."""
+# lines shorter than a block, and longer than the keys of one, where stretches of lines are taken apart
+@pytest.mark.parametrize(("grid", "block_size"), [((9, 14), 16), ((9, 20), (64, 16))])
+def test_any_stretches_will_do(grid, block_size):
+    """Stretches that no family has: each coordinate's own, as long as it sees itself; from itself on every other time."""
     generator = np.random.default_rng(0)
-    grid = (9, 14)
-    canvas = read_canvas(math.prod(grid), 16)
-    for _ in range(20):
+    canvas = read_canvas(math.prod(grid), block_size)
+    for number in range(20):
         axes = [
-            Axis(place - generator.integers(0, place + 1), place + generator.integers(0, side - place))
+            Axis(
+                place - generator.integers(0, place + 1) * (number % 2),
+                place + generator.integers(0, side - place),
+            )
             for side, place in ((side, np.arange(side)) for side in grid)
         ]
         expected = np.ones((canvas.q_len, canvas.q_len), dtype=bool)

@@ -36,5 +36,5 @@ def test_a_size_beyond_everything_is_cut_to_it():
     assert read_size("size", 7, canvas) == 7
     assert read_size("size", 10**30, canvas) == 80
     assert read_size("size", 5, read_canvas(0, 16)) == 1
-    with pytest.raises(ValueError, match="chunk: .* at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"chunk: .* at least 1, got 0"):
         read_size("chunk", 0, canvas)
