@@ -5,11 +5,13 @@ Knows lengths, block sizes, tensors and arrays of integers and bools. Must not k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from . import blocks
-from .blocks import FULL, Array, Size
+from .blocks import FULL, Array, Axis, Frame, Size
 
 # the tensors of a layout, in the order of its fields
 TENSORS = ("indptr", "indices", "bitmask_ids", "bitmasks")
@@ -28,6 +30,14 @@ def length(value: object, name: str) -> int:
     return length
 
 
+def position(value: object, size: int, name: str, way_out: str) -> int:
+    """An index below size; way_out ends the message."""
+    index = integer(value, name)
+    if not 0 <= index < size:
+        raise ValueError(f"{name} must be in 0 .. {size - 1}, got {index}{way_out}")
+    return index
+
+
 def axis(value: object, name: str) -> int:
     size = 1 if value is None else integer(value, name)
     if size < 1:
@@ -44,6 +54,17 @@ def sides(block_size: object) -> Size:
         if not 16 <= side <= 256 or side % 16:
             raise ValueError(f"block_size must be a multiple of 16 from 16 to 256 on each side, got {block_size!r}")
     return block_q, block_kv
+
+
+def check_multiple(large: Size, small: Size, expected: str) -> None:
+    """Refuse a block size unless the large one is a multiple of the small one; expected is said of block_size."""
+    if large[0] % small[0] or large[1] % small[1]:
+        raise ValueError(f"block_size must {expected}; with_block_size() takes any size")
+
+
+def frame(q_len: object, kv_len: object, block_size: object) -> Frame:
+    """The lengths and the sides of a block, shared by all batches and heads."""
+    return Frame(1, 1, length(q_len, "q_len"), length(kv_len, "kv_len"), sides(block_size))
 
 
 def integers(values: object, name: str) -> Array:
@@ -85,6 +106,16 @@ def check_nnz(nnz: int) -> None:
         raise ValueError(f"nnz must be below 2**31, but this layout would store {nnz} blocks: use a larger block_size")
 
 
+def check_same(a: Frame, b: Frame, name: str) -> None:
+    """Refuse two layouts that do not describe the same pairs in the same blocks."""
+    if a[2:4] != b[2:4]:
+        raise ValueError(f"{name}: lengths must be equal, got {a.q_len} x {a.kv_len} and {b.q_len} x {b.kv_len}")
+    if a.block_size != b.block_size:
+        raise ValueError(
+            f"{name}: block_size must be equal, got {a.block_size} and {b.block_size}: use .with_block_size()"
+        )
+
+
 def joint(a: Size, b: Size, name: str) -> Size:
     """(batch, heads) of two layouts together, axes of size 1 broadcast."""
     if any(x != y and 1 not in (x, y) for x, y in zip(a, b, strict=True)):
@@ -92,8 +123,18 @@ def joint(a: Size, b: Size, name: str) -> Size:
     return max(a[0], b[0]), max(a[1], b[1])
 
 
-def check_tensors(tensors: tuple[torch.Tensor, ...], grid: Size, sides: Size) -> None:
-    """Refuse tensors that are not the fields of a layout with this grid of blocks."""
+def stackable(frames: Sequence[Frame], axis: Axis) -> list[Frame]:
+    """The frames with one size of the axis that is not stacked, those of size 1 broadcast."""
+    shared: Size = (1, 1)
+    for frame in frames:
+        shared = joint(shared, (frame.batch, 1) if axis == "heads" else (1, frame.heads), "layouts")
+    if axis == "heads":
+        return [frame._replace(batch=shared[0]) for frame in frames]
+    return [frame._replace(heads=shared[1]) for frame in frames]
+
+
+def check_tensors(tensors: tuple[torch.Tensor, ...], frame: Frame) -> None:
+    """Refuse tensors that are not the fields of a layout with these lengths and this block size."""
     for name, tensor in zip(TENSORS, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -102,7 +143,7 @@ def check_tensors(tensors: tuple[torch.Tensor, ...], grid: Size, sides: Size) ->
         if tensor.device != tensors[0].device:
             raise ValueError(f"{name} must be on indptr's device {tensors[0].device}, got {tensor.device}")
     indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
-    n_rows, n_cols = grid
+    n_rows, n_cols, sides = frame.n_rows, frame.n_cols, frame.block_size
     if indptr.ndim != 3 or indptr.shape[2] != n_rows + 1 or 0 in indptr.shape[:2]:
         raise ValueError(f"indptr must have shape (batch, heads, n_rows + 1 = {n_rows + 1}), got {indptr.shape}")
     if indices.ndim != 1:

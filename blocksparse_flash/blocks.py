@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Size = tuple[int, int]
+Axis = Literal["batch", "heads"]
 
 FULL = -1
 # the look of a block in which nothing attends; never stored
@@ -37,6 +38,33 @@ class BlockList(NamedTuple):
     keys: Array
     ids: Array
     bitmasks: Array
+
+
+class Frame(NamedTuple):
+    """What the keys of a list count in: the axes and lengths of its layout, and its block size."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    block_size: Size
+
+    @property
+    def leads(self) -> int:
+        return self.batch * self.heads
+
+    @property
+    def n_rows(self) -> int:
+        return grid(self.q_len, self.kv_len, self.block_size)[0]
+
+    @property
+    def n_cols(self) -> int:
+        return grid(self.q_len, self.kv_len, self.block_size)[1]
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The keyword arguments of most functions here."""
+        return {"q_len": self.q_len, "kv_len": self.kv_len, "block_size": self.block_size}
 
 
 # ---------------------------------------------------------------------------------------------------------------- sizes
@@ -95,6 +123,19 @@ def edge_kinds(keys: Array, *, q_len: int, kv_len: int, block_size: Size) -> Arr
     return kinds
 
 
+def full_list(keys: Array, block_size: Size) -> BlockList:
+    """The list in which every block named by the ascending keys is full."""
+    return BlockList(keys, np.full(len(keys), FULL, np.int32), no_bitmasks(block_size))
+
+
+def ranges(starts: Array, counts: Array) -> Array:
+    """start, start + 1, ..., start + count - 1 of each range, one after another, int64."""
+    ends = np.cumsum(counts)
+    values: Array = np.repeat(starts - (ends - counts), counts)
+    values += np.arange(len(values))
+    return values
+
+
 # ------------------------------------------------------------------------------------------------------------- equality
 
 
@@ -110,9 +151,14 @@ def _mix(values: Array, seed: int) -> Array:
     return mixed
 
 
-def _chunks(count: int, bytes_each: int) -> Iterator[slice]:
+def at_once(bytes_each: int) -> int:
+    """How many things fill about _CHUNK_BYTES; at least one."""
+    return max(1, _CHUNK_BYTES // max(1, bytes_each))
+
+
+def chunks(count: int, bytes_each: int) -> Iterator[slice]:
     """Slices that cover range(count), each of about _CHUNK_BYTES."""
-    step = max(1, _CHUNK_BYTES // max(1, bytes_each))
+    step = at_once(bytes_each)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
@@ -129,11 +175,11 @@ def _first_equal_bitmask(words: Array) -> Array:
         # multipliers by position, so that moved words change the sum
         weights = _mix(np.arange(table.shape[1]), seed) | np.uint64(1)
         hashes = np.empty(len(table), np.uint64)
-        for part in _chunks(len(table), 8 * table.shape[1]):
+        for part in chunks(len(table), 8 * table.shape[1]):
             hashes[part] = (_mix(table[part], seed) * weights).sum(axis=1, dtype=np.uint64)
         first = _first_of(hashes)
         copies = np.flatnonzero(first != np.arange(len(first)))
-        parts = _chunks(len(copies), 8 * table.shape[1])
+        parts = chunks(len(copies), 8 * table.shape[1])
         if all(np.array_equal(table[copies[part]], table[first[copies[part]]]) for part in parts):
             return first
     raise AssertionError
@@ -152,7 +198,7 @@ def distinct(codes: Array, limit: int) -> tuple[Array, Array]:
     return np.flatnonzero(seen), (np.cumsum(seen) - 1)[codes]
 
 
-def _renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
+def renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
     """Number bitmasks by first appearance and drop those which no block uses."""
     partial = np.flatnonzero(ids >= 0)
     first = np.full(len(bitmasks), len(ids))
@@ -179,7 +225,7 @@ def classify(words: Array, kinds: Array, there: Array) -> tuple[Array, Array]:
     outcome = _first_equal_bitmask(words)
     for kind in range(4):
         of_kind = np.flatnonzero(kinds == kind)
-        for part in _chunks(len(of_kind), there[0].nbytes):
+        for part in chunks(len(of_kind), there[0].nbytes):
             chosen = of_kind[part]
             outcome[chosen[(words[chosen] == there[kind]).all(axis=(1, 2))]] = FULL
     outcome[~words.any(axis=(1, 2))] = EMPTY
@@ -207,7 +253,7 @@ def settle(keys: Array, looks: Array, words: Array, kinds: Array, there: Array) 
     stored = looks != EMPTY
     if not stored.all():
         keys, looks = keys[stored], looks[stored]
-    return _renumber(keys, looks, words)
+    return renumber(keys, looks, words)
 
 
 class Gathering:
@@ -236,7 +282,7 @@ class Gathering:
 def gathered(keys: Array, looks: Array, words: Array) -> BlockList:
     """The canonical list of blocks that look as a Gathering says."""
     stored = looks != EMPTY
-    return _renumber(keys[stored], looks[stored], words)
+    return renumber(keys[stored], looks[stored], words)
 
 
 def canonical(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
@@ -252,119 +298,11 @@ def canonical(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: i
     return settle(keys, looks - n_full if n_full else looks, words, values % 4, there)
 
 
-# -------------------------------------------------------------------------------------------------------------- algebra
-
-
-def full_list(keys: Array, block_size: Size) -> BlockList:
-    """The list in which every block named by the ascending keys is full."""
-    return BlockList(keys, np.full(len(keys), FULL, np.int32), no_bitmasks(block_size))
-
-
-def broadcast(blocks: BlockList, old: Size, new: Size, n_blocks: int) -> BlockList:
-    """Repeat a list of (batch, heads) = old, axes of size 1 becoming those of new. n_blocks: n_rows * n_cols."""
-    if old == new or not n_blocks:
-        return blocks
-    leads = np.broadcast_to(np.arange(old[0] * old[1]).reshape(old), new).reshape(-1)
-    bounds = np.searchsorted(blocks.keys, np.arange(old[0] * old[1] + 1) * n_blocks)
-    counts = (bounds[1:] - bounds[:-1])[leads]
-    source = ranges(bounds[leads], counts)
-    keys = blocks.keys[source] + np.repeat((np.arange(len(leads)) - leads) * n_blocks, counts)
-    return _renumber(keys, blocks.ids[source], blocks.bitmasks)
-
-
-def ranges(starts: Array, counts: Array) -> Array:
-    """start, start + 1, ..., start + count - 1 of each range, one after another, int64."""
-    ends = np.cumsum(counts)
-    values: Array = np.repeat(starts - (ends - counts), counts)
-    values += np.arange(len(values))
-    return values
-
-
-def _ids_at(blocks: BlockList, keys: Array) -> Array:
-    """The id of each named block in a list, EMPTY where it stores none, int64."""
-    if len(keys) == len(blocks.keys) and np.array_equal(keys, blocks.keys):
-        return blocks.ids.astype(np.int64)
-    found = np.full(len(keys), EMPTY, np.int64)
-    if not len(blocks.keys):
-        return found
-    where = np.minimum(np.searchsorted(blocks.keys, keys), len(blocks.keys) - 1)
-    hit = blocks.keys[where] == keys
-    found[hit] = blocks.ids[where[hit]]
-    return found
-
-
-def _words_of(ids: Array, kinds: Array, bitmasks: Array, there: Array) -> Array:
-    """The bitmask of each look, FULL and EMPTY included, uint32 (n, block_q, words)."""
-    words = np.zeros((len(ids), *there.shape[1:]), np.uint32)
-    is_full, is_partial = ids == FULL, ids >= 0
-    words[is_full] = there[kinds[is_full]]
-    words[is_partial] = bitmasks[ids[is_partial]]
-    return words
-
-
-def combine(
-    a: BlockList, b: BlockList, op: Literal["|", "&", "-"], *, q_len: int, kv_len: int, block_size: Size
-) -> BlockList:
-    """Pairs in a or b, in a and b, or in a but not in b. Bits are computed once for each (id in a, id in b, edge)."""
-    keys = a.keys
-    if op == "|":
-        keys = np.concatenate([a.keys, b.keys])
-        keys.sort(kind="stable")
-        keys = keys[np.append(True, keys[1:] != keys[:-1])] if len(keys) else keys
-    elif op == "&" and len(b.keys) < len(a.keys):
-        keys = b.keys
-    ids_a, ids_b = _ids_at(a, keys), _ids_at(b, keys)
-    kinds = edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
-    n_b = len(b.bitmasks) + 2
-    values, looks = distinct(((ids_a + 2) * n_b + ids_b + 2) * 4 + kinds, (len(a.bitmasks) + 2) * n_b * 4)
-    there = existing(q_len, kv_len, block_size)
-    kinds = values % 4
-    words = _words_of(values // 4 // n_b - 2, kinds, a.bitmasks, there)
-    others = _words_of(values // 4 % n_b - 2, kinds, b.bitmasks, there)
-    if op == "|":
-        words |= others
-    elif op == "&":
-        words &= others
-    else:
-        words &= ~others
-    return settle(keys, looks, words, kinds, there)
-
-
-def complement(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_size: Size) -> BlockList:
-    """The existing pairs that are not in the list. O(leads * n_rows * n_cols), which is the size of the answer."""
-    n_rows, n_cols = grid(q_len, kv_len, block_size)
-    stays = np.ones(leads * n_rows * n_cols, np.bool_)
-    is_full = blocks.ids == FULL
-    stays[blocks.keys[is_full]] = False
-    keys = np.flatnonzero(stays)
-    partial = BlockList(blocks.keys[~is_full], blocks.ids[~is_full], blocks.bitmasks)
-    there = existing(q_len, kv_len, block_size)
-    kinds = edge_kinds(partial.keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
-    values, inverse = distinct(partial.ids.astype(np.int64) * 4 + kinds, 4 * len(blocks.bitmasks))
-    words = there[values % 4] & ~blocks.bitmasks[values // 4]
-    looks = np.full(len(keys), FULL, np.int64)
-    looks[np.searchsorted(keys, partial.keys)] = inverse
-    return settle(keys, looks, words, values % 4, there)
-
-
-def transpose(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
-    """The list with queries and keys exchanged, of lengths (kv_len, q_len) and block size (block_kv, block_q)."""
-    n_rows, n_cols = grid(q_len, kv_len, block_size)
-    rows = keys // max(n_cols, 1)
-    leads = rows // max(n_rows, 1)
-    turned = (leads * n_cols + keys % max(n_cols, 1)) * n_rows + rows % max(n_rows, 1)
-    order = np.argsort(turned, kind="stable")
-    words = np.empty((len(bitmasks), block_size[1], words_per_query(block_size[0])), np.uint32)
-    for part in _chunks(len(bitmasks), block_size[0] * block_size[1]):
-        words[part] = pack(unpack(bitmasks[part], block_size[1]).swapaxes(1, 2))
-    return _renumber(turned[order], ids[order], words)
-
-
 # -------------------------------------------------------------------------------------------------------------- regroup
 
 
-def _first_equal_tile(codes: Array, starts: Array, counts: Array, kinds: Array) -> Array:
-    """For each tile the first one with the same pieces and edge kind; codes (pieces,) lie tile after tile."""
+def first_equal_run(codes: Array, starts: Array, counts: Array, kinds: Array) -> Array:
+    """For each tile the first one with the same pieces and edge kind; codes (pieces,) lie tile after tile, in order."""
     for seed in itertools.count():
         hashes = np.add.reduceat(_mix(codes, seed), starts) + _mix(kinds, seed + 1)
         first = _first_of(hashes)
@@ -417,7 +355,7 @@ def regroup(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int
     counts = np.diff(np.append(starts, len(codes)))
     tile_keys = tile_keys[starts]
     kinds = edge_kinds(tile_keys, q_len=q_len, kv_len=kv_len, block_size=new)
-    first, looks = distinct(_first_equal_tile(codes, starts, counts, kinds), len(starts))
+    first, looks = distinct(first_equal_run(codes, starts, counts, kinds), len(starts))
 
     there = existing(q_len, kv_len, new)
     words = _join(codes[ranges(starts[first], counts[first])], counts[first], bitmasks, n_places[1], old, new)
@@ -490,7 +428,7 @@ def to_mask(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_siz
     if is_full.any():
         padded[lead[is_full], row[is_full], :, col[is_full]] = True
     partial = np.flatnonzero(~is_full)
-    for part in _chunks(len(partial), block_q * block_kv):
+    for part in chunks(len(partial), block_q * block_kv):
         chosen = partial[part]
         padded[lead[chosen], row[chosen], :, col[chosen]] = unpack(blocks.bitmasks[blocks.ids[chosen]], block_kv)
     dense = padded.reshape(leads, n_rows * block_q, n_cols * block_kv)

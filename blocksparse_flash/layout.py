@@ -7,31 +7,23 @@ Must not know patterns (they are functions that return one), attention, backends
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from . import arguments, blocks
+from . import algebra, arguments, blocks, drawing, full_blocks, orders, predicate, storage
 from .arguments import TENSORS
-from .blocks import FULL, Array, BlockList, Size
+from .blocks import FULL, Array, Axis, BlockList, Frame, Size
+from .gather import gather
 from .plan import Plan, build_plan
-from .predicate import Looks, Predicate, evaluate
+
+Integers = torch.Tensor | Array | list[int]
 
 _NUMBERS = ("q_len", "kv_len", "block_size")
-
-# characters across and down in the picture that repr draws
-_DRAWN = 32
-
-
-def _check_same(a: BlockLayout, b: BlockLayout, name: str) -> None:
-    """Refuse two layouts that do not describe the same pairs in the same blocks."""
-    if a.shape[2:] != b.shape[2:]:
-        raise ValueError(f"{name}: lengths must be equal, got {a.q_len} x {a.kv_len} and {b.q_len} x {b.kv_len}")
-    if a.block_size != b.block_size:
-        raise ValueError(f"{name}: block_size must be equal, got {a.block_size} and {b.block_size}")
+_ALL = slice(None)
 
 
 def _resolved(device: torch.device | str | int) -> torch.device:
@@ -84,18 +76,11 @@ class BlockLayout:
         kv_len: int,
         block_size: int | Size,
     ) -> None:
-        q_len, kv_len, sides = (
-            arguments.length(q_len, "q_len"),
-            arguments.length(kv_len, "kv_len"),
-            arguments.sides(block_size),
-        )
-        tensors = (indptr, indices, bitmask_ids, bitmasks)
-        arguments.check_tensors(tensors, blocks.grid(q_len, kv_len, sides), sides)
-        found = blocks.canonical(
-            *_block_list(tensors, blocks.grid(q_len, kv_len, sides)), q_len=q_len, kv_len=kv_len, block_size=sides
-        )
-        batch, heads = indptr.shape[:2]
-        self._set(*_tensors(found, (batch, heads), q_len, kv_len, sides, indptr.device), q_len, kv_len, sides)
+        frame, tensors = arguments.frame(q_len, kv_len, block_size), (indptr, indices, bitmask_ids, bitmasks)
+        arguments.check_tensors(tensors, frame)
+        frame = frame._replace(batch=indptr.shape[0], heads=indptr.shape[1])
+        found = blocks.canonical(*storage.to_block_list(tensors, frame), **frame.sizes)
+        self._set(*storage.to_tensors(found, frame, indptr.device), *frame[2:])
 
     # ------------------------------------------------------------------------------------------------- constructors
 
@@ -109,18 +94,18 @@ class BlockLayout:
         array, sides = arguments.bools(mask, "mask"), arguments.sides(block_size)
         batch, heads, q_len, kv_len = array.shape
         found = blocks.from_mask(array.reshape(batch * heads, q_len, kv_len), sides)
-        return cls._from_block_list(found, (batch, heads), q_len, kv_len, sides)
+        return cls._from_block_list(found, Frame(batch, heads, q_len, kv_len, sides))
 
     @classmethod
     def from_predicate(
         cls,
-        fn: Predicate,
+        fn: predicate.Predicate,
         q_len: int,
         kv_len: int,
         *,
         block_size: int | Size,
         within: BlockLayout | None = None,
-        looks: Looks | None = None,
+        looks: predicate.Looks | None = None,
         heads: int | None = None,
         batch: int | None = None,
     ) -> BlockLayout:
@@ -137,120 +122,55 @@ class BlockLayout:
         >>> BlockLayout.from_predicate(window, 256, 256, block_size=64).density
         0.625
         """
-        q_len, kv_len, sides = (
-            arguments.length(q_len, "q_len"),
-            arguments.length(kv_len, "kv_len"),
-            arguments.sides(block_size),
-        )
-        axes = arguments.axis(batch, "batch"), arguments.axis(heads, "heads")
-        if not callable(fn):
-            raise TypeError(f"fn must be a function of positions, got {type(fn).__name__}")
-        if looks is not None and not callable(looks):
-            raise TypeError(f"looks must be a function of rows and cols, got {type(looks).__name__}")
-        n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
+        frame = arguments.frame(q_len, kv_len, block_size)
+        frame = frame._replace(batch=arguments.axis(batch, "batch"), heads=arguments.axis(heads, "heads"))
+        predicate.check(fn, looks)
+        n_blocks = frame.n_rows * frame.n_cols
         if within is None:
-            arguments.check_nnz(axes[0] * axes[1] * n_rows * n_cols)
-            keys = np.arange(axes[0] * axes[1] * n_rows * n_cols)
+            arguments.check_nnz(frame.leads * n_blocks)
+            keys = np.arange(frame.leads * n_blocks)
         else:
             if not isinstance(within, BlockLayout):
                 raise TypeError(f"within must be a BlockLayout, got {type(within).__name__}")
-            if within.shape[2:] != (q_len, kv_len) or within.block_size != sides:
-                raise ValueError(
-                    f"within must describe {q_len} x {kv_len} tokens in blocks of {sides}, "
-                    f"got {within.q_len} x {within.kv_len} in blocks of {within.block_size}"
-                )
-            arguments.joint(axes, within.shape[:2], "within")
-            keys = _keys_for(within._block_list().keys, within.shape[:2], axes, n_rows * n_cols)
+            arguments.check_same(frame, within._frame, "within")
+            arguments.joint(frame[:2], within.shape[:2], "within")
+            keys = algebra.keys_over(within._block_list().keys, within.shape[:2], frame[:2], n_blocks)
         by_head = heads is not None or batch is not None
-        found = evaluate(
-            fn, keys, heads=axes[1], by_head=by_head, looks=looks, q_len=q_len, kv_len=kv_len, block_size=sides
-        )
+        found = predicate.evaluate(fn, keys, heads=frame.heads, by_head=by_head, looks=looks, **frame.sizes)
         if within is None:
-            return cls._from_block_list(found, axes, q_len, kv_len, sides)
-        return cls._from_block_list(found, axes, q_len, kv_len, sides, device=within.device) & within
+            return cls._from_block_list(found, frame)
+        return cls._from_block_list(found, frame, within.device) & within
 
     @classmethod
     def from_blocks(
-        cls,
-        rows: torch.Tensor | Array | list[int],
-        cols: torch.Tensor | Array | list[int],
-        q_len: int,
-        kv_len: int,
-        *,
-        block_size: int | Size,
+        cls, rows: Integers, cols: Integers, q_len: int, kv_len: int, *, block_size: int | Size
     ) -> BlockLayout:
         """The layout of full blocks (rows[i], cols[i]), in any order. A block named twice is refused.
 
         >>> BlockLayout.from_blocks([0, 1, 1], [0, 0, 1], 256, 256, block_size=128).nnz
         3
         """
-        q_len, kv_len, sides = (
-            arguments.length(q_len, "q_len"),
-            arguments.length(kv_len, "kv_len"),
-            arguments.sides(block_size),
-        )
-        n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
-        row, col = arguments.integers(rows, "rows"), arguments.integers(cols, "cols")
-        if len(row) != len(col):
-            raise ValueError(f"rows and cols must have one entry for each block, got {len(row)} and {len(col)}")
-        arguments.check_range(row, n_rows, "rows", "n_rows")
-        arguments.check_range(col, n_cols, "cols", "n_cols")
-        keys = row * n_cols + col
-        keys.sort(kind="stable")
-        twice = keys[1:] == keys[:-1]
-        if twice.any():
-            again = divmod(int(keys[twice.argmax()]), n_cols)
-            raise ValueError(f"rows and cols must name every block once, but block {again} comes again")
-        return cls._from_block_list(blocks.full_list(keys, sides), (1, 1), q_len, kv_len, sides)
+        frame = arguments.frame(q_len, kv_len, block_size)
+        return cls._of_full(full_blocks.by_index(rows, cols, frame), frame)
 
     @classmethod
     def from_ranges(
-        cls,
-        first: torch.Tensor | Array | list[int],
-        stop: torch.Tensor | Array | list[int],
-        q_len: int,
-        kv_len: int,
-        *,
-        block_size: int | Size,
+        cls, first: Integers, stop: Integers, q_len: int, kv_len: int, *, block_size: int | Size
     ) -> BlockLayout:
         """The layout of full blocks first[row] <= col < stop[row] of every row; stop <= first is an empty row.
 
         >>> BlockLayout.from_ranges([0, 0], [1, 2], 256, 256, block_size=128).nnz
         3
         """
-        q_len, kv_len, sides = (
-            arguments.length(q_len, "q_len"),
-            arguments.length(kv_len, "kv_len"),
-            arguments.sides(block_size),
-        )
-        n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
-        begin, end = arguments.integers(first, "first"), arguments.integers(stop, "stop")
-        for values, name in ((begin, "first"), (end, "stop")):
-            if len(values) != n_rows:
-                raise ValueError(f"{name} must have one entry for each of {n_rows} rows, got {len(values)}")
-            arguments.check_range(values, n_cols + 1, name, "(n_cols + 1)")
-        counts = np.maximum(end - begin, 0)
-        arguments.check_nnz(int(counts.sum()))
-        keys = blocks.ranges(np.arange(n_rows) * n_cols + begin, counts)
-        return cls._from_block_list(blocks.full_list(keys, sides), (1, 1), q_len, kv_len, sides)
+        frame = arguments.frame(q_len, kv_len, block_size)
+        return cls._of_full(full_blocks.by_ranges(first, stop, frame), frame)
 
     @classmethod
     def from_block_mask(
         cls, mask: torch.Tensor | Array, q_len: int, kv_len: int, *, block_size: int | Size
     ) -> BlockLayout:
         """The layout whose full blocks are the True entries of mask, bool ([[batch,] heads,] n_rows, n_cols)."""
-        q_len, kv_len, sides = (
-            arguments.length(q_len, "q_len"),
-            arguments.length(kv_len, "kv_len"),
-            arguments.sides(block_size),
-        )
-        array = arguments.bools(mask, "mask")
-        if array.shape[2:] != blocks.grid(q_len, kv_len, sides):
-            n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
-            raise ValueError(f"mask must end in (n_rows, n_cols) = ({n_rows}, {n_cols}), got shape {tuple(mask.shape)}")
-        arguments.check_nnz(int(np.count_nonzero(array)))
-        keys = np.flatnonzero(array)
-        return cls._from_block_list(blocks.full_list(keys, sides), array.shape[:2], q_len, kv_len, sides)
+        return cls._of_full(*full_blocks.by_mask(mask, arguments.frame(q_len, kv_len, block_size)))
 
     @classmethod
     def from_scipy(cls, matrix: Any, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
@@ -258,30 +178,12 @@ class BlockLayout:
 
         A value 2 is refused: `to_scipy` marks partial blocks by it, and their pairs are not in the matrix.
         """
-        import scipy.sparse
-
-        q_len, kv_len, sides = (
-            arguments.length(q_len, "q_len"),
-            arguments.length(kv_len, "kv_len"),
-            arguments.sides(block_size),
-        )
-        if not scipy.sparse.issparse(matrix):
-            raise TypeError(f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}")
-        n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
-        if matrix.shape != (n_rows, n_cols):
-            raise ValueError(f"matrix must have shape (n_rows, n_cols) = ({n_rows}, {n_cols}), got {matrix.shape}")
-        # a copy: summing duplicates would change the caller's
-        csr = matrix.tocsr(copy=True)
-        csr.sum_duplicates()
-        if (csr.data == 2).any():
-            raise ValueError("matrix has a value 2 (after adding duplicates): a partial block cannot be known from it")
-        row = np.repeat(np.arange(n_rows), np.diff(csr.indptr))
-        stored = csr.data != 0
-        return cls.from_blocks(row[stored], csr.indices[stored], q_len, kv_len, block_size=sides)
+        frame = arguments.frame(q_len, kv_len, block_size)
+        return cls._of_full(full_blocks.by_matrix(matrix, frame), frame)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> BlockLayout:
-        """The layout that gave this `state_dict`, checked as a direct call is."""
+        """The layout that gave this `state_dict`, checked as a direct call is; the numbers may be tensors too."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be what state_dict() gave, got {type(state).__name__}")
         expected = {*TENSORS, *_NUMBERS}
@@ -290,7 +192,25 @@ class BlockLayout:
                 f"state must have the keys of state_dict(): missing {sorted(expected - set(state))}, "
                 f"unexpected {sorted(set(state) - expected, key=str)}"
             )
-        return cls(*(state[name] for name in TENSORS), **{name: state[name] for name in _NUMBERS})
+        numbers: dict[str, Any] = {name: state[name] for name in _NUMBERS}
+        for name, value in numbers.items():
+            numbers[name] = value.tolist() if isinstance(value, torch.Tensor) else value
+        return cls(*(state[name] for name in TENSORS), **numbers)
+
+    @classmethod
+    def stack_heads(cls, layouts: Iterable[BlockLayout]) -> BlockLayout:
+        """The layout whose heads are those of the layouts, one after another; a batch axis of size 1 broadcasts.
+
+        >>> diagonal = BlockLayout.from_blocks([0, 1], [0, 1], 128, 128, block_size=64)
+        >>> BlockLayout.stack_heads([diagonal, ~diagonal, diagonal | ~diagonal]).shape
+        (1, 3, 128, 128)
+        """
+        return cls._stacked(layouts, "heads")
+
+    @classmethod
+    def stack_batches(cls, layouts: Iterable[BlockLayout]) -> BlockLayout:
+        """The layout whose batches are those of the layouts, one after another; a head axis of size 1 broadcasts."""
+        return cls._stacked(layouts, "batch")
 
     # -------------------------------------------------------------------------------------------------------- facts
 
@@ -303,12 +223,12 @@ class BlockLayout:
     @property
     def n_rows(self) -> int:
         """Block rows, a ragged last one counted."""
-        return blocks.grid(self.q_len, self.kv_len, self.block_size)[0]
+        return self._frame.n_rows
 
     @property
     def n_cols(self) -> int:
         """Block columns, a ragged last one counted."""
-        return blocks.grid(self.q_len, self.kv_len, self.block_size)[1]
+        return self._frame.n_cols
 
     @property
     def nnz(self) -> int:
@@ -323,7 +243,7 @@ class BlockLayout:
     @property
     def density(self) -> float:
         """Stored blocks / all blocks; 0.0 if there are none."""
-        n_blocks = self.shape[0] * self.shape[1] * self.n_rows * self.n_cols
+        n_blocks = self._frame.leads * self.n_rows * self.n_cols
         return self.nnz / n_blocks if n_blocks else 0.0
 
     @property
@@ -335,10 +255,8 @@ class BlockLayout:
     @property
     def T(self) -> BlockLayout:
         """Queries and keys exchanged: shape (batch, heads, kv_len, q_len), block size (block_kv, block_q)."""
-        found = blocks.transpose(*self._block_list(), **self._sizes())
-        return self._from_block_list(
-            found, self.shape[:2], self.kv_len, self.q_len, self.block_size[::-1], device=self.device
-        )
+        found = algebra.transpose(*self._block_list(), **self._frame.sizes)
+        return self._like(found, q_len=self.kv_len, kv_len=self.q_len, block_size=self.block_size[::-1])
 
     def __or__(self, other: BlockLayout) -> BlockLayout:
         return self._with(other, "|")
@@ -349,12 +267,13 @@ class BlockLayout:
     def __sub__(self, other: BlockLayout) -> BlockLayout:
         return self._with(other, "-")
 
+    def __xor__(self, other: BlockLayout) -> BlockLayout:
+        return self._with(other, "^")
+
     def __invert__(self) -> BlockLayout:
-        leads = self.shape[0] * self.shape[1]
-        n_full = int((self._block_list().ids == FULL).sum())
-        arguments.check_nnz(leads * self.n_rows * self.n_cols - n_full)
-        found = blocks.complement(self._block_list(), leads=leads, **self._sizes())
-        return self._like(found, self.shape[:2])
+        frame, found = self._frame, self._block_list()
+        arguments.check_nnz(frame.leads * frame.n_rows * frame.n_cols - int((found.ids == FULL).sum()))
+        return self._like(algebra.complement(found, leads=frame.leads, **frame.sizes))
 
     def __eq__(self, other: object) -> bool:
         """The same pairs in the same blocks over the same batch and head axes, on whatever device."""
@@ -375,28 +294,116 @@ class BlockLayout:
         # 60 bits, which hash() returns unchanged
         return int(self._cache["hash"]) >> 4
 
+    # ------------------------------------------------------------------------------ tokens, blocks and axes moved
+
+    def shift(self, q: int = 0, kv: int = 0) -> BlockLayout:
+        """Every pair moves by q queries and kv keys, towards the end if positive; those pushed out are dropped.
+
+        shift(q=1) of a causal mask does without the diagonal. Lengths and block size stay. As with every method of
+        this section: exact to the token, built on the host in O(tokens + nnz log nnz), on the layout's device.
+        """
+        return self._gathered(orders.shifted(self.q_len, q, "q"), orders.shifted(self.kv_len, kv, "kv"))
+
+    def permute(self, q_order: Integers | None = None, kv_order: Integers | None = None) -> BlockLayout:
+        """The mask of re-ordered sequences: order[i] is the token that comes to position i; None leaves them.
+
+        `attention(q[:, :, order], k[:, :, order], v[:, :, order], layout.permute(order, order))` is
+        `attention(q, k, v, layout)[:, :, order]`. An order that scatters tokens scatters pairs: it costs what its
+        answer stores, up to one block for each pair.
+        """
+        return self._gathered(
+            orders.permuted(self.q_len, q_order, "q_order"), orders.permuted(self.kv_len, kv_order, "kv_order")
+        )
+
+    def select(self, rows: slice | Integers = _ALL, cols: slice | Integers = _ALL) -> BlockLayout:
+        """The blocks of some rows and cols, by slice or index, in the given order; a row may come twice.
+
+        Lengths follow: block_q tokens for each row. The ragged last row has fewer, so it may only come last.
+
+        >>> layout = BlockLayout.from_blocks([0, 1, 2], [0, 1, 2], 300, 300, block_size=128)
+        >>> layout.select(rows=[1, 2]).shape
+        (1, 1, 172, 300)
+        """
+        block_q, block_kv = self.block_size
+        return self._gathered(
+            orders.selected(self.q_len, block_q, rows, "rows"), orders.selected(self.kv_len, block_kv, cols, "cols")
+        )
+
+    def crop(
+        self, q_start: int = 0, q_stop: int | None = None, kv_start: int = 0, kv_stop: int | None = None
+    ) -> BlockLayout:
+        """The pairs of queries q_start .. q_stop - 1 and keys kv_start .. kv_stop - 1, tokens; None is the end.
+
+        A crop that changes kv_len - q_len changes what causal=True means for it: `assert_causal` tells.
+        """
+        return self._gathered(
+            orders.cropped(self.q_len, q_start, q_stop, "q"), orders.cropped(self.kv_len, kv_start, kv_stop, "kv")
+        )
+
+    def pad(self, q: Size = (0, 0), kv: Size = (0, 0)) -> BlockLayout:
+        """(before, after) new tokens at the two ends of the queries and of the keys; they attend to nothing."""
+        return self._gathered(orders.padded(self.q_len, q, "q"), orders.padded(self.kv_len, kv, "kv"))
+
+    def with_block_size(self, block_size: int | Size) -> BlockLayout:
+        """The same pairs in blocks of another size, whatever the two sizes."""
+        sides, (q_len, kv_len, old) = arguments.sides(block_size), self._frame[2:]
+        found = blocks.regroup(*self._block_list(), q_len=q_len, kv_len=kv_len, old=old, new=sides)
+        return self._like(found, block_size=sides)
+
+    def refine(self, block_size: int | Size) -> BlockLayout:
+        """`with_block_size`, for sides that divide this layout's."""
+        sides = arguments.sides(block_size)
+        arguments.check_multiple(self.block_size, sides, f"divide {self.block_size} to refine it, got {sides}")
+        return self.with_block_size(sides)
+
+    def coarsen(self, block_size: int | Size) -> BlockLayout:
+        """`with_block_size`, for sides that are multiples of this layout's."""
+        sides = arguments.sides(block_size)
+        arguments.check_multiple(
+            sides, self.block_size, f"be a multiple of {self.block_size} to coarsen it, got {sides}"
+        )
+        return self.with_block_size(sides)
+
+    def head(self, index: int) -> BlockLayout:
+        """One head, as a layout (batch | 1, 1, q_len, kv_len)."""
+        return self._picked("heads", index)
+
+    def batch(self, index: int) -> BlockLayout:
+        """One batch, as a layout (1, heads | 1, q_len, kv_len)."""
+        return self._picked("batch", index)
+
+    # ------------------------------------------------------------------------------------------------ looked at
+
+    def assert_causal(self) -> None:
+        """Proof that no query attends to its future: kv_pos <= q_pos + (kv_len - q_len) for every pair. O(nnz).
+
+        raises  ValueError naming the first pair (batch, head, q_pos, kv_pos) that leaks
+        """
+        leaks = self - self._causal()
+        if leaks.nnz:
+            batch, head, q_pos, kv_pos = algebra.first_pair(leaks._block_list(), leaks._frame)
+            raise ValueError(
+                f"layout must be causal, but in batch {batch}, head {head} query {q_pos} attends to key {kv_pos}, and "
+                f"its last is {q_pos + self.kv_len - self.q_len}: intersect with masks.causal, or attend with causal=True"
+            )
+
     # -------------------------------------------------------------------------------------------------- other forms
 
     def to_dense(self) -> torch.Tensor:
         """bool (batch | 1, heads | 1, q_len, kv_len), True attends, on the layout's device."""
-        mask = blocks.to_mask(self._block_list(), leads=self.shape[0] * self.shape[1], **self._sizes())
+        mask = blocks.to_mask(self._block_list(), leads=self._frame.leads, **self._frame.sizes)
         return torch.from_numpy(mask.reshape(self.shape)).to(self.device)
 
     def to_scipy(self, batch: int = 0, head: int = 0) -> Any:
         """The blocks of one batch and head as scipy.sparse.csr_array (n_rows, n_cols), int8: 1 full, 2 partial."""
-        import scipy.sparse
-
-        for value, size, name in ((batch, self.shape[0], "batch"), (head, self.shape[1], "head")):
-            if not 0 <= arguments.integer(value, name) < size:
-                raise ValueError(f"{name} must be in 0 .. {size - 1}, the layout has shape {self.shape}, got {value}")
-        indptr = self.indptr[batch, head].cpu().numpy()
-        stored = slice(int(indptr[0]), int(indptr[-1]))
-        values = np.where(self.bitmask_ids[stored].cpu().numpy() == FULL, 1, 2).astype(np.int8)
-        cols = self.indices[stored].cpu().numpy().copy()
-        return scipy.sparse.csr_array((values, cols, indptr - indptr[0]), shape=(self.n_rows, self.n_cols))
+        return full_blocks.to_matrix(self._block_list(), self._frame, batch, head)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers, which torch.load(weights_only=True) accepts."""
+        """Plain tensors and numbers, which torch.load(weights_only=True) accepts.
+
+        safetensors keeps tensors alone, so make them of the numbers too; `from_state_dict` reads both:
+        save_file({name: torch.as_tensor(value) for name, value in layout.state_dict().items()}, path)
+        """
         return {name: getattr(self, name).clone() for name in TENSORS} | {
             name: getattr(self, name) for name in _NUMBERS
         }
@@ -407,7 +414,7 @@ class BlockLayout:
         self.plan(device)
         if device == self.device:
             return self
-        moved = self._bare(*(getattr(self, name).to(device) for name in TENSORS), *self._numbers())
+        moved = self._bare(*(getattr(self, name).to(device) for name in TENSORS), *self._frame[2:])
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
@@ -430,10 +437,10 @@ class BlockLayout:
         return plans[device, causal]
 
     def __repr__(self) -> str:
-        return _picture(self)
+        return drawing.text(self._block_list(), self._frame)
 
     def __reduce__(self) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
-        return type(self)._bare, (*(getattr(self, name) for name in TENSORS), *self._numbers())
+        return type(self)._bare, (*(getattr(self, name) for name in TENSORS), *self._frame[2:])
 
     # ------------------------------------------------------------------------------------------------------ private
 
@@ -452,145 +459,78 @@ class BlockLayout:
         return layout
 
     @classmethod
-    def _from_block_list(
-        cls,
-        found: BlockList,
-        axes: Size,
-        q_len: int,
-        kv_len: int,
-        sides: Size,
-        *,
-        device: torch.device | str = "cpu",
-    ) -> BlockLayout:
+    def _from_block_list(cls, found: BlockList, frame: Frame, device: torch.device | str = "cpu") -> BlockLayout:
         """The layout of a canonical block list, unchecked."""
         arguments.check_nnz(len(found.keys))
-        return cls._bare(*_tensors(found, axes, q_len, kv_len, sides, device), q_len, kv_len, sides)
+        return cls._bare(*storage.to_tensors(found, frame, device), *frame[2:])
 
-    def _like(self, found: BlockList, axes: Size) -> BlockLayout:
-        return self._from_block_list(found, axes, *self._numbers(), device=self.device)
+    @classmethod
+    def _of_full(cls, keys: Array, frame: Frame) -> BlockLayout:
+        return cls._from_block_list(blocks.full_list(keys, frame.block_size), frame)
 
-    def _numbers(self) -> tuple[int, int, Size]:
-        return self.q_len, self.kv_len, self.block_size
+    def _like(self, found: BlockList, **changes: Any) -> BlockLayout:
+        """The layout of a canonical block list, like this one but for these numbers of its frame."""
+        return self._from_block_list(found, self._frame._replace(**changes), self.device)
 
-    def _sizes(self) -> dict[str, Any]:
-        return dict(zip(_NUMBERS, self._numbers(), strict=True))
+    @property
+    def _frame(self) -> Frame:
+        return Frame(*self.shape, self.block_size)
 
     def _block_list(self) -> BlockList:
-        return _block_list([getattr(self, name) for name in TENSORS], (self.n_rows, self.n_cols))
+        return storage.to_block_list([getattr(self, name) for name in TENSORS], self._frame)
 
-    def _with(self, other: BlockLayout, op: Literal["|", "&", "-"]) -> BlockLayout:
-        if not isinstance(other, BlockLayout):
-            return NotImplemented
-        name = f"layout {op} other"
-        _check_same(self, other, name)
-        axes = arguments.joint(self.shape[:2], other.shape[:2], name)
+    def _check_same(self, other: BlockLayout, name: str) -> None:
+        arguments.check_same(self._frame, other._frame, name)
         if self.device != other.device:
             raise ValueError(
                 f"{name}: both must be on one device, got {self.device} and {other.device}: use .to(device)"
             )
-        ours, theirs = self._over(axes), other._over(axes)
-        return self._like(blocks.combine(ours, theirs, op, **self._sizes()), axes)
+
+    def _with(self, other: BlockLayout, op: algebra.Operation) -> BlockLayout:
+        if not isinstance(other, BlockLayout):
+            return NotImplemented
+        name = f"layout {op} other"
+        self._check_same(other, name)
+        axes = arguments.joint(self.shape[:2], other.shape[:2], name)
+        found = algebra.combine(self._over(axes), other._over(axes), op, **self._frame.sizes)
+        return self._like(found, batch=axes[0], heads=axes[1])
+
+    @classmethod
+    def _stacked(cls, layouts: Iterable[BlockLayout], axis: Axis) -> BlockLayout:
+        if not isinstance(layouts, Iterable):
+            raise TypeError(f"layouts must be BlockLayouts in a list, got {type(layouts).__name__}")
+        parts = list(layouts)
+        if not parts:
+            raise ValueError("layouts must hold at least one BlockLayout, got none")
+        for part in parts:
+            if not isinstance(part, BlockLayout):
+                raise TypeError(f"layouts must be BlockLayouts in a list, got {type(part).__name__}")
+            parts[0]._check_same(part, "layouts")
+        frames = arguments.stackable([part._frame for part in parts], axis)
+        lists = [part._over(frame[:2]) for part, frame in zip(parts, frames, strict=True)]
+        found, frame = algebra.stack(lists, frames, axis)
+        return cls._from_block_list(found, frame, parts[0].device)
+
+    def _picked(self, axis: Axis, index: int) -> BlockLayout:
+        arguments.position(index, getattr(self._frame, axis), "index", f"; the layout has shape {self.shape}")
+        return self._like(algebra.pick(self._block_list(), self._frame, axis, index), **{axis: 1})
+
+    def _gathered(self, q_order: Array, kv_order: Array) -> BlockLayout:
+        found = gather(self._block_list(), self._frame, q_order, kv_order)
+        return self._like(found, q_len=len(q_order), kv_len=len(kv_order))
 
     def _over(self, axes: Size) -> BlockList:
         """The block list with axes of size 1 repeated."""
         arguments.check_nnz(self.nnz * (axes[0] // self.shape[0]) * (axes[1] // self.shape[1]))
-        return blocks.broadcast(self._block_list(), self.shape[:2], axes, self.n_rows * self.n_cols)
+        return algebra.broadcast(self._block_list(), self.shape[:2], axes, self.n_rows * self.n_cols)
 
     def _new_plan(self, device: torch.device, causal: bool) -> Plan:
         if causal:
             restricted = self._causal()
             return self.plan(device) if restricted == self else restricted._new_plan(device, False)
-        batch, heads = self.shape[:2]
-        return build_plan(*self._block_list(), batch=batch, heads=heads, **self._sizes(), device=device)
+        return build_plan(*self._block_list(), **self._frame._asdict(), device=device)
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""
-        ahead = self.kv_len - self.q_len
-        block_q, block_kv = self.block_size
-        return self.from_predicate(
-            lambda q_pos, kv_pos: kv_pos <= q_pos + ahead,
-            self.q_len,
-            self.kv_len,
-            block_size=self.block_size,
-            within=self,
-            # how far the first query of a block sees past its first key; beyond the sides a block is empty or full
-            looks=lambda row, col: np.clip(row * block_q + ahead - col * block_kv, -block_q, block_kv),
-        )
-
-
-# ---------------------------------------------------------------------------------------------- tensors and block lists
-
-
-def _tensors(
-    found: BlockList, axes: Size, q_len: int, kv_len: int, sides: Size, device: torch.device | str
-) -> tuple[torch.Tensor, ...]:
-    """indptr, indices, bitmask_ids, bitmasks of a canonical block list."""
-    n_rows, n_cols = blocks.grid(q_len, kv_len, sides)
-    # keys are ascending, so the offset of a row is where its first key would stand
-    ends = np.searchsorted(found.keys, np.arange(1, axes[0] * axes[1] * n_rows + 1) * n_cols)
-    indptr = np.zeros((axes[0] * axes[1], n_rows + 1), np.int32)
-    indptr[:, 1:] = ends.reshape(len(indptr), n_rows)
-    indptr[1:, 0] = indptr[:-1, -1]
-    arrays = (
-        indptr.reshape(*axes, n_rows + 1),
-        (found.keys % max(n_cols, 1)).astype(np.int32),
-        found.ids.astype(np.int32),
-        found.bitmasks.view(np.int32),
-    )
-    return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)
-
-
-def _block_list(tensors: Any, grid: Size) -> BlockList:
-    """The block list of a layout's tensors, copied to the host if they are elsewhere."""
-    indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
-    flat = indptr.reshape(-1, grid[0] + 1).astype(np.int64)
-    nnz = int(flat[-1, -1])
-    rows = np.repeat(np.arange(flat.shape[0] * grid[0]), (flat[:, 1:] - flat[:, :-1]).reshape(-1))
-    return BlockList(rows * grid[1] + indices[:nnz], ids[:nnz], bitmasks.view(np.uint32))
-
-
-def _keys_for(keys: Array, old: Size, new: Size, n_blocks: int) -> Array:
-    """The keys over other (batch, heads) axes: those of size 1 in new are merged, those of size 1 in old repeated."""
-    if old == new or not len(keys):
-        return keys
-    batch, head = np.divmod(keys // n_blocks, old[1])
-    merged = old[0] if new[0] > 1 else 1, old[1] if new[1] > 1 else 1
-    lead = (batch if merged[0] > 1 else 0) * merged[1] + (head if merged[1] > 1 else 0)
-    keys = np.unique(lead * n_blocks + keys % n_blocks)
-    flags = BlockList(keys, np.full(len(keys), FULL, np.int32), np.zeros((0, 16, 1), np.uint32))
-    return blocks.broadcast(flags, merged, new, n_blocks).keys
-
-
-# ---------------------------------------------------------------------------------------------------------------- repr
-
-
-def _picture(layout: BlockLayout) -> str:
-    """The sizes of a layout, and its first head drawn in text."""
-    batch, heads = layout.shape[:2]
-    n_rows, n_cols, n_distinct = layout.n_rows, layout.n_cols, len(layout.bitmasks)
-    lines = [
-        f"BlockLayout({layout.q_len} x {layout.kv_len} tokens, block_size={layout.block_size}, {batch=}, {heads=})",
-        f"{n_rows} x {n_cols} blocks, nnz={layout.nnz}, density={layout.density:.4g}, {n_distinct} distinct bitmasks",
-    ]
-    keys, ids, _ = layout._block_list()
-    first = keys < n_rows * n_cols
-    if n_rows * n_cols == 0:
-        return "\n".join(lines)
-    rows, cols, is_full = keys[first] // n_cols, keys[first] % n_cols, ids[first] == FULL
-    # blocks behind one character
-    down, across = -(-n_rows // _DRAWN), -(-n_cols // _DRAWN)
-    height, width = -(-n_rows // down), -(-n_cols // across)
-    place = rows // down * width + cols // across
-    n_all = np.outer(
-        np.bincount(np.arange(n_rows) // down, minlength=height),
-        np.bincount(np.arange(n_cols) // across, minlength=width),
-    )
-    n_stored = np.bincount(place, minlength=height * width).reshape(height, width)
-    n_full = np.bincount(place[is_full], minlength=height * width).reshape(height, width)
-    drawn = np.where(n_full == n_all, "#", np.where(n_stored > 0, "+", "."))
-    key = "# full, + partial, . empty"
-    if down * across > 1:
-        key += f"; a character is {down} x {across} blocks"
-    if batch * heads > 1:
-        key += "; batch 0, head 0"
-    return "\n".join([*lines, key, *("".join(row) for row in drawn)])
+        fn, looks = predicate.causal(self._frame)
+        return self.from_predicate(fn, self.q_len, self.kv_len, block_size=self.block_size, within=self, looks=looks)

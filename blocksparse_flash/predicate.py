@@ -12,13 +12,31 @@ import numpy as np
 import torch
 
 from . import blocks
-from .blocks import Array, BlockList, Size
+from .blocks import Array, BlockList, Frame, Size
 
 # pairs evaluated at once: 4 M positions keep a predicate's temporaries at some tens of megabytes
 _PAIRS_AT_ONCE = 1 << 22
 
 Predicate = Callable[..., torch.Tensor]
 Looks = Callable[[Array, Array], Any]
+
+
+def check(fn: object, looks: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"fn must be a function of positions, got {type(fn).__name__}")
+    if looks is not None and not callable(looks):
+        raise TypeError(f"looks must be a function of rows and cols, got {type(looks).__name__}")
+
+
+def causal(frame: Frame) -> tuple[Predicate, Looks]:
+    """(fn, looks) of kv_pos <= q_pos + (kv_len - q_len): the past and the token itself, aligned bottom-right."""
+    ahead = frame.kv_len - frame.q_len
+    block_q, block_kv = frame.block_size
+    return (
+        lambda q_pos, kv_pos: kv_pos <= q_pos + ahead,
+        # how far the first query of a block sees past its first key; beyond the sides a block is empty or full
+        lambda row, col: np.clip(row * block_q + ahead - col * block_kv, -block_q, block_kv),
+    )
 
 
 def evaluate(

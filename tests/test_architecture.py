@@ -37,11 +37,20 @@ class Arrows(NamedTuple):
 # file: arrows. Reading down, a file only points up (kernels excepted: they point at tile, launch and philox)
 TABLE = {
     "blocksparse_flash/blocks.py": Arrows({NUMPY}),
+    "blocksparse_flash/algebra.py": Arrows({NUMPY, f"{OURS}.blocks"}),
+    "blocksparse_flash/gather.py": Arrows({NUMPY, f"{OURS}.algebra", f"{OURS}.blocks"}),
+    "blocksparse_flash/storage.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/arguments.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
+    "blocksparse_flash/full_blocks.py": Arrows({NUMPY, f"{OURS}.arguments", f"{OURS}.blocks"}, {"scipy"}),
+    "blocksparse_flash/orders.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "gather"))}
+    ),
+    "blocksparse_flash/drawing.py": Arrows({NUMPY, f"{OURS}.blocks"}),
     "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/layout.py": Arrows(
-        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan", "predicate"))}, {"scipy"}
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "blocks", "drawing"))}
+        | {f"{OURS}.{name}" for name in ("full_blocks", "gather", "orders", "plan", "predicate", "storage")}
     ),
     "blocksparse_flash/philox.py": Arrows({TORCH}),
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),

@@ -11,7 +11,7 @@ import pytest
 from dense_masks import Problem, problems
 from hypothesis import given
 
-from blocksparse_flash import blocks
+from blocksparse_flash import algebra, blocks
 from blocksparse_flash.blocks import EMPTY, FULL, BlockList
 
 
@@ -129,16 +129,16 @@ def test_combining_lists_combines_masks(op: Any, problem: Problem) -> None:
     sizes, a, b = sizes_of(problem), *map(flat, problem.masks)
     expected = {"|": a | b, "&": a & b, "-": a & ~b}[op]
     lists = (blocks.from_mask(mask, sizes["block_size"]) for mask in (a, b))
-    assert_same(blocks.combine(*lists, op, **sizes), blocks.from_mask(expected, sizes["block_size"]))
+    assert_same(algebra.combine(*lists, op, **sizes), blocks.from_mask(expected, sizes["block_size"]))
 
 
 @given(problems())
 def test_complement_and_transpose_are_those_of_the_mask(problem: Problem) -> None:
     sizes, mask = sizes_of(problem), flat(problem.mask)
     found = blocks.from_mask(mask, sizes["block_size"])
-    assert_same(blocks.complement(found, leads=len(mask), **sizes), blocks.from_mask(~mask, sizes["block_size"]))
+    assert_same(algebra.complement(found, leads=len(mask), **sizes), blocks.from_mask(~mask, sizes["block_size"]))
     turned = blocks.from_mask(mask.swapaxes(1, 2), sizes["block_size"][::-1])
-    assert_same(blocks.transpose(*found, **sizes), turned)
+    assert_same(algebra.transpose(*found, **sizes), turned)
 
 
 @given(problems())
@@ -188,7 +188,7 @@ def test_broadcasting_repeats_axes_of_size_1(problem: Problem) -> None:
     old = mask.shape[:2]
     new = max(old[0], other.shape[0]), max(old[1], other.shape[1])
     n_rows, n_cols = blocks.grid(**sizes_of(problem))
-    found = blocks.broadcast(blocks.from_mask(flat(mask), problem.block_size), old, new, n_rows * n_cols)
+    found = algebra.broadcast(blocks.from_mask(flat(mask), problem.block_size), old, new, n_rows * n_cols)
     repeated = np.broadcast_to(mask, (*new, *mask.shape[2:]))
     assert_same(found, blocks.from_mask(flat(repeated), problem.block_size))
 
@@ -219,8 +219,8 @@ def test_small_chunks_give_the_same_lists(problem: Problem) -> None:
         one, other = blocks.from_mask(a, old), blocks.from_mask(b, old)
         return [
             one,
-            blocks.combine(one, other, "|", **sizes),
-            blocks.transpose(*one, **sizes),
+            algebra.combine(one, other, "|", **sizes),
+            algebra.transpose(*one, **sizes),
             blocks.regroup(*one, **size, old=old, new=new),
             BlockList(*(blocks.to_mask(one, leads=len(a), **sizes),) * 3),
         ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 import operator
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,26 +20,11 @@ import scipy.sparse
 import torch
 from dense_masks import Problem, problems
 from hypothesis import given
+from meaning import TENSORS, assert_means, assert_valid
 
-from blocksparse_flash import BlockLayout, blocks
+from blocksparse_flash import BlockLayout
 
 _ROOT = Path(__file__).parents[1]
-TENSORS = ("indptr", "indices", "bitmask_ids", "bitmasks")
-
-
-def assert_valid(layout: BlockLayout) -> None:
-    """What the direct constructor accepts without changing a bit: canonical, on the host."""
-    again = BlockLayout.from_state_dict(layout.state_dict())
-    for name in TENSORS:
-        assert getattr(layout, name).dtype == torch.int32
-        torch.testing.assert_close(getattr(layout, name), getattr(again, name), rtol=0, atol=0)
-
-
-def assert_means(layout: BlockLayout, mask: np.ndarray) -> None:
-    """The layout is the canonical one of a mask (batch, heads, q_len, kv_len)."""
-    assert layout.shape == mask.shape
-    np.testing.assert_array_equal(layout.to_dense().numpy(), mask)
-    assert_valid(layout)
 
 
 # --------------------------------------------------------------------------------------------------------- constructors
@@ -349,8 +334,8 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "heads-bool": (lambda: _predicate(heads=True), TypeError, "heads must be an int"),
     "batch-negative": (lambda: _predicate(batch=-1), ValueError, "batch must be at least 1"),
     "within-tensor": (lambda: _predicate(within=_ONES), TypeError, "within must be a BlockLayout"),
-    "within-length": (lambda: _predicate(within=_GOOD, q_len=41), ValueError, "within must describe 41 x 40"),
-    "within-blocks": (lambda: _predicate(within=_GOOD, block_size=32), ValueError, "within must describe"),
+    "within-length": (lambda: _predicate(within=_GOOD, q_len=41), ValueError, "within: lengths must be equal, got 41 x 40 and 40 x 40"),
+    "within-blocks": (lambda: _predicate(within=_GOOD, block_size=32), ValueError, r"within: block_size must be equal, got \(32, 32\) and \(16, 16\)"),
     "within-heads": (
         lambda: _predicate(
             heads=3, within=BlockLayout.from_dense(_ONES.expand(2, 40, 40), block_size=16)
@@ -398,6 +383,8 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "state-missing": (lambda: _state(indices=None), ValueError, r"state .* missing \['indices'\]"),
     "state-unexpected": (lambda: _state(blocks=1), ValueError, r"state .* unexpected \['blocks'\]"),
     "state-corrupt": (lambda: _state(indices=_GOOD.indices + 1), ValueError, "indices must be in"),
+    "state-number-tensor": (lambda: _state(q_len=torch.tensor(40.0)), TypeError, "q_len must be an int, got 40.0"),
+    "state-size-tensor": (lambda: _state(block_size=torch.tensor([16, 16, 16])), ValueError, "block_size must be an int or"),
     "state-length": (lambda: _state(q_len=400), ValueError, "indptr must have shape"),
     "head-large": (lambda: _GOOD.to_scipy(head=1), ValueError, "head must be in 0 .. 0"),
     "batch-float": (lambda: _GOOD.to_scipy(batch=0.0), TypeError, "batch must be an int"),
@@ -548,11 +535,16 @@ def test_operands_that_do_not_fit_are_refused() -> None:
 # ----------------------------------------------------------------------------------------------------------- other forms
 
 
-def _reload(layout: BlockLayout) -> BlockLayout:
-    buffer = io.BytesIO()
-    torch.save(layout.state_dict(), buffer)
-    buffer.seek(0)
-    return BlockLayout.from_state_dict(torch.load(buffer, weights_only=True))
+def _through_a_file(layout: BlockLayout, name: str) -> BlockLayout:
+    """As the docstrings of `state_dict` say; a file on disk, as safetensors reads no other."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        if path.suffix == ".pt":
+            torch.save(layout.state_dict(), path)
+            return BlockLayout.from_state_dict(torch.load(path, weights_only=True))
+        safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+        safetensors.save_file({key: torch.as_tensor(value) for key, value in layout.state_dict().items()}, path)
+        return BlockLayout.from_state_dict(safetensors.load_file(path))
 
 
 _COPIES: dict[str, Callable[[BlockLayout], BlockLayout]] = {
@@ -560,7 +552,8 @@ _COPIES: dict[str, Callable[[BlockLayout], BlockLayout]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "state-dict": lambda layout: BlockLayout.from_state_dict(layout.state_dict()),
-    "torch-load": _reload,
+    "torch-load": lambda layout: _through_a_file(layout, "layout.pt"),
+    "safetensors": lambda layout: _through_a_file(layout, "layout.safetensors"),
     "module": lambda layout: copy.deepcopy(_Holder(layout)).layout,
     "replace": dataclasses.replace,
 }
@@ -589,11 +582,10 @@ def test_copies_are_equal_and_hash_alike(case: cases.Case, way: str) -> None:
 @pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
 def test_zoo_layouts_survive_other_block_sizes(case: cases.Case) -> None:
     layout = case.build()
-    for block_size in ((128, 128), (16, 16), (48, 80)):
-        numbers = {"q_len": layout.q_len, "kv_len": layout.kv_len}
-        found = blocks.regroup(*layout._block_list(), **numbers, old=layout.block_size, new=block_size)
-        other = BlockLayout._from_block_list(found, layout.shape[:2], layout.q_len, layout.kv_len, block_size)
+    for block_size in (128, 16, (48, 80)):
+        other = layout.with_block_size(block_size)
         assert other == BlockLayout.from_dense(layout.to_dense(), block_size=block_size)
+        assert other.with_block_size(layout.block_size) == layout
 
 
 def test_hashes_are_the_same_in_another_process() -> None:

@@ -1,0 +1,39 @@
+"""How does a block list lie in the four tensors of a layout?
+
+Knows indptr, indices, bitmask_ids and bitmasks (see BlockLayout), and copies between devices and the host.
+Must not know what is done with block lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .blocks import BlockList, Frame
+
+
+def to_tensors(found: BlockList, frame: Frame, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    """indptr, indices, bitmask_ids, bitmasks of a canonical block list."""
+    # keys are ascending, so the offset of a row is where its first key would stand
+    ends = np.searchsorted(found.keys, np.arange(1, frame.leads * frame.n_rows + 1) * frame.n_cols)
+    indptr = np.zeros((frame.leads, frame.n_rows + 1), np.int32)
+    indptr[:, 1:] = ends.reshape(frame.leads, frame.n_rows)
+    indptr[1:, 0] = indptr[:-1, -1]
+    arrays = (
+        indptr.reshape(frame.batch, frame.heads, frame.n_rows + 1),
+        (found.keys % max(frame.n_cols, 1)).astype(np.int32),
+        found.ids.astype(np.int32),
+        found.bitmasks.view(np.int32),
+    )
+    return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)
+
+
+def to_block_list(tensors: Sequence[torch.Tensor], frame: Frame) -> BlockList:
+    """The block list of a layout's tensors, copied to the host if they are elsewhere."""
+    indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
+    flat = indptr.reshape(-1, frame.n_rows + 1).astype(np.int64)
+    nnz = int(flat[-1, -1])
+    rows = np.repeat(np.arange(frame.leads * frame.n_rows), (flat[:, 1:] - flat[:, :-1]).reshape(-1))
+    return BlockList(rows * frame.n_cols + indices[:nnz], ids[:nnz], bitmasks.view(np.uint32))
