@@ -17,6 +17,7 @@ import torch
 from . import algebra, arguments, blocks, drawing, full_blocks, orders, predicate, storage
 from .arguments import TENSORS
 from .blocks import FULL, Array, Axis, BlockList, Frame, Size
+from .description import Description, describe
 from .gather import gather
 from .plan import Plan, build_plan
 
@@ -386,6 +387,14 @@ class BlockLayout:
                 f"layout must be causal, but in batch {batch}, head {head} query {q_pos} attends to key {kv_pos}, and "
                 f"its last is {q_pos + self.kv_len - self.q_len}: intersect with masks.causal, or attend with causal=True"
             )
+
+    def describe(self, *, head_dim: int = 128, element_bytes: int = 2) -> Description:
+        """Density, cost against dense, balance and connectedness, as a `Description`, which prints as a report.
+
+        head_dim       of queries, keys and values, for operations and bytes
+        element_bytes  of a number in them: 2 for float16 and bfloat16
+        """
+        return describe(self._block_list(), self._frame, head_dim=head_dim, element_bytes=element_bytes)
 
     # -------------------------------------------------------------------------------------------------- other forms
 

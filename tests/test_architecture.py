@@ -39,6 +39,7 @@ TABLE = {
     "blocksparse_flash/blocks.py": Arrows({NUMPY}),
     "blocksparse_flash/algebra.py": Arrows({NUMPY, f"{OURS}.blocks"}),
     "blocksparse_flash/gather.py": Arrows({NUMPY, f"{OURS}.algebra", f"{OURS}.blocks"}),
+    "blocksparse_flash/description.py": Arrows({NUMPY, f"{OURS}.algebra", f"{OURS}.blocks"}, {"scipy"}),
     "blocksparse_flash/storage.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/arguments.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/full_blocks.py": Arrows({NUMPY, f"{OURS}.arguments", f"{OURS}.blocks"}, {"scipy"}),
@@ -49,7 +50,7 @@ TABLE = {
     "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/layout.py": Arrows(
-        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "blocks", "drawing"))}
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "blocks", "description", "drawing"))}
         | {f"{OURS}.{name}" for name in ("full_blocks", "gather", "orders", "plan", "predicate", "storage")}
     ),
     "blocksparse_flash/philox.py": Arrows({TORCH}),
