@@ -396,6 +396,19 @@ class BlockLayout:
         """
         return describe(self._block_list(), self._frame, head_dim=head_dim, element_bytes=element_bytes)
 
+    def plot(
+        self, ax: Any = None, *, batch: int = 0, head: int | None = None, tokens: tuple[Size, Size] | None = None
+    ) -> Any:
+        """The layout drawn by matplotlib; save it with `.savefig("layout.svg")`.
+
+        ax       Axes to draw one panel in; None makes a Figure, with a bar for the blocks of every row
+        batch, head  which; head None draws a panel for each head if heads differ
+        tokens   ((q_start, q_stop), (kv_start, kv_stop)): these pairs one by one, instead of blocks
+        returns  matplotlib.figure.Figure
+        raises   ImportError without matplotlib, ValueError for what is not there
+        """
+        return drawing.plot(self._block_list(), self._frame, ax=ax, batch=batch, head=head, tokens=tokens)
+
     # -------------------------------------------------------------------------------------------------- other forms
 
     def to_dense(self) -> torch.Tensor:

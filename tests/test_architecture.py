@@ -46,7 +46,9 @@ TABLE = {
     "blocksparse_flash/orders.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "gather"))}
     ),
-    "blocksparse_flash/drawing.py": Arrows({NUMPY, f"{OURS}.blocks"}),
+    "blocksparse_flash/drawing.py": Arrows(
+        {NUMPY, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "blocks"))}, {"matplotlib"}
+    ),
     "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/layout.py": Arrows(
@@ -186,7 +188,7 @@ TABLE = {
     "benchmarks/measure.py": Arrows({TORCH}, {TRITON}),
     "benchmarks/attention.py": Arrows({NUMPY, TORCH, OURS, "benchmarks.measure"}),
     "benchmarks/overhead.py": Arrows({TORCH, OURS, "masks"}),
-    "benchmarks/picture.py": Arrows({OURS, "masks"}, {"matplotlib"}),
+    "benchmarks/gallery.py": Arrows({OURS, "masks"}, {"matplotlib"}),
     "benchmarks/lra/listops.py": Arrows(set()),
     "benchmarks/lra/demo.py": Arrows(
         {TORCH, "lightning", "matplotlib", "torchmetrics", "masks", "benchmarks.lra.listops", OURS, f"{OURS}.nn"}

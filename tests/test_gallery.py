@@ -1,0 +1,42 @@
+"""benchmarks/gallery.py: does every mask hang in it, and does it draw what is in the repository?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import masks
+from benchmarks import gallery
+from blocksparse_flash import BlockLayout
+
+
+def test_every_mask_has_an_example() -> None:
+    assert sorted(gallery.EXAMPLES) == sorted(masks.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(gallery.EXAMPLES))
+def test_examples_show_something(name: str) -> None:
+    """In the blocks of the gallery, small enough to see, neither empty nor everything."""
+    layout = gallery.example(name)
+    assert isinstance(layout, BlockLayout)
+    assert layout.block_size == (gallery.BLOCK_SIZE, gallery.BLOCK_SIZE)
+    assert 0 < layout.density < 1 and max(layout.shape[2:]) <= 4 * gallery.LENGTH
+    assert gallery.call(name).startswith(f"{name}\n")
+
+
+def test_the_command_draws_every_panel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    monkeypatch.setattr(gallery, "RESULTS", tmp_path)
+    gallery.main()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gallery.png", "layouts.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+    figure = gallery.draw(gallery.panels(), across=4)
+    assert len(figure.axes) == len(masks.__all__)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "partial", "empty"]
+    titles = [axis.get_title() for axis in figure.axes]
+    assert all(title.startswith(name) for title, name in zip(titles, sorted(masks.__all__), strict=True))
+
+
+def test_results_are_drawn() -> None:
+    assert all((gallery.RESULTS / name).is_file() for name in ("layouts.png", "gallery.png"))
