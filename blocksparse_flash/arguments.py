@@ -5,13 +5,16 @@ Knows lengths, block sizes, tensors and arrays of integers and bools. Must not k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from . import blocks
 from .blocks import FULL, Array, Axis, Frame, Size
+
+Kind = TypeVar("Kind")
 
 # the tensors of a layout, in the order of its fields
 TENSORS = ("indptr", "indices", "bitmask_ids", "bitmasks")
@@ -77,6 +80,19 @@ def integers(values: object, name: str) -> Array:
     if array.ndim != 1:
         raise ValueError(f"{name} must have one axis, got shape {array.shape}")
     return array.astype(np.int64)
+
+
+def listed(values: object, kind: type[Kind], name: str) -> list[Kind]:
+    """At least one value, all of one type, as a list."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be {kind.__name__}s in a list, got {type(values).__name__}")
+    found = list(values)
+    for value in found:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {kind.__name__}s in a list, got {type(value).__name__}")
+    if not found:
+        raise ValueError(f"{name} must hold at least one {kind.__name__}, got none")
+    return found
 
 
 def check_range(values: Array, limit: int, name: str, limit_name: str) -> None:

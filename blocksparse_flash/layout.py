@@ -519,14 +519,8 @@ class BlockLayout:
 
     @classmethod
     def _stacked(cls, layouts: Iterable[BlockLayout], axis: Axis) -> BlockLayout:
-        if not isinstance(layouts, Iterable):
-            raise TypeError(f"layouts must be BlockLayouts in a list, got {type(layouts).__name__}")
-        parts = list(layouts)
-        if not parts:
-            raise ValueError("layouts must hold at least one BlockLayout, got none")
+        parts = arguments.listed(layouts, BlockLayout, "layouts")
         for part in parts:
-            if not isinstance(part, BlockLayout):
-                raise TypeError(f"layouts must be BlockLayouts in a list, got {type(part).__name__}")
             parts[0]._check_same(part, "layouts")
         frames = arguments.stackable([part._frame for part in parts], axis)
         lists = [part._over(frame[:2]) for part, frame in zip(parts, frames, strict=True)]

@@ -11,7 +11,7 @@ import torch
 from dense_masks import Problem, problems
 from hypothesis import given
 
-from blocksparse_flash import BlockLayout, description
+from blocksparse_flash import BlockLayout, blocks, description
 
 
 def blocks_of(mask: np.ndarray, block_size: tuple[int, int]) -> np.ndarray:
@@ -75,6 +75,15 @@ def test_numbers_are_those_of_the_mask(problem: Problem) -> None:
         assert side.imbalance == pytest.approx(work.max() / work.mean() if work.any() else 1.0)
     assert found.idle_queries == (~mask.any(3)).sum() and found.idle_keys == (~mask.any(2)).sum()
     assert str(found).count("\n") == 8
+
+
+@given(problems())
+def test_small_chunks_give_the_same_description(problem: Problem) -> None:
+    layout = BlockLayout.from_dense(problem.mask, block_size=problem.block_size)
+    whole = layout.describe()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_CHUNK_BYTES", 500)
+        assert layout.describe() == whole
 
 
 @pytest.mark.parametrize("case", [case for case in cases.LAYOUTS if case.build().q_len == case.build().kv_len], ids=str)
