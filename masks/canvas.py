@@ -91,6 +91,46 @@ def read_canvas(length: Length, block_size: BlockSize) -> Canvas:
     return Canvas(q_len=q_len, kv_len=kv_len, block_q=block_q, block_kv=block_kv)
 
 
+def cols_of_ranges(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(range, col) of every col first[i] .. stop[i] - 1 of every range i, range after range; stop <= first is empty.
+
+    >>> [array.tolist() for array in cols_of_ranges(np.array([4, 0]), np.array([6, 1]))]
+    [[0, 0, 1], [4, 5, 0]]
+    """
+    counts = np.maximum(stop - first, 0)
+    ranges = np.repeat(np.arange(counts.size), counts)
+    # where a range begins, plus the place in it
+    return ranges, np.arange(ranges.size) + np.repeat(first - np.cumsum(counts) + counts, counts)
+
+
+def distinct_blocks(rows: np.ndarray, cols: np.ndarray, n_cols: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, cols) of the same blocks, each once, ascending.
+
+    >>> [array.tolist() for array in distinct_blocks(np.array([1, 0, 1]), np.array([0, 2, 0]), 3)]
+    [[0, 1], [2, 0]]
+    """
+    keys = np.unique(rows * n_cols + cols)
+    return keys // max(n_cols, 1), keys % max(n_cols, 1)
+
+
+def kinds_of_rows(rows: np.ndarray) -> np.ndarray:
+    """Which rows of bools are equal: equal numbers for those that are.
+
+    rows     bool (n, width)
+    returns  int64 (n,), 0 for a row without True
+
+    >>> kinds_of_rows(np.array([[False, True], [False, False], [False, True]])).tolist()
+    [1, 0, 1]
+    """
+    kinds = np.zeros(len(rows), dtype=np.int64)
+    is_marked = rows.any(axis=1)
+    # [marked rows, octets]
+    octets = np.packbits(rows[is_marked], axis=1)
+    _, kinds[is_marked] = np.unique(octets.view(f"V{octets.shape[1]}").reshape(-1), return_inverse=True)
+    kinds[is_marked] += 1
+    return kinds
+
+
 def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
     """Which block rows (or cols) have the same marks: equal numbers for those that do.
 
@@ -105,10 +145,4 @@ def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
     # [blocks, side]
     sides = np.zeros((n_blocks, side), dtype=bool)
     sides.reshape(-1)[: marks.size] = marks
-    kinds = np.zeros(n_blocks, dtype=np.int64)
-    is_marked = sides.any(axis=1)
-    # [marked sides, octets]
-    octets = np.packbits(sides[is_marked], axis=1)
-    _, kinds[is_marked] = np.unique(octets.view(f"V{side // 8}").reshape(-1), return_inverse=True)
-    kinds[is_marked] += 1
-    return kinds
+    return kinds_of_rows(sides)

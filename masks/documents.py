@@ -15,7 +15,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, kinds_of_sides, read_canvas
+from .canvas import BlockSize, Canvas, cols_of_ranges, kinds_of_sides, read_canvas
 from .checks import read_integers, read_switch
 
 # LOW_BITS[n] has its n lowest bits set
@@ -65,8 +65,7 @@ def _candidates(canvas: Canvas, packed: Packed, *, causal: bool) -> tuple[np.nda
     first_query, last_query = canvas.row_span(rows)
     last_key = last_query if causal else packed.ends[packed.numbers[last_query]] - 1
     first, stop = canvas.cols_between(packed.begins[packed.numbers[first_query]], last_key)
-    counts = stop - first
-    return np.repeat(rows, counts), np.arange(counts.sum()) + np.repeat(stop - np.cumsum(counts), counts)
+    return cols_of_ranges(first, stop)
 
 
 def _looks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:

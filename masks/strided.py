@@ -11,7 +11,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, read_canvas
+from .canvas import BlockSize, Canvas, Length, cols_of_ranges, read_canvas
 from .checks import read_integer, read_switch
 
 
@@ -31,13 +31,8 @@ def _candidates(canvas: Canvas, *, stride: int, causal: bool) -> tuple[np.ndarra
     first, stop = canvas.cols_between(first_key, last_key)
     # neighbouring stretches may end and begin in the same block
     first[:, 1:] = np.maximum(first[:, 1:], stop[:, :-1])
-    counts = np.maximum(stop - first, 0)
-    rows = np.repeat(np.arange(canvas.n_rows), counts.sum(axis=1))
-    counts = counts.reshape(-1)
-    # each block's col: where its stretch begins, plus its place in the stretch
-    ends = np.cumsum(counts)
-    cols = np.arange(rows.size) + np.repeat(first.reshape(-1) - ends + counts, counts)
-    return rows, cols
+    ranges, cols = cols_of_ranges(first.reshape(-1), stop.reshape(-1))
+    return ranges // first.shape[1], cols
 
 
 def strided(length: Length, *, stride: int, causal: bool = False, block_size: BlockSize = 128) -> BlockLayout:
