@@ -91,6 +91,23 @@ def read_canvas(length: Length, block_size: BlockSize) -> Canvas:
     return Canvas(q_len=q_len, kv_len=kv_len, block_q=block_q, block_kv=block_kv)
 
 
+def read_square_canvas(length: Length, block_size: BlockSize) -> Canvas:
+    """As read_canvas, where queries and keys must have equally many blocks.
+
+    raises  ValueError also if the block counts differ
+
+    >>> read_square_canvas((100, 128), 64).n_rows
+    2
+    """
+    canvas = read_canvas(length, block_size)
+    if canvas.n_rows != canvas.n_cols:
+        raise ValueError(
+            f"length: expected as many block rows as block cols, got {canvas.n_rows} x {canvas.n_cols} from "
+            f"{canvas.q_len} queries and {canvas.kv_len} keys in blocks of {canvas.block_size}"
+        )
+    return canvas
+
+
 def cols_of_ranges(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(range, col) of every col first[i] .. stop[i] - 1 of every range i, range after range; stop <= first is empty.
 

@@ -12,8 +12,6 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .checks import read_integers
-
 
 def stack_heads(layouts: Sequence[BlockLayout]) -> BlockLayout:
     """Head h of the result is layouts[h].
@@ -25,7 +23,8 @@ def stack_heads(layouts: Sequence[BlockLayout]) -> BlockLayout:
     >>> stack_heads([block, ~block]).shape
     (1, 2, 64, 64)
     """
-    assert all(layout.shape[:2] == (1, 1) for layout in layouts)
+    assert {layout.shape for layout in layouts} == {(1, 1, layouts[0].q_len, layouts[0].kv_len)}
+    assert {layout.block_size for layout in layouts} == {layouts[0].block_size}
     indptr, bitmask_ids = [], []
     nnz = n_bitmasks = 0
     for layout in layouts:

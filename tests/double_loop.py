@@ -6,7 +6,7 @@ Must not know how any builder works.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,14 +34,20 @@ def mask_of(attends: Callable[[int, int], bool], q_len: int, kv_len: int) -> tor
 def assert_attends(layout: BlockLayout, attends: Callable[[int, int], bool]) -> None:
     """Raises unless `layout` holds exactly the pairs for which attends(q_pos, kv_pos), in canonical form."""
     assert layout.shape[:2] == (1, 1), f"one mask for all batches and heads expected, got shape {layout.shape}"
+    assert_heads_attend(layout, [attends])
+
+
+def assert_heads_attend(layout: BlockLayout, heads: Sequence[Callable[[int, int], bool]]) -> None:
+    """Raises unless head h of `layout` holds exactly the pairs for which heads[h](q_pos, kv_pos), in canonical form."""
+    assert layout.shape[:2] == (1, len(heads)), f"{len(heads)} heads expected, got shape {layout.shape}"
     q_len, kv_len = layout.shape[2:]
-    expected = mask_of(attends, q_len, kv_len)
-    differing = (layout.to_dense()[0, 0] != expected).nonzero()
+    expected = torch.stack([mask_of(attends, q_len, kv_len) for attends in heads])
+    differing = (layout.to_dense()[0] != expected).nonzero()
     if len(differing):
-        q_pos, kv_pos = differing[0].tolist()
+        head, q_pos, kv_pos = differing[0].tolist()
         raise AssertionError(
-            f"{len(differing)} pairs differ; the first is query {q_pos}, key {kv_pos}, "
-            f"which should{'' if expected[q_pos, kv_pos] else ' not'} attend"
+            f"{len(differing)} pairs differ; the first is head {head}, query {q_pos}, key {kv_pos}, "
+            f"which should{'' if expected[head, q_pos, kv_pos] else ' not'} attend"
         )
     # equal masks give equal layouts: full blocks are known to be full, empty ones are not stored
     assert layout == BlockLayout.from_dense(expected, block_size=layout.block_size)

@@ -34,6 +34,13 @@ class Arrows(NamedTuple):
     when_needed: set[str] | frozenset[str] = frozenset()
 
 
+# files of masks/ whose names masks/__init__.py gives out
+FAMILIES = (
+    *("alibi_windows", "block_diffusion", "butterfly", "content", "documents", "erdos_renyi", "expander"),
+    *("global_tokens", "local", "lsh", "presets", "random", "shared_prefix", "small_world", "strided", "tree"),
+    "vertical_slash",
+)
+
 # file: arrows. Reading down, a file only points up (kernels excepted: they point at tile, launch and philox)
 TABLE = {
     "blocksparse_flash/blocks.py": Arrows({NUMPY}),
@@ -72,15 +79,25 @@ TABLE = {
     "masks/local.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
     "masks/random.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks"}),
     "masks/strided.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/heads.py": Arrows({TORCH, OURS}),
+    "masks/vertical_slash.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.heads"}),
+    "masks/tree.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/block_diffusion.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/alibi_windows.py": Arrows(
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "heads", "local"))}
+    ),
+    "masks/shared_prefix.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.documents"}),
+    "masks/erdos_renyi.py": Arrows(
+        {NUMPY, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "heads", "random"))}
+    ),
+    "masks/expander.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks", "masks.random"}),
+    "masks/small_world.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks", "masks.random"}),
+    "masks/lsh.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.heads"}),
+    "masks/content.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.local"}),
     "masks/presets.py": Arrows(
         {NUMPY, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "global_tokens", "local", "random"))}
     ),
-    "masks/__init__.py": Arrows(
-        {
-            f"masks.{name}"
-            for name in ("butterfly", "documents", "global_tokens", "local", "presets", "random", "strided")
-        }
-    ),
+    "masks/__init__.py": Arrows({f"masks.{name}" for name in FAMILIES}),
     "benchmarks/__init__.py": Arrows(set()),
     "benchmarks/lra/__init__.py": Arrows(set()),
     "benchmarks/measure.py": Arrows({TORCH}, {TRITON}),
@@ -243,15 +260,26 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 def test_public_names() -> None:
     assert blocksparse_flash.__all__ == ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain"]
     assert masks.__all__ == [
+        "alibi_windows",
         "bigbird",
+        "block_diffusion",
         "butterfly",
         "causal",
         "documents",
+        "erdos_renyi",
+        "expander",
         "global_tokens",
         "local",
         "longformer",
+        "lsh",
         "random",
+        "shared_prefix",
+        "small_world",
         "strided",
+        "top_k",
+        "top_p",
+        "tree",
+        "vertical_slash",
     ]
     assert all(hasattr(module, name) for module in (blocksparse_flash, masks) for name in module.__all__)
 

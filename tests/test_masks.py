@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +32,17 @@ BUILDERS = {
     "documents, causal": lambda length: masks.documents(np.linspace(0, length, 300).astype(int), causal=True),
     "bigbird": lambda length: masks.bigbird(length, seed=1),
     "longformer": lambda length: masks.longformer(length, window=512, global_tokens=3),
+    "vertical_slash": lambda length: masks.vertical_slash(
+        length, verticals=range(0, length, length // 8), slashes=[*range(100), length // 3, length // 2]
+    ),
+    "block_diffusion": lambda length: masks.block_diffusion(length // 16, size=length // 1000),
+    "tree": lambda length: masks.tree([-1, *(node // 8 for node in range(1000))], prompt=length),
+    "alibi_windows": lambda length: masks.alibi_windows(length, slopes=[0.1, 0.2, 0.3], threshold=100.0),
+    "shared_prefix": lambda length: masks.shared_prefix(np.linspace(0, length, 300).astype(int)),
+    "erdos_renyi": lambda length: masks.erdos_renyi(length, density=0.005, seed=1),
+    "expander": lambda length: masks.expander(length, degree=9, seed=1),
+    "small_world": lambda length: masks.small_world(length, neighbors=8, rewire=0.1, seed=1),
+    "lsh, sorted": lambda length: masks.lsh(np.arange(length) // 1000),
 }
 
 
@@ -55,11 +67,13 @@ def test_every_builder_says_what_it_takes_and_where_it_is_from(name):
     text = inspect.getdoc(builder)
     parameters = inspect.signature(builder).parameters
     for parameter in [*parameters, "returns", "raises"] if name != "causal" else [*parameters, "returns"]:
-        assert f"\n{parameter} " in text, f"{name} does not describe {parameter}"
+        assert re.search(rf"^(\w+, )?{parameter}[ ,]", text, re.MULTILINE), f"{name} does not describe {parameter}"
     assert "arXiv:" in text
     assert ">>>" in text
-    # what describes the pattern is said by name
-    kinds = [parameter.kind for parameter in parameters.values()]
+    # what describes the pattern is said by name; lengths, and the keys of given queries, are in order
+    kinds = [
+        parameter.kind for parameter in parameters.values() if parameter.name not in ("q_len", "kv_len", "kv_buckets")
+    ]
     assert kinds[1:] == [inspect.Parameter.KEYWORD_ONLY] * (len(kinds) - 1)
     assert parameters["block_size"].default == 128
 
