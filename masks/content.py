@@ -13,7 +13,7 @@ from blocksparse_flash import BlockLayout
 
 from .canvas import BlockSize, Canvas, read_canvas
 from .checks import kind_of, read_fraction, read_integer, read_switch
-from .local import causal as causal_layout
+from .local import past_of
 
 Scores = np.ndarray | torch.Tensor
 
@@ -53,9 +53,8 @@ def _open_blocks(canvas: Canvas, causal: bool) -> np.ndarray:
 
 
 def _layout_of(is_chosen: np.ndarray, canvas: Canvas, causal: bool) -> BlockLayout:
-    lengths = canvas.q_len, canvas.kv_len
-    layout = BlockLayout.from_block_mask(is_chosen, *lengths, block_size=canvas.block_size)
-    return layout & causal_layout(lengths, block_size=canvas.block_size) if causal else layout
+    layout = BlockLayout.from_block_mask(is_chosen, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return past_of(layout) if causal else layout
 
 
 def top_k(

@@ -94,6 +94,9 @@ TABLE = {
     "masks/small_world.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks", "masks.random"}),
     "masks/lsh.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.heads"}),
     "masks/content.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.local"}),
+    "masks/deepspeed.py": Arrows(
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "heads", "local", "random"))}
+    ),
     "masks/presets.py": Arrows(
         {NUMPY, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "global_tokens", "local", "random"))}
     ),
