@@ -1,11 +1,12 @@
 """Which pattern of attention: functions that return a BlockLayout, one family a file.
 
-Knows the names of the families.
+Knows the names of the families, and of `build`, which reads them from a line of text.
 Must not know anything else: patterns compose with | & ~ - of the layouts they return.
 """
 
 from .alibi_windows import alibi_windows
 from .block_diffusion import block_diffusion
+from .build import build
 from .butterfly import butterfly
 from .content import top_k, top_p
 from .documents import documents
@@ -26,6 +27,7 @@ __all__ = [
     "alibi_windows",
     "bigbird",
     "block_diffusion",
+    "build",
     "butterfly",
     "causal",
     "documents",

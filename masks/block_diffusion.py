@@ -60,7 +60,7 @@ def _sides(n_sides: int, side: int, length: int, size: int) -> Sides:
 
 
 def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> BlockLayout:
-    """Noised tokens attend to their own noised block and to the clean blocks before it; clean tokens to clean blocks up to their own.
+    """Noised tokens attend to their own block and to the clean ones before it, clean tokens to clean blocks up to theirs.
 
     The sequence is [x_t | x_0]: `length` noised tokens, then the `length` clean ones, both cut into diffusion blocks of
     `size` tokens. Token i of either half lies in diffusion block i // size; the last one may be shorter.

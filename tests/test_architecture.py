@@ -36,7 +36,7 @@ class Arrows(NamedTuple):
 
 # files of masks/ whose names masks/__init__.py gives out
 FAMILIES = (
-    *("alibi_windows", "block_diffusion", "butterfly", "content", "documents", "erdos_renyi", "expander"),
+    *("alibi_windows", "block_diffusion", "build", "butterfly", "content", "documents", "erdos_renyi", "expander"),
     *("global_tokens", "local", "lsh", "presets", "random", "shared_prefix", "small_world", "strided", "tree"),
     "vertical_slash",
 )
@@ -100,6 +100,9 @@ TABLE = {
     "masks/presets.py": Arrows(
         {NUMPY, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "global_tokens", "local", "random"))}
     ),
+    "masks/build.py": Arrows({OURS, "masks.canvas", "masks.checks"}),
+    "masks/command_line.py": Arrows({"masks.build"}),
+    "masks/__main__.py": Arrows({"masks.command_line"}),
     "masks/__init__.py": Arrows({f"masks.{name}" for name in FAMILIES}),
     "benchmarks/__init__.py": Arrows(set()),
     "benchmarks/lra/__init__.py": Arrows(set()),
@@ -266,6 +269,7 @@ def test_public_names() -> None:
         "alibi_windows",
         "bigbird",
         "block_diffusion",
+        "build",
         "butterfly",
         "causal",
         "documents",
