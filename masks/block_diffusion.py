@@ -13,7 +13,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, cols_of_ranges, distinct_blocks, read_canvas
+from .canvas import BlockSize, Canvas, cols_of_ranges, read_canvas
 from .checks import read_integer
 
 
@@ -23,40 +23,45 @@ def _candidates(canvas: Canvas, length: int, size: int) -> tuple[np.ndarray, np.
     # the noised queries of a row see their own blocks, and the clean keys before the last of them
     last_noised = np.minimum(last, length - 1)
     is_noised, is_clean = first < length, last >= length
-    own_begin = first // size * size
-    own_end = np.minimum((last_noised // size + 1) * size, length)
-    before_end = np.minimum(length + last_noised // size * size, 2 * length)
+    own_begin, own_end = first // size * size, np.minimum((last_noised // size + 1) * size, length)
+    before_end = length + np.where(is_noised, last_noised // size * size, 0)
     # the clean ones see the clean keys to the end of their block
-    clean_end = np.minimum(length + ((last - length) // size + 1) * size, 2 * length)
-    # [3, rows]: keys begin .. end - 1, none if end is begin
-    begin = np.stack([own_begin, np.full_like(first, length), np.full_like(first, length)])
-    end = np.stack([own_end, before_end, clean_end])
-    end = np.where([is_noised, is_noised, is_clean], np.maximum(begin, end), begin)
+    clean_end = length + np.where(is_clean, ((last - length) // size + 1) * size, 0)
+    # [rows, 2]: keys begin .. end - 1 among the noised and among the clean ones
+    begin = np.stack([np.where(is_noised, own_begin, 0), np.full_like(first, length)], axis=1)
+    end = np.stack([np.where(is_noised, own_end, 0), np.minimum(np.maximum(before_end, clean_end), 2 * length)], axis=1)
     first_col, stop_col = canvas.cols_between(begin, end - 1)
     stop_col = np.where(end > begin, stop_col, first_col)
+    # both may meet the col with the border
+    first_col[:, 1] = np.maximum(first_col[:, 1], stop_col[:, 0])
     ranges, cols = cols_of_ranges(first_col.reshape(-1), stop_col.reshape(-1))
-    return distinct_blocks(ranges % max(1, canvas.n_rows), cols, canvas.n_cols)
+    return ranges // 2, cols
 
 
 class Sides(NamedTuple):
     """What the block rows (or cols) hold, each int64 (sides,).
 
     kinds      equal for sides that hold the same parts of diffusion blocks, of the same half
-    numbers    the diffusion block of the first token, counted in its half
+    first      the diffusion block of the first token, counted in its half
+    last       the diffusion block of the last token, counted in its half
+    is_clean   bool: the first token is clean
     is_border  bool: holds tokens of both halves; at most one does, and no other side is of its kind
     """
 
     kinds: np.ndarray
-    numbers: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    is_clean: np.ndarray
     is_border: np.ndarray
 
 
 def _sides(n_sides: int, side: int, length: int, size: int) -> Sides:
-    first = np.arange(n_sides) * side
-    is_clean, is_border = first >= length, (first < length) & (first + side > length)
-    numbers, offsets = np.divmod(np.where(is_clean, first - length, first), size)
+    begin = np.arange(n_sides) * side
+    end = np.minimum(begin + side, 2 * length) - 1
+    is_clean, is_border = begin >= length, (begin < length) & (end >= length)
+    first, offsets = np.divmod(begin - length * is_clean, size)
     _, kinds = np.unique((2 * is_border + is_clean) * size + offsets, return_inverse=True)
-    return Sides(kinds, numbers, is_border)
+    return Sides(kinds, first, (end - length * (end >= length)) // size, is_clean, is_border)
 
 
 def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> BlockLayout:
@@ -96,13 +101,13 @@ def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> B
         is_clean_query, is_clean_key = q_pos >= length, kv_pos >= length
         query_block = (q_pos - length * is_clean_query) // size
         key_block = (kv_pos - length * is_clean_key) // size
-        same_half = is_clean_query == is_clean_key
-        own_or_before = (key_block == query_block) | (is_clean_key & (key_block < query_block))
-        offset_before = ~is_clean_query & is_clean_key & (key_block < query_block)
-        return (same_half & own_or_before) | offset_before
+        # one comparison of all pairs for each half of the keys; the other half gets numbers that no block has
+        of_noised = query_block.where(~is_clean_query, -1) == key_block.where(~is_clean_key, -2)
+        of_clean = key_block.where(is_clean_key, length) < query_block + is_clean_query
+        return of_noised | of_clean
 
-    across, down = (
-        _sides(n, side, length, size) for n, side in ((canvas.n_cols, canvas.block_kv), (canvas.n_rows, canvas.block_q))
+    down, across = (
+        _sides(n, side, length, size) for n, side in zip((canvas.n_rows, canvas.n_cols), canvas.block_size, strict=True)
     )
     n_col_kinds = int(across.kinds.max(initial=0)) + 1
     # a side meets at most as many diffusion blocks as it has tokens: further apart, all or nothing attends
@@ -110,11 +115,16 @@ def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> B
     n_places = 2 * span + 1 + canvas.n_rows + canvas.n_cols
 
     def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
-        place = np.clip(down.numbers[row] - across.numbers[col], -span, span) + span
+        place = np.clip(down.first[row] - across.first[col], -span, span) + span
+        is_border = down.is_border[row] | across.is_border[col]
         # what meets the border of the halves looks like nothing else
         place = np.where(across.is_border[col], 2 * span + 1 + row, place)
         place = np.where(down.is_border[row], 2 * span + 1 + canvas.n_rows + col, place)
-        return (down.kinds[row] * n_col_kinds + across.kinds[col]) * n_places + place
+        # most blocks of a long sequence: clean keys before all queries, or in the diffusion block of clean queries
+        is_before = across.is_clean[col] & (across.last[col] < down.first[row] + down.is_clean[row])
+        is_own = ~across.is_clean[col] & (across.first[col] == down.last[row]) & (across.last[col] == down.first[row])
+        is_full = (is_before | is_own) & ~is_border
+        return np.where(is_full, -1, (down.kinds[row] * n_col_kinds + across.kinds[col]) * n_places + place)
 
     rows, cols = _candidates(canvas, length, size)
     within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)

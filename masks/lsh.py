@@ -29,9 +29,9 @@ def _read_buckets(name: str, buckets: Buckets) -> list[np.ndarray]:
 
 def _sides_of(buckets: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     """(buckets, blocks), every bucket with every block row (or col) that has a token in it, ascending."""
-    blocks = np.arange(buckets.size) // side
-    pairs = np.unique(np.stack([buckets, blocks]), axis=1)
-    return pairs[0], pairs[1]
+    n_blocks = -(-buckets.size // side)
+    pairs = np.unique(buckets * n_blocks + np.arange(buckets.size) // side)
+    return pairs // max(1, n_blocks), pairs % max(1, n_blocks)
 
 
 def _is_single(buckets: np.ndarray, side: int) -> np.ndarray:
@@ -43,6 +43,9 @@ def _is_single(buckets: np.ndarray, side: int) -> np.ndarray:
 
 
 def _one_head(canvas: Canvas, query_buckets: np.ndarray, key_buckets: np.ndarray) -> BlockLayout:
+    # small numbers for whatever the hash gave
+    _, numbers = np.unique(np.append(query_buckets, key_buckets), return_inverse=True)
+    query_buckets, key_buckets = numbers[: canvas.q_len], numbers[canvas.q_len :]
     of_rows, rows = _sides_of(query_buckets, canvas.block_q)
     of_cols, cols = _sides_of(key_buckets, canvas.block_kv)
     # every row of a bucket meets every col of it
