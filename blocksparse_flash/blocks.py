@@ -306,6 +306,12 @@ def combine(
     a: BlockList, b: BlockList, op: Literal["|", "&", "-"], *, q_len: int, kv_len: int, block_size: Size
 ) -> BlockList:
     """Pairs in a or b, in a and b, or in a but not in b. Bits are computed once for each (id in a, id in b, edge)."""
+    if op == "&" and not len(a.bitmasks):
+        a, b = b, a
+    if op == "&" and not len(b.bitmasks):
+        # full blocks leave what they meet as it is
+        is_met = _ids_at(b, a.keys) != EMPTY
+        return a if is_met.all() else _renumber(a.keys[is_met], a.ids[is_met], a.bitmasks)
     keys = a.keys
     if op == "|":
         keys = np.concatenate([a.keys, b.keys])
