@@ -108,6 +108,7 @@ TABLE = {
     "benchmarks/lra/__init__.py": Arrows(set()),
     "benchmarks/measure.py": Arrows({TORCH}, {TRITON}),
     "benchmarks/attention.py": Arrows({NUMPY, TORCH, OURS, "benchmarks.measure"}),
+    "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/overhead.py": Arrows({TORCH, OURS, "masks"}),
     "benchmarks/picture.py": Arrows({OURS, "masks"}, {"matplotlib"}),
     "benchmarks/lra/listops.py": Arrows(set()),
