@@ -17,12 +17,18 @@ BUILDERS = {
     "strided": lambda length, **block: masks.strided(length, stride=10, **block),
     "bigbird": lambda length, **block: masks.bigbird(length, seed=3, **block),
     "longformer": lambda length, **block: masks.longformer(length, window=20, global_tokens=0, **block),
+    "alibi_windows": lambda length, **block: masks.alibi_windows(length, slopes=[0.5], threshold=9.0, **block),
+    "erdos_renyi": lambda length, **block: masks.erdos_renyi(length, density=0.5, seed=3, **block),
+    "expander": lambda length, **block: masks.expander(length, degree=0, seed=3, **block),
+    "small_world": lambda length, **block: masks.small_world(length, neighbors=0, rewire=0.5, seed=3, **block),
+    "vertical_slash": lambda length, **block: masks.vertical_slash(length, verticals=[], slashes=[], **block),
 }
+# their length follows from something else, or is half of the layout's
+WITHOUT_LENGTH = {"block_diffusion", "build", "documents", "lsh", "shared_prefix", "top_k", "top_p", "tree"}
 
 
 def test_every_public_builder_is_here():
-    # documents takes no length
-    assert {*BUILDERS, "documents"} == set(masks.__all__)
+    assert {*BUILDERS} | WITHOUT_LENGTH == set(masks.__all__)
 
 
 def test_blocks_are_counted_and_placed():
