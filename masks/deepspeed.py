@@ -181,8 +181,6 @@ class SparsityConfig(ABC):
         parts = self._blocks(canvas.n_rows, head)
         rows, cols = (np.concatenate(side) for side in zip(*parts, strict=True))
         rows, cols = distinct_blocks(rows, cols, canvas.n_cols)
-        if self._is_unidirectional:
-            rows, cols = rows[cols <= rows], cols[cols <= rows]
         return BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=self.block)
 
 

@@ -31,6 +31,13 @@ def test_double_loop(seed, block_size):
     assert_attends(layout, lambda q, kv: attends(q, kv, length, size))
 
 
+@pytest.mark.parametrize(("length", "size"), [(150, 1), (150, 2), (137, 1), (200, 3)])
+def test_more_diffusion_blocks_than_two_sides_have_tokens(length, size):
+    # the block with the border of the halves meets clean keys of its own number, and far from it
+    layout = masks.block_diffusion(length, size=size, block_size=16)
+    assert_attends(layout, lambda q, kv: attends(q, kv, length, size))
+
+
 def test_halves_that_end_inside_a_block_cost_few_bitmasks():
     layout = masks.block_diffusion(50_000, size=16)
     # 50,000 = 390 * 128 + 80: the row and the col with the border, and the shift between the halves

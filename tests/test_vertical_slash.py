@@ -65,6 +65,12 @@ def test_it_is_a_window_and_sinks():
     assert masks.vertical_slash(1000, verticals=[], slashes=range(1000)) == masks.causal(1000)
 
 
+def test_a_column_begins_at_its_own_query():
+    # the last query of row 0 is the first that sees key 31
+    layout = masks.vertical_slash(64, verticals=[31], slashes=[], block_size=32)
+    assert_attends(layout, lambda q, kv: kv == 31 and q >= 31)
+
+
 def test_nothing_named_is_nothing_kept():
     assert masks.vertical_slash(500, verticals=[], slashes=[]).nnz == 0
     assert masks.vertical_slash(0, verticals=[], slashes=[]).nnz == 0
