@@ -200,7 +200,7 @@ def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLay
                 under the wrong word, close names and the arguments there are; TypeError if spec is no string
 
     >>> build("butterfly | local(window=512)", 16384).nnz
-    1676
+    1644
     """
     if not isinstance(spec, str):
         raise TypeError(f"spec: expected a string, got {spec!r} ({kind_of(spec)})")

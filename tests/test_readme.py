@@ -31,7 +31,9 @@ def test_blocks_are_found() -> None:
 
 def test_every_mask_is_in_the_table() -> None:
     table = README[README.index("| `masks.` |") :].split("\n\n")[0]
-    assert sorted(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == masks.__all__
+    # build reads the others
+    expected = [name for name in masks.__all__ if name != "build"]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == expected
 
 
 def test_links_lead_somewhere() -> None:
