@@ -13,8 +13,9 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Length, kinds_of_sides, read_canvas
+from .canvas import BlockSize, Length, read_canvas
 from .checks import read_integer, read_integers
+from .kinds import kinds_of_sides
 
 Tokens = int | Sequence[int] | np.ndarray | torch.Tensor
 

@@ -11,7 +11,7 @@ import numpy as np
 from blocksparse_flash import BlockLayout
 
 from .butterfly import butterfly
-from .canvas import BlockSize, Length, read_canvas
+from .canvas import BlockSize, Length, read_canvas, read_square_canvas
 from .checks import read_integer
 from .global_tokens import Tokens
 from .global_tokens import global_tokens as global_tokens_layout
@@ -58,12 +58,7 @@ def bigbird(
     >>> bigbird(2048, seed=0).density
     0.5546875
     """
-    canvas = read_canvas(length, block_size)
-    if canvas.n_rows != canvas.n_cols:
-        raise ValueError(
-            f"length: expected as many block rows as block cols, got {canvas.n_rows} x {canvas.n_cols} from "
-            f"{canvas.q_len} queries and {canvas.kv_len} keys in blocks of {canvas.block_size}"
-        )
+    canvas = read_square_canvas(length, block_size)
     window_blocks = read_integer("window_blocks", window_blocks, at_least=1, unit="blocks")
     if window_blocks % 2 == 0:
         raise ValueError(f"window_blocks: expected an odd width, as many blocks on each side, got {window_blocks}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from double_loop import GRIDS, assert_attends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
+from blocksparse_flash import BlockLayout
+from masks.local import past_of
 
 # the diagonal; less than a block; a block's side and its neighbours; more than any length; one-sided; skewed
 WINDOWS = [0, 1, 15, 16, 47, 48, 49, 64, 1000, (5, 0), (0, 70), (33, 3), (None, 0), (10, None), (None, None)]
@@ -101,3 +104,11 @@ def test_nothing_has_no_blocks():
 def test_refused_window(window, error, message):
     with pytest.raises(error, match=message):
         masks.local(256, window=window)
+
+
+@pytest.mark.parametrize(("length", "block_size"), GRIDS)
+def test_the_past_of_a_layout_is_what_causal_leaves(length, block_size):
+    q_len, kv_len = length
+    generator = torch.Generator().manual_seed(q_len)
+    layout = BlockLayout.from_dense(torch.rand(2, 3, q_len, kv_len, generator=generator) < 0.7, block_size=block_size)
+    assert past_of(layout) == layout & masks.causal(length, block_size=block_size)

@@ -31,7 +31,9 @@ def test_blocks_are_found() -> None:
 
 def test_every_mask_is_in_the_table() -> None:
     tables = [README[README.index(head) :].split("\n\n")[0] for head in ("| `masks.` |", "| `masks.` order |")]
-    assert sorted(re.findall(r"^\| `(\w+)` \|", "\n".join(tables), flags=re.MULTILINE)) == masks.__all__
+    # build reads the others
+    expected = [name for name in masks.__all__ if name != "build"]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", "\n".join(tables), flags=re.MULTILINE)) == expected
 
 
 def test_links_lead_somewhere() -> None:
