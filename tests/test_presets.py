@@ -66,6 +66,40 @@ def test_any_bigbird(n_blocks, n_side, n_random, n_global, seed):
     assert cols_of(layout) == expected
 
 
+@given(
+    length=st.integers(1, 250),
+    share=st.floats(0, 1),
+    n_side=st.integers(0, 1),
+    n_random=st.integers(0, 3),
+    n_global=st.integers(0, 1),
+    seed=st.integers(0, 2**64 - 1),
+    block_size=st.sampled_from([16, 48, 64, 128]),
+)
+@settings(deadline=None, max_examples=40)
+def test_any_extended_bigbird(length, share, n_side, n_random, n_global, seed, block_size):
+    """B(i, :) = B(:, i) = 1 for the extra tokens, and B(g + i, g + j) = A(i, j)."""
+    # often a few, at times none or all
+    extra = round(length * share**3)
+    layout = masks.bigbird(
+        length,
+        window_blocks=2 * n_side + 1,
+        random_blocks=n_random,
+        global_blocks=n_global,
+        extra_tokens=extra,
+        seed=seed,
+        block_size=block_size,
+    )
+    n_blocks = -(-(length - extra) // block_size)
+    rows = [bigbird_row(row, n_blocks, 2 * n_side + 1, n_random, n_global, seed) for row in range(n_blocks)]
+
+    def attends(q_pos: int, kv_pos: int) -> bool:
+        if min(q_pos, kv_pos) < extra:
+            return True
+        return (kv_pos - extra) // block_size in rows[(q_pos - extra) // block_size]
+
+    assert_attends(layout, attends)
+
+
 def test_bigbird_has_the_blocks_its_paper_counts():
     # 64 blocks: 2 global rows; row 2 meets the global cols with its window; the last row's window is one short
     layout = masks.bigbird(8192, seed=4)
@@ -109,6 +143,14 @@ def test_bigbird_takes_lengths_of_equally_many_blocks():
         ({"random_blocks": None}, TypeError, "random_blocks: .* got None"),
         ({"global_blocks": -1}, ValueError, "global_blocks: .* got -1"),
         ({"global_blocks": True}, TypeError, "global_blocks: .* got True"),
+        ({"extra_tokens": -1}, ValueError, "extra_tokens: .* from 0 to 1024, got -1"),
+        ({"extra_tokens": 1025}, ValueError, "extra_tokens: .* from 0 to 1024, got 1025"),
+        ({"extra_tokens": 2.0}, TypeError, "extra_tokens: .* got 2.0"),
+        (
+            {"length": (1000, 1024), "extra_tokens": 3},
+            ValueError,
+            "extra_tokens: expected 0 for 1000 queries and 1024 keys",
+        ),
         ({"seed": -1}, ValueError, "seed: .* got -1"),
         ({"seed": 1.0}, TypeError, "seed: .* got 1.0"),
     ],
