@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from double_loop import GRIDS, assert_attends
+from double_loop import ANY_GRID, GRIDS, assert_attends, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,19 +37,22 @@ def test_causal_double_loop(length, block_size):
     assert layout == masks.local(length, window=(None, 0), block_size=block_size)
 
 
-@given(
-    q_len=st.integers(1, 150),
-    kv_len=st.integers(1, 150),
-    left=st.none() | st.integers(0, 200),
-    right=st.none() | st.integers(0, 200),
-    block_size=st.tuples(st.sampled_from([16, 48, 64]), st.sampled_from([16, 32, 80])),
-)
+@given(grid=ANY_GRID, left=st.none() | st.integers(0, 200), right=st.none() | st.integers(0, 200))
 @settings(deadline=None, max_examples=40)
-def test_any_window_on_any_grid(q_len, kv_len, left, right, block_size):
-    layout = masks.local((q_len, kv_len), window=(left, right), block_size=block_size)
+def test_any_window_on_any_grid(grid, left, right):
+    (q_len, kv_len), block_size = both(grid[0]), both(grid[1])
+    layout = masks.local(grid[0], window=(left, right), block_size=grid[1])
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos + kv_len - q_len - kv_pos, (left, right)))
     # seen from the keys, left is right
     assert layout.T == masks.local((kv_len, q_len), window=(right, left), block_size=block_size[::-1])
+
+
+@given(grid=ANY_GRID)
+@settings(deadline=None, max_examples=25)
+def test_causal_on_any_grid(grid):
+    q_len, kv_len = both(grid[0])
+    layout = masks.causal(grid[0], block_size=grid[1])
+    assert_attends(layout, lambda q_pos, kv_pos: kv_pos <= q_pos + kv_len - q_len)
 
 
 def test_a_window_has_two_distinct_bitmasks_and_causal_one():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from double_loop import GRIDS, assert_attends
+from double_loop import ANY_GRID, GRIDS, assert_attends, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_butterfly import attends as meets_in_butterfly
@@ -47,23 +47,26 @@ def test_every_bigbird_row(n_blocks, window, n_random, n_global, seed):
 
 @given(
     n_blocks=st.integers(1, 30),
+    missing=st.integers(0, 15),
     n_side=st.integers(0, 4),
     n_random=st.integers(0, 20),
     n_global=st.integers(0, 5),
     seed=st.integers(0, 2**64 - 1),
+    block_size=st.sampled_from([16, 48, 64, 128]),
 )
 @settings(deadline=None)
-def test_any_bigbird(n_blocks, n_side, n_random, n_global, seed):
+def test_any_bigbird(n_blocks, missing, n_side, n_random, n_global, seed, block_size):
     layout = masks.bigbird(
-        n_blocks * 32,
+        n_blocks * block_size - missing,
         window_blocks=2 * n_side + 1,
         random_blocks=n_random,
         global_blocks=n_global,
         seed=seed,
-        block_size=32,
+        block_size=block_size,
     )
     expected = [bigbird_row(row, n_blocks, 2 * n_side + 1, n_random, n_global, seed) for row in range(n_blocks)]
     assert cols_of(layout) == expected
+    assert len(layout.bitmasks) == 0
 
 
 @given(
@@ -182,6 +185,21 @@ def test_longformer_double_loop(length, block_size, window, share):
         return is_near or attends_globally(q_pos, kv_pos, shift, positions)
 
     assert_attends(layout, attends)
+
+
+@given(grid=ANY_GRID, window=st.integers(0, 150), data=st.data())
+@settings(deadline=None, max_examples=25)
+def test_any_longformer(grid, window, data):
+    q_len, kv_len = both(grid[0])
+    tokens = data.draw(st.lists(st.integers(0, kv_len - 1), max_size=5), label="tokens")
+    layout = masks.longformer(grid[0], window=window, global_tokens=tokens, block_size=grid[1])
+    shift = kv_len - q_len
+    assert_attends(
+        layout,
+        lambda q_pos, kv_pos: (
+            abs(q_pos + shift - kv_pos) <= window or attends_globally(q_pos, kv_pos, shift, {*tokens})
+        ),
+    )
 
 
 def test_longformer_needs_six_bitmasks_at_most():
