@@ -14,7 +14,7 @@ import masks
 SETTINGS = {
     "a_shape": {"sinks": 20, "window": 90},
     "alibi_windows": {"heads": 3, "threshold": 2.5},
-    "bigbird": {"seed": 3},
+    "bigbird": {"random_blocks": 1, "global_blocks": 1, "seed": 3},
     "block_causal": {"size": 70},
     "block_diagonal": {"size": 70, "causal": True},
     "block_diffusion": {"size": 20},
