@@ -18,8 +18,16 @@ from .local import past_of
 Scores = np.ndarray | torch.Tensor
 
 
+def _read_canvas(q_len: int, kv_len: int, block_size: BlockSize) -> Canvas:
+    lengths = {"q_len": q_len, "kv_len": kv_len}
+    q_len, kv_len = (read_integer(name, length, at_least=0, unit="tokens") for name, length in lengths.items())
+    return read_canvas((q_len, kv_len), block_size)
+
+
 def _read_scores(scores: Scores, canvas: Canvas) -> np.ndarray:
     """float64 ([[batch,] heads,] n_rows, n_cols), a copy."""
+    if isinstance(scores, torch.Tensor) and scores.is_meta:
+        raise ValueError("scores: expected numbers, got a tensor on the meta device, which has none")
     if isinstance(scores, torch.Tensor) and scores.is_floating_point():
         array = scores.detach().to("cpu", torch.float64).numpy()
     elif isinstance(scores, np.ndarray) and scores.dtype.kind == "f":
@@ -81,7 +89,7 @@ def top_k(
     >>> top_k(np.arange(16.0).reshape(4, 4), 512, 512, k=1).indices.tolist()
     [3, 3, 3, 3]
     """
-    canvas = read_canvas((q_len, kv_len), block_size)
+    canvas = _read_canvas(q_len, kv_len, block_size)
     k = min(read_integer("k", k, at_least=0, unit="blocks"), canvas.n_cols)
     causal = read_switch("causal", causal)
     values = _read_scores(scores, canvas)
@@ -121,7 +129,7 @@ def top_p(
     >>> top_p(np.zeros((4, 4)), 512, 512, p=0.5).nnz
     8
     """
-    canvas = read_canvas((q_len, kv_len), block_size)
+    canvas = _read_canvas(q_len, kv_len, block_size)
     p = read_fraction("p", p)
     causal = read_switch("causal", causal)
     values = _read_scores(scores, canvas)

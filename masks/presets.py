@@ -13,7 +13,7 @@ from blocksparse_flash import BlockLayout
 from .butterfly import butterfly
 from .canvas import BlockSize, Length, read_canvas, read_square_canvas
 from .checks import read_integer
-from .global_tokens import Tokens
+from .global_tokens import Tokens, read_tokens
 from .global_tokens import global_tokens as global_tokens_layout
 from .local import Window, local
 from .random import MAX_SEED, draw_distinct
@@ -152,6 +152,8 @@ def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_s
     >>> longformer(1024, window=64, global_tokens=1).density
     0.53125
     """
+    # refused under the name that it has here
+    read_tokens("global_tokens", global_tokens, read_canvas(length, block_size).kv_len)
     near = local(length, window=window, block_size=block_size)
     return near | global_tokens_layout(length, tokens=global_tokens, block_size=block_size)
 

@@ -14,8 +14,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
+from test_zoo_masks import FAMILIES, given
 
 import masks
+from blocksparse_flash import BlockLayout
 
 # 1 M tokens would be 1 T pairs; 262,144 are 64 G pairs, 8 GiB as bits, and 4 M pairs of blocks
 LENGTH = 262_144
@@ -100,6 +103,32 @@ def test_every_builder_says_what_it_takes_and_where_it_is_from(name):
     if name not in ORDERS:
         assert "arXiv:" in text
         assert parameters["block_size"].default == 128
+
+
+# what no argument is, or only a few are; no numbers that only ask for very much
+RUBBISH = [
+    *(None, True, -1, 1.5, float("nan"), 1 + 2j, "x", b"x", {}, {"a": 1}, {1, 2}, object(), lambda: 0),
+    *([], (), [None], ["x"], [True], [1.5], [-1], [10**30], (1, 2, 3, 4, 5), [[1], [2]], [[1.5]], [[], []]),
+    *(np.array(3), np.array([1.5]), np.array([[1, 2], [3, 4]]), np.zeros((2, 2, 2)), np.array(["a"]), np.array([None])),
+    *(torch.tensor([float("nan")]), torch.zeros(2, 2, dtype=torch.bool), torch.empty(0), torch.zeros(3, device="meta")),
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rubbish_is_refused_by_name_or_makes_sense(name):
+    """Each argument in turn: a layout, or a ValueError or TypeError that begins with the name of an argument."""
+    builder, good = getattr(masks, name), given(name)
+    parameters = inspect.signature(builder).parameters
+    said = []
+    for parameter in parameters:
+        for value in RUBBISH:
+            try:
+                assert isinstance(builder(**{**good, parameter: value}), BlockLayout)
+            except (ValueError, TypeError) as error:
+                said.append(f"{error} <- {parameter}={value!r}")
+    assert [message for message in said if re.match(r"\w+", message)[0] not in parameters] == []
+    # few make sense
+    assert len(said) > len(parameters) * len(RUBBISH) // 2
 
 
 @pytest.mark.parametrize("name", BUILDERS)

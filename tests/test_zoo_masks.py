@@ -8,6 +8,7 @@ family; here their layouts are what they say they are.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from test_build import SETTINGS
 from test_zoo import Call, assert_backend_is_accurate
 
 import masks
-from blocksparse_flash import BlockLayout
 
 # five blocks, the last one ragged, and two of the kernels' tiles
 LENGTH, BLOCK_SIZE = 200, 48
@@ -42,15 +42,15 @@ MET_BY_TRITON = ["alibi_windows", "bigbird", "documents", "fixed", "lsh", "sink_
 FAMILIES = [name for name in masks.__all__ if name != "build" and not name.endswith("_order")]
 
 
-def made(name: str) -> BlockLayout:
-    """A small layout of a family; what has a length takes LENGTH, the layout of block_diffusion is twice as long."""
-    builder = getattr(masks, name)
+def given(name: str) -> dict[str, Any]:
+    """The arguments of a small layout of LENGTH tokens of a family; block_diffusion takes half of them."""
     if name in OTHERS:
-        return builder(**OTHERS[name], block_size=BLOCK_SIZE)
-    return builder(LENGTH // 2 if name == "block_diffusion" else LENGTH, **SETTINGS[name], block_size=BLOCK_SIZE)
+        return {**OTHERS[name], "block_size": BLOCK_SIZE}
+    length = LENGTH // 2 if name == "block_diffusion" else LENGTH
+    return {"length": length, **SETTINGS[name], "block_size": BLOCK_SIZE}
 
 
-CASES = {name: Case(name, lambda name=name: made(name)) for name in FAMILIES}
+CASES = {name: Case(name, lambda name=name: getattr(masks, name)(**given(name))) for name in FAMILIES}
 # float32 shows a wrong pair best; bfloat16 and heads that share one of the keys' are what models use
 CALLS = {"float32": Call(head_dim=32), "bfloat16": Call(head_dim=64, kv_heads=1, dtype=torch.bfloat16)}
 
