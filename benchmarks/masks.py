@@ -1,10 +1,11 @@
 """How long does it take to build a mask, and how much memory? `python -m benchmarks.masks`, one JSON line a figure.
 
 Ours on one core: every family at 65,536 tokens, and three masks at 1,048,576. Beside it, at the lengths that they
-survive: FlexAttention's create_block_mask, which evaluates every pair, and the dense way (a bool for every pair, then
-any() over blocks), which is how layouts are made from patterns elsewhere. All masks are checked block by block against
-each other before they are timed. Everything runs on one thread, so that processor time is what it would take on a
-machine that does nothing else. Peak memory is that of the process over what it held before, so it needs Linux and glibc.
+survive: FlexAttention's create_block_mask, which evaluates every pair, as it is and compiled, and the dense way (a bool
+for every pair, then any() over blocks), which is how layouts are made from patterns elsewhere. All masks are checked
+block by block against each other before they are timed. Everything runs on one thread, so that processor time is what it
+would take on a machine that does nothing else. Compiled, a mask function costs a compilation before its first mask: that
+first call has a line of its own, in wall time, as the C++ compiler is another process. Peak memory is that of the process over what it held before, so it needs Linux and glibc.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import masks
 from blocksparse_flash import BlockLayout
@@ -125,15 +127,22 @@ def dense_blocks(case: Case) -> torch.Tensor:
     return mask.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
 
 
-def flex_blocks(case: Case) -> Any:
-    """FlexAttention's BlockMask of the mask, not compiled."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
+def flex_blocks(case: Case, create: Callable[..., Any] = create_block_mask) -> Any:
+    """FlexAttention's BlockMask of the mask."""
     attends = case.attends
     assert attends is not None
-    return create_block_mask(
-        lambda _b, _h, q, kv: attends(q, kv), None, None, case.n, case.n, device="cpu", BLOCK_SIZE=BLOCK
-    )
+    return create(lambda _b, _h, q, kv: attends(q, kv), None, None, case.n, case.n, device="cpu", BLOCK_SIZE=BLOCK)
+
+
+def compiled_for(case: Case) -> tuple[Callable[[], Any], float]:
+    """A compiled call that makes the BlockMask, and what compiling it took, in milliseconds."""
+    # nothing of another mask is kept: after a few of them, PyTorch would stop compiling and not say so
+    torch.compiler.reset()
+    torch.compiler.config.force_disable_caches = True
+    create = torch.compile(create_block_mask, fullgraph=True, dynamic=False)
+    begin = time.perf_counter()
+    flex_blocks(case, create)
+    return lambda: flex_blocks(case, create), 1000 * (time.perf_counter() - begin)
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
@@ -171,10 +180,12 @@ def processor() -> str:
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
-def record(case: Case, provider: str, call: Callable[[], Any], layout: BlockLayout, out: Path) -> None:
-    """Measure one call, print a row and append a line."""
-    peak = peak_bytes(call)
-    times = milliseconds(call)
+def record(
+    case: Case, provider: str, call: Callable[[], Any], layout: BlockLayout, out: Path, once_ms: float | None = None
+) -> None:
+    """Measure one call, print a row and append a line. once_ms: what it took, if it was measured already."""
+    peak = peak_bytes(call) if once_ms is None else None
+    times = milliseconds(call) if once_ms is None else dict.fromkeys(("ms", "ms_p20", "ms_p80"), once_ms)
     tensors = (layout.indptr, layout.indices, layout.bitmask_ids, layout.bitmasks)
     line = {
         "bench": "masks", "provider": provider, "pattern": case.pattern, "density": layout.density, "n": case.n,
@@ -184,7 +195,7 @@ def record(case: Case, provider: str, call: Callable[[], Any], layout: BlockLayo
     }  # fmt: skip
     measure.append(out, line, KEYS)
     print(
-        f"{case.n:8} {case.pattern:34} {provider:18} {times['ms']:9.2f} ms {peak / 1e6:9.1f} MB   nnz {layout.nnz}",
+        f"{case.n:8} {case.pattern:34} {provider:26} {times['ms']:9.2f} ms {(peak or 0) / 1e6:9.1f} MB   nnz {layout.nnz}",
         flush=True,
     )
 
@@ -197,9 +208,13 @@ def run(case: Case, out: Path) -> None:
         return
     stored = layout.to_scipy().toarray() > 0
     assert np.array_equal(dense_blocks(case).numpy(), stored)
-    assert np.array_equal(flex_blocks(case).to_dense()[0, 0].numpy() > 0, stored)
+    compiled, once_ms = compiled_for(case)
+    for make in (lambda: flex_blocks(case), compiled):
+        assert np.array_equal(make().to_dense()[0, 0].numpy() > 0, stored)
     record(case, "dense", lambda: dense_blocks(case), layout, out)
     record(case, "flex", lambda: flex_blocks(case), layout, out)
+    record(case, "flex, compiled", compiled, layout, out)
+    record(case, "flex, compiled, first call", compiled, layout, out, once_ms)
 
 
 def main() -> None:
