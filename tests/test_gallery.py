@@ -36,7 +36,9 @@ def test_the_command_draws_every_panel(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
     figure = gallery.draw(gallery.panels(), across=4)
     assert len(figure.axes) == len(MASKS)
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "partial", "empty"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*gallery.MEANINGS.values()]
+    swatches = figure.legends[0].legend_handles[:3]
+    assert len({handle.get_facecolor() for handle in swatches}) == 3
     titles = [axis.get_title() for axis in figure.axes]
     assert all(title.startswith(name) for title, name in zip(titles, MASKS, strict=True))
 
