@@ -51,9 +51,13 @@ TABLE = {
     ),
     "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
+    "blocksparse_flash/selection.py": Arrows({TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan"))}),
     "blocksparse_flash/layout.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "blocks", "description", "drawing"))}
-        | {f"{OURS}.{name}" for name in ("full_blocks", "gather", "orders", "plan", "predicate", "storage")}
+        | {
+            f"{OURS}.{name}"
+            for name in ("full_blocks", "gather", "orders", "plan", "predicate", "selection", "storage")
+        }
     ),
     "blocksparse_flash/philox.py": Arrows({TORCH}),
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
