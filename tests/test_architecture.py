@@ -78,7 +78,8 @@ TABLE = {
     "blocksparse_flash/functional.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("contract", "layout", "ops", "reference"))}, {TRITON}
     ),
-    "blocksparse_flash/__init__.py": Arrows({f"{OURS}.functional", f"{OURS}.layout"}),
+    "blocksparse_flash/merging.py": Arrows({TORCH}),
+    "blocksparse_flash/__init__.py": Arrows({f"{OURS}.{name}" for name in ("functional", "layout", "merging")}),
     "blocksparse_flash/nn.py": Arrows({TORCH, "einops", f"{OURS}.functional", f"{OURS}.layout"}),
     "blocksparse_flash/interop/stored.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout"))}
@@ -358,7 +359,14 @@ def test_peers_formats_are_loaded_when_asked_for() -> None:
 
 
 def test_public_names() -> None:
-    assert blocksparse_flash.__all__ == ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain"]
+    assert blocksparse_flash.__all__ == [
+        "BlockLayout",
+        "Explanation",
+        "attention",
+        "attention_with_lse",
+        "explain",
+        "merge",
+    ]
     assert masks.__all__ == [
         "a_shape",
         "axial",
