@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import algebra, arguments, blocks, drawing, full_blocks, orders, predicate, storage
+from . import algebra, arguments, blocks, drawing, full_blocks, orders, predicate, selection, storage
 from .arguments import TENSORS
 from .blocks import FULL, Array, Axis, BlockList, Frame, Size
 from .description import Description, describe
@@ -181,6 +181,41 @@ class BlockLayout:
         """
         frame = arguments.frame(q_len, kv_len, block_size)
         return cls._of_full(full_blocks.by_matrix(matrix, frame), frame)
+
+    @classmethod
+    def from_topk(cls, indices: torch.Tensor, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
+        """The layout of full blocks that a model selects, made on the device of `indices` without waiting for it.
+
+        indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order; -1 is none, and a col
+                 named again is ignored. On the CPU any other number is refused, on a GPU, where nobody looks, ignored
+        block_size  sides that divide 128, or 256. Below 64 the plan takes up to 2 KB for each block selected
+        returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==` and `hash`
+                 wait for the device
+
+        A CUDA graph captures this, and attention with it. Selecting has no gradient; attention has its usual ones.
+
+        >>> layout = BlockLayout.from_topk(torch.tensor([[[[0, -1], [1, 0]]]]), 256, 256, block_size=128)
+        >>> layout.nnz, layout.capacity
+        (3, 4)
+        """
+        frame = arguments.frame(q_len, kv_len, block_size)
+        frame = selection.frame_of(indices, "indices", frame, kind="integers")
+        selection.check_cols(indices, frame)
+        return cls._selected(indices, frame)
+
+    @classmethod
+    def from_scores(
+        cls, scores: torch.Tensor, q_len: int, kv_len: int, *, k: int, causal: bool = False, block_size: int | Size
+    ) -> BlockLayout:
+        """`from_topk` of the k cols with the highest scores in each row; equal ones in no particular order.
+
+        scores  floats (batch | 1, heads | 1, n_rows, n_cols); -inf is never selected, nor is NaN
+        k       cols a row; a row with fewer that can be selected gets those
+        causal  True: nor is a block without a pair kv_pos <= q_pos + (kv_len - q_len). Within the blocks on the diagonal
+                later keys stay: `attention(..., causal=True)` drops them
+        """
+        frame = selection.frame_of(scores, "scores", arguments.frame(q_len, kv_len, block_size), kind="floats")
+        return cls._selected(selection.highest(scores, frame, k, causal=causal), frame)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> BlockLayout:
@@ -540,7 +575,17 @@ class BlockLayout:
         arguments.check_nnz(self.nnz * (axes[0] // self.shape[0]) * (axes[1] // self.shape[1]))
         return algebra.broadcast(self._block_list(), self.shape[:2], axes, self.n_rows * self.n_cols)
 
+    @classmethod
+    def _selected(cls, indices: torch.Tensor, frame: Frame) -> BlockLayout:
+        """The layout of the cols that each row names; its plans are made where it is."""
+        bitmasks = storage.no_bitmasks(frame, indices.device)
+        layout = cls._bare(*selection.sorted_rows(indices, frame.n_cols), bitmasks, *frame[2:])
+        layout._cache["is_selected"] = True
+        return layout
+
     def _new_plan(self, device: torch.device, causal: bool) -> Plan:
+        if "is_selected" in self._cache and device == self.device:
+            return selection.build_plan(self.indptr, self.indices, **self._frame.sizes, causal=causal)
         if causal:
             restricted = self._causal()
             return self.plan(device) if restricted == self else restricted._new_plan(device, False)

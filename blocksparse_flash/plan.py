@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan on another device."""
-        return _of_any_length(Plan(*(tensor.to(device) for tensor in self)))
+        return of_any_length(Plan(*(tensor.to(device) for tensor in self)))
 
 
 def build_plan(
@@ -81,10 +81,10 @@ def build_plan(
         for side, residue in zip(sides, (None, 1, 3, None, 1, 3), strict=True)
     ]
     tensors = (torch.from_numpy(np.ascontiguousarray(a, dtype=np.int32)).to(device) for a in (*arrays, words))
-    return _of_any_length(Plan(*tensors))
+    return of_any_length(Plan(*tensors))
 
 
-def _of_any_length(plan: Plan) -> Plan:
+def of_any_length(plan: Plan) -> Plan:
     """Tells torch.compile that the lists may have any length, so that another layout does not recompile.
 
     What torch._dynamo.maybe_mark_dynamic does, which would import the whole compiler: 3 s.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .blocks import BlockList, Frame
+from .blocks import BlockList, Frame, words_per_query
 
 
 def to_tensors(found: BlockList, frame: Frame, device: torch.device | str) -> tuple[torch.Tensor, ...]:
@@ -28,6 +28,11 @@ def to_tensors(found: BlockList, frame: Frame, device: torch.device | str) -> tu
         found.bitmasks.view(np.int32),
     )
     return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)
+
+
+def no_bitmasks(frame: Frame, device: torch.device) -> torch.Tensor:
+    """The bitmasks of a layout whose blocks are all full."""
+    return torch.empty(0, frame.block_size[0], words_per_query(frame.block_size[1]), dtype=torch.int32, device=device)
 
 
 def to_block_list(tensors: Sequence[torch.Tensor], frame: Frame) -> BlockList:

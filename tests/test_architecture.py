@@ -59,9 +59,13 @@ TABLE = {
     ),
     "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
+    "blocksparse_flash/selection.py": Arrows({TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan"))}),
     "blocksparse_flash/layout.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "blocks", "description", "drawing"))}
-        | {f"{OURS}.{name}" for name in ("full_blocks", "gather", "orders", "plan", "predicate", "storage")}
+        | {
+            f"{OURS}.{name}"
+            for name in ("full_blocks", "gather", "orders", "plan", "predicate", "selection", "storage")
+        }
     ),
     "blocksparse_flash/philox.py": Arrows({TORCH}),
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
@@ -82,7 +86,8 @@ TABLE = {
     "blocksparse_flash/functional.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("contract", "layout", "ops", "reference"))}, {TRITON}
     ),
-    "blocksparse_flash/__init__.py": Arrows({f"{OURS}.functional", f"{OURS}.layout"}),
+    "blocksparse_flash/merging.py": Arrows({TORCH}),
+    "blocksparse_flash/__init__.py": Arrows({f"{OURS}.{name}" for name in ("functional", "layout", "merging")}),
     "blocksparse_flash/nn.py": Arrows({TORCH, "einops", f"{OURS}.functional", f"{OURS}.layout"}),
     "blocksparse_flash/interop/stored.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout"))}
@@ -368,7 +373,14 @@ def test_peers_formats_are_loaded_when_asked_for() -> None:
 
 
 def test_public_names() -> None:
-    assert blocksparse_flash.__all__ == ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain"]
+    assert blocksparse_flash.__all__ == [
+        "BlockLayout",
+        "Explanation",
+        "attention",
+        "attention_with_lse",
+        "explain",
+        "merge",
+    ]
     assert masks.__all__ == [
         "a_shape",
         "alibi_windows",

@@ -190,6 +190,48 @@ def test_a_call_never_waits_for_the_gpu(case: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_a_selection_of_blocks_is_captured_with_its_attention() -> None:
+    """Select, plan, attend and differentiate without a look from the host; the graph follows new scores."""
+    length, block_size, k = 1100, 64, 4
+    n_rows = -(-length // block_size)
+    torch.manual_seed(0)
+    q, key, v = (torch.randn(2, 4, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    dout, scores = torch.randn_like(q), torch.randn(2, 4, n_rows, n_rows, device="cuda")
+
+    def step(causal: bool) -> tuple[Tensor, ...]:
+        layout = BlockLayout.from_scores(scores, length, length, k=k, causal=causal, block_size=block_size)
+        out = attention(q, key, v, layout, causal=causal)
+        return out, *torch.autograd.grad(out, (q, key, v), dout)
+
+    for causal in (False, True):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(causal)
+        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            step(causal)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step(causal)
+        for _ in range(2):
+            with torch.no_grad():
+                for tensor in (q, key, v, dout, scores):
+                    tensor.normal_()
+            graph.replay()
+            on_host = BlockLayout.from_scores(
+                scores.cpu(), length, length, k=k, causal=causal, block_size=block_size
+            ).to("cuda")
+            out = attention(q, key, v, on_host, causal=causal)
+            for replayed, expected in zip(captured, (out, *torch.autograd.grad(out, (q, key, v), dout)), strict=True):
+                assert torch.equal(replayed, expected)
+
+
 def test_lengths_on_the_gpu_are_clamped() -> None:
     q, k, v = (torch.randn(3, 1, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     wild, clamped = (torch.tensor(values, device="cuda") for values in ([-5, 10**6, 70], [0, 300, 70]))
