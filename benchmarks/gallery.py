@@ -115,7 +115,7 @@ def draw(layouts: Mapping[str, BlockLayout], *, across: int) -> Any:
 
     down = -(-len(layouts) // across)
     # inches: square panels, and around them what is written
-    figure = Figure(figsize=(3.2 * across, 3.4 * down + 0.4), layout="constrained")
+    figure = Figure(figsize=(3.2 * across, 3.4 * down + 0.8), layout="constrained")
     handles: dict[str, Any] = {}
     for index, (title, layout) in enumerate(layouts.items()):
         axis = figure.add_subplot(down, across, index + 1)

@@ -66,19 +66,14 @@ def exported() -> dict[str, Builder]:
     return {name: function for name, function in given_out.items() if _gives_a_layout(function)}
 
 
-def first_argument(builder: Builder) -> str:
-    """What a builder is given first: a mask that can be named in a specification takes a length."""
-    return next(iter(inspect.signature(builder).parameters))
-
-
 def arguments_of(builder: Builder) -> dict[str, inspect.Parameter]:
-    """Its parameters after the first one."""
+    """Its parameters but for the length, which is that of the whole specification."""
     parameters = inspect.signature(builder).parameters
-    return dict(list(parameters.items())[1:])
+    return {name: parameter for name, parameter in parameters.items() if name != "length"}
 
 
 def arguments_line(builder: Builder) -> str:
-    """The parameters after the first one, as a call would spell them: window, block_size=128."""
+    """The parameters but for the length, as a call would spell them: window, block_size=128."""
     return ", ".join(
         name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
         for name, parameter in arguments_of(builder).items()
@@ -92,18 +87,11 @@ def _close_names(word: str, names: list[str]) -> str:
 
 def _builder(spec: Specification, name: ast.Name) -> Builder:
     known = exported()
-    usable = [word for word, builder in known.items() if first_argument(builder) == "length"]
-    if name.id in usable:
-        return known[name.id]
-    if name.id in known:
+    if name.id not in known:
         raise spec.wrong(
-            name,
-            f"{name.id} takes {first_argument(known[name.id])} and no length: call masks.{name.id} in Python and combine "
-            "the layouts there",
+            name, f"no mask is called {name.id}.{_close_names(name.id, list(known))} There are: {', '.join(known)}"
         )
-    raise spec.wrong(
-        name, f"no mask is called {name.id}.{_close_names(name.id, usable)} There are: {', '.join(usable)}"
-    )
+    return known[name.id]
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -124,7 +112,7 @@ def _literal(spec: Specification, node: ast.expr) -> Any:
 
 
 def _given(spec: Specification, name: str, builder: Builder, call: ast.Call) -> dict[str, ast.expr]:
-    """Argument -> the node of its value; positional ones come in the order of the parameters after the length."""
+    """Argument -> the node of its value; positional ones come in the order of the parameters, without the length."""
     allowed = list(arguments_of(builder))
     takes = f"{name} takes {arguments_line(builder)}"
     if len(call.args) > len(allowed):
@@ -160,12 +148,21 @@ def _called(spec: Specification, node: ast.Name | ast.Call) -> BlockLayout:
     if missing:
         raise spec.wrong(node, f"{name} needs {' and '.join(missing)}. It takes {arguments_line(builder)}")
     values = {"block_size": spec.block_size, **{word: _literal(spec, part) for word, part in given.items()}}
+    takes_length = "length" in inspect.signature(builder).parameters
+    if takes_length:
+        values["length"] = spec.length
     try:
-        return builder(spec.length, **values)
+        layout = builder(**values)
     except (TypeError, ValueError) as error:
         # builders begin with the name of the argument that they refuse
         place = given.get(str(error).partition(":")[0], node)
         raise spec.wrong(place, str(error)) from error
+    lengths = spec.length if isinstance(spec.length, tuple) else (spec.length, spec.length)
+    if not takes_length and (layout.q_len, layout.kv_len) != lengths:
+        raise spec.wrong(
+            node, f"{name} is a mask of {layout.q_len} x {layout.kv_len} tokens, expected {lengths[0]} x {lengths[1]}"
+        )
+    return layout
 
 
 def _evaluate(spec: Specification, node: ast.expr, depth: int = 0) -> BlockLayout:
@@ -190,14 +187,15 @@ def _evaluate(spec: Specification, node: ast.expr, depth: int = 0) -> BlockLayou
 def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
     """The layout of a mask written as text, for configuration files and command lines.
 
-    A specification is made of the masks of this package that take a length, with their arguments, and the operators of
-    layouts: `|` either, `&` both, `-` the first but not the second, `^` exactly one, `~` not, and parentheses; `~`
-    binds before `-`, then `&`, `^`, `|`, as in Python. Values are numbers, strings, True, False, None, lists and tuples,
-    by name or in the order of the parameters after the length. Nothing is evaluated but this: no other names, no
-    arithmetic, no attributes.
+    A specification is made of the masks of this package, with their arguments, and the operators of layouts: `|` either,
+    `&` both, `-` the first but not the second, `^` exactly one, `~` not, and parentheses; `~` binds before `-`, then
+    `&`, `^`, `|`, as in Python. Values are numbers, strings, True, False, None, lists and tuples, by name or in the
+    order of the parameters, the length left out. Nothing is evaluated but this: no other names, no arithmetic, no
+    attributes.
 
     spec        for example "butterfly | local(window=512) - local(64)"; at most 2000 characters
-    length      tokens, or (q_len, kv_len), handed to every mask
+    length      tokens, or (q_len, kv_len), handed to every mask that takes a length; the others, such as
+                "neighborhood(grid=(32, 32), kernel=7)", must come to it
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv), handed to every mask that does not
                 name its own
     returns     BlockLayout of shape (1, heads | 1, q_len, kv_len)

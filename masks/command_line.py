@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .build import arguments_line, build, exported, first_argument
+from .build import arguments_line, build, exported
 
 EPILOG = """\
 examples:
@@ -82,13 +82,9 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _list() -> None:
-    builders = exported()
-    named = [name for name, builder in builders.items() if first_argument(builder) == "length"]
-    for name in [*named, *(name for name in builders if name not in named)]:
-        builder = builders[name]
-        other = "" if name in named else f"{first_argument(builder)}, "
+    for name, builder in exported().items():
         sentence = (inspect.getdoc(builder) or "").partition("\n\n")[0].replace("\n", " ")
-        print(f"{name}({other}{arguments_line(builder)})" + ("" if name in named else "   [in Python only]"))
+        print(f"{name}({arguments_line(builder)})")
         print(f"    {sentence}")
 
 

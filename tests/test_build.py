@@ -63,6 +63,15 @@ def test_a_call_is_the_call(name, block_size):
     assert masks.build(f"{spec[:-1]}{', ' if setting else ''}block_size={block_size!r})", length) == expected
 
 
+def test_masks_without_a_length_come_to_it():
+    grid = masks.build("neighborhood(grid=(8, 16), kernel=3) | swin((8, 16), window=4)", 128, block_size=16)
+    expected = masks.neighborhood((8, 16), kernel=3, block_size=16) | masks.swin((8, 16), window=4, block_size=16)
+    assert grid == expected
+    assert masks.build("documents([0, 40, 128], causal=True)", 128) == masks.documents([0, 40, 128], causal=True)
+    tree = masks.tree([-1, 0, 0, 1], prompt=20)
+    assert masks.build("tree([-1, 0, 0, 1], prompt=20)", (4, 24)) == tree
+
+
 # ---- random expressions: precedence is Python's, by another way than the parser ----
 
 LEAVES = {
@@ -126,8 +135,19 @@ def test_lengths_may_differ():
         ("butterfly & zzz", "no mask is called zzz. There are: ", "zzz"),
         ("build('causal')", "no mask is called build.", "build"),
         ("causal | tile_order((8, 8), tile=4)", "no mask is called tile_order.", "tile_order"),
-        ("neighborhood(kernel=3)", "neighborhood takes grid and no length: call masks.neighborhood", "neighborhood"),
-        ("documents", "documents takes cu_seqlens and no length: call masks.documents in Python", "documents"),
+        ("neighborhood(kernel=3)", "neighborhood needs grid", "neighborhood(kernel=3)"),
+        (
+            "neighborhood(grid=(8, 9), kernel=3)",
+            "neighborhood is a mask of 72 x 72 tokens, expected",
+            "neighborhood(grid=(8, 9), kernel=3)",
+        ),
+        ("documents", "documents needs cu_seqlens", "documents"),
+        (
+            "documents(cu_seqlens=[0, 5])",
+            "documents is a mask of 5 x 5 tokens, expected",
+            "documents(cu_seqlens=[0, 5])",
+        ),
+        ("top_k(scores=3, q_len=9, kv_len=9, k=1)", "scores", "3"),
         ("local", "local needs window. It takes window, block_size=128", "local"),
         ("causal - erdos_renyi(heads=2)", "erdos_renyi needs density and seed.", "erdos_renyi(heads=2)"),
         ("local(windw=3)", "local takes window, block_size=128, not windw. Did you mean window?", "windw=3"),

@@ -71,7 +71,7 @@ def test_list_names_every_mask_and_its_arguments(capsys):
     # orders of tokens are no masks
     assert named == {*masks.__all__} - {"build", "hilbert_order", "morton_order", "tile_order"}
     assert lines[lines.index("local(window, block_size=128)") + 1].startswith("    Each token attends to the tokens at")
-    assert "documents(cu_seqlens, causal=False, block_size=128)   [in Python only]" in lines
+    assert "documents(cu_seqlens, causal=False, block_size=128)" in lines
 
 
 def test_bench_counts(capsys):
