@@ -12,6 +12,8 @@ import numpy as np
 
 from .checks import read_integer
 
+# positions are int32 in a plan
+MOST_TOKENS = 2**31 - 1
 # what the builders accept: tokens, or (q_len, kv_len); a block side, or (block_q, block_kv)
 Length = int | tuple[int, int]
 BlockSize = int | tuple[int, int]
@@ -84,7 +86,7 @@ def read_canvas(length: Length, block_size: BlockSize) -> Canvas:
     >>> read_canvas((100, 300), 64)
     Canvas(q_len=100, kv_len=300, block_q=64, block_kv=64)
     """
-    q_len, kv_len = _read_pair("length", length, at_least=0, unit="tokens")
+    q_len, kv_len = _read_pair("length", length, at_least=0, at_most=MOST_TOKENS, unit="tokens")
     block_q, block_kv = _read_pair("block_size", block_size, at_least=16, at_most=256, unit="tokens")
     if block_q % 16 or block_kv % 16:
         raise ValueError(f"block_size: expected multiples of 16 from 16 to 256, got {block_size}")

@@ -146,7 +146,7 @@ TABLE = {
     "masks/kinds.py": Arrows({NUMPY}),
     "masks/heads.py": Arrows({OURS, "masks.checks"}),
     "masks/boxes.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.kinds"}),
-    "masks/orders.py": Arrows({NUMPY, TORCH, "masks.checks"}),
+    "masks/orders.py": Arrows({NUMPY, TORCH, "masks.canvas", "masks.checks"}),
     "masks/block_diagonal.py": Arrows(
         {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "chunks", "kinds"))}
     ),

@@ -72,7 +72,8 @@ def test_shape_and_block_size_are_those_asked_for(builder):
 @pytest.mark.parametrize(
     ("length", "error", "message"),
     [
-        (-1, ValueError, "length: expected int, a number of tokens, of at least 0, got -1"),
+        (-1, ValueError, "length: expected int, a number of tokens, from 0 to 2147483647, got -1"),
+        (10**30, ValueError, "length: expected int, a number of tokens, from 0 to 2147483647, got 10"),
         ((64, -5), ValueError, "length: .* got -5"),
         ((64, 64, 64), ValueError, "length: .* got 3 entries"),
         (64.0, TypeError, r"length: .* got 64.0 \(float\)"),

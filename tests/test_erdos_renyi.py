@@ -88,7 +88,7 @@ def test_nothing_has_no_blocks():
         ({"density": None, "seed": 0}, TypeError, "density: .* got None"),
         ({"density": 0.5, "seed": -1}, ValueError, "seed: .* got -1"),
         ({"density": 0.5}, TypeError, "seed"),
-        ({"density": 0.5, "seed": 0, "heads": 0}, ValueError, "heads: .* at least 1"),
+        ({"density": 0.5, "seed": 0, "heads": 0}, ValueError, "heads: .* from 1 to 65536"),
         ({"density": 0.5, "seed": 0, "heads": [1]}, TypeError, "heads: .* got \\[1\\]"),
     ],
 )

@@ -44,7 +44,7 @@ def test_one_head_is_the_layout_itself():
 def test_heads_are_a_number_or_none():
     assert read_heads(None) is None
     assert read_heads(8) == 8
-    with pytest.raises(ValueError, match=r"heads: .* at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"heads: .* from 1 to 65536, got 0"):
         read_heads(0)
 
 
