@@ -93,7 +93,7 @@ def test_bench_counts(capsys):
         (["show", "locl", "--length", "300"], "no mask is called locl. Did you mean local?"),
         (
             ["show", "causal", "--length", "-3"],
-            "length: expected int, a number of tokens, of at least 0, got -3",
+            "length: expected int, a number of tokens, from 0 to 2147483647, got -3",
         ),
         (["describe", "causal", "--length", "3", "--block-size", "20"], "block_size: expected multiples of 16"),
         (["bench", "causal", "--length", "3", "--repeat", "0"], "--repeat: expected at least 1, got 0"),
