@@ -91,6 +91,18 @@ def _is_same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and isinstance(a, int) and a == b
 
 
+def _packed_alone(function: MaskFunction, batch: int, q_len: int) -> MaskFunction:
+    """What transformers makes of a mask function where each pack holds one document, as while torch.compile traces."""
+    from transformers import masking_utils
+
+    known: Any = masking_utils
+    document = torch.zeros(batch, q_len, dtype=torch.int64)
+    if not hasattr(known, "packed_sequence_compatibility_function"):
+        # transformers 5.16
+        return known.and_masks(function, known.packed_sequence_mask_function(document))
+    return known.packed_sequence_compatibility_function(function, torch.arange(q_len).expand(batch, -1), document)
+
+
 def _meaning(mask_function: MaskFunction, local_size: int | None, batch: int, q_len: int) -> tuple[str, int | None]:
     """(kind, window), as in `Mask`, of a mask function of transformers' own; ("other", None) of all else."""
     from transformers import masking_utils
@@ -104,12 +116,8 @@ def _meaning(mask_function: MaskFunction, local_size: int | None, batch: int, q_
     if local_size is not None:
         meanings["causal", local_size] = known.sliding_window_causal_mask_function(local_size)
         meanings["bidirectional", local_size] = known.sliding_window_bidirectional_mask_function(local_size)
-    # while torch.compile traces, transformers takes every batch for a packed one: this is the one that is not
-    document = torch.zeros(batch, q_len, dtype=torch.int64)
-    position = torch.arange(q_len).expand(batch, -1)
     for meaning, function in meanings.items():
-        packed = known.packed_sequence_compatibility_function(function, position, document)
-        if _is_same(mask_function, function) or _is_same(mask_function, packed):
+        if _is_same(mask_function, function) or _is_same(mask_function, _packed_alone(function, batch, q_len)):
             return meaning
     return "other", None
 

@@ -210,6 +210,9 @@ TABLE = {
     "benchmarks/measure.py": Arrows({TORCH}, {TRITON}),
     "benchmarks/attention.py": Arrows({NUMPY, TORCH, OURS, "benchmarks.measure"}),
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
+    "benchmarks/huggingface.py": Arrows(
+        {TORCH, OURS, "masks", "transformers", f"{OURS}.huggingface", "benchmarks.measure"}
+    ),
     "benchmarks/overhead.py": Arrows({TORCH, OURS, "masks"}),
     "benchmarks/gallery.py": Arrows({NUMPY, TORCH, OURS, "masks"}, {"matplotlib"}),
     "benchmarks/lra/listops.py": Arrows(set()),
