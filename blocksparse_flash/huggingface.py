@@ -98,7 +98,7 @@ def _packed_alone(function: MaskFunction, batch: int, q_len: int) -> MaskFunctio
     known: Any = masking_utils
     document = torch.zeros(batch, q_len, dtype=torch.int64)
     if not hasattr(known, "packed_sequence_compatibility_function"):
-        # transformers 5.16
+        # transformers 5.10 to 5.16
         return known.and_masks(function, known.packed_sequence_mask_function(document))
     return known.packed_sequence_compatibility_function(function, torch.arange(q_len).expand(batch, -1), document)
 
@@ -269,9 +269,10 @@ def _by_pairs(asked: _Asked, is_token: Tensor | None, mask_function: MaskFunctio
             return Mask(within, False, kind, window)
 
     def attends(batch: Tensor, head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
-        q_slot, kv_slot = q_pos + part.q_start, kv_pos + part.kv_start
-        said = mask_function(batch, head, q_slot, kv_slot).cpu()
-        return said if is_token is None else said & is_token[batch, kv_slot]
+        pairs = batch, head, q_pos + part.q_start, kv_pos + part.kv_start
+        # where the tensors are that the function looks things up in
+        said = mask_function(*(place.to(part.device) for place in pairs)).cpu()
+        return said if is_token is None else said & is_token[batch, pairs[3]]
 
     layout = BlockLayout.from_predicate(
         attends,
@@ -356,9 +357,10 @@ def _refuse(unread: dict[str, Any]) -> None:
     for name, value in unread.items():
         if value is not None and value is not False and name not in _HARMLESS:
             way_out = _WAYS_OUT.get(name, "it is not known what that means")
+            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"attn_implementation='{NAME}' cannot attend with {name}={value!r}: {way_out}; attn_implementation='eager' "
-                "is transformers' own"
+                f"attn_implementation='{NAME}' cannot attend with {name}, which is {given}: {way_out}; "
+                "attn_implementation='eager' is transformers' own"
             )
 
 

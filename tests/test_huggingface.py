@@ -170,6 +170,25 @@ def test_without_a_layout_attention_is_the_models_own(family: str) -> None:
     assert_equal(ours, theirs, "sdpa")
 
 
+def test_encoders_and_decoders_are_dense_over_what_is_no_padding() -> None:
+    """BART has three attentions; keys of the cross-attention are padded, queries are not."""
+    sizes = {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "vocab_size": VOCABULARY, "pad_token_id": 0}
+    family = "BartForConditionalGeneration", {**sizes, "max_position_embeddings": LENGTH, "decoder_start_token_id": 2}
+    inputs = {"input_ids": ids(4), "attention_mask": padded(), "decoder_input_ids": ids(4, 30)}
+    theirs = logits_and_gradients(model(family, "sdpa"), **inputs)
+    assert_equal(logits_and_gradients(model(family, "blocksparse"), **inputs), theirs, "sdpa")
+    with pytest.raises(ValueError, match="cannot say for which attentions"):
+        model(family, "blocksparse", LAYOUT)(**inputs)
+
+
+def test_models_that_look_attention_up_are_known() -> None:
+    """As the README says."""
+    names = [name for name, _, _ in FAMILIES.values()] + ["ViTForImageClassification", "GptOssForCausalLM"]
+    assert all(getattr(transformers, name).is_backend_compatible() for name in names)
+    assert not transformers.XLNetLMHeadModel.is_backend_compatible()
+
+
 def test_vision_transformers_have_a_layout_over_patches() -> None:
     """17 tokens: the class token, and 4 x 4 patches. ViT makes no mask of its own."""
     sizes = {
@@ -390,6 +409,21 @@ def test_token_by_token_where_the_cache_forgets() -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), made(ids()).logits)
 
 
+def test_token_by_token_where_the_cache_forgets_padding() -> None:
+    """Each sequence of a padded batch gives what it gives alone."""
+    made = model("Mistral", "blocksparse", LAYOUT, sliding_window=20)
+    is_token = torch.ones(2, LENGTH, dtype=torch.bool)
+    is_token[0, :25] = False
+    cache, parts, done = transformers.DynamicCache(config=made.config), [], 0
+    for part in ids().split([30, 5, *[1] * (LENGTH - 35)], dim=1):
+        here = slice(done, done + part.shape[1])
+        done = here.stop
+        options = {"attention_mask": is_token[:, :done], "position_ids": positions(is_token)[:, here]}
+        parts.append(made(part, past_key_values=cache, **options).logits)
+    for one, tokens, logits in zip(ids(), is_token, torch.cat(parts, dim=1), strict=True):
+        torch.testing.assert_close(logits[tokens], made(one[tokens][None]).logits[0])
+
+
 @pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "dense"])
 def test_packed_sequences_stay_apart(layout: BlockLayout | None) -> None:
     """Positions that restart tell where a document begins; the layout is over the whole pack."""
@@ -471,7 +505,7 @@ def test_dropout_and_scale_are_those_of_the_model(monkeypatch: pytest.MonkeyPatc
 def test_checkpointed_training_with_dropout_has_the_same_gradients() -> None:
     plain = model("Llama", "blocksparse", LAYOUT, attention_dropout=0.3).train()
     saving = copy.deepcopy(plain)
-    # renamed in transformers 5.23
+    # under its older name in transformers 5.16
     (getattr(saving, "activation_checkpointing_enable", None) or saving.gradient_checkpointing_enable)()
     found = []
     for made in (plain, saving):
@@ -516,9 +550,9 @@ def forward(made: Any, **inputs: Any) -> Any:
     ("family", "changes", "inputs", "error", "message"),
     [
         ("Llama", {}, {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, TypeError, "from_huggingface"),
-        ("Llama", {}, {"softcap": 30.0}, ValueError, r"softcap=30\.0"),
-        ("Llama", {}, {"cu_seq_lens_q": torch.tensor([0, 9])}, ValueError, "cu_seq_lens_q.*position_ids that restart"),
-        ("Llama", {}, {"bias_of_next_year": 1}, ValueError, "bias_of_next_year=1: it is not known"),
+        ("Llama", {}, {"softcap": 30.0}, ValueError, r"softcap, which is 30\.0"),
+        ("Llama", {}, {"cu_seq_lens_q": torch.tensor([0, 9])}, ValueError, r"cu_seq_lens_q, which is a tensor of shape \(2,\).*position_ids that restart"),
+        ("Llama", {}, {"bias_of_next_year": 1}, ValueError, "bias_of_next_year, which is 1: it is not known"),
         ("Llama", {"layout": 7}, {}, TypeError, r"config\.attention_layout must be a BlockLayout.*got int"),
         ("Llama", {"layout": "lokal(window=5)"}, {}, ValueError, "local"),
         ("Llama", {"layout": layout_of(attends, 40)}, {}, ValueError, "has 72 tokens, but config.attention_layout is of 40"),
