@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import socket
 from typing import Any
 
 import pytest
@@ -71,11 +70,11 @@ def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
 
 
-def work(rank: int, port: int, folder: str) -> None:
+def work(rank: int, folder: str) -> None:
     """One of the processes: trains a share of each batch by DDP, then by FSDP2, and saves what came out."""
     torch.set_num_threads(1)
-    address = f"tcp://localhost:{port}"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=N_PROCESSES)
+    meeting = f"file://{folder}/meeting"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=N_PROCESSES)
     share = batches().chunk(N_PROCESSES, dim=1)[rank]
     parallel = DistributedDataParallel(model())
     losses = {"DDP": trained(parallel, share)}
@@ -96,11 +95,8 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process saved."""
     if not torch.distributed.is_gloo_available():
         pytest.skip("needs gloo")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     folder = str(tmp_path_factory.mktemp("parallel"))
-    torch.multiprocessing.spawn(work, args=(port, folder), nprocs=N_PROCESSES)
+    torch.multiprocessing.spawn(work, args=(folder,), nprocs=N_PROCESSES)
     return [torch.load(f"{folder}/{rank}.pt") for rank in range(N_PROCESSES)]
 
 
