@@ -221,7 +221,7 @@ def _has_gaps(is_token: Tensor) -> bool:
 
 def _with_padding(asked: _Asked, layout: BlockLayout | None, is_key: Tensor, *, moves_queries: bool) -> Mask:
     """The mask that brings tokens to the front; while torch.compile traces also where they are there already."""
-    is_causal = layout is None and asked.kind == "causal" and moves_queries
+    is_causal = layout is None and asked.kind == "causal"
     order = back = None
     if torch.compiler.is_compiling() or bool((is_key[:, 1:] & ~is_key[:, :-1]).any()):
         order = torch.argsort(~is_key, dim=1, stable=True)
@@ -263,8 +263,7 @@ def _by_pairs(asked: _Asked, is_token: Tensor | None, mask_function: MaskFunctio
         # between tokens there are as many positions as slots, or fewer: bounds on positions lose no pair of a window
         layout = crops.built(whole)
         within = BlockLayout.stack_batches([crops.in_slots(layout, tokens, part) for tokens in is_token])
-        is_whole = kind != "other" and bool(is_token[:, part.q_start : asked.q_stop].all())
-        if is_whole and (window is None or not _has_gaps(is_token)):
+        if kind != "other" and (window is None or not _has_gaps(is_token)):
             within.plan(part.device)
             return Mask(within, False, kind, window)
 
