@@ -374,6 +374,17 @@ def test_sliding_windows_are_kept(layout: BlockLayout | None, is_padded: bool) -
     assert_equal(logits_and_gradients(made, is_token, **inputs, attention_mask=is_token), theirs, "sdpa")
 
 
+def test_windows_are_known_and_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not looked up pair by pair, forward by forward."""
+    monkeypatch.setattr(huggingface, "_by_pairs", lambda *arguments: pytest.fail("pairs were looked up"))
+    crops.built.cache_clear()
+    made = model("Mistral", "blocksparse", sliding_window=20)
+    cache = transformers.DynamicCache(config=made.config)
+    for part in ids(1, 40).split([30, *[1] * 10], dim=1):
+        made(part, past_key_values=cache)
+    assert crops.built.cache_info().misses == 1
+
+
 def test_windows_in_some_layers_only() -> None:
     """Qwen3 has a window in its second layer; ModernBERT one on both sides, in its second too."""
     everywhere = torch.ones(2, LENGTH, dtype=torch.bool)
