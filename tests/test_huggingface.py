@@ -1,0 +1,619 @@
+"""Do models of transformers attend with a layout as they do, eagerly, with the same mask as a 4-D additive mask?
+
+Every mask is spelled out pair by pair, in Python. Models are small and randomly initialised, in float64; transformers' eager
+attention takes its softmax in float32, its sdpa does not, so the two are held to the closeness of those types.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import masks
+from blocksparse_flash import BlockLayout, crops, huggingface
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+LENGTH = 72
+VOCABULARY = 40
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {
+    "vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+# model, config, is causal
+FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "Llama": ("LlamaForCausalLM", GROUPED, True),
+    "Qwen3": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 4}, True),
+    "Mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": None}, True),
+    "GPT2": ("GPT2LMHeadModel", GPT2, True),
+    "Bert": ("BertForMaskedLM", {**SIZES, **UNDROPPED}, False),
+    "ModernBert": ("ModernBertForMaskedLM", {**SIZES, "pad_token_id": 0, "local_attention": 2 * LENGTH}, False),
+}
+Attends = Callable[[int, int], bool]
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    huggingface.register()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+def attends(q: int, kv: int) -> bool:
+    """A mask that no shift leaves as it is, with far pairs, near ones and keys for all."""
+    return abs(q - kv) < 9 or kv < 3 or (5 * q + 3 * kv) % 13 == 0
+
+
+def layout_of(function: Attends, length: int = LENGTH) -> BlockLayout:
+    rows = [[function(q, kv) for kv in range(length)] for q in range(length)]
+    return BlockLayout.from_dense(torch.tensor(rows), block_size=16)
+
+
+LAYOUT = layout_of(attends)
+
+
+def spelled_out(
+    function: Attends, is_token: Tensor, *, causal: bool, window: int | None = None, both: int | None = None
+) -> Tensor:
+    """bool (batch, 1, slots, slots): positions count tokens, windows count slots."""
+    batch, slots = is_token.shape
+    mask = torch.zeros(batch, 1, slots, slots, dtype=torch.bool)
+    for b in range(batch):
+        position = [int(is_token[b, :slot].sum()) for slot in range(slots)]
+        for q in range(slots):
+            for kv in range(slots):
+                mask[b, 0, q, kv] = (
+                    bool(is_token[b, q])
+                    and bool(is_token[b, kv])
+                    and function(position[q], position[kv])
+                    and (kv <= q or not causal)
+                    and (window is None or q - kv < window)
+                    and (both is None or abs(q - kv) <= both)
+                )
+    return mask
+
+
+def model(family: str | tuple[str, dict[str, Any]], how: str, layout: Any = None, **changes: Any) -> Any:
+    """A model in float64 with the weights of its family, attending by `how`."""
+    name, sizes = FAMILIES[family][:2] if isinstance(family, str) else family
+    kind = getattr(transformers, name)
+    config = kind.config_class(**{**sizes, **changes})
+    config.attention_layout = layout
+    config._attn_implementation = how
+    torch.manual_seed(0)
+    made = kind(config).double()
+    for parameter in made.parameters():
+        # biases that are zero would hide which layer they are added in
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 1.0)
+    return made
+
+
+def ids(batch: int = 2, length: int = LENGTH) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+def added(mask: Tensor) -> Tensor:
+    """As transformers' eager attention takes it: added to the scores."""
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+
+
+def logits_and_gradients(made: Any, where: Tensor | None = None, **inputs: Any) -> dict[str, Tensor]:
+    """By name; of the logits only those `where` a token is, and gradients of nothing else."""
+    logits = made(**inputs).logits
+    logits = logits if where is None else logits[where]
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=logits.dtype)
+    (logits * weights).sum().backward()
+    return {
+        "logits": logits.detach(),
+        **{name: p.grad for name, p in made.named_parameters() if p.grad is not None},
+    }
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], how: str) -> None:
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    for name, expected in theirs.items():
+        # as a share of the largest, in the type whose rounding theirs has
+        scale = max(float(expected.abs().max()), 1.0)
+        dtype = torch.float32 if how == "eager" else torch.float64
+        torch.testing.assert_close(
+            (ours[name] / scale).to(dtype), (expected / scale).to(dtype), msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
+# ---- layouts ----
+
+
+@pytest.mark.parametrize("how", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_every_gradient_are_those_of_the_mask(family: str, how: str) -> None:
+    causal = FAMILIES[family][2]
+    mask = spelled_out(attends, torch.ones(2, LENGTH, dtype=torch.bool), causal=causal)
+    theirs = logits_and_gradients(model(family, how), input_ids=ids(), attention_mask=added(mask))
+    ours = logits_and_gradients(model(family, "blocksparse", LAYOUT), input_ids=ids())
+    assert_equal(ours, theirs, how)
+
+
+def test_a_wrong_mask_is_seen() -> None:
+    """Without one pair of one query, the comparison above fails."""
+    mask = spelled_out(attends, torch.ones(2, LENGTH, dtype=torch.bool), causal=True)
+    mask[1, 0, 60, 2] = False
+    theirs = logits_and_gradients(model("Llama", "sdpa"), input_ids=ids(), attention_mask=added(mask))
+    ours = logits_and_gradients(model("Llama", "blocksparse", LAYOUT), input_ids=ids())
+    with pytest.raises(AssertionError, match="logits"):
+        assert_equal(ours, theirs, "sdpa")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_layout_attention_is_the_models_own(family: str) -> None:
+    theirs = logits_and_gradients(model(family, "sdpa"), input_ids=ids())
+    ours = logits_and_gradients(model(family, "blocksparse"), input_ids=ids())
+    assert_equal(ours, theirs, "sdpa")
+
+
+def test_encoders_and_decoders_are_dense_over_what_is_no_padding() -> None:
+    """BART has three attentions; keys of the cross-attention are padded, queries are not."""
+    sizes = {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "vocab_size": VOCABULARY, "pad_token_id": 0}
+    family = "BartForConditionalGeneration", {**sizes, "max_position_embeddings": LENGTH, "decoder_start_token_id": 2}
+    inputs = {"input_ids": ids(4), "attention_mask": padded(), "decoder_input_ids": ids(4, 30)}
+    theirs = logits_and_gradients(model(family, "sdpa"), **inputs)
+    assert_equal(logits_and_gradients(model(family, "blocksparse"), **inputs), theirs, "sdpa")
+    with pytest.raises(ValueError, match="cannot say for which attentions"):
+        model(family, "blocksparse", LAYOUT)(**inputs)
+
+
+def test_models_that_look_attention_up_are_known() -> None:
+    """As the README says."""
+    names = [name for name, _, _ in FAMILIES.values()] + ["ViTForImageClassification", "GptOssForCausalLM"]
+    assert all(getattr(transformers, name).is_backend_compatible() for name in names)
+    assert not transformers.XLNetLMHeadModel.is_backend_compatible()
+
+
+def test_vision_transformers_have_a_layout_over_patches() -> None:
+    """17 tokens: the class token, and 4 x 4 patches. ViT makes no mask of its own."""
+    sizes = {
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "image_size": 8,
+        "patch_size": 2, **UNDROPPED,
+    }  # fmt: skip
+    family = "ViTForImageClassification", sizes
+    pictures = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    mask = spelled_out(attends, torch.ones(1, 17, dtype=torch.bool), causal=False)
+
+    dense = model(family, "sdpa")
+    for module in dense.modules():
+        if type(module).__name__ == "ViTAttention":
+            module.register_forward_pre_hook(lambda module, arguments: (arguments[0], added(mask)))
+    theirs = logits_and_gradients(dense, pixel_values=pictures)
+    ours = logits_and_gradients(model(family, "blocksparse", layout_of(attends, 17)), pixel_values=pictures)
+    assert_equal(ours, theirs, "sdpa")
+
+
+def test_decoders_become_encoders_with_their_layout() -> None:
+    mask = spelled_out(attends, torch.ones(2, LENGTH, dtype=torch.bool), causal=False)
+    theirs = logits_and_gradients(model("Llama", "sdpa"), input_ids=ids(), attention_mask=added(mask))
+    ours = logits_and_gradients(
+        model("Llama", "blocksparse", LAYOUT), input_ids=ids(), is_causal=False, use_cache=False
+    )
+    assert_equal(ours, theirs, "sdpa")
+
+
+def test_each_head_has_its_own_layout() -> None:
+    """Query heads, of which two share a key head."""
+    functions = [attends, lambda q, kv: q - kv < 5, lambda q, kv: kv % 3 == 0 or q == kv, lambda q, kv: True]
+    layout = BlockLayout.stack_heads([layout_of(function) for function in functions])
+    everywhere = torch.ones(1, LENGTH, dtype=torch.bool)
+    mask = torch.cat([spelled_out(function, everywhere, causal=True) for function in functions], dim=1)
+    theirs = logits_and_gradients(
+        model("Llama", "sdpa"), input_ids=ids(), attention_mask=added(mask.expand(2, -1, -1, -1))
+    )
+    assert_equal(logits_and_gradients(model("Llama", "blocksparse", layout), input_ids=ids()), theirs, "sdpa")
+
+
+def test_shorter_inputs_take_the_first_rows() -> None:
+    mask = spelled_out(attends, torch.ones(2, 41, dtype=torch.bool), causal=True)
+    theirs = logits_and_gradients(model("Llama", "sdpa"), input_ids=ids(2, 41), attention_mask=added(mask))
+    assert_equal(logits_and_gradients(model("Llama", "blocksparse", LAYOUT), input_ids=ids(2, 41)), theirs, "sdpa")
+
+
+def test_a_specification_is_built_for_the_longest_input() -> None:
+    """So that what a token attends to does not depend on the input's length, which random would."""
+    text = "local(window=9, block_size=16) | random(density=0.3, seed=1, block_size=16)"
+    made = model("Llama", "blocksparse", text)
+    same = model("Llama", "blocksparse", masks.build(text, LENGTH))
+    for length in (50, LENGTH):
+        assert torch.equal(made(ids(1, length)).logits, same(ids(1, length)).logits)
+
+
+def test_a_specification_is_saved_with_the_model(tmp_path: Any) -> None:
+    made = model("Llama", "blocksparse", "local(window=9, block_size=16)")
+    made.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="blocksparse", dtype=torch.float64
+    )
+    assert torch.equal(again(ids()).logits, made(ids()).logits)
+
+
+# ---- padding ----
+
+
+def padded() -> Tensor:
+    """bool (4, LENGTH): on the right, on the left, both and between tokens, none."""
+    is_token = torch.ones(4, LENGTH, dtype=torch.bool)
+    is_token[0, 50:] = False
+    is_token[1, :23] = False
+    is_token[2, :5] = is_token[2, 30:37] = is_token[2, 70:] = False
+    return is_token
+
+
+def positions(is_token: Tensor) -> Tensor:
+    return (is_token.long().cumsum(1) - 1).clamp(min=0)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "Bert"])
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(0, 4)], ids=["right", "everywhere"])
+@pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "dense"])
+def test_padding_is_as_if_it_were_not_there(family: str, rows: slice, layout: BlockLayout | None) -> None:
+    is_token, causal = padded()[rows], FAMILIES[family][2]
+    function = attends if layout is not None else lambda q, kv: True
+    inputs = {"input_ids": ids(len(is_token)), "position_ids": positions(is_token)}
+    mask = spelled_out(function, is_token, causal=causal)
+    theirs = logits_and_gradients(model(family, "sdpa"), is_token, **inputs, attention_mask=mask)
+    ours = logits_and_gradients(
+        model(family, "blocksparse", layout), is_token, **inputs, attention_mask=is_token.long()
+    )
+    assert_equal(ours, theirs, "sdpa")
+
+
+def test_a_padded_batch_gives_what_each_sequence_alone_gives() -> None:
+    is_token = padded()
+    made = model("Llama", "blocksparse", LAYOUT)
+    together = made(ids(4), attention_mask=is_token, position_ids=positions(is_token)).logits
+    for one, tokens, logits in zip(ids(4), is_token, together, strict=True):
+        torch.testing.assert_close(logits[tokens], made(one[tokens][None]).logits[0])
+
+
+def test_a_sequence_of_padding_alone_gives_numbers() -> None:
+    is_token = padded()
+    is_token[1] = False
+    ours = logits_and_gradients(model("Llama", "blocksparse", LAYOUT), input_ids=ids(4), attention_mask=is_token)
+    assert all(tensor.isfinite().all() for tensor in ours.values())
+
+
+# ---- generation ----
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "Qwen3"])
+def test_token_by_token_is_one_forward(family: str) -> None:
+    made = model(family, "blocksparse", LAYOUT)
+    cache, parts = transformers.DynamicCache(config=made.config), []
+    # several at once, then one by one
+    for part in ids().split([20, 7, *[1] * (LENGTH - 27)], dim=1):
+        parts.append(made(part, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), made(ids()).logits)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "dense"])
+def test_token_by_token_with_padding_is_one_forward(layout: BlockLayout | None) -> None:
+    made, is_token = model("Llama", "blocksparse", layout), padded()
+    together = made(ids(4), attention_mask=is_token, position_ids=positions(is_token)).logits
+    cache, done = transformers.DynamicCache(config=made.config), 0
+    # of the seven in the second part, some are padding
+    for part in ids(4).split([26, 7, *[1] * (LENGTH - 33)], dim=1):
+        here = slice(done, done + part.shape[1])
+        done = here.stop
+        said = made(
+            part,
+            past_key_values=cache,
+            attention_mask=is_token[:, :done],
+            position_ids=positions(is_token)[:, here],
+        ).logits
+        torch.testing.assert_close(said[is_token[:, here]], together[:, here][is_token[:, here]])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_generate_from_a_padded_batch_is_generate_from_each(options: dict[str, Any]) -> None:
+    made = model("Llama", "blocksparse", LAYOUT)
+    is_token = torch.ones(2, 30, dtype=torch.long)
+    is_token[0, :11] = 0
+    options = {**options, "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    together = made.generate(ids(2, 30), attention_mask=is_token, **options)
+    for one, tokens, said in zip(ids(2, 30), is_token.bool(), together, strict=True):
+        alone = made.generate(one[tokens][None], attention_mask=torch.ones(1, int(tokens.sum())), **options)[0]
+        assert torch.equal(said[-16:], alone[-16:])
+
+
+def test_generate_is_the_most_likely_token_of_a_full_forward() -> None:
+    made = model("GPT2", "blocksparse", LAYOUT)
+    said = made.generate(
+        ids(1, 30), attention_mask=torch.ones(1, 30), max_new_tokens=16, do_sample=False, pad_token_id=0
+    )
+    assert torch.equal(said[0, 30:], made(said).logits[0, 29:-1].argmax(dim=-1))
+
+
+def test_crops_are_made_once_for_all_layers_and_calls() -> None:
+    made = model("Llama", "blocksparse", LAYOUT)
+    crops._cropped.cache_clear()
+    for _ in range(3):
+        made(ids(1, 37))
+    assert crops._cropped.cache_info().misses == 1
+
+
+# ---- windows, documents, sinks ----
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "dense"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_sliding_windows_are_kept(layout: BlockLayout | None, is_padded: bool) -> None:
+    """With a layout a query attends to what both let it; between tokens, padding counts for the window as it does there."""
+    is_token = padded() if is_padded else torch.ones(4, LENGTH, dtype=torch.bool)
+    function = attends if layout is not None else lambda q, kv: True
+    inputs = {"input_ids": ids(4), "position_ids": positions(is_token)}
+    mask = spelled_out(function, is_token, causal=True, window=20)
+    theirs = logits_and_gradients(model("Mistral", "sdpa"), is_token, **inputs, attention_mask=mask)
+    made = model("Mistral", "blocksparse", layout, sliding_window=20)
+    assert_equal(logits_and_gradients(made, is_token, **inputs, attention_mask=is_token), theirs, "sdpa")
+
+
+def test_windows_are_known_and_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not looked up pair by pair, forward by forward."""
+    monkeypatch.setattr(huggingface, "_by_pairs", lambda *arguments: pytest.fail("pairs were looked up"))
+    crops.built.cache_clear()
+    made = model("Mistral", "blocksparse", sliding_window=20)
+    cache = transformers.DynamicCache(config=made.config)
+    for part in ids(1, 40).split([30, *[1] * 10], dim=1):
+        made(part, past_key_values=cache)
+    assert crops.built.cache_info().misses == 1
+
+
+def test_windows_in_some_layers_only() -> None:
+    """Qwen3 has a window in its second layer; ModernBERT one on both sides, in its second too."""
+    everywhere = torch.ones(2, LENGTH, dtype=torch.bool)
+    changes = {
+        "Qwen3": {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        "ModernBert": {"local_attention": 16, "layer_types": ["full_attention", "sliding_attention"]},
+    }
+    for family, said in changes.items():
+        both = 8 if family == "ModernBert" else None
+        causal = FAMILIES[family][2]
+        mapping = {
+            "full_attention": spelled_out(attends, everywhere, causal=causal),
+            "sliding_attention": spelled_out(
+                attends, everywhere, causal=causal, window=None if both else 20, both=both
+            ),
+        }
+        theirs = logits_and_gradients(model(family, "sdpa", **said), input_ids=ids(), attention_mask=mapping)
+        ours = logits_and_gradients(model(family, "blocksparse", LAYOUT, **said), input_ids=ids())
+        assert_equal(ours, theirs, "sdpa")
+
+
+def test_token_by_token_where_the_cache_forgets() -> None:
+    """Mistral's cache keeps the last keys of its window only."""
+    made = model("Mistral", "blocksparse", LAYOUT, sliding_window=20)
+    cache, parts = transformers.DynamicCache(config=made.config), []
+    for part in ids().split([30, 5, *[1] * (LENGTH - 35)], dim=1):
+        parts.append(made(part, past_key_values=cache).logits)
+    assert cache.layers[0].keys.shape[2] < 30
+    torch.testing.assert_close(torch.cat(parts, dim=1), made(ids()).logits)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "dense"])
+def test_token_by_token_where_the_cache_forgets_padding(layout: BlockLayout | None) -> None:
+    made, is_token = model("Mistral", "blocksparse", layout, sliding_window=20), padded()
+    together = made(ids(4), attention_mask=is_token, position_ids=positions(is_token)).logits
+    cache, done = transformers.DynamicCache(config=made.config), 0
+    for part in ids(4).split([26, 7, *[1] * (LENGTH - 33)], dim=1):
+        here = slice(done, done + part.shape[1])
+        done = here.stop
+        options = {"attention_mask": is_token[:, :done], "position_ids": positions(is_token)[:, here]}
+        said = made(part, past_key_values=cache, **options).logits
+        torch.testing.assert_close(said[is_token[:, here]], together[:, here][is_token[:, here]])
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "dense"])
+def test_packed_sequences_stay_apart(layout: BlockLayout | None) -> None:
+    """Positions that restart tell where a document begins; the layout is over the whole pack."""
+    begins = [0, 20, 45]
+    place = torch.tensor([[slot - max(b for b in begins if b <= slot) for slot in range(LENGTH)]] * 2)
+    document = [max(b for b in begins if b <= slot) for slot in range(LENGTH)]
+
+    def within(q: int, kv: int) -> bool:
+        return document[q] == document[kv] and (layout is None or attends(q, kv))
+
+    inputs = {"input_ids": ids(), "position_ids": place, "use_cache": False}
+    mask = spelled_out(within, torch.ones(2, LENGTH, dtype=torch.bool), causal=True)
+    theirs = logits_and_gradients(model("Llama", "sdpa"), **inputs, attention_mask=added(mask))
+    ours = logits_and_gradients(model("Llama", "blocksparse", layout), **inputs)
+    assert_equal(ours, theirs, "sdpa")
+
+
+def test_sinks_take_their_share() -> None:
+    """GPT-OSS gives each head a logit that a query may attend to for nothing, and a window to its first layer."""
+    family = (
+        "GptOssForCausalLM",
+        {**GROUPED, "head_dim": 4, "num_local_experts": 2, "sliding_window": 20, "num_experts_per_tok": 1},
+    )
+    everywhere = torch.ones(2, LENGTH, dtype=torch.bool)
+    mapping = {
+        "full_attention": added(spelled_out(attends, everywhere, causal=True)).float().clamp(min=-1e30),
+        "sliding_attention": added(spelled_out(attends, everywhere, causal=True, window=20)).float().clamp(min=-1e30),
+    }
+    # its experts have no float64
+    theirs = logits_and_gradients(model(family, "eager").float(), input_ids=ids(), attention_mask=mapping)
+    ours = logits_and_gradients(model(family, "blocksparse", LAYOUT).float(), input_ids=ids())
+    assert any("sinks" in name for name in ours)
+    assert_equal(ours, theirs, "eager")
+
+
+def test_masks_that_functions_add_are_looked_up_pair_by_pair() -> None:
+    """What a model adds with or_mask_function may speak of one pair at a time."""
+    from transformers.masking_utils import create_causal_mask
+
+    made = model("Llama", "blocksparse", LAYOUT)
+    mask = create_causal_mask(
+        made.config,
+        torch.zeros(2, LENGTH, 16),
+        padded()[:2],
+        None,
+        # of one pair: of many the stack would have one largest
+        or_mask_function=lambda batch, head, q, kv: (torch.stack([q, kv]).amax() < 40) & (batch == 1),
+    )
+
+    def spoken(b: int, q: int, kv: int) -> bool:
+        return kv <= q or (b == 1 and q < 40 and kv < 40)
+
+    everything = spelled_out(attends, padded()[:2], causal=False)
+    expected = [[[spoken(b, q, kv) for kv in range(LENGTH)] for q in range(LENGTH)] for b in range(2)]
+    found = mask.layout.to_dense() & padded()[:2, None, :, None]
+    assert torch.equal(found, everything & torch.tensor(expected)[:, None])
+
+
+# ---- training, compiling ----
+
+
+def test_dropout_and_scale_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        asked.append(options)
+        return real(*arguments, **options)
+
+    real = huggingface.attention_with_lse
+    monkeypatch.setattr(huggingface, "attention_with_lse", spy)
+    made = model("Llama", "blocksparse", LAYOUT, attention_dropout=0.3)
+    for layer in made.model.layers:
+        layer.self_attn.scaling = 0.125
+    made.train()(ids())
+    made.eval()(ids())
+    assert [options["dropout_p"] for options in asked] == [0.3, 0.3, 0.0, 0.0]
+    assert {options["scale"] for options in asked} == {0.125}
+
+
+def test_checkpointed_training_with_dropout_has_the_same_gradients() -> None:
+    plain = model("Llama", "blocksparse", LAYOUT, attention_dropout=0.3).train()
+    saving = copy.deepcopy(plain)
+    # under its older name in transformers 5.16
+    (getattr(saving, "activation_checkpointing_enable", None) or saving.gradient_checkpointing_enable)()
+    found = []
+    for made in (plain, saving):
+        torch.manual_seed(5)
+        found.append(logits_and_gradients(made, input_ids=ids(), use_cache=False))
+    assert_equal(*found, "sdpa")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Bert"])
+def test_models_compile_in_one_graph(family: str) -> None:
+    """With and without padding, which the compiled model moves on the device."""
+    is_token, one_layer = padded(), {"num_hidden_layers": 1}
+    for tokens in (torch.ones_like(is_token), is_token):
+        inputs = {"input_ids": ids(4), "attention_mask": tokens.long(), "position_ids": positions(tokens)}
+        expected = logits_and_gradients(model(family, "blocksparse", LAYOUT, **one_layer), tokens, **inputs)
+        compiled = torch.compile(model(family, "blocksparse", LAYOUT, **one_layer), backend="aot_eager", fullgraph=True)
+        found = logits_and_gradients(compiled, tokens, **inputs)
+        assert_equal({name.removeprefix("_orig_mod."): tensor for name, tensor in found.items()}, expected, "sdpa")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_what_one_graph_cannot_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without padding mask and cache transformers takes a traced batch for a packed one; the mask is made between graphs."""
+    made, looked = model("Llama", "blocksparse", LAYOUT, num_hidden_layers=1), []
+    expected = made(ids(), use_cache=False).logits
+    monkeypatch.setattr(huggingface, "_by_pairs", lambda *arguments: looked.append(arguments))
+    torch.testing.assert_close(torch.compile(made, backend="aot_eager")(ids(), use_cache=False).logits, expected)
+    assert not looked
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"attention_mask=torch\.ones_like"):
+        torch.compile(made, backend="aot_eager", fullgraph=True)(ids(), use_cache=False)
+
+
+# ---- refusals ----
+
+
+def forward(made: Any, **inputs: Any) -> Any:
+    return made(**{"input_ids": ids(), **inputs})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "inputs", "error", "message"),
+    [
+        ("Llama", {}, {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, TypeError, "from_huggingface"),
+        ("Llama", {}, {"softcap": 30.0}, ValueError, r"softcap, which is 30\.0"),
+        ("Llama", {}, {"cu_seq_lens_q": torch.tensor([0, 9])}, ValueError, r"cu_seq_lens_q, which is a tensor of shape \(2,\).*position_ids that restart"),
+        ("Llama", {}, {"bias_of_next_year": 1}, ValueError, "bias_of_next_year, which is 1: it is not known"),
+        ("Llama", {"layout": 7}, {}, TypeError, r"config\.attention_layout must be a BlockLayout.*got int"),
+        ("Llama", {"layout": "lokal(window=5)"}, {}, ValueError, "local"),
+        ("Llama", {"layout": layout_of(attends, 40)}, {}, ValueError, "has 72 tokens, but config.attention_layout is of 40"),
+        ("Llama", {"layout": "local(window=5)", "max_position_embeddings": 40}, {}, ValueError, "built for config.max_position_embeddings = 40"),
+        ("Llama", {"layout": LAYOUT.crop(0, 40)}, {}, ValueError, r"\(1, heads \| 1, length, length\).*got \(1, 1, 40, 72\)"),
+        ("GPT2", {"layout": LAYOUT, "add_cross_attention": True}, {}, ValueError, "which attentions of a model"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(
+    family: str, changes: dict[str, Any], inputs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        forward(model(family, "blocksparse", **changes), **inputs)
+
+
+def test_static_caches_are_refused() -> None:
+    made = model("Llama", "blocksparse", LAYOUT)
+    with pytest.raises(ValueError, match="cache_implementation='dynamic'"):
+        made.generate(ids(1, 20), attention_mask=torch.ones(1, 20), max_new_tokens=4, cache_implementation="static")
+    cache = transformers.StaticCache(config=made.config, max_cache_len=LENGTH)
+    made(ids(), past_key_values=cache)
+    with pytest.raises(ValueError, match="cache_implementation='dynamic'"):
+        made(ids(2, 1), past_key_values=cache)
+
+
+def test_a_mask_and_a_layer_that_contradict_each_other_are_refused() -> None:
+    q = torch.zeros(1, 1, 4, 8)
+    mask = huggingface.Mask(None, True, "causal")
+    with pytest.raises(ValueError, match="is_causal=False contradicts the mask that the model made, which is causal"):
+        huggingface.attention_function(torch.nn.Module(), q, q, q, mask, is_causal=False)
+    module = torch.nn.Module()
+    module.config = transformers.LlamaConfig(attention_layout="causal", **SIZES)
+    with pytest.raises(ValueError, match="4 queries and 5 keys have, but the model made no mask"):
+        huggingface.attention_function(module, q, q.new_zeros(1, 1, 5, 8), q.new_zeros(1, 1, 5, 8), None)
+
+
+def test_capped_scores_are_refused() -> None:
+    family = "Gemma2ForCausalLM", {**GROUPED, "head_dim": 4, "sliding_window": 20}
+    with pytest.raises(ValueError, match="attn_logit_softcapping is None does without"):
+        model(family, "blocksparse", LAYOUT)(ids())
+    model(family, "blocksparse", LAYOUT, attn_logit_softcapping=None)(ids())
+
+
+def test_attention_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="attn_implementation"):
+        model("Llama", "blocksparse", LAYOUT)(ids(), output_attentions=True)
+
+
+def test_a_window_that_only_the_layer_knows_is_refused() -> None:
+    made = model("Llama", "blocksparse", LAYOUT)
+    with pytest.raises(ValueError, match="sliding_window=20 contradicts"):
+        made(ids(), sliding_window=20)
+    made(ids(), sliding_window=LENGTH)
