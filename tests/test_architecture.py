@@ -194,6 +194,9 @@ TABLE = {
     "benchmarks/overhead.py": Arrows({TORCH, OURS, "masks"}),
     "benchmarks/gallery.py": Arrows({OURS, "masks"}, {"matplotlib"}),
     "benchmarks/lra/listops.py": Arrows(set()),
+    "benchmarks/lra/paddles.py": Arrows({NUMPY, "PIL"}),
+    "benchmarks/lra/snakes.py": Arrows({NUMPY, "numba"}),
+    "benchmarks/lra/pathfinder.py": Arrows({NUMPY, "benchmarks.lra.paddles", "benchmarks.lra.snakes"}),
     "benchmarks/lra/demo.py": Arrows(
         {TORCH, "lightning", "matplotlib", "torchmetrics", "masks", "benchmarks.lra.listops", OURS, f"{OURS}.nn"}
     ),
