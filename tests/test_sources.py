@@ -38,7 +38,9 @@ def test_splits_of_listops_share_no_expression() -> None:
 
 def test_splits_of_pathfinder_share_no_image() -> None:
     source = SOURCES[1]
-    images = [record["image"].tobytes() for split in sources.FIRST_NUMBER for record in source.draw(split, np.arange(200))]
+    images = [
+        record["image"].tobytes() for split in sources.FIRST_NUMBER for record in source.draw(split, np.arange(200))
+    ]
     assert len(set(images)) == 800
 
 

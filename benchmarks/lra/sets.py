@@ -59,7 +59,7 @@ class StoredSet:
         """SHA-256 of all records, in order."""
         found = hashlib.sha256()
         for part in self:
-            found.update(np.ascontiguousarray(part))
+            found.update(part.tobytes())
         return found.hexdigest()
 
 
