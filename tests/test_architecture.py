@@ -198,6 +198,7 @@ TABLE = {
     "benchmarks/lra/snakes.py": Arrows({NUMPY, "numba"}),
     "benchmarks/lra/pathfinder.py": Arrows({NUMPY, "benchmarks.lra.paddles", "benchmarks.lra.snakes"}),
     "benchmarks/lra/sources.py": Arrows({NUMPY, "benchmarks.lra.listops", "benchmarks.lra.pathfinder"}),
+    "benchmarks/lra/floors.py": Arrows({NUMPY, TORCH, "benchmarks.lra.listops", "benchmarks.lra.pathfinder"}),
     "benchmarks/lra/sets.py": Arrows({NUMPY, "tqdm", "benchmarks.lra.sources"}),
     "benchmarks/lra/official/__init__.py": Arrows(set()),
     "benchmarks/lra/official/places.py": Arrows({NUMPY}),
@@ -206,6 +207,7 @@ TABLE = {
     "benchmarks/lra/official/text.py": Arrows({NUMPY, "benchmarks.lra.official.places"}),
     "benchmarks/lra/official/image.py": Arrows({NUMPY, TORCH, "benchmarks.lra.official.places"}),
     "benchmarks/lra/official/pathfinder.py": Arrows({NUMPY, TORCH, "PIL", "benchmarks.lra.official.places"}),
+    "benchmarks/lra/stand_ins.py": Arrows({NUMPY, "benchmarks.lra.official.places"}),
     "benchmarks/lra/demo.py": Arrows(
         {TORCH, "lightning", "matplotlib", "torchmetrics", "masks", "benchmarks.lra.listops", OURS, f"{OURS}.nn"}
     ),
