@@ -24,7 +24,7 @@ test: lint $(TRITONS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 900
 
 test-gpu:
-	$(PYTHON) -m pytest $(wildcard tests/test_zoo.py tests/test_gpu*.py)
+	$(PYTHON) -m pytest $(wildcard tests/test_zoo*.py tests/test_gpu*.py)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

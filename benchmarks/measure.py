@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,25 +67,31 @@ def first_call_milliseconds(call: Callable[[], Any]) -> float:
     return 1000 * (time.perf_counter() - start)
 
 
-def environment() -> dict[str, str]:
-    """Where a figure was measured: GPU, versions, commit."""
-    import triton
+def commit() -> str:
+    """The commit that is checked out, with a + if files were changed since."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
     commit = git("rev-parse", "--short", "HEAD")
+    return commit + ("+" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def environment() -> dict[str, str]:
+    """Where a figure was measured: GPU, versions, commit."""
+    import triton
+
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit + ("+" if commit and git("status", "--porcelain", "--untracked-files=no") else ""),
+        "commit": commit(),
     }
 
 
-def append(path: Path, line: dict[str, Any]) -> None:
-    """One JSON object with exactly KEYS, appended as a line."""
-    assert set(line) == set(KEYS), set(line) ^ set(KEYS)
+def append(path: Path, line: dict[str, Any], keys: Sequence[str] = KEYS) -> None:
+    """One JSON object with exactly these keys, in their order, appended as a line."""
+    assert set(line) == set(keys), set(line) ^ set(keys)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.write(json.dumps({key: line[key] for key in KEYS}) + "\n")
+        file.write(json.dumps({key: line[key] for key in keys}) + "\n")

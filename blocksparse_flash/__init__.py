@@ -2,7 +2,8 @@
 
 from .functional import Explanation, attention, attention_with_lse, explain
 from .layout import BlockLayout
+from .merging import merge
 
-__all__ = ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain"]
+__all__ = ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain", "merge"]
 
 __version__ = "0.1.0"

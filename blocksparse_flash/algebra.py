@@ -85,6 +85,12 @@ def _words_of(ids: Array, kinds: Array, bitmasks: Array, there: Array) -> Array:
 
 def combine(a: BlockList, b: BlockList, op: Operation, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
     """Pairs in a or b, in both, in a but not in b, in one alone. Bits are computed once for each (id, id, edge)."""
+    if op == "&" and not len(a.bitmasks):
+        a, b = b, a
+    if op == "&" and not len(b.bitmasks):
+        # full blocks leave what they meet as it is
+        is_met = _ids_at(b, a.keys) != EMPTY
+        return a if is_met.all() else renumber(a.keys[is_met], a.ids[is_met], a.bitmasks)
     keys = a.keys
     if op in ("|", "^"):
         keys = np.concatenate([a.keys, b.keys])

@@ -86,7 +86,10 @@ def evaluate(
 
 def _representatives(looks: Looks, keys: Array, kinds: Array, n_rows: int, n_cols: int) -> tuple[Array, Array]:
     """(which, number): one key for each distinct (number, edge kind, lead), and to which of them each key belongs."""
-    numbers = np.asarray(looks(keys // n_cols % n_rows, keys % n_cols))
+    rows, cols = np.divmod(keys, n_cols)
+    # division is what costs here, and most layouts have one lead
+    leads, rows = np.divmod(rows, n_rows) if rows[-1] >= n_rows else (np.zeros_like(rows), rows)
+    numbers = np.asarray(looks(rows, cols))
     if numbers.dtype.kind not in "iu":
         raise TypeError(f"looks must give integers, one for each block, got {numbers.dtype}")
     try:
@@ -95,7 +98,7 @@ def _representatives(looks: Looks, keys: Array, kinds: Array, n_rows: int, n_col
         raise ValueError(
             f"looks must give one number for each block, shape {keys.shape}, got shape {numbers.shape}"
         ) from None
-    lowest, leads = int(numbers.min()), keys // (n_rows * n_cols)
+    lowest = int(numbers.min())
     n_numbers, n_leads = int(numbers.max()) - lowest + 1, int(leads[-1]) + 1
     if n_numbers * n_leads * 4 >= 2**63:
         numbers, lowest = np.unique(numbers, return_inverse=True)[1], 0

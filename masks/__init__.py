@@ -1,36 +1,52 @@
 """Which pattern of attention: functions that return a BlockLayout, one family a file, and orders of the tokens.
 
-Knows the names of the families.
-Must not know anything else: patterns compose with | & ~ - of the layouts they return.
+Knows the names of the families, and of `build`, which reads them from a line of text.
+Must not know anything else: patterns compose with | & ^ ~ - of the layouts they return.
 """
 
+from .alibi_windows import alibi_windows
 from .block_diagonal import block_causal, block_diagonal
+from .block_diffusion import block_diffusion
+from .build import build
 from .butterfly import butterfly
+from .content import top_k, top_p
 from .dilated import dilated_window
 from .documents import documents
+from .erdos_renyi import erdos_renyi
+from .expander import expander
 from .global_tokens import global_tokens
 from .grid import axial, neighborhood, sliding_tile, swin
 from .hierarchical import hierarchical
 from .local import causal, local
 from .longnet import longnet
+from .lsh import lsh
 from .orders import hilbert_order, morton_order, tile_order
 from .prefix import prefix_lm
 from .presets import bigbird, longformer, pixelfly
 from .random import random
+from .shared_prefix import shared_prefix
 from .sinks import a_shape, sink_window, tri_shape
+from .small_world import small_world
 from .sparse_transformer import fixed
 from .strided import strided
+from .tree import tree
+from .vertical_slash import vertical_slash
 
 __all__ = [
     "a_shape",
+    "alibi_windows",
     "axial",
     "bigbird",
     "block_causal",
     "block_diagonal",
+    "block_diffusion",
+    "build",
     "butterfly",
     "causal",
     "dilated_window",
     "documents",
+    "erdos_renyi",
+    "expander",
     "fixed",
     "global_tokens",
     "hierarchical",
@@ -38,15 +54,22 @@ __all__ = [
     "local",
     "longformer",
     "longnet",
+    "lsh",
     "morton_order",
     "neighborhood",
     "pixelfly",
     "prefix_lm",
     "random",
+    "shared_prefix",
     "sink_window",
     "sliding_tile",
+    "small_world",
     "strided",
     "swin",
     "tile_order",
+    "top_k",
+    "top_p",
+    "tree",
     "tri_shape",
+    "vertical_slash",
 ]

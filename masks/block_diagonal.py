@@ -11,9 +11,10 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, joint_numbers, read_canvas
+from .canvas import BlockSize, Canvas, Length, read_canvas
 from .checks import read_switch
 from .chunks import chunks_in, read_size
+from .kinds import joint_numbers
 
 
 def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) -> BlockLayout:

@@ -14,7 +14,8 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import Canvas, distinct_blocks, joint_numbers, kinds_of_rows, spread
+from .canvas import Canvas, distinct_blocks, spread
+from .kinds import joint_numbers, kinds_of_rows
 
 # sides of blocks are multiples of this, so that a group of as many tokens lies in one row
 GROUP = 16
@@ -107,7 +108,7 @@ def _runs(axis: Axis, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, 
     is_cut[0] = True
     begins = np.flatnonzero(is_cut)
     run = np.cumsum(is_cut) - 1
-    sources, runs = spread(run[first], run[last] - run[first] + 1)
+    sources, runs = spread(run[first], run[last] + 1)
     stops = np.append(begins[1:], coordinates.size)
     return sources, np.maximum(first[sources], begins[runs]), np.minimum(last[sources], stops[runs] - 1)
 
@@ -154,7 +155,7 @@ def _candidates(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis]) -> tu
     ]
     rows, begin, stop = (np.concatenate(parts) for parts in zip(*found, strict=True))
     first, stop = canvas.cols_between(begin, stop)
-    sources, cols = spread(first, stop - first)
+    sources, cols = spread(first, stop)
     return rows[sources], cols
 
 

@@ -46,11 +46,11 @@ def _stretched(canvas: Canvas, n_cells: int, cells: tuple[np.ndarray, np.ndarray
         bounds = -(-np.arange(n_cells + 1) * length // n_cells)
         first = bounds[:-1] // side
         # a cell without tokens has no blocks
-        spans.append((first, np.where(np.diff(bounds) > 0, (bounds[1:] - 1) // side + 1 - first, 0)))
-    (first_row, n_rows), (first_col, n_cols) = spans
+        spans.append((first, np.where(np.diff(bounds) > 0, (bounds[1:] - 1) // side + 1, first)))
+    (first_row, stop_row), (first_col, stop_col) = spans
     queries, keys = cells
-    sources, rows = spread(first_row[queries], n_rows[queries])
-    sources, cols = spread(first_col[keys[sources]], n_cols[keys[sources]])
+    sources, rows = spread(first_row[queries], stop_row[queries])
+    sources, cols = spread(first_col[keys[sources]], stop_col[keys[sources]])
     return distinct_blocks(canvas, rows[sources], cols)
 
 

@@ -1,6 +1,6 @@
 """On which grid of blocks is a mask drawn?
 
-Knows lengths, block sizes and where a block lies in tokens: rows, cols, aligned distances.
+Knows lengths, block sizes, where a block lies in tokens, and which blocks meet given stretches of keys.
 Must not know any pattern, nor how a layout is stored.
 """
 
@@ -12,6 +12,8 @@ import numpy as np
 
 from .checks import read_integer
 
+# positions are int32 in a plan
+MOST_TOKENS = 2**31 - 1
 # what the builders accept: tokens, or (q_len, kv_len); a block side, or (block_q, block_kv)
 Length = int | tuple[int, int]
 BlockSize = int | tuple[int, int]
@@ -84,47 +86,39 @@ def read_canvas(length: Length, block_size: BlockSize) -> Canvas:
     >>> read_canvas((100, 300), 64)
     Canvas(q_len=100, kv_len=300, block_q=64, block_kv=64)
     """
-    q_len, kv_len = _read_pair("length", length, at_least=0, unit="tokens")
+    q_len, kv_len = _read_pair("length", length, at_least=0, at_most=MOST_TOKENS, unit="tokens")
     block_q, block_kv = _read_pair("block_size", block_size, at_least=16, at_most=256, unit="tokens")
     if block_q % 16 or block_kv % 16:
         raise ValueError(f"block_size: expected multiples of 16 from 16 to 256, got {block_size}")
     return Canvas(q_len=q_len, kv_len=kv_len, block_q=block_q, block_kv=block_kv)
 
 
-def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
-    """Which block rows (or cols) have the same marks: equal numbers for those that do.
+def read_square_canvas(length: Length, block_size: BlockSize) -> Canvas:
+    """As read_canvas, where queries and keys must have equally many blocks.
 
-    marks    bool (length,), one for each token
-    side     tokens of a block along this axis
-    returns  int64 (blocks,), 0 for a side without marks
+    raises  ValueError also if the block counts differ
 
-    >>> kinds_of_sides(np.arange(100) % 32 == 5, 16).tolist()
-    [1, 0, 1, 0, 1, 0, 0]
+    >>> read_square_canvas((100, 128), 64).n_rows
+    2
     """
-    n_blocks = -(-marks.size // side)
-    # [blocks, side]
-    sides = np.zeros((n_blocks, side), dtype=bool)
-    sides.reshape(-1)[: marks.size] = marks
-    kinds = np.zeros(n_blocks, dtype=np.int64)
-    is_marked = sides.any(axis=1)
-    # [marked sides, octets]
-    kinds[is_marked] = kinds_of_rows(np.packbits(sides[is_marked], axis=1)) + 1
-    return kinds
+    canvas = read_canvas(length, block_size)
+    if canvas.n_rows != canvas.n_cols:
+        raise ValueError(
+            f"length: expected as many block rows as block cols, got {canvas.n_rows} x {canvas.n_cols} from "
+            f"{canvas.q_len} queries and {canvas.kv_len} keys in blocks of {canvas.block_size}"
+        )
+    return canvas
 
 
-def kinds_of_rows(table: np.ndarray) -> np.ndarray:
-    """Which rows of a table are the same: equal numbers, from 0 on, for those that are.
+def spread(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(sources, numbers): first[i] .. stop[i] - 1 for each i in turn, and which i each is from; stop <= first is none.
 
-    table    (rows, numbers) of any integer type
-    returns  int64 (rows,)
-
-    >>> kinds_of_rows(np.array([[1, 2], [0, 3], [1, 2]])).tolist()
-    [1, 0, 1]
+    >>> [array.tolist() for array in spread(np.array([5, 0, 8]), np.array([7, 0, 11]))]
+    [[0, 0, 2, 2, 2], [5, 6, 8, 9, 10]]
     """
-    if not table.size:
-        return np.zeros(len(table), dtype=np.int64)
-    whole_rows = np.ascontiguousarray(table).view(f"V{table.shape[1] * table.itemsize}").reshape(-1)
-    return np.unique(whole_rows, return_inverse=True)[1].reshape(-1)
+    counts = np.maximum(stop - first, 0)
+    sources = np.repeat(np.arange(counts.size), counts)
+    return sources, np.arange(sources.size) + np.repeat(first - np.cumsum(counts) + counts, counts)
 
 
 def blocks_between(canvas: Canvas, first_key: np.ndarray, last_key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -135,25 +129,14 @@ def blocks_between(canvas: Canvas, first_key: np.ndarray, last_key: np.ndarray) 
     """
     first, stop = canvas.cols_between(first_key, last_key)
     stop = np.where(last_key < first_key, first, stop)
-    if first.shape[1] > 1:
+    n_stretches = first.shape[1]
+    if n_stretches > 1:
         order = np.argsort(first, axis=1, kind="stable")
         first, stop = np.take_along_axis(first, order, axis=1), np.take_along_axis(stop, order, axis=1)
         # a stretch goes on where the ones before it have ended
         first[:, 1:] = np.maximum(first[:, 1:], np.maximum.accumulate(stop, axis=1)[:, :-1])
-    counts = np.maximum(stop - first, 0)
-    rows = np.repeat(np.arange(canvas.n_rows), counts.sum(axis=1))
-    return rows, spread(first.reshape(-1), counts.reshape(-1))[1]
-
-
-def spread(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(sources, numbers): counts[i] numbers from first[i] on, for each i in turn, and which i each is from.
-
-    >>> [array.tolist() for array in spread(np.array([5, 0, 8]), np.array([2, 0, 3]))]
-    [[0, 0, 2, 2, 2], [5, 6, 8, 9, 10]]
-    """
-    ends = np.cumsum(counts)
-    sources = np.repeat(np.arange(counts.size), counts)
-    return sources, np.arange(sources.size) + (first - ends + counts)[sources]
+    stretches, cols = spread(first.reshape(-1), stop.reshape(-1))
+    return stretches // max(n_stretches, 1), cols
 
 
 def distinct_blocks(canvas: Canvas, rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -161,7 +144,8 @@ def distinct_blocks(canvas: Canvas, rows: np.ndarray, cols: np.ndarray) -> tuple
     keys = rows * canvas.n_cols + cols
     n_blocks = canvas.n_rows * canvas.n_cols
     if n_blocks > 16 * keys.size:
-        keys.sort()
+        # made of ascending runs, mostly, which this sort merges
+        keys.sort(kind="stable")
         keys = keys[np.diff(keys, prepend=-1) > 0]
     else:
         # not few of the blocks are named: marking them takes less than sorting does
@@ -170,26 +154,3 @@ def distinct_blocks(canvas: Canvas, rows: np.ndarray, cols: np.ndarray) -> tuple
         keys = np.flatnonzero(is_named)
     # no blocks, no cols
     return np.divmod(keys, max(canvas.n_cols, 1))
-
-
-def joint_numbers(*parts: np.ndarray) -> np.ndarray:
-    """One number for each place, equal where all the parts are equal, and only there.
-
-    parts    int64 (n,) each
-    returns  int64 (n,), in no particular order
-
-    >>> joint_numbers(np.array([3, 3, 9]), np.array([-1, -1, -1])).tolist()
-    [0, 0, 6]
-    """
-    joined, n_numbers = np.zeros_like(parts[0]), 1
-    if not joined.size:
-        return joined
-    for part in parts:
-        lowest = int(part.min())
-        size = int(part.max()) - lowest + 1
-        if n_numbers * size >= 2**62:
-            joined = np.unique(joined, return_inverse=True)[1].reshape(-1)
-            n_numbers = joined.size
-        joined = joined * size + (part - lowest)
-        n_numbers *= size
-    return joined

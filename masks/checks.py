@@ -70,6 +70,8 @@ def read_integers(name: str, values: Sequence[int] | np.ndarray | torch.Tensor) 
     [0, 5, 9]
     """
     if isinstance(values, torch.Tensor):
+        if values.is_meta:
+            raise ValueError(f"{name}: expected numbers, got a tensor on the meta device, which has none")
         array = values.detach().cpu().numpy() if values.dtype != torch.bfloat16 else np.empty(0)
     elif isinstance(values, np.ndarray):
         array = values
@@ -81,8 +83,12 @@ def read_integers(name: str, values: Sequence[int] | np.ndarray | torch.Tensor) 
         array = np.asarray(values) if len(values) else np.empty(0, dtype=np.int64)
     else:
         raise TypeError(f"{name}: expected ints in a sequence, array or tensor, got {values!r} ({kind_of(values)})")
-    if array.dtype.kind not in "iu":
+    # a list of ints has another type only if they are too large for one
+    is_too_large = isinstance(values, Sequence) and array.dtype.kind not in "iu"
+    if array.dtype.kind not in "iu" and not is_too_large:
         raise TypeError(f"{name}: expected ints, got {kind_of(values)}")
+    if is_too_large or (array.dtype.kind == "u" and array.max(initial=0) > np.iinfo(np.int64).max):
+        raise ValueError(f"{name}: expected ints from -2**63 to 2**63 - 1, got larger ones")
     if array.ndim != 1:
         raise ValueError(f"{name}: expected one axis, got shape {tuple(array.shape)}")
     return array.astype(np.int64)

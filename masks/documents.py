@@ -15,8 +15,9 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, kinds_of_sides, read_canvas
+from .canvas import BlockSize, Canvas, read_canvas, spread
 from .checks import read_integers, read_switch
+from .kinds import kinds_of_sides
 
 # LOW_BITS[n] has its n lowest bits set
 LOW_BITS = ((np.uint64(1) << np.arange(33, dtype=np.uint64)) - np.uint64(1)).astype(np.uint32)
@@ -65,8 +66,7 @@ def _candidates(canvas: Canvas, packed: Packed, *, causal: bool) -> tuple[np.nda
     first_query, last_query = canvas.row_span(rows)
     last_key = last_query if causal else packed.ends[packed.numbers[last_query]] - 1
     first, stop = canvas.cols_between(packed.begins[packed.numbers[first_query]], last_key)
-    counts = stop - first
-    return np.repeat(rows, counts), np.arange(counts.sum()) + np.repeat(stop - np.cumsum(counts), counts)
+    return spread(first, stop)
 
 
 def _looks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:

@@ -13,26 +13,27 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Length, kinds_of_sides, read_canvas
+from .canvas import BlockSize, Length, read_canvas
 from .checks import read_integer, read_integers
+from .kinds import kinds_of_sides
 
 Tokens = int | Sequence[int] | np.ndarray | torch.Tensor
 
 
-def _read_tokens(tokens: Tokens, kv_len: int) -> np.ndarray:
-    """bool (kv_len,): which keys are global."""
+def read_tokens(name: str, tokens: Tokens, kv_len: int) -> np.ndarray:
+    """bool (kv_len,): which keys are global. name: the argument, for messages."""
     is_global = np.zeros(kv_len, dtype=bool)
     if isinstance(tokens, Sequence | np.ndarray | torch.Tensor):
-        positions = read_integers("tokens", tokens)
+        positions = read_integers(name, tokens)
         is_outside = (positions < 0) | (positions >= kv_len)
         if is_outside.any():
             raise ValueError(
-                f"tokens: expected positions from 0 to {kv_len - 1}, got {positions[is_outside][0]} "
+                f"{name}: expected positions from 0 to {kv_len - 1}, got {positions[is_outside][0]} "
                 f"at place {np.flatnonzero(is_outside)[0]}"
             )
         is_global[positions] = True
     else:
-        is_global[: read_integer("tokens", tokens, at_least=0, at_most=kv_len, unit="tokens")] = True
+        is_global[: read_integer(name, tokens, at_least=0, at_most=kv_len, unit="tokens")] = True
     return is_global
 
 
@@ -61,7 +62,7 @@ def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128
     0.234375
     """
     canvas = read_canvas(length, block_size)
-    is_global_key = _read_tokens(tokens, canvas.kv_len)
+    is_global_key = read_tokens("tokens", tokens, canvas.kv_len)
     # query i is the token at key i + shift; those before the first key are no global tokens
     is_global_query = np.zeros(canvas.q_len, dtype=bool)
     shared = min(canvas.q_len, canvas.kv_len)

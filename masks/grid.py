@@ -152,8 +152,11 @@ def swin(
     for side, size, ahead in zip(grid, windows, shifts, strict=True):
         if ahead >= size:
             raise ValueError(f"shift: expected less than the window, {size} tokens, got {ahead}")
-        begin = (np.arange(side) - ahead) // size * size + ahead
-        axes.append(Axis(np.maximum(begin, 0), np.minimum(begin + size, side) - 1))
+        # beyond these a larger shift, and a larger window, change nothing
+        first = min(ahead, side)
+        width = min(size, side + first + 1)
+        begin = (np.arange(side) - first) // width * width + first
+        axes.append(Axis(np.maximum(begin, 0), np.minimum(begin + width, side) - 1))
     return boxes(canvas, grid, axes, token_order)
 
 

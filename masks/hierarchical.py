@@ -13,9 +13,10 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, blocks_between, joint_numbers, read_canvas
+from .canvas import BlockSize, Canvas, Length, blocks_between, read_canvas
 from .checks import read_integer, read_switch
 from .chunks import chunks_in, read_size
+from .kinds import joint_numbers
 
 
 class Level(NamedTuple):

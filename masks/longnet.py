@@ -14,10 +14,11 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, distinct_blocks, joint_numbers, read_canvas, spread
+from .canvas import BlockSize, Canvas, Length, distinct_blocks, read_canvas, spread
 from .checks import read_integer, read_integers, read_switch
 from .chunks import chunks_in
 from .heads import by_head, read_heads
+from .kinds import joint_numbers
 
 Numbers = Sequence[int] | np.ndarray | torch.Tensor
 
@@ -51,8 +52,8 @@ def _candidates(canvas: Canvas, scale: Scale) -> tuple[np.ndarray, np.ndarray]:
     kept_queries = _kept(scale, max(canvas.shift, 0), canvas.kv_len)
     row_segments, rows = _sides(kept_queries, scale.segment, canvas.shift, canvas.block_q)
     col_segments, cols = _sides(_kept(scale, 0, canvas.kv_len), scale.segment, 0, canvas.block_kv)
-    first = np.searchsorted(col_segments, row_segments)
-    sources, places = spread(first, np.searchsorted(col_segments, row_segments, side="right") - first)
+    first, stop = (np.searchsorted(col_segments, row_segments, side=side) for side in ("left", "right"))
+    sources, places = spread(first, stop)
     return rows[sources], cols[places]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .canvas import MOST_TOKENS
 from .checks import read_integer, read_integers
 
 Grid = int | Sequence[int]
@@ -26,7 +27,10 @@ def read_grid(grid: Grid) -> tuple[int, ...]:
     sides = grid if isinstance(grid, Sequence) and not isinstance(grid, str | bytes) else (grid,)
     if not len(sides):
         raise ValueError("grid: expected the tokens along each axis, at least one axis, got none")
-    return tuple(read_integer("grid", side, at_least=1, unit="tokens") for side in sides)
+    read = tuple(read_integer("grid", side, at_least=1, unit="tokens") for side in sides)
+    if math.prod(read) > MOST_TOKENS:
+        raise ValueError(f"grid: expected at most {MOST_TOKENS} tokens, got {math.prod(read)}")
+    return read
 
 
 def read_per_axis(

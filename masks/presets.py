@@ -11,67 +11,18 @@ import numpy as np
 from blocksparse_flash import BlockLayout
 
 from .butterfly import butterfly
-from .canvas import BlockSize, Length, read_canvas
+from .canvas import BlockSize, Length, read_canvas, read_square_canvas
 from .checks import read_integer
-from .global_tokens import Tokens
+from .global_tokens import Tokens, read_tokens
 from .global_tokens import global_tokens as global_tokens_layout
 from .local import Window, local
 from .random import MAX_SEED, draw_distinct
 
 
-def bigbird(
-    length: Length,
-    *,
-    window_blocks: int = 3,
-    random_blocks: int = 3,
-    global_blocks: int = 2,
-    seed: int,
-    block_size: BlockSize = 128,
-) -> BlockLayout:
-    """Blocks near the diagonal, blocks drawn at random, and the first blocks as global ones.
-
-    A block is full if |row - col| <= window_blocks // 2, or row < global_blocks, or col < global_blocks, or if it is
-    one of the random_blocks which its row draws among the others (all of them, if there are no more). The draw is that
-    of `masks.random`, a function of (seed, row, number of others) alone; the others are numbered from left to right.
-
-    window_blocks=3, random_blocks=1, global_blocks=1, seed=0 on 8 blocks (queries down, keys across):
-        # # # # # # # #
-    # # # . # . . .
-    # # # # . . . #
-    # # # # # . . .
-    # . # # # # . .
-    # # . . # # # .
-    # . . # . # # #
-    # . # . . . # #
-
-    length         tokens; (q_len, kv_len) if both have equally many blocks
-    window_blocks  width of the window in blocks, the diagonal included: odd
-    random_blocks  blocks drawn in each row that is not global
-    global_blocks  blocks at the start that attend to and are attended to by everything
-    seed           0 to 2**64 - 1
-    block_size     tokens per side of a block, a multiple of 16
-    returns        BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only
-    raises         ValueError if the block counts of queries and keys differ, or a number is out of range
-
-    Zaheer et al., "Big Bird", arXiv:2007.14062, section 2 (internal transformer construction).
-
-    >>> bigbird(2048, seed=0).density
-    0.5546875
-    """
-    canvas = read_canvas(length, block_size)
-    if canvas.n_rows != canvas.n_cols:
-        raise ValueError(
-            f"length: expected as many block rows as block cols, got {canvas.n_rows} x {canvas.n_cols} from "
-            f"{canvas.q_len} queries and {canvas.kv_len} keys in blocks of {canvas.block_size}"
-        )
-    window_blocks = read_integer("window_blocks", window_blocks, at_least=1, unit="blocks")
-    if window_blocks % 2 == 0:
-        raise ValueError(f"window_blocks: expected an odd width, as many blocks on each side, got {window_blocks}")
-    random_blocks = read_integer("random_blocks", random_blocks, at_least=0, unit="blocks")
-    global_blocks = read_integer("global_blocks", global_blocks, at_least=0, unit="blocks")
-    seed = read_integer("seed", seed, at_least=0, at_most=MAX_SEED)
-
-    n_blocks = canvas.n_cols
+def _blocks_of_bigbird(
+    n_blocks: int, *, window_blocks: int, random_blocks: int, global_blocks: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, cols) of the blocks that `bigbird` keeps, each once."""
     n_global = min(global_blocks, n_blocks)
     n_side = min(window_blocks // 2, n_blocks)
     blocks, own = np.arange(n_blocks), np.arange(n_global, n_blocks)
@@ -96,9 +47,85 @@ def bigbird(
         own[places],
     ]
     cols = [np.tile(blocks, n_global), np.tile(blocks[:n_global], own.size), near[is_near], drawn]
-    return BlockLayout.from_blocks(
-        np.concatenate(rows), np.concatenate(cols), canvas.q_len, canvas.kv_len, block_size=canvas.block_size
+    return np.concatenate(rows), np.concatenate(cols)
+
+
+def bigbird(
+    length: Length,
+    *,
+    window_blocks: int = 3,
+    random_blocks: int = 3,
+    global_blocks: int = 2,
+    extra_tokens: int = 0,
+    seed: int,
+    block_size: BlockSize = 128,
+) -> BlockLayout:
+    """Blocks near the diagonal, blocks drawn at random, and the first blocks as global ones.
+
+    A block is full if |row - col| <= window_blocks // 2, or row < global_blocks, or col < global_blocks, or if it is
+    one of the random_blocks which its row draws among the others (all of them, if there are no more). The draw is that
+    of `masks.random`, a function of (seed, row, number of others) alone; the others are numbered from left to right.
+
+    window_blocks=3, random_blocks=1, global_blocks=1, seed=0 on 8 blocks (queries down, keys across):
+        # # # # # # # #
+    # # # . # . . .
+    # # # # . . . #
+    # # # # # . . .
+    # . # # # # . .
+    # # . . # # # .
+    # . . # . # # #
+    # . # . . . # #
+
+    That is the paper's internal construction, ITC. For the extended one, ETC, give extra_tokens: so many tokens stand
+    in front of the sequence, attend to everything and are attended to by everything, exact to the token; the pattern
+    above begins behind them, its blocks wherever they fall. ETC as the paper has it keeps global_blocks=0.
+
+    length         tokens, the extra ones included; (q_len, kv_len) if both have equally many blocks
+    window_blocks  width of the window in blocks, the diagonal included: odd
+    random_blocks  blocks drawn in each row that is not global
+    global_blocks  blocks at the start that attend to and are attended to by everything
+    extra_tokens   global tokens in front of the sequence, 0 to length; with any, queries and keys are equally many
+    seed           0 to 2**64 - 1
+    block_size     tokens per side of a block, a multiple of 16
+    returns        BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only unless there
+                   are extra tokens
+    raises         ValueError if the block counts of queries and keys differ, or a number is out of range
+
+    Zaheer et al., "Big Bird", arXiv:2007.14062, section 2 (internal and extended transformer construction).
+
+    >>> bigbird(2048, seed=0).density
+    0.5546875
+    >>> etc = bigbird(2048 + 64, global_blocks=0, extra_tokens=64, seed=0)
+    >>> etc.crop(q_start=64, kv_start=64) == bigbird(2048, global_blocks=0, seed=0)
+    True
+    """
+    canvas = read_square_canvas(length, block_size)
+    window_blocks = read_integer("window_blocks", window_blocks, at_least=1, unit="blocks")
+    if window_blocks % 2 == 0:
+        raise ValueError(f"window_blocks: expected an odd width, as many blocks on each side, got {window_blocks}")
+    random_blocks = read_integer("random_blocks", random_blocks, at_least=0, unit="blocks")
+    global_blocks = read_integer("global_blocks", global_blocks, at_least=0, unit="blocks")
+    seed = read_integer("seed", seed, at_least=0, at_most=MAX_SEED)
+    extra_tokens = read_integer("extra_tokens", extra_tokens, at_least=0, at_most=canvas.kv_len, unit="tokens")
+    if extra_tokens and canvas.q_len != canvas.kv_len:
+        raise ValueError(
+            f"extra_tokens: expected 0 for {canvas.q_len} queries and {canvas.kv_len} keys, got {extra_tokens}. "
+            "Extra tokens are queries and keys alike, which needs equally many"
+        )
+    q_len, kv_len = canvas.q_len - extra_tokens, canvas.kv_len - extra_tokens
+    sequence = read_square_canvas((q_len, kv_len), block_size)
+    rows, cols = _blocks_of_bigbird(
+        sequence.n_cols,
+        window_blocks=window_blocks,
+        random_blocks=random_blocks,
+        global_blocks=global_blocks,
+        seed=seed,
     )
+    layout = BlockLayout.from_blocks(rows, cols, q_len, kv_len, block_size=sequence.block_size)
+    if not extra_tokens:
+        return layout
+    ahead = (extra_tokens, 0)
+    return layout.pad(q=ahead, kv=ahead) | global_tokens_layout(length, tokens=extra_tokens, block_size=block_size)
 
 
 def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_size: BlockSize = 128) -> BlockLayout:
@@ -125,6 +152,8 @@ def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_s
     >>> longformer(1024, window=64, global_tokens=1).density
     0.53125
     """
+    # refused under the name that it has here
+    read_tokens("global_tokens", global_tokens, read_canvas(length, block_size).kv_len)
     near = local(length, window=window, block_size=block_size)
     return near | global_tokens_layout(length, tokens=global_tokens, block_size=block_size)
 

@@ -36,6 +36,31 @@ def _mix(words: np.ndarray) -> np.ndarray:
     return words ^ (words >> np.uint64(31))
 
 
+def stream_keys(seed: int, streams: np.ndarray) -> np.ndarray:
+    """uint64, one for each stream: what its draws are mixed with. streams (n,), 0 to 2**63 - 1."""
+    return _mix(_mix(np.array([seed], dtype=np.uint64)) ^ streams.astype(np.uint64))
+
+
+def draw_words(keys: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """uint64, evenly distributed: word number `draws` of each stream; keys as stream_keys gives, broadcast with draws."""
+    return _mix(keys ^ draws.astype(np.uint64))
+
+
+def permutation(key: np.ndarray, size: int) -> np.ndarray:
+    """0 .. size - 1 in random order: sorted by the words of one stream, key (1,)."""
+    return np.argsort(draw_words(key, np.arange(size)), kind="stable")
+
+
+def below(words: np.ndarray, size: int) -> np.ndarray:
+    """int64, evenly distributed in 0 .. size - 1, one for each word; size below 2**32."""
+    return (((words >> HALF_WORD) * np.uint64(size)) >> HALF_WORD).astype(np.int64)
+
+
+def chances(words: np.ndarray) -> np.ndarray:
+    """float64, evenly distributed in [0, 1), one for each word: its upper 53 bits."""
+    return (words >> np.uint64(11)) * 2.0**-53
+
+
 def _try_draws(
     keys: np.ndarray, sizes: np.ndarray, counts: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -45,7 +70,7 @@ def _try_draws(
     """
     # [streams, width]
     draws = np.arange(width, dtype=np.uint64)
-    numbers = ((_mix(keys[:, None] ^ draws) >> HALF_WORD) * sizes.astype(np.uint64)[:, None]) >> HALF_WORD
+    numbers = ((draw_words(keys[:, None], draws) >> HALF_WORD) * sizes.astype(np.uint64)[:, None]) >> HALF_WORD
     # sorted by number, then by draw: the first of equal numbers is its earliest draw
     packed = np.sort((numbers << HALF_WORD) | draws, axis=1)
     numbers = packed >> HALF_WORD
@@ -64,7 +89,7 @@ def _first_distinct(
     seed: int, rows: np.ndarray, sizes: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """As draw_distinct, by draws alone: counts are at most half of sizes."""
-    keys = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ rows.astype(np.uint64))
+    keys = stream_keys(seed, rows)
     pending = np.flatnonzero(counts)
     found_places, found_numbers = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     # draws expected before so many distinct numbers are met; never fewer than so many

@@ -13,10 +13,11 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, blocks_between, distinct_blocks, joint_numbers, read_canvas
+from .canvas import BlockSize, Canvas, Length, blocks_between, distinct_blocks, read_canvas, spread
 from .checks import read_integer, read_switch
 from .chunks import chunks_in
 from .heads import by_head, read_heads
+from .kinds import joint_numbers
 
 
 class Fixed(NamedTuple):
@@ -36,14 +37,13 @@ def _candidates(canvas: Canvas, fixed: Fixed, *, causal: bool) -> tuple[np.ndarr
     begins = np.arange(fixed.begin, canvas.kv_len, fixed.stride)
     first, stop = canvas.cols_between(begins, begins + (fixed.stop - fixed.begin - 1))
     first[1:] = np.maximum(first[1:], stop[:-1])
-    cols = np.concatenate([np.arange(*span) for span in zip(first, stop, strict=True)] or [stop])
+    _, cols = spread(first, stop)
     if causal:
         counts = np.searchsorted(cols * canvas.block_kv, last_query[:, 0], side="right")
     else:
         counts = np.full(canvas.n_rows, cols.size)
-    rows = np.repeat(np.arange(canvas.n_rows), counts)
-    far = cols[np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)]
-    return distinct_blocks(canvas, np.append(near[0], rows), np.append(near[1], far))
+    rows, places = spread(np.zeros_like(counts), counts)
+    return distinct_blocks(canvas, np.append(near[0], rows), np.append(near[1], cols[places]))
 
 
 def _one_head(canvas: Canvas, fixed: Fixed, *, causal: bool) -> BlockLayout:

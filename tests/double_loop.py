@@ -6,7 +6,7 @@ Must not know how any builder works.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from hypothesis import strategies as st
@@ -49,17 +49,17 @@ def assert_attends(layout: BlockLayout, attends: Callable[[int, int], bool]) -> 
     assert_heads_attend(layout, [attends])
 
 
-def assert_heads_attend(layout: BlockLayout, attends: list[Callable[[int, int], bool]]) -> None:
-    """Raises unless each head of `layout` holds exactly the pairs of its sentence, in canonical form."""
-    assert layout.shape[:2] == (1, len(attends)), f"{len(attends)} heads expected, got shape {layout.shape}"
+def assert_heads_attend(layout: BlockLayout, heads: Sequence[Callable[[int, int], bool]]) -> None:
+    """Raises unless head h of `layout` holds exactly the pairs for which heads[h](q_pos, kv_pos), in canonical form."""
+    assert layout.shape[:2] == (1, len(heads)), f"{len(heads)} heads expected, got shape {layout.shape}"
     q_len, kv_len = layout.shape[2:]
-    expected = torch.stack([mask_of(sentence, q_len, kv_len) for sentence in attends])
+    expected = torch.stack([mask_of(attends, q_len, kv_len) for attends in heads])
     differing = (layout.to_dense()[0] != expected).nonzero()
     if len(differing):
         head, q_pos, kv_pos = differing[0].tolist()
         raise AssertionError(
             f"{len(differing)} pairs differ; the first is query {q_pos}, key {kv_pos}, "
-            f"{f'of head {head}, ' if len(attends) > 1 else ''}which should{'' if expected[head, q_pos, kv_pos] else ' not'} attend"
+            f"{f'of head {head}, ' if len(heads) > 1 else ''}which should{'' if expected[head, q_pos, kv_pos] else ' not'} attend"
         )
     # equal masks give equal layouts: full blocks are known to be full, empty ones are not stored
     assert layout == BlockLayout.from_dense(expected, block_size=layout.block_size)

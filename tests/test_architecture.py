@@ -34,6 +34,14 @@ class Arrows(NamedTuple):
     when_needed: set[str] | frozenset[str] = frozenset()
 
 
+# files of masks/ whose names masks/__init__.py gives out
+FAMILIES = (
+    *("alibi_windows", "block_diagonal", "block_diffusion", "build", "butterfly", "content", "dilated", "documents"),
+    *("erdos_renyi", "expander", "global_tokens", "grid", "hierarchical", "local", "longnet", "lsh", "orders"),
+    *("prefix", "presets", "random", "shared_prefix", "sinks", "small_world", "sparse_transformer", "strided"),
+    *("tree", "vertical_slash"),
+)
+
 # file: arrows. Reading down, a file only points up (kernels excepted: they point at tile, launch and philox)
 TABLE = {
     "blocksparse_flash/blocks.py": Arrows({NUMPY}),
@@ -78,7 +86,8 @@ TABLE = {
     "blocksparse_flash/functional.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("contract", "layout", "ops", "reference"))}, {TRITON}
     ),
-    "blocksparse_flash/__init__.py": Arrows({f"{OURS}.functional", f"{OURS}.layout"}),
+    "blocksparse_flash/merging.py": Arrows({TORCH}),
+    "blocksparse_flash/__init__.py": Arrows({f"{OURS}.{name}" for name in ("functional", "layout", "merging")}),
     "blocksparse_flash/nn.py": Arrows({TORCH, "einops", f"{OURS}.functional", f"{OURS}.layout"}),
     "blocksparse_flash/interop/stored.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout"))}
@@ -134,29 +143,53 @@ TABLE = {
     "masks/checks.py": Arrows({NUMPY, TORCH}),
     "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),
     "masks/chunks.py": Arrows({NUMPY, "masks.canvas", "masks.checks"}),
-    "masks/heads.py": Arrows({TORCH, OURS, "masks.checks"}),
-    "masks/boxes.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas"}),
-    "masks/orders.py": Arrows({NUMPY, TORCH, "masks.checks"}),
-    "masks/block_diagonal.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.chunks"}),
+    "masks/kinds.py": Arrows({NUMPY}),
+    "masks/heads.py": Arrows({OURS, "masks.checks"}),
+    "masks/boxes.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.kinds"}),
+    "masks/orders.py": Arrows({NUMPY, TORCH, "masks.canvas", "masks.checks"}),
+    "masks/block_diagonal.py": Arrows(
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "chunks", "kinds"))}
+    ),
     "masks/butterfly.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks"}),
     "masks/dilated.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.heads"}),
-    "masks/documents.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
-    "masks/global_tokens.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/documents.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.kinds"}),
+    "masks/global_tokens.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.kinds"}),
     "masks/grid.py": Arrows(
         {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("boxes", "canvas", "checks", "orders"))}
     ),
-    "masks/hierarchical.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.chunks"}),
+    "masks/hierarchical.py": Arrows(
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "chunks", "kinds"))}
+    ),
     "masks/local.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
     "masks/longnet.py": Arrows(
-        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "chunks", "heads"))}
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "chunks", "heads", "kinds"))}
     ),
     "masks/prefix.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
     "masks/random.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks"}),
     "masks/sinks.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
     "masks/sparse_transformer.py": Arrows(
-        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "chunks", "heads"))}
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "chunks", "heads", "kinds"))}
     ),
     "masks/strided.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/vertical_slash.py": Arrows(
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "heads", "kinds"))}
+    ),
+    "masks/tree.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/block_diffusion.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
+    "masks/alibi_windows.py": Arrows(
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "heads", "local"))}
+    ),
+    "masks/shared_prefix.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.documents"}),
+    "masks/erdos_renyi.py": Arrows(
+        {NUMPY, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "heads", "random"))}
+    ),
+    "masks/expander.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks", "masks.random"}),
+    "masks/small_world.py": Arrows({NUMPY, OURS, "masks.canvas", "masks.checks", "masks.random"}),
+    "masks/lsh.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.heads"}),
+    "masks/content.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks", "masks.local"}),
+    "masks/deepspeed.py": Arrows(
+        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "heads", "local", "random"))}
+    ),
     "masks/presets.py": Arrows(
         {
             NUMPY,
@@ -164,35 +197,17 @@ TABLE = {
             *(f"masks.{name}" for name in ("butterfly", "canvas", "checks", "global_tokens", "local", "random")),
         }
     ),
-    "masks/__init__.py": Arrows(
-        {
-            f"masks.{name}"
-            for name in (
-                "block_diagonal",
-                "butterfly",
-                "dilated",
-                "documents",
-                "global_tokens",
-                "grid",
-                "hierarchical",
-                "local",
-                "longnet",
-                "orders",
-                "prefix",
-                "presets",
-                "random",
-                "sinks",
-                "sparse_transformer",
-                "strided",
-            )
-        }
-    ),
+    "masks/build.py": Arrows({OURS, "masks.canvas", "masks.checks"}),
+    "masks/command_line.py": Arrows({"masks.build"}),
+    "masks/__main__.py": Arrows({"masks.command_line"}),
+    "masks/__init__.py": Arrows({f"masks.{name}" for name in FAMILIES}),
     "benchmarks/__init__.py": Arrows(set()),
     "benchmarks/lra/__init__.py": Arrows(set()),
     "benchmarks/measure.py": Arrows({TORCH}, {TRITON}),
     "benchmarks/attention.py": Arrows({NUMPY, TORCH, OURS, "benchmarks.measure"}),
+    "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/overhead.py": Arrows({TORCH, OURS, "masks"}),
-    "benchmarks/gallery.py": Arrows({OURS, "masks"}, {"matplotlib"}),
+    "benchmarks/gallery.py": Arrows({NUMPY, TORCH, OURS, "masks"}, {"matplotlib"}),
     "benchmarks/lra/listops.py": Arrows(set()),
     "benchmarks/lra/paddles.py": Arrows({NUMPY, "PIL"}),
     "benchmarks/lra/snakes.py": Arrows({NUMPY, "numba"}),
@@ -372,17 +387,29 @@ def test_peers_formats_are_loaded_when_asked_for() -> None:
 
 
 def test_public_names() -> None:
-    assert blocksparse_flash.__all__ == ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain"]
+    assert blocksparse_flash.__all__ == [
+        "BlockLayout",
+        "Explanation",
+        "attention",
+        "attention_with_lse",
+        "explain",
+        "merge",
+    ]
     assert masks.__all__ == [
         "a_shape",
+        "alibi_windows",
         "axial",
         "bigbird",
         "block_causal",
         "block_diagonal",
+        "block_diffusion",
+        "build",
         "butterfly",
         "causal",
         "dilated_window",
         "documents",
+        "erdos_renyi",
+        "expander",
         "fixed",
         "global_tokens",
         "hierarchical",
@@ -390,17 +417,24 @@ def test_public_names() -> None:
         "local",
         "longformer",
         "longnet",
+        "lsh",
         "morton_order",
         "neighborhood",
         "pixelfly",
         "prefix_lm",
         "random",
+        "shared_prefix",
         "sink_window",
         "sliding_tile",
+        "small_world",
         "strided",
         "swin",
         "tile_order",
+        "top_k",
+        "top_p",
+        "tree",
         "tri_shape",
+        "vertical_slash",
     ]
     assert all(hasattr(module, name) for module in (blocksparse_flash, masks) for name in module.__all__)
 

@@ -26,6 +26,14 @@ def test_double_loop(length, block_size):
         assert_attends(layout, lambda q, kv, kept=kept: attends(q // block_size, kv // block_size, kept))
 
 
+@given(length=st.integers(1, 300), n_factors=st.integers(0, 5), block_size=st.sampled_from([16, 48, 64, 128]))
+@settings(deadline=None, max_examples=30)
+def test_any_butterfly(length, n_factors, block_size):
+    n_factors = min(n_factors, (math.ceil(length / block_size) - 1).bit_length())
+    layout = masks.butterfly(length, n_factors=n_factors, block_size=block_size)
+    assert_attends(layout, lambda q, kv: attends(q // block_size, kv // block_size, n_factors))
+
+
 @pytest.mark.parametrize("log_blocks", range(8))
 def test_a_power_of_two_has_one_block_a_factor_and_the_diagonal(log_blocks):
     n_blocks = 2**log_blocks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import masks
-from masks.canvas import blocks_between, distinct_blocks, joint_numbers, read_canvas
+from masks.canvas import blocks_between, distinct_blocks, read_canvas
 
 BUILDERS = {
     "butterfly": masks.butterfly,
@@ -28,9 +28,17 @@ BUILDERS = {
     "dilated_window": lambda length, **block: masks.dilated_window(length, window=3, dilation=5, **block),
     "longnet": lambda length, **block: masks.longnet(length, segments=[30, 90], dilations=[1, 4], **block),
     "hierarchical": lambda length, **block: masks.hierarchical(length, size=16, **block),
+    "alibi_windows": lambda length, **block: masks.alibi_windows(length, slopes=[0.5], threshold=9.0, **block),
+    "erdos_renyi": lambda length, **block: masks.erdos_renyi(length, density=0.5, seed=3, **block),
+    "expander": lambda length, **block: masks.expander(length, degree=0, seed=3, **block),
+    "small_world": lambda length, **block: masks.small_world(length, neighbors=0, rewire=0.5, seed=3, **block),
+    "vertical_slash": lambda length, **block: masks.vertical_slash(length, verticals=[], slashes=[], **block),
 }
-# these take no length: documents, grids, and orders of tokens
-OTHERS = {"documents", "axial", "neighborhood", "sliding_tile", "swin", "hilbert_order", "morton_order", "tile_order"}
+# these take no length, or half of the layout's: given sequences and scores, grids, orders of tokens, text
+OTHERS = {
+    *("axial", "block_diffusion", "build", "documents", "hilbert_order", "lsh", "morton_order", "neighborhood"),
+    *("shared_prefix", "sliding_tile", "swin", "tile_order", "top_k", "top_p", "tree"),
+}
 
 
 def test_every_public_builder_is_here():
@@ -64,7 +72,8 @@ def test_shape_and_block_size_are_those_asked_for(builder):
 @pytest.mark.parametrize(
     ("length", "error", "message"),
     [
-        (-1, ValueError, "length: expected int, a number of tokens, of at least 0, got -1"),
+        (-1, ValueError, "length: expected int, a number of tokens, from 0 to 2147483647, got -1"),
+        (10**30, ValueError, "length: expected int, a number of tokens, from 0 to 2147483647, got 10"),
         ((64, -5), ValueError, "length: .* got -5"),
         ((64, 64, 64), ValueError, "length: .* got 3 entries"),
         (64.0, TypeError, r"length: .* got 64.0 \(float\)"),
@@ -130,13 +139,3 @@ def test_distinct_blocks_of_few_and_of_many():
         expected = sorted(set(zip(rows.tolist(), cols.tolist(), strict=True)))
         found = distinct_blocks(canvas, rows, cols)
         assert list(zip(*(side.tolist() for side in found), strict=True)) == expected
-
-
-def test_joint_numbers_are_equal_for_equal_parts_only():
-    generator = np.random.default_rng(0)
-    # the wide ones exceed 64 bits together
-    for width in (3, 2**40):
-        parts = [generator.choice([0, 1, width, -width], 500) for _ in range(5)]
-        numbers = joint_numbers(*parts)
-        pairs = set(zip(numbers.tolist(), zip(*(part.tolist() for part in parts), strict=True), strict=True))
-        assert len(pairs) == len({number for number, _ in pairs}) == len({together for _, together in pairs})

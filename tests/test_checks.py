@@ -76,8 +76,16 @@ def test_no_integers_are_fine():
         (torch.tensor([0.0]), TypeError, "tokens: expected ints, got Tensor of torch.float32"),
         (torch.tensor([0.0], dtype=torch.bfloat16), TypeError, "tokens: expected ints, got Tensor of torch.bfloat16"),
         (torch.tensor([True]), TypeError, "tokens: expected ints, got Tensor of torch.bool"),
+        ([0, 2**63], ValueError, r"tokens: expected ints from -2\*\*63 to 2\*\*63 - 1, got larger ones"),
+        ([0, -(10**30)], ValueError, "tokens: expected ints from .* got larger ones"),
+        (np.array([2**63], dtype=np.uint64), ValueError, "tokens: expected ints from .* got larger ones"),
         (np.zeros((2, 2), dtype=int), ValueError, r"tokens: expected one axis, got shape \(2, 2\)"),
         (torch.tensor(3), ValueError, r"tokens: expected one axis, got shape \(\)"),
+        (
+            torch.zeros(3, dtype=torch.int64, device="meta"),
+            ValueError,
+            "tokens: expected numbers, got a tensor on the meta",
+        ),
     ],
     ids=repr,
 )

@@ -44,9 +44,9 @@ def test_double_loop(cu_seqlens, block_size, causal):
 
 
 @given(
-    lengths=st.lists(st.integers(0, 40), max_size=8),
+    lengths=st.lists(st.integers(0, 60), max_size=8),
     causal=st.booleans(),
-    block_size=st.tuples(st.sampled_from([16, 48]), st.sampled_from([16, 32])),
+    block_size=st.tuples(st.sampled_from([16, 48, 64, 128]), st.sampled_from([16, 48, 64, 128])),
 )
 @settings(deadline=None, max_examples=40)
 def test_any_documents(lengths, causal, block_size):

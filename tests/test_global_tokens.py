@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from double_loop import GRIDS, assert_attends
+from double_loop import ANY_GRID, GRIDS, assert_attends, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,16 +35,12 @@ def test_positions_double_loop(length, block_size):
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos, kv_pos, kv_len - q_len, set(tokens)))
 
 
-@given(
-    q_len=st.integers(1, 120),
-    kv_len=st.integers(1, 120),
-    block_size=st.tuples(st.sampled_from([16, 48]), st.sampled_from([16, 32])),
-    data=st.data(),
-)
+@given(grid=ANY_GRID, data=st.data())
 @settings(deadline=None, max_examples=40)
-def test_any_positions_on_any_grid(q_len, kv_len, block_size, data):
+def test_any_positions_on_any_grid(grid, data):
+    q_len, kv_len = both(grid[0])
     tokens = data.draw(st.lists(st.integers(0, kv_len - 1), max_size=20))
-    layout = masks.global_tokens((q_len, kv_len), tokens=tokens, block_size=block_size)
+    layout = masks.global_tokens(grid[0], tokens=tokens, block_size=grid[1])
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos, kv_pos, kv_len - q_len, set(tokens)))
 
 

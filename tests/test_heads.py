@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,5 +44,18 @@ def test_one_head_is_the_layout_itself():
 def test_heads_are_a_number_or_none():
     assert read_heads(None) is None
     assert read_heads(8) == 8
-    with pytest.raises(ValueError, match=r"heads: .* at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"heads: .* from 1 to 65536, got 0"):
         read_heads(0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_head_is_its_layout(seed):
+    random = np.random.default_rng(seed)
+    q_len, kv_len, block_size = (int(random.integers(0, 150)), int(random.integers(1, 150)), (16, 48)[seed % 2])
+    # whole and empty blocks among partial ones
+    cells = random.random((3, 20, 20)) < random.random()
+    heads = torch.from_numpy(cells.repeat(8, 1).repeat(8, 2)[:, :q_len, :kv_len])
+    heads[seed % 3] &= torch.from_numpy(random.random((q_len, kv_len)) < 0.9)
+    stacked = by_head(lambda head: BlockLayout.from_dense(heads[head], block_size=block_size), range(3))
+    # equal masks are equal layouts: also the numbering of bitmasks is canonical
+    assert stacked == BlockLayout.from_dense(heads, block_size=block_size)

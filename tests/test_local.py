@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from double_loop import GRIDS, assert_attends
+import torch
+from double_loop import ANY_GRID, GRIDS, assert_attends, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
+from blocksparse_flash import BlockLayout
+from masks.local import past_of
 
 # the diagonal; less than a block; a block's side and its neighbours; more than any length; one-sided; skewed
 WINDOWS = [0, 1, 15, 16, 47, 48, 49, 64, 1000, (5, 0), (0, 70), (33, 3), (None, 0), (10, None), (None, None)]
@@ -34,19 +37,22 @@ def test_causal_double_loop(length, block_size):
     assert layout == masks.local(length, window=(None, 0), block_size=block_size)
 
 
-@given(
-    q_len=st.integers(1, 150),
-    kv_len=st.integers(1, 150),
-    left=st.none() | st.integers(0, 200),
-    right=st.none() | st.integers(0, 200),
-    block_size=st.tuples(st.sampled_from([16, 48, 64]), st.sampled_from([16, 32, 80])),
-)
+@given(grid=ANY_GRID, left=st.none() | st.integers(0, 200), right=st.none() | st.integers(0, 200))
 @settings(deadline=None, max_examples=40)
-def test_any_window_on_any_grid(q_len, kv_len, left, right, block_size):
-    layout = masks.local((q_len, kv_len), window=(left, right), block_size=block_size)
+def test_any_window_on_any_grid(grid, left, right):
+    (q_len, kv_len), block_size = both(grid[0]), both(grid[1])
+    layout = masks.local(grid[0], window=(left, right), block_size=grid[1])
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos + kv_len - q_len - kv_pos, (left, right)))
     # seen from the keys, left is right
     assert layout.T == masks.local((kv_len, q_len), window=(right, left), block_size=block_size[::-1])
+
+
+@given(grid=ANY_GRID)
+@settings(deadline=None, max_examples=25)
+def test_causal_on_any_grid(grid):
+    q_len, kv_len = both(grid[0])
+    layout = masks.causal(grid[0], block_size=grid[1])
+    assert_attends(layout, lambda q_pos, kv_pos: kv_pos <= q_pos + kv_len - q_len)
 
 
 def test_a_window_has_two_distinct_bitmasks_and_causal_one():
@@ -101,3 +107,11 @@ def test_nothing_has_no_blocks():
 def test_refused_window(window, error, message):
     with pytest.raises(error, match=message):
         masks.local(256, window=window)
+
+
+@pytest.mark.parametrize(("length", "block_size"), GRIDS)
+def test_the_past_of_a_layout_is_what_causal_leaves(length, block_size):
+    q_len, kv_len = length
+    generator = torch.Generator().manual_seed(q_len)
+    layout = BlockLayout.from_dense(torch.rand(2, 3, q_len, kv_len, generator=generator) < 0.7, block_size=block_size)
+    assert past_of(layout) == layout & masks.causal(length, block_size=block_size)

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 import time
@@ -13,8 +14,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
+from test_zoo_masks import FAMILIES, given
 
 import masks
+from blocksparse_flash import BlockLayout
 
 # 1 M tokens would be 1 T pairs; 262,144 are 64 G pairs, 8 GiB as bits, and 4 M pairs of blocks
 LENGTH = 262_144
@@ -54,6 +58,17 @@ BUILDERS = {
     "swin": lambda length: masks.swin((512, length // 512), window=16, shift=8),
     "sliding_tile": lambda length: masks.sliding_tile((512, length // 512), kernel=48, tile=16, order=TILES),
     "axial": lambda length: masks.axial((16, 128, length // 2048), axes=[1, 2]),
+    "vertical_slash": lambda length: masks.vertical_slash(
+        length, verticals=range(0, length, length // 8), slashes=[*range(100), length // 3, length // 2]
+    ),
+    "block_diffusion": lambda length: masks.block_diffusion(length // 16, size=length // 1000),
+    "tree": lambda length: masks.tree([-1, *(node // 8 for node in range(1000))], prompt=length),
+    "alibi_windows": lambda length: masks.alibi_windows(length, slopes=[0.1, 0.2, 0.3], threshold=100.0),
+    "shared_prefix": lambda length: masks.shared_prefix(np.linspace(0, length, 300).astype(int)),
+    "erdos_renyi": lambda length: masks.erdos_renyi(length, density=0.005, seed=1),
+    "expander": lambda length: masks.expander(length, degree=9, seed=1),
+    "small_world": lambda length: masks.small_world(length, neighbors=8, rewire=0.1, seed=1),
+    "lsh, sorted": lambda length: masks.lsh(np.arange(length) // 1000),
 }
 
 
@@ -72,20 +87,48 @@ def test_examples_run(name):
         assert tried > 0
 
 
-@pytest.mark.parametrize("name", masks.__all__)
+@pytest.mark.parametrize("name", sorted({*masks.__all__} - {"build"}))
 def test_every_builder_says_what_it_takes_and_where_it_is_from(name):
     builder = getattr(masks, name)
     text = inspect.getdoc(builder)
     parameters = inspect.signature(builder).parameters
     for parameter in [*parameters, "returns", "raises"] if name != "causal" else [*parameters, "returns"]:
-        assert f"\n{parameter} " in text, f"{name} does not describe {parameter}"
+        assert re.search(rf"^(\w+, )?{parameter}[ ,]", text, re.MULTILINE), f"{name} does not describe {parameter}"
     assert ">>>" in text
-    # what describes the pattern is said by name
-    kinds = [parameter.kind for parameter in parameters.values()]
+    # what describes the pattern is said by name; lengths, and the keys of given queries, are in order
+    kinds = [
+        parameter.kind for parameter in parameters.values() if parameter.name not in ("q_len", "kv_len", "kv_buckets")
+    ]
     assert kinds[1:] == [inspect.Parameter.KEYWORD_ONLY] * (len(kinds) - 1)
     if name not in ORDERS:
         assert "arXiv:" in text
         assert parameters["block_size"].default == 128
+
+
+# what no argument is, or only a few are; no numbers that only ask for very much
+RUBBISH = [
+    *(None, True, -1, 1.5, float("nan"), 1 + 2j, "x", b"x", {}, {"a": 1}, {1, 2}, object(), lambda: 0),
+    *([], (), [None], ["x"], [True], [1.5], [-1], [10**30], (1, 2, 3, 4, 5), [[1], [2]], [[1.5]], [[], []]),
+    *(np.array(3), np.array([1.5]), np.array([[1, 2], [3, 4]]), np.zeros((2, 2, 2)), np.array(["a"]), np.array([None])),
+    *(torch.tensor([float("nan")]), torch.zeros(2, 2, dtype=torch.bool), torch.empty(0), torch.zeros(3, device="meta")),
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rubbish_is_refused_by_name_or_makes_sense(name):
+    """Each argument in turn: a layout, or a ValueError or TypeError that begins with the name of an argument."""
+    builder, good = getattr(masks, name), given(name)
+    parameters = inspect.signature(builder).parameters
+    said = []
+    for parameter in parameters:
+        for value in RUBBISH:
+            try:
+                assert isinstance(builder(**{**good, parameter: value}), BlockLayout)
+            except (ValueError, TypeError) as error:
+                said.append(f"{error} <- {parameter}={value!r}")
+    assert [message for message in said if re.match(r"\w+", message)[0] not in parameters] == []
+    # few make sense
+    assert len(said) > len(parameters) * len(RUBBISH) // 2
 
 
 @pytest.mark.parametrize("name", BUILDERS)

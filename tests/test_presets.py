@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from double_loop import GRIDS, assert_attends
+from double_loop import ANY_GRID, GRIDS, assert_attends, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_butterfly import attends as meets_in_butterfly
@@ -47,23 +47,60 @@ def test_every_bigbird_row(n_blocks, window, n_random, n_global, seed):
 
 @given(
     n_blocks=st.integers(1, 30),
+    missing=st.integers(0, 15),
     n_side=st.integers(0, 4),
     n_random=st.integers(0, 20),
     n_global=st.integers(0, 5),
     seed=st.integers(0, 2**64 - 1),
+    block_size=st.sampled_from([16, 48, 64, 128]),
 )
 @settings(deadline=None)
-def test_any_bigbird(n_blocks, n_side, n_random, n_global, seed):
+def test_any_bigbird(n_blocks, missing, n_side, n_random, n_global, seed, block_size):
     layout = masks.bigbird(
-        n_blocks * 32,
+        n_blocks * block_size - missing,
         window_blocks=2 * n_side + 1,
         random_blocks=n_random,
         global_blocks=n_global,
         seed=seed,
-        block_size=32,
+        block_size=block_size,
     )
     expected = [bigbird_row(row, n_blocks, 2 * n_side + 1, n_random, n_global, seed) for row in range(n_blocks)]
     assert cols_of(layout) == expected
+    assert len(layout.bitmasks) == 0
+
+
+@given(
+    length=st.integers(1, 250),
+    share=st.floats(0, 1),
+    n_side=st.integers(0, 1),
+    n_random=st.integers(0, 3),
+    n_global=st.integers(0, 1),
+    seed=st.integers(0, 2**64 - 1),
+    block_size=st.sampled_from([16, 48, 64, 128]),
+)
+@settings(deadline=None, max_examples=40)
+def test_any_extended_bigbird(length, share, n_side, n_random, n_global, seed, block_size):
+    """B(i, :) = B(:, i) = 1 for the extra tokens, and B(g + i, g + j) = A(i, j)."""
+    # often a few, at times none or all
+    extra = round(length * share**3)
+    layout = masks.bigbird(
+        length,
+        window_blocks=2 * n_side + 1,
+        random_blocks=n_random,
+        global_blocks=n_global,
+        extra_tokens=extra,
+        seed=seed,
+        block_size=block_size,
+    )
+    n_blocks = -(-(length - extra) // block_size)
+    rows = [bigbird_row(row, n_blocks, 2 * n_side + 1, n_random, n_global, seed) for row in range(n_blocks)]
+
+    def attends(q_pos: int, kv_pos: int) -> bool:
+        if min(q_pos, kv_pos) < extra:
+            return True
+        return (kv_pos - extra) // block_size in rows[(q_pos - extra) // block_size]
+
+    assert_attends(layout, attends)
 
 
 def test_bigbird_has_the_blocks_its_paper_counts():
@@ -109,6 +146,14 @@ def test_bigbird_takes_lengths_of_equally_many_blocks():
         ({"random_blocks": None}, TypeError, "random_blocks: .* got None"),
         ({"global_blocks": -1}, ValueError, "global_blocks: .* got -1"),
         ({"global_blocks": True}, TypeError, "global_blocks: .* got True"),
+        ({"extra_tokens": -1}, ValueError, "extra_tokens: .* from 0 to 1024, got -1"),
+        ({"extra_tokens": 1025}, ValueError, "extra_tokens: .* from 0 to 1024, got 1025"),
+        ({"extra_tokens": 2.0}, TypeError, "extra_tokens: .* got 2.0"),
+        (
+            {"length": (1000, 1024), "extra_tokens": 3},
+            ValueError,
+            "extra_tokens: expected 0 for 1000 queries and 1024 keys",
+        ),
         ({"seed": -1}, ValueError, "seed: .* got -1"),
         ({"seed": 1.0}, TypeError, "seed: .* got 1.0"),
     ],
@@ -142,6 +187,21 @@ def test_longformer_double_loop(length, block_size, window, share):
     assert_attends(layout, attends)
 
 
+@given(grid=ANY_GRID, window=st.integers(0, 150), data=st.data())
+@settings(deadline=None, max_examples=25)
+def test_any_longformer(grid, window, data):
+    q_len, kv_len = both(grid[0])
+    tokens = data.draw(st.lists(st.integers(0, kv_len - 1), max_size=5), label="tokens")
+    layout = masks.longformer(grid[0], window=window, global_tokens=tokens, block_size=grid[1])
+    shift = kv_len - q_len
+    assert_attends(
+        layout,
+        lambda q_pos, kv_pos: (
+            abs(q_pos + shift - kv_pos) <= window or attends_globally(q_pos, kv_pos, shift, {*tokens})
+        ),
+    )
+
+
 def test_longformer_needs_six_bitmasks_at_most():
     # the two edges of the window, a row, a column, their corner, and an edge that meets the column
     assert len(masks.longformer(1024, window=256, global_tokens=1).bitmasks) <= 6
@@ -150,9 +210,9 @@ def test_longformer_needs_six_bitmasks_at_most():
 def test_refused_longformer():
     with pytest.raises(ValueError, match=r"window: .* got -1"):
         masks.longformer(1024, window=-1, global_tokens=1)
-    with pytest.raises(ValueError, match=r"tokens: .* got 1025"):
+    with pytest.raises(ValueError, match=r"^global_tokens: .* got 1025"):
         masks.longformer(1024, window=3, global_tokens=1025)
-    with pytest.raises(ValueError, match=r"tokens: .* got 1024"):
+    with pytest.raises(ValueError, match=r"^global_tokens: .* got 1024"):
         masks.longformer(1024, window=3, global_tokens=torch.tensor([1024]))
 
 

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from double_loop import ANY_GRID, assert_attends, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,6 +50,16 @@ def test_every_row_is_the_first_distinct_draws(seed, q_len, kv_len, block_size):
         expected = [sorted(drawn(seed, row, layout.n_cols, count)) for row in range(layout.n_rows)]
         assert cols_of(layout) == expected
         assert len(layout.bitmasks) == 0
+
+
+@given(grid=ANY_GRID, density=st.floats(0, 1), seed=st.integers(0, MASK))
+@settings(deadline=None, max_examples=30)
+def test_any_random_layout(grid, density, seed):
+    (_, kv_len), (block_q, block_kv) = both(grid[0]), both(grid[1])
+    layout = masks.random(grid[0], density=density, seed=seed, block_size=grid[1])
+    n_cols = math.ceil(kv_len / block_kv)
+    kept = [drawn(seed, row, n_cols, round(density * n_cols)) for row in range(layout.n_rows)]
+    assert_attends(layout, lambda q_pos, kv_pos: kv_pos // block_kv in kept[q_pos // block_q])
 
 
 def test_golden_blocks():

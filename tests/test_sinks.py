@@ -40,6 +40,7 @@ def test_any_sink_window_is_sinks_and_a_causal_window(grid, sinks, window):
     length, block_size = grid
     layout = masks.sink_window(length, sinks=sinks, window=window, block_size=block_size)
     assert layout == masks.tri_shape(length, sinks=sinks, window=window, last=0, block_size=block_size)
+    assert layout == masks.a_shape(length, sinks=sinks, window=window, block_size=block_size)
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos, kv_pos, both(length), sinks, window))
 
 

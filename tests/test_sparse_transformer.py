@@ -85,7 +85,7 @@ def test_one_head_is_the_shared_mask():
         ({"stride": 4, "summary": 5}, ValueError, "summary: .* from 1 to 4, got 5"),
         ({"stride": 4, "summary": 2, "heads": 4, "verticals": 3}, ValueError, "verticals: .* from 1 to 2, got 3"),
         ({"stride": 4, "verticals": 2}, ValueError, "verticals: expected 1 .* got 2. Give heads"),
-        ({"stride": 4, "heads": 0}, ValueError, "heads: .* at least 1, got 0"),
+        ({"stride": 4, "heads": 0}, ValueError, "heads: .* from 1 to 65536, got 0"),
         ({"stride": 4, "heads": True}, TypeError, "heads: .* got True"),
         ({"stride": 4, "causal": None}, TypeError, "causal: .* got None"),
     ],

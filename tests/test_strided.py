@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from double_loop import GRIDS, assert_attends
+from double_loop import ANY_GRID, GRIDS, assert_attends, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,16 +24,11 @@ def test_double_loop(length, block_size, stride, causal):
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos + kv_len - q_len - kv_pos, stride, causal))
 
 
-@given(
-    q_len=st.integers(1, 150),
-    kv_len=st.integers(1, 150),
-    stride=st.integers(1, 170),
-    causal=st.booleans(),
-    block_size=st.tuples(st.sampled_from([16, 48]), st.sampled_from([16, 32])),
-)
+@given(grid=ANY_GRID, stride=st.integers(1, 170), causal=st.booleans())
 @settings(deadline=None, max_examples=40)
-def test_any_stride_on_any_grid(q_len, kv_len, stride, causal, block_size):
-    layout = masks.strided((q_len, kv_len), stride=stride, causal=causal, block_size=block_size)
+def test_any_stride_on_any_grid(grid, stride, causal):
+    q_len, kv_len = both(grid[0])
+    layout = masks.strided(grid[0], stride=stride, causal=causal, block_size=grid[1])
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos + kv_len - q_len - kv_pos, stride, causal))
 
 

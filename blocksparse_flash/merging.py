@@ -1,0 +1,62 @@
+"""How do attentions over disjoint keys become the attention over all of them?
+
+Knows outputs and their lse. Must not know layouts or backends.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        if tensor.device != out_a.device:
+            raise ValueError(f"{name} must be on out_a's device {out_a.device}, got {tensor.device}: use .to(device)")
+    if out_a.dim() != 4:
+        raise ValueError(f"out_a must have shape (batch, heads, q_len, v_head_dim), got {tuple(out_a.shape)}")
+    for name, tensor, expected in (
+        ("out_b", out_b, out_a.shape),
+        ("lse_a", lse_a, out_a.shape[:3]),
+        ("lse_b", lse_b, out_a.shape[:3]),
+    ):
+        if tensor.shape != expected:
+            raise ValueError(f"{name} must have shape {tuple(expected)}, as out_a says, got {tuple(tensor.shape)}")
+    if out_b.dtype != out_a.dtype:
+        raise ValueError(f"out_b must have out_a's dtype {out_a.dtype}, got {out_b.dtype}: use .to(dtype)")
+    if lse_b.dtype != lse_a.dtype:
+        raise ValueError(f"lse_b must have lse_a's dtype {lse_a.dtype}, got {lse_b.dtype}: use .to(dtype)")
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of a and those of b together, from what attention over each gave. Differentiable.
+
+    out_a, out_b  (batch, heads, q_len, v_head_dim)
+    lse_a, lse_b  (batch, heads, q_len), natural, as attention_with_lse gives them; -inf is a row without keys
+    returns       (out, lse) as attention_with_lse would give them for all keys, in the types of out_a and lse_a. No key
+                  may be in both: it would count twice. A row without keys in both stays 0 and -inf, its gradients 0
+
+    Associative and commutative, up to rounding: the rule by which tiles are joined within a kernel (FlashAttention,
+    section 3.1), and parts of the keys across devices.
+
+    >>> out, lse = merge(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1), -torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
+    >>> out.flatten().tolist(), round(lse.item(), 3)
+    ([0.0, 0.0], 0.693)
+    """
+    _check(out_a, lse_a, out_b, lse_b)
+    highest = torch.maximum(lse_a, lse_b).detach()
+    # a row which no key has met keeps -inf; a finite pivot avoids -inf - (-inf) = nan
+    pivot = torch.where(highest == -torch.inf, 0.0, highest)
+    weight_a, weight_b = (lse_a - pivot).exp(), (lse_b - pivot).exp()
+    total = weight_a + weight_b
+    is_empty = total == 0
+    # where nothing is, divide by 1: the quotient is 0, and so is its gradient
+    divisor = torch.where(is_empty, 1.0, total)
+    lse = torch.where(is_empty, -torch.inf, pivot + divisor.log())
+    share_a, share_b = (weight_a / divisor)[..., None], (weight_b / divisor)[..., None]
+    return (share_a * out_a + share_b * out_b).to(out_a.dtype), lse

@@ -1,0 +1,95 @@
+"""How far does each head look when distance is charged by the head?
+
+Knows ALiBi's slopes, and that a penalty of slope * distance up to a threshold is a window.
+Must not know how windows are built, beyond calling them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from numbers import Real
+
+import numpy as np
+import torch
+
+from blocksparse_flash import BlockLayout
+
+from .canvas import BlockSize, Length
+from .checks import kind_of, read_integer, read_switch
+from .heads import by_head
+from .local import local
+
+
+def _read_positive(name: str, value: object) -> float:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a positive number, got {value!r} ({kind_of(value)})")
+    number = float(value)
+    # written so that nan is refused too
+    if not 0.0 < number < math.inf:
+        raise ValueError(f"{name}: expected a positive number, got {value!r}")
+    return number
+
+
+def _slopes_of(heads: int) -> list[float]:
+    """The slopes that ALiBi's authors give to so many heads."""
+    n_regular = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (head + 1) / n_regular) for head in range(n_regular)]
+    # beyond a power of two, every other slope of the next one
+    return slopes + [2.0 ** (-4.0 * (2 * head + 1) / n_regular) for head in range(heads - n_regular)]
+
+
+def alibi_windows(
+    length: Length,
+    *,
+    threshold: float,
+    heads: int | None = None,
+    slopes: Sequence[float] | np.ndarray | torch.Tensor | None = None,
+    causal: bool = False,
+    block_size: BlockSize = 128,
+) -> BlockLayout:
+    """Each head attends as far as its ALiBi penalty stays at most `threshold`: a window of its own.
+
+    Keeps slope_h * |d| <= threshold, where d = q_pos + (kv_len - q_len) - kv_pos, that is local(window=w_h) with
+    w_h = floor(threshold / slope_h), the quotient taken exactly. Keys further away would be weighted by at most
+    exp(-threshold) of their unpenalised weight.
+
+    length      tokens, or (q_len, kv_len), aligned at their ends
+    threshold   largest penalty kept, in units of the scores, positive
+    heads       how many heads, with the slopes of the paper: 2**(-8 (h + 1) / heads) for a power of two; for another
+                number those of the power of two below, then every other one of the power of two above
+    slopes      (heads,), positive: the slopes themselves. Exactly one of heads and slopes is given
+    causal      True keeps d >= 0 only, as the paper does
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
+    returns     BlockLayout of shape (1, heads, q_len, kv_len), exact to the token
+    raises      ValueError if both or neither of heads and slopes are given, or a number is not positive, TypeError if
+                one is no number
+
+    Press et al., "Train Short, Test Long", arXiv:2108.12409, section 3 (slopes); the cut at a threshold is that of
+    xFormers' alibi_pattern.
+
+    >>> alibi_windows(1024, heads=8, threshold=16.0, causal=True).shape
+    (1, 8, 1024, 1024)
+    """
+    causal = read_switch("causal", causal)
+    limit = Fraction(_read_positive("threshold", threshold))
+    if (heads is None) == (slopes is None):
+        raise ValueError(
+            f"heads, slopes: expected exactly one of the two, got {'both' if slopes is not None else 'neither'}"
+        )
+    if heads is not None:
+        numbers = _slopes_of(read_integer("heads", heads, at_least=1, unit="heads"))
+    else:
+        given = slopes.tolist() if isinstance(slopes, np.ndarray | torch.Tensor) else slopes
+        if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+            raise TypeError(
+                f"slopes: expected numbers in a sequence, array or tensor, got {slopes!r} ({kind_of(slopes)})"
+            )
+        numbers = [_read_positive(f"slopes[{head}]", slope) for head, slope in enumerate(given)]
+        if not numbers:
+            raise ValueError("slopes: expected at least one head, got none")
+    windows = [int(limit // Fraction(slope)) for slope in numbers]
+    return by_head(
+        lambda window: local(length, window=(window, 0) if causal else window, block_size=block_size), windows
+    )

@@ -1,0 +1,228 @@
+"""Which layout does a line of text describe?
+
+Knows the grammar of a specification: names, calls with literals, operators; and how to point at a wrong word.
+Must not know any pattern: builders are called by name, and say themselves what they refuse.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from blocksparse_flash import BlockLayout
+
+from .canvas import BlockSize, Length, read_canvas
+from .checks import kind_of
+
+# no pattern needs as much; far below what Python's own parser and stack can take
+MOST_CHARACTERS = 2000
+MOST_NESTED = 100
+
+Builder = Callable[..., BlockLayout]
+
+BINARY: dict[type[ast.operator], Callable[..., BlockLayout]] = {
+    ast.BitOr: operator.or_,
+    ast.BitAnd: operator.and_,
+    ast.BitXor: operator.xor,
+    ast.Sub: operator.sub,
+}
+
+
+class Specification(NamedTuple):
+    """A text to be read, and what all of its masks share."""
+
+    text: str
+    length: Length
+    block_size: BlockSize
+
+    def wrong(self, place: ast.expr | ast.keyword, message: str) -> ValueError:
+        """The message, with the text below it and carets under the place."""
+        # Python's parser counts octets
+        begin, end = (len(self.text.encode()[:offset].decode()) for offset in (place.col_offset, place.end_col_offset))
+        return self.wrong_at(begin, end, message)
+
+    def wrong_at(self, begin: int, end: int, message: str) -> ValueError:
+        """As `wrong`, from characters begin .. end - 1."""
+        return ValueError(f"{message}\n    {self.text}\n    {' ' * begin}{'^' * max(1, end - begin)}")
+
+
+# ------------------------------------------------------------------------------------------------------------- builders
+
+
+def _gives_a_layout(function: Callable[..., object]) -> bool:
+    return inspect.signature(function, eval_str=True).return_annotation is BlockLayout
+
+
+def exported() -> dict[str, Builder]:
+    """Name -> builder, of all masks that `masks` gives out: neither orders of tokens nor `build` itself."""
+    # the package is loaded by the time anyone calls; importing it here would close a circle
+    package = sys.modules[__package__]
+    given_out = {name: getattr(package, name) for name in package.__all__ if name != build.__name__}
+    return {name: function for name, function in given_out.items() if _gives_a_layout(function)}
+
+
+def arguments_of(builder: Builder) -> dict[str, inspect.Parameter]:
+    """Its parameters but for the length, which is that of the whole specification."""
+    parameters = inspect.signature(builder).parameters
+    return {name: parameter for name, parameter in parameters.items() if name != "length"}
+
+
+def arguments_line(builder: Builder) -> str:
+    """The parameters but for the length, as a call would spell them: window, block_size=128."""
+    return ", ".join(
+        name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
+        for name, parameter in arguments_of(builder).items()
+    )
+
+
+def _close_names(word: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(word, names)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def _builder(spec: Specification, name: ast.Name) -> Builder:
+    known = exported()
+    if name.id not in known:
+        raise spec.wrong(
+            name, f"no mask is called {name.id}.{_close_names(name.id, list(known))} There are: {', '.join(known)}"
+        )
+    return known[name.id]
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def _literal(spec: Specification, node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool | int | float | str)):
+        return node.value
+    if isinstance(node, ast.Tuple):
+        return tuple(_literal(spec, part) for part in node.elts)
+    if isinstance(node, ast.List):
+        return [_literal(spec, part) for part in node.elts]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+        value = node.operand.value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return -value
+    raise spec.wrong(node, "expected a number, a string, True, False, None, or a list or tuple of these")
+
+
+def _given(spec: Specification, name: str, builder: Builder, call: ast.Call) -> dict[str, ast.expr]:
+    """Argument -> the node of its value; positional ones come in the order of the parameters, without the length."""
+    allowed = list(arguments_of(builder))
+    takes = f"{name} takes {arguments_line(builder)}"
+    if len(call.args) > len(allowed):
+        raise spec.wrong(
+            call.args[len(allowed)], f"{takes}: expected at most {len(allowed)} values, got {len(call.args)}"
+        )
+    given = dict(zip(allowed, call.args, strict=False))
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            raise spec.wrong(keyword, f"{takes}: expected arguments by name, got **")
+        if keyword.arg == "length":
+            raise spec.wrong(keyword, f"{takes}: the length is that of the whole specification")
+        if keyword.arg not in allowed:
+            raise spec.wrong(keyword, f"{takes}, not {keyword.arg}.{_close_names(keyword.arg, allowed)}")
+        if keyword.arg in given:
+            raise spec.wrong(keyword, f"{takes}: {keyword.arg} is given twice")
+        given[keyword.arg] = keyword.value
+    return given
+
+
+def _called(spec: Specification, node: ast.Name | ast.Call) -> BlockLayout:
+    if isinstance(node, ast.Name):
+        node = ast.copy_location(ast.Call(func=node, args=[], keywords=[]), node)
+    if not isinstance(node.func, ast.Name):
+        raise spec.wrong(node.func, "expected the name of a mask before the parenthesis")
+    name, builder = node.func.id, _builder(spec, node.func)
+    given = _given(spec, name, builder, node)
+    missing = [
+        word
+        for word, parameter in arguments_of(builder).items()
+        if parameter.default is parameter.empty and word not in given
+    ]
+    if missing:
+        raise spec.wrong(node, f"{name} needs {' and '.join(missing)}. It takes {arguments_line(builder)}")
+    values = {"block_size": spec.block_size, **{word: _literal(spec, part) for word, part in given.items()}}
+    takes_length = "length" in inspect.signature(builder).parameters
+    if takes_length:
+        values["length"] = spec.length
+    try:
+        layout = builder(**values)
+    except (TypeError, ValueError) as error:
+        # builders begin with the name of the argument that they refuse
+        place = given.get(str(error).partition(":")[0], node)
+        raise spec.wrong(place, str(error)) from error
+    lengths = spec.length if isinstance(spec.length, tuple) else (spec.length, spec.length)
+    if not takes_length and (layout.q_len, layout.kv_len) != lengths:
+        raise spec.wrong(
+            node, f"{name} is a mask of {layout.q_len} x {layout.kv_len} tokens, expected {lengths[0]} x {lengths[1]}"
+        )
+    return layout
+
+
+def _evaluate(spec: Specification, node: ast.expr, depth: int = 0) -> BlockLayout:
+    if depth > MOST_NESTED:
+        raise spec.wrong(node, f"expected at most {MOST_NESTED} operators inside each other")
+    if isinstance(node, ast.Name | ast.Call):
+        return _called(spec, node)
+    apply: Callable[..., BlockLayout]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+        operands, apply = [node.operand], operator.invert
+    elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:
+        operands, apply = [node.left, node.right], BINARY[type(node.op)]
+    else:
+        raise spec.wrong(node, "expected a mask, or masks joined by | & - ^ ~ and parentheses")
+    layouts = [_evaluate(spec, operand, depth + 1) for operand in operands]
+    try:
+        return apply(*layouts)
+    except (TypeError, ValueError) as error:
+        raise spec.wrong(node, str(error)) from error
+
+
+def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
+    """The layout of a mask written as text, for configuration files and command lines.
+
+    A specification is made of the masks of this package, with their arguments, and the operators of layouts: `|` either,
+    `&` both, `-` the first but not the second, `^` exactly one, `~` not, and parentheses; `~` binds before `-`, then
+    `&`, `^`, `|`, as in Python. Values are numbers, strings, True, False, None, lists and tuples, by name or in the
+    order of the parameters, the length left out. Nothing is evaluated but this: no other names, no arithmetic, no
+    attributes.
+
+    spec        for example "butterfly | local(window=512) - local(64)"; at most 2000 characters
+    length      tokens, or (q_len, kv_len), handed to every mask that takes a length; the others, such as
+                "neighborhood(grid=(32, 32), kernel=7)", must come to it
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv), handed to every mask that does not
+                name its own
+    returns     BlockLayout of shape (1, heads | 1, q_len, kv_len)
+    raises      ValueError if the text is no specification or a mask refuses its arguments, with the text and carets
+                under the wrong word, close names and the arguments there are; TypeError if spec is no string
+
+    >>> build("butterfly | local(window=512)", 16384).nnz
+    1644
+    """
+    if not isinstance(spec, str):
+        raise TypeError(f"spec: expected a string, got {spec!r} ({kind_of(spec)})")
+    if len(spec) > MOST_CHARACTERS:
+        raise ValueError(f"spec: expected at most {MOST_CHARACTERS} characters, got {len(spec)}")
+    read_canvas(length, block_size)
+    # on one line, as an expression in parentheses may stand
+    specification = Specification(" ".join(spec.split()), length, block_size)
+    if not specification.text:
+        raise ValueError("spec: expected the name of a mask, got nothing")
+    try:
+        tree = ast.parse(specification.text, mode="eval")
+    except SyntaxError as error:
+        # characters, counted from 1; None where Python knows no place
+        begin = 0 if error.offset is None else error.offset - 1
+        raise specification.wrong_at(begin, begin + 1, f"spec: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        # a zero byte; more nesting than the parser takes
+        raise ValueError(
+            f"spec: expected a specification, got what cannot be parsed: {error or 'too deeply nested'}"
+        ) from None
+    return _evaluate(specification, tree.body)

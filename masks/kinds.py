@@ -1,0 +1,68 @@
+"""Which of many things look the same? Equal numbers for those that do.
+
+Knows rows of a table, block rows and cols with marked tokens, and how several numbers become one.
+Must not know what is marked, nor what a pattern does with the numbers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def kinds_of_rows(table: np.ndarray) -> np.ndarray:
+    """Which rows of a table are the same: equal numbers, from 0 on, for those that are.
+
+    table    (rows, numbers) of any integer type
+    returns  int64 (rows,)
+
+    >>> kinds_of_rows(np.array([[1, 2], [0, 3], [1, 2]])).tolist()
+    [1, 0, 1]
+    """
+    if not table.size:
+        return np.zeros(len(table), dtype=np.int64)
+    whole_rows = np.ascontiguousarray(table).view(f"V{table.shape[1] * table.itemsize}").reshape(-1)
+    return np.unique(whole_rows, return_inverse=True)[1].reshape(-1)
+
+
+def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
+    """Which block rows (or cols) have the same marks: equal numbers for those that do.
+
+    marks    bool (length,), one for each token
+    side     tokens of a block along this axis
+    returns  int64 (blocks,), 0 for a side without marks
+
+    >>> kinds_of_sides(np.arange(100) % 32 == 5, 16).tolist()
+    [1, 0, 1, 0, 1, 0, 0]
+    """
+    n_blocks = -(-marks.size // side)
+    # [blocks, side]
+    sides = np.zeros((n_blocks, side), dtype=bool)
+    sides.reshape(-1)[: marks.size] = marks
+    kinds = np.zeros(n_blocks, dtype=np.int64)
+    is_marked = sides.any(axis=1)
+    # [marked sides, octets]
+    kinds[is_marked] = kinds_of_rows(np.packbits(sides[is_marked], axis=1)) + 1
+    return kinds
+
+
+def joint_numbers(*parts: np.ndarray) -> np.ndarray:
+    """One number for each place, equal where all the parts are equal, and only there.
+
+    parts    int64 (n,) each
+    returns  int64 (n,), in no particular order
+
+    >>> joint_numbers(np.array([3, 3, 9]), np.array([-1, -1, -1])).tolist()
+    [0, 0, 6]
+    """
+    joined, n_numbers = np.zeros_like(parts[0]), 1
+    if not joined.size:
+        return joined
+    for part in parts:
+        lowest = int(part.min())
+        size = int(part.max()) - lowest + 1
+        if n_numbers * size >= 2**62:
+            joined = np.unique(joined, return_inverse=True)[1].reshape(-1)
+            n_numbers = joined.size
+        joined = joined * size + (part - lowest)
+        n_numbers *= size
+    return joined

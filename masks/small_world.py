@@ -1,0 +1,105 @@
+"""Which blocks are neighbours in a ring where some edges lead far away?
+
+Knows the small worlds of Watts and Strogatz.
+Must not know NumPy's or torch's generators: their streams may change, a layout must not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from blocksparse_flash import BlockLayout
+
+from .canvas import BlockSize, Length, read_square_canvas
+from .checks import read_fraction, read_integer
+from .random import MAX_SEED, below, chances, draw_words, stream_keys
+
+# far ends tried at once; an edge that finds none among them tries as many again
+FAR_ENDS_AT_ONCE = 8
+
+
+def _far_ends(seed: int, numbers: np.ndarray, begin: int, n_blocks: int) -> list[list[int]]:
+    """The far ends that each edge tries, [edges, FAR_ENDS_AT_ONCE], from number `begin` on."""
+    keys = stream_keys(seed, numbers + 1)
+    words = draw_words(keys[:, None], np.arange(begin, begin + FAR_ENDS_AT_ONCE))
+    return below(words, n_blocks).tolist()
+
+
+def _continued(ends: list[int], seed: int, number: int, n_blocks: int) -> Iterator[int]:
+    """The far ends that an edge tries, without end: those given, then the next ones."""
+    yield from ends
+    for begin in itertools.count(FAR_ENDS_AT_ONCE, FAR_ENDS_AT_ONCE):
+        yield from _far_ends(seed, np.array([number]), begin, n_blocks)[0]
+
+
+def _edges(n_blocks: int, n_side: int, rewire: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both ends of every edge, once each."""
+    # edge number (step - 1) * n_blocks + block joins a block to the one `step` further around the ring
+    numbers = np.arange(n_side * n_blocks)
+    near = numbers % max(1, n_blocks)
+    far = (near + numbers // max(1, n_blocks) + 1) % max(1, n_blocks)
+    moved = np.flatnonzero(chances(draw_words(stream_keys(seed, np.array([0])), numbers)) < rewire)
+    joined = [set[int]() for _ in range(n_blocks)]
+    # while no edge moves, nobody asks who is joined
+    for one, other in zip(near.tolist(), far.tolist(), strict=True) if moved.size else ():
+        joined[one].add(other)
+        joined[other].add(one)
+    tries = _far_ends(seed, moved, 0, n_blocks)
+    for number, ends in zip(moved.tolist(), tries, strict=True):
+        one, other = int(near[number]), int(far[number])
+        if len(joined[one]) >= n_blocks - 1:
+            # joined to all others: there is nowhere to go
+            continue
+        all_ends = _continued(ends, seed, number, n_blocks)
+        end = next(end for end in all_ends if end != one and end not in joined[one])
+        joined[one].remove(other)
+        joined[other].remove(one)
+        joined[one].add(end)
+        joined[end].add(one)
+        far[number] = end
+    return near, far
+
+
+def small_world(
+    length: Length, *, neighbors: int, rewire: float, seed: int, block_size: BlockSize = 128
+) -> BlockLayout:
+    """Each block attends to its neighbours on a ring, but for edges that were moved to a random block.
+
+    The blocks form a ring, the first next to the last, each joined to neighbors / 2 on either side. Then for step 1 to
+    neighbors / 2, and around the ring for each, the edge from a block to the one `step` further is moved with
+    probability `rewire`: its far end becomes a block drawn among those that the block is not joined to. The number of
+    edges stays. A little rewiring keeps the neighbourhoods and makes all ways short. The diagonal is not added:
+    `small_world(...) | local(...)` adds it.
+
+    The graph is a function of (seed, neighbors, rewire, number of blocks) alone. Edge number e = (step - 1) * blocks +
+    block is moved if (w >> 11) * 2**-53 < rewire, w being word e of stream 0 of `masks.random`; the far ends it tries are
+    (w >> 32) * blocks >> 32 of the words of stream e + 1.
+
+    length      tokens; (q_len, kv_len) if both have equally many blocks
+    neighbors   blocks that each block is joined to before edges are moved: even, 0 to blocks - 1
+    rewire      probability that an edge is moved, 0 to 1
+    seed        0 to 2**64 - 1
+    block_size  tokens per side of a block, a multiple of 16
+    returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only; symmetric
+    raises      ValueError if the block counts of queries and keys differ, neighbors is odd, or a number is out of range
+
+    Watts and Strogatz, "Collective dynamics of 'small-world' networks", 1998; as attention: Zaheer et al., "Big Bird",
+    arXiv:2007.14062, section 2.
+
+    >>> small_world(2048, neighbors=4, rewire=0.1, seed=0).density
+    0.25
+    """
+    canvas = read_square_canvas(length, block_size)
+    n_blocks = canvas.n_rows
+    neighbors = read_integer("neighbors", neighbors, at_least=0, at_most=max(0, n_blocks - 1), unit="blocks")
+    if neighbors % 2:
+        raise ValueError(f"neighbors: expected an even number, as many on either side, got {neighbors}")
+    rewire = read_fraction("rewire", rewire)
+    seed = read_integer("seed", seed, at_least=0, at_most=MAX_SEED)
+    near, far = _edges(n_blocks, neighbors // 2, rewire, seed)
+    return BlockLayout.from_blocks(
+        np.append(near, far), np.append(far, near), canvas.q_len, canvas.kv_len, block_size=canvas.block_size
+    )
