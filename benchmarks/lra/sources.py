@@ -79,22 +79,29 @@ class PathfinderSource:
 
 @dataclass(frozen=True)
 class ListOpsSource:
-    """Records: tokens uint8 (max_length,), padded with 0; length; label.
+    """Records: tokens uint8 (padded_length,), padded with 0; length; label.
 
     Splits share no expression: which split an expression may be in is a matter of its checksum.
+
+    padded_length  None is the rules' max_length
     """
 
     rules: listops.Preset = listops.PRESETS["lra"]
     seed: int = 0
+    padded_length: int | None = None
 
     @property
     def name(self) -> str:
         settings = {"rules": dataclasses.asdict(self.rules), "seed": self.seed, "version": VERSION}
-        return f"listops{self.rules.max_length}-{_digest(settings)}"
+        return f"listops{self._width}-{_digest(settings)}"
+
+    @property
+    def _width(self) -> int:
+        return self.rules.max_length if self.padded_length is None else self.padded_length
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype([("tokens", "u1", (self.rules.max_length,)), ("length", "<i4"), ("label", "u1")])
+        return np.dtype([("tokens", "u1", (self._width,)), ("length", "<i4"), ("label", "u1")])
 
     def draw(self, split: str, places: np.ndarray) -> np.ndarray:
         records = np.zeros(len(places), dtype=self.dtype)
