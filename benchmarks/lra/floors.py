@@ -23,6 +23,8 @@ from .pathfinder import N_CLASSES
 
 # the reader of markers
 WIDTH, EPOCHS, BATCH, LEARNING_RATE = 128, 30, 512, 2e-3
+# steps that even few samples are worth
+LEAST_STEPS = 500
 
 
 # ---- a result ----
@@ -115,9 +117,10 @@ def fit_marker_reader(markers: np.ndarray, labels: np.ndarray, *, size: int, see
         torch.manual_seed(seed)
         reader = MarkerReader(size)
         n_batches = max(1, len(places) // BATCH)
+        epochs = max(EPOCHS, -(-LEAST_STEPS // n_batches))
         optimizer = torch.optim.Adam(reader.parameters(), lr=LEARNING_RATE)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * n_batches)
-        for _ in range(EPOCHS):
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * n_batches)
+        for _ in range(epochs):
             for batch in torch.randperm(len(places)).tensor_split(n_batches):
                 is_swapped = torch.rand(len(batch), 1, 1) < 0.5
                 seen = torch.where(is_swapped, places[batch].flip(1), places[batch])
