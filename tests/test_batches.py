@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("numba", reason="needs the extra [lra]")
 
 from benchmarks.lra import batches, listops, pathfinder
-from benchmarks.lra.batches import ExampleRows, FreshRows, RecordRows, Steps
+from benchmarks.lra.batches import ExampleRows, FreshRows, PairRows, RecordRows, Steps
 from benchmarks.lra.official.places import Example
 from benchmarks.lra.sources import ListOpsSource, PathfinderSource
 
@@ -64,6 +64,20 @@ def test_records_become_batches() -> None:
     assert batch.places.tolist() == [4, 1]
     expressions = SMALL.draw("train", np.arange(3))
     assert RecordRows(expressions).take(np.arange(3)).lengths[:, 0].tolist() == expressions["length"].tolist()
+
+
+def test_pairs_are_four_versions_of_one_image() -> None:
+    source = PathfinderSource(pathfinder.preset(32, contour_length=6))
+    rows = PairRows(source, 5)
+    assert len(rows) == 20
+    batch = rows.take(np.array([7, 0, 4, 3]))
+    versions = source.draw_pairs("test", np.arange(2))
+    expected = [versions[1, 3], versions[0, 0], versions[1, 0], versions[0, 3]]
+    assert all(
+        (row[0].view(32, 32).numpy() == one["image"]).all() for row, one in zip(batch.tokens, expected, strict=True)
+    )
+    assert batch.labels.tolist() == [1, 1, 1, 1]
+    assert rows.take(np.array([1, 2])).labels.tolist() == [0, 0]
 
 
 def test_a_fresh_stream_goes_through_its_stages() -> None:

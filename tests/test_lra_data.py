@@ -72,7 +72,7 @@ def test_released_files_are_read(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         listops_files.write(path, samples[10 * place : 10 * place + 10])
     module = data("listops", tmp_path, "official")
-    batch = next(iter(module.test_dataloader()))
+    batch = next(iter(module.test_dataloader()[0]))
     assert [
         listops.evaluate(row[:length].tolist())
         for row, length in zip(batch.tokens[:, 0], batch.lengths[:, 0], strict=True)
@@ -93,7 +93,7 @@ def test_stand_ins_are_never_called_long_range_arena(tmp_path: Path) -> None:
 def test_a_guess_of_one_label_has_the_balanced_accuracy_of_chance(tmp_path: Path) -> None:
     module = LraData("image", "stand-in", root=tmp_path, sizes=Sizes(2, 2, 200), workers=0)
     module.setup("fit")
-    labels = np.concatenate([batch.labels.numpy() for batch in module.test_dataloader()])
+    labels = np.concatenate([batch.labels.numpy() for batch in module.test_dataloader()[0]])
     most = np.bincount(labels).argmax()
     result = scoring.score(module, np.full(200, most))
     assert result.accuracy == result.floor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -192,10 +193,26 @@ def test_a_schedule_that_ends_needs_an_end(tmp_path: Path, root: Path) -> None:
         run(tmp_path, root, trainer={"max_steps": -1, "max_epochs": 1})
 
 
-def test_answers_are_those_of_the_logits() -> None:
+def test_answers_are_in_the_order_of_the_samples() -> None:
     answers = training.Answers()
     answers.update(torch.tensor([4, 2]), torch.tensor([[0.0, 1.0], [3.0, 2.0]]))
-    answers.update(torch.tensor([0]), torch.tensor([[0.0, 1.0]]))
-    places, guesses = answers.compute()
-    assert places.tolist() == [4, 2, 0]
-    assert guesses.tolist() == [1, 0, 1]
+    answers.update(torch.tensor([0]), torch.tensor([[5.0, 1.0]]))
+    assert answers.compute().tolist() == [[5.0, 1.0], [3.0, 2.0], [0.0, 1.0]]
+
+
+def test_pathfinder_is_tested_on_counterfactual_pairs_too(
+    tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {
+        "data": {
+            "task": "pathfinder32",
+            "rules": {"contour_length": 6},
+            "sizes": {"train": 40, "validation": 2, "test": 40, "pairs": 3},
+            "batch_size": 8,
+        },
+        "model": {"architecture": {**TINY, "block_size": 128}},
+    }
+    run(tmp_path, root, "test", **settings)
+    printed = capsys.readouterr().out
+    assert "pathfinder32: accuracy" in printed
+    assert re.search(r"floor .* balanced accuracy .* pairs \d+\.\d%; 40 samples", printed)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .official.places import Example
-from .sources import Source
+from .sources import PathfinderSource, Source
 
 
 class Batch(NamedTuple):
@@ -105,6 +105,23 @@ class FreshRows:
             members = places[stages == stage]
             batches.append(from_records(self.sources[stage].draw("fresh", members), members))
         return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+
+
+class PairRows:
+    """Counterfactual pairs: sample 4 n + v is image n of the test split with its v-th pair of markers.
+
+    count  images
+    """
+
+    def __init__(self, source: PathfinderSource, count: int) -> None:
+        self.source, self.count = source, count
+
+    def __len__(self) -> int:
+        return 4 * self.count
+
+    def take(self, places: np.ndarray) -> Batch:
+        images, where = np.unique(places // 4, return_inverse=True)
+        return from_records(self.source.draw_pairs("test", images)[where, places % 4], places)
 
 
 class ExampleRows:

@@ -18,7 +18,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from . import batches, listops, pathfinder, sets, sources, stand_ins
-from .batches import Batch, ExampleRows, FreshRows, RecordRows, Rows
+from .batches import Batch, ExampleRows, FreshRows, PairRows, RecordRows, Rows
 from .official import image, retrieval, text
 from .official import listops as listops_files
 from .official import pathfinder as pathfinder_files
@@ -184,8 +184,10 @@ class LraData(lightning.LightningDataModule):
                 self.rows[split] = ExampleRows(examples, self.task.length)
         for split in self._splits_kept():
             self.rows[split] = RecordRows(self.stored(split))
-        if self.source == "fresh":
-            last = generator_of(self.task, self.rules, seed=self.seed)
+        last = generator_of(self.task, self.rules, seed=self.seed) if self._splits_kept() else None
+        if isinstance(last, sources.PathfinderSource) and self.sizes.pairs:
+            self.rows["pairs"] = PairRows(last, self.sizes.pairs)
+        if self.source == "fresh" and last is not None:
             stages = [(each.samples, stage_source(last, each, self.task.length)) for each in self.rules.stages]
             self.rows["train"] = FreshRows([*stages, (0, last)])
 
@@ -215,5 +217,6 @@ class LraData(lightning.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Batch]:
         return self._evaluation("validation")
 
-    def test_dataloader(self) -> DataLoader[Batch]:
-        return self._evaluation("test")
+    def test_dataloader(self) -> list[DataLoader[Batch]]:
+        """The test set, and the counterfactual pairs if there are any."""
+        return [self._evaluation(split) for split in ("test", "pairs") if split in self.rows]

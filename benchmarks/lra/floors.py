@@ -112,9 +112,10 @@ class MarkerReader(nn.Module):
 
 def fit_marker_reader(markers: np.ndarray, labels: np.ndarray, *, size: int, seed: int = 0) -> MarkerReader:
     """A reader of markers int (n, 2, 2), trained on labels (n,). Tens of thousands of samples and half a minute do."""
-    places, truth = torch.as_tensor(markers.astype(np.float32)), torch.as_tensor(labels.astype(np.float32))
-    with torch.random.fork_rng(devices=[]):
+    # a test, in which this is asked for, has gradients switched off
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
+        places, truth = torch.as_tensor(markers.astype(np.float32)), torch.as_tensor(labels.astype(np.float32))
         reader = MarkerReader(size)
         n_batches = max(1, len(places) // BATCH)
         epochs = max(EPOCHS, -(-LEAST_STEPS // n_batches))

@@ -43,7 +43,7 @@ class Architecture:
     mask: str | None = None
     block_size: int = 128
     positions: Literal["rope", "learned", "none"] = "rope"
-    rope_base: float = 10.0
+    rope_base: float = 100.0
     pooling: Literal["mean", "max", "mean+max", "cls", "first", "padded mean"] = "mean+max"
     pooled_dim: int | None = None
     dropout_p: float = 0.0

@@ -70,10 +70,17 @@ class PathfinderSource:
         return np.dtype([("image", "u1", (size, size)), ("label", "u1"), ("markers", "<i2", (2, 2))])
 
     def draw(self, split: str, places: np.ndarray) -> np.ndarray:
-        drawn = pathfinder.generate(self.rules, numbers(split, places), seed=self.seed)
-        records = np.empty(len(drawn.labels), dtype=self.dtype)
-        records["image"], records["label"] = drawn.images[:, 0], drawn.labels[:, 0]
-        records["markers"] = drawn.markers[:, 0]
+        return self._records(split, places, is_counterfactual=False)[:, 0]
+
+    def draw_pairs(self, split: str, places: np.ndarray) -> np.ndarray:
+        """(n, 4): each image with all four pairs of markers, see pathfinder.generate."""
+        return self._records(split, places, is_counterfactual=True)
+
+    def _records(self, split: str, places: np.ndarray, *, is_counterfactual: bool) -> np.ndarray:
+        names = numbers(split, places)
+        drawn = pathfinder.generate(self.rules, names, seed=self.seed, is_counterfactual=is_counterfactual)
+        records = np.empty(drawn.labels.shape, dtype=self.dtype)
+        records["image"], records["label"], records["markers"] = drawn.images, drawn.labels, drawn.markers
         return records
 
 

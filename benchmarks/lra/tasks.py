@@ -13,11 +13,12 @@ from . import listops, pathfinder
 
 @dataclass(frozen=True)
 class Sizes:
-    """Samples of each split."""
+    """Samples of each split. pairs: images of Pathfinder that are tested with all four pairs of markers, too."""
 
     train: int
     validation: int
     test: int
+    pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Task:
 
 
 def _pathfinder(name: str, side: int) -> Task:
-    return Task(name, 256, pathfinder.N_CLASSES, side * side, Sizes(160_000, 20_000, 20_000), grid=(side, side))
+    return Task(
+        name, 256, pathfinder.N_CLASSES, side * side, Sizes(160_000, 20_000, 20_000, pairs=1_000), grid=(side, side)
+    )
 
 
 TASKS = {

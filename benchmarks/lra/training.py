@@ -7,21 +7,21 @@ as if it had not stopped. Must not know where samples come from, or kernels.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning
-import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.utilities.data import dim_zero_cat
 
 from .batches import Batch
-from .floors import Result
+from .floors import Result, pair_accuracy
 from .model import Architecture, Classifier
 from .scoring import score
 from .tasks import find
@@ -59,22 +59,23 @@ def rate_at(step: int, recipe: Recipe, last_step: int) -> float:
 
 
 class Answers(Metric):
-    """What was answered to each sample of a test, gathered from all processes. compute: (places, guesses)."""
+    """The logits of each sample of a test, (n, labels), in the order of the samples, gathered from all processes."""
 
     places: list[Tensor]
-    guesses: list[Tensor]
+    logits: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("places", default=[], dist_reduce_fx="cat")
-        self.add_state("guesses", default=[], dist_reduce_fx="cat")
+        self.add_state("logits", default=[], dist_reduce_fx="cat")
 
     def update(self, places: Tensor, logits: Tensor) -> None:
         self.places.append(places)
-        self.guesses.append(logits.argmax(dim=1))
+        self.logits.append(logits.float())
 
-    def compute(self) -> tuple[Tensor, Tensor]:
-        return torch.cat(list(self.places)), torch.cat(list(self.guesses))
+    def compute(self) -> Tensor:
+        # synchronised lists are one tensor already
+        return dim_zero_cat(self.logits)[dim_zero_cat(self.places).argsort()]
 
 
 class Experiment(lightning.LightningModule):
@@ -104,7 +105,7 @@ class Experiment(lightning.LightningModule):
         self.model = Classifier(self.task, Architecture() if architecture is None else architecture)
         self.validation_accuracy = MulticlassAccuracy(self.task.n_classes, average="micro")
         self.validation_loss = MeanMetric()
-        self.answers = Answers()
+        self.answers, self.pair_answers = Answers(), Answers()
         self.result: Result | None = None
         self._streams: dict[str, Any] | None = None
 
@@ -139,17 +140,24 @@ class Experiment(lightning.LightningModule):
             self.validation_accuracy.update(logits, batch.labels)
             self.log("validation_accuracy", self.validation_accuracy, prog_bar=True)
 
-    def test_step(self, batch: Batch) -> None:
-        self.answers.update(batch.places, self.model(batch.tokens, batch.lengths))
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:  # noqa: ARG002 - Lightning's
+        answers = self.answers if dataloader_idx == 0 else self.pair_answers
+        answers.update(batch.places, self.model(batch.tokens, batch.lengths))
 
     def on_test_epoch_end(self) -> None:
-        places, guesses = (found.cpu().numpy() for found in self.answers.compute())
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        result = score(data, self.answers.compute().argmax(dim=1).cpu().numpy())
         self.answers.reset()
-        order = np.argsort(places)
-        self.result = score(self.trainer.datamodule, guesses[order])  # type: ignore[attr-defined]
-        self.log_dict({name: getattr(self.result, name) for name in ("accuracy", "floor", "balanced")})
+        if "pairs" in data.rows:
+            logits = self.pair_answers.compute()
+            scores = (logits[:, 1] - logits[:, 0]).unflatten(0, (-1, 4))
+            result = replace(result, pair_accuracy=pair_accuracy(scores.cpu().numpy()))
+            self.pair_answers.reset()
+        self.result = result
+        numbers = {name: getattr(result, name) for name in ("accuracy", "floor", "balanced", "pair_accuracy")}
+        self.log_dict({name: number for name, number in numbers.items() if number is not None})
         if self.trainer.is_global_zero:
-            print(self.result)
+            print(result)
 
     # ---- optimiser ----
 
