@@ -22,7 +22,7 @@ from . import listops
 from .pathfinder import N_CLASSES
 
 # the reader of markers
-WIDTH, EPOCHS, BATCH, LEARNING_RATE = 128, 30, 512, 2e-3
+WIDTH, EPOCHS, BATCH, LEARNING_RATE = 128, 60, 512, 3e-3
 # steps that even few samples are worth
 LEAST_STEPS = 500
 
