@@ -14,6 +14,8 @@ from typing import Any, Literal
 import lightning
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
@@ -103,11 +105,14 @@ class Experiment(lightning.LightningModule):
         self.recipe = Recipe() if recipe is None else recipe
         self.start, self.growth = start, growth
         self.model = Classifier(self.task, Architecture() if architecture is None else architecture)
+        # what the objective does not ask is not trained, and several GPUs do not wait for its gradients
+        idle = self.model.guess if self.recipe.objective == "classify" else self.model.head
+        idle.requires_grad_(False)
         self.validation_accuracy = MulticlassAccuracy(self.task.n_classes, average="micro")
         self.validation_loss = MeanMetric()
         self.answers, self.pair_answers = Answers(), Answers()
         self.result: Result | None = None
-        self._streams: dict[str, Any] | None = None
+        self._streams: list[dict[str, Any]] | None = None
 
     # ---- steps ----
 
@@ -126,7 +131,7 @@ class Experiment(lightning.LightningModule):
 
     def training_step(self, batch: Batch) -> Tensor:
         loss, _ = self.loss(batch)
-        self.log("loss", loss, prog_bar=True)
+        self.log("loss", loss, prog_bar=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Batch) -> None:
@@ -155,7 +160,7 @@ class Experiment(lightning.LightningModule):
             self.pair_answers.reset()
         self.result = result
         numbers = {name: getattr(result, name) for name in ("accuracy", "floor", "balanced", "pair_accuracy")}
-        self.log_dict({name: number for name, number in numbers.items() if number is not None})
+        self.log_dict({name: number for name, number in numbers.items() if number is not None}, sync_dist=True)
         if self.trainer.is_global_zero:
             print(result)
 
@@ -166,7 +171,7 @@ class Experiment(lightning.LightningModule):
         if recipe.schedule in ("cosine", "linear") and last_step < 1:
             raise ValueError(f"schedule={recipe.schedule!r} ends at the last step: set trainer.max_steps")
         optimizer = torch.optim.AdamW(
-            self.parameters(),
+            [weight for weight in self.parameters() if weight.requires_grad],
             lr=recipe.learning_rate,
             betas=recipe.betas,
             eps=recipe.eps,
@@ -189,15 +194,35 @@ class Experiment(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"] = self.task.name
         checkpoint["architecture"] = asdict(self.model.architecture)
-        checkpoint["streams"] = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        # every process comes here, and one of them writes
+        streams = [{"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}]
+        if self.trainer.world_size > 1:
+            gathered: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(gathered, streams[0])
+            streams = gathered
+        checkpoint["streams"] = streams
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._streams = checkpoint["streams"]
 
     def on_train_start(self) -> None:
         # the last thing before the first step: dropout and hidden tokens go on where they were
-        if self._streams is not None:
-            torch.set_rng_state(self._streams["cpu"].cpu())
-            for device, state in enumerate(self._streams["cuda"][: torch.cuda.device_count()]):
+        if self._streams is None:
+            return
+        if len(self._streams) != self.trainer.world_size:
+            rank_zero_warn(
+                f"the checkpoint has the random numbers of {len(self._streams)} processes, but there are "
+                f"{self.trainer.world_size}: dropout and hidden tokens will be others than without the interruption"
+            )
+        else:
+            streams = self._streams[self.trainer.global_rank]
+            torch.set_rng_state(streams["cpu"].cpu())
+            for device, state in enumerate(streams["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(state.cpu(), device)
-            self._streams = None
+        self._streams = None
+
+    def on_train_end(self) -> None:
+        # the last step need not be one after which a checkpoint is due
+        keeper = self.trainer.checkpoint_callback
+        if isinstance(keeper, ModelCheckpoint) and keeper.save_last and keeper.dirpath is not None:
+            self.trainer.save_checkpoint(Path(keeper.dirpath) / f"{keeper.CHECKPOINT_NAME_LAST}{keeper.FILE_EXTENSION}")
