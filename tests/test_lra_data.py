@@ -153,6 +153,18 @@ def test_generate_says_what_it_made(root: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == first
 
 
+def test_an_interrupted_command_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(task: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(command.OWN, "generate", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        command.main(["generate", "listops"])
+    assert "the same command goes on from here" in capsys.readouterr().err
+
+
 def test_floors_are_printed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["floors", "listops-small", "--root", str(root), "--workers", "1"])
     printed = capsys.readouterr().out

@@ -150,7 +150,11 @@ def main(given: Sequence[str] | None = None) -> None:
         print(__doc__)
     elif arguments[0] in OWN:
         command = OWN[arguments[0]]
-        jsonargparse.auto_cli(command, args=list(arguments[1:]), prog=f"python -m benchmarks.lra {arguments[0]}")
+        try:
+            jsonargparse.auto_cli(command, args=list(arguments[1:]), prog=f"python -m benchmarks.lra {arguments[0]}")
+        except KeyboardInterrupt:
+            print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+            sys.exit(130)
     else:
         experiment(given)
 
