@@ -44,7 +44,7 @@ $(VENV)/.demo: pyproject.toml .ci/constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: pyproject.toml .ci/constraints.txt | $(BIN)/python
-	$(INSTALL) --constraint .ci/constraints.txt --editable '.[demo,test]'
+	$(INSTALL) --constraint .ci/constraints.txt --editable '.[lra,test]'
 	touch $(VENV)/.demo $@
 
 $(VENV)/triton-$(TRITON_BEFORE): | $(BIN)/python

@@ -1,4 +1,4 @@
-"""How does attention become a layer?
+"""How does attention become a layer, and layers an encoder?
 
 Knows: torch.nn modules, projections, head splits, rotary positions, and where a layout lives. Must not know: backends, plans,
 patterns.
@@ -6,7 +6,7 @@ patterns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,17 @@ def _positive(name: str, number: Any) -> int:
     return number
 
 
-def _rotated(heads: Tensor, base: float) -> Tensor:
+def _rotated(heads: Tensor, base: float, positions: Tensor) -> Tensor:
     """Rotary positions: (batch, heads, length, head_dim), feature d turns with feature d + head_dim / 2.
 
-    Token p turns the pair d by p * base ** (-2 d / head_dim), so that the score of a query and a key depends on their
-    distance. Angles are float32: a half type cannot count tokens.
+    A token at p turns the pair d by p * base ** (-2 d / head_dim), so that the score of a query and a key depends on their
+    distance. With positions of several axes, (length, axes), the first of equal parts of the pairs turns by the first axis,
+    and so on, each part as if it were all. Angles are float32: a half type cannot count tokens.
     """
-    length, head_dim = heads.shape[-2:]
-    exponents = torch.arange(0, head_dim, 2, device=heads.device, dtype=torch.float32) / head_dim
-    angles = torch.arange(length, device=heads.device, dtype=torch.float32)[:, None] * base**-exponents
+    n_pairs = heads.shape[-1] // 2
+    axes = positions.shape[1]
+    exponents = torch.arange(n_pairs // axes, device=heads.device, dtype=torch.float32) * (axes / n_pairs)
+    angles = (positions.float()[:, :, None] * base**-exponents).flatten(1)
     cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
     left, right = heads.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
@@ -44,14 +46,16 @@ def _rotated(heads: Tensor, base: float) -> Tensor:
 class SelfAttention(nn.Module):
     """Multi-head self-attention over a layout: projections without bias around `attention`, which chooses the backend.
 
-    embed_dim  features of a token, a multiple of num_heads
-    num_heads  query heads; head_dim = embed_dim // num_heads
+    embed_dim  features of a token, a multiple of num_heads unless head_dim is given
+    num_heads  query heads
     layout     which queries attend to which keys: a BlockLayout of length x length; a function from a length to one, for
                inputs of several lengths (let it remember what it has built); or None, where every token attends to all
     kv_heads   key and value heads, which neighbouring query heads share; None is num_heads
     causal     keeps kv_pos <= q_pos, also where the layout attends
-    rope       base of rotary positions by token index, such as 10000.0, for an even head_dim; None adds no positions
+    rope       base of rotary positions, such as 10000.0, for an even head_dim; None adds no positions. A token stands at its
+               index, or where `positions` of a call say: pixels of a grid, seconds
     dropout_p  probability to drop an attention weight while training; drawn from PyTorch's CPU generator
+    head_dim   features of a head; None is embed_dim // num_heads
     raises     TypeError, ValueError
 
     The layout is no weight: `state_dict` holds the projections only, so that they load into a module with another layout
@@ -73,20 +77,21 @@ class SelfAttention(nn.Module):
         causal: bool = False,
         rope: float | None = None,
         dropout_p: float = 0.0,
+        head_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.embed_dim = _positive("embed_dim", embed_dim)
         self.num_heads = _positive("num_heads", num_heads)
         self.kv_heads = num_heads if kv_heads is None else _positive("kv_heads", kv_heads)
-        if embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads unless head_dim is given, got {embed_dim} and {num_heads}"
+            )
         if num_heads % self.kv_heads:
             raise ValueError(f"num_heads must be a multiple of kv_heads, got {num_heads} and {kv_heads}")
-        self.head_dim = embed_dim // num_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else _positive("head_dim", head_dim)
         if rope is not None and self.head_dim % 2:
-            raise ValueError(
-                f"rope turns features in pairs, so head_dim must be even, got {embed_dim} // {num_heads} = {self.head_dim}"
-            )
+            raise ValueError(f"rope turns features in pairs, so head_dim must be even, got {self.head_dim}")
         if rope is not None and not rope > 0:
             raise ValueError(f"rope must be a base above 0, such as 10000.0, or None, got {rope}")
         if not 0 <= dropout_p < 1:
@@ -99,7 +104,7 @@ class SelfAttention(nn.Module):
         self.layout: Layout = layout
         # one product for queries, keys and values
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
-        self.out = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.out = nn.Linear(num_heads * self.head_dim, embed_dim, bias=False)
         self._place_layout()
 
     def _place_layout(self) -> None:
@@ -114,18 +119,40 @@ class SelfAttention(nn.Module):
         self._place_layout()
         return self
 
-    def forward(self, x: Tensor, kv_lengths: Tensor | None = None) -> Tensor:
+    def _positions(self, positions: Tensor | None, x: Tensor) -> Tensor:
+        """(length, axes), checked."""
+        length = x.shape[1]
+        if positions is None:
+            return torch.arange(length, device=x.device)[:, None]
+        if positions.dim() not in (1, 2) or positions.shape[0] != length:
+            raise ValueError(
+                f"positions must have shape (length={length},) or (length={length}, axes), got {tuple(positions.shape)}"
+            )
+        places = positions[:, None] if positions.dim() == 1 else positions
+        if self.head_dim % (2 * places.shape[1]):
+            raise ValueError(
+                f"positions have {places.shape[1]} axes, each of which turns pairs of features, so head_dim must be a "
+                f"multiple of {2 * places.shape[1]}, got {self.head_dim}"
+            )
+        return places
+
+    def forward(self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """x (batch, length, embed_dim) to the same shape.
 
         kv_lengths  int32 or int64 (batch,): tokens at and beyond kv_lengths[b] are padding, which nothing attends to;
                     what comes out at those places means nothing
+        positions   where the tokens stand, for rope: numbers (length,), or (length, axes), such as rows and columns of
+                    pixels, in any unit; None is 0, 1, 2, ...
         """
+        if positions is not None and self.rope is None:
+            raise ValueError("positions were given, but rope is None and would not use them: rope=10000.0 does")
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x must have shape (batch, length, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
         heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
         q, k, v = heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
         if self.rope is not None:
-            q, k = _rotated(q, self.rope), _rotated(k, self.rope)
+            places = self._positions(positions, x)
+            q, k = _rotated(q, self.rope, places), _rotated(k, self.rope, places)
         layout = self.layout
         if layout is not None and not isinstance(layout, BlockLayout):
             layout = layout(x.shape[1])
@@ -140,5 +167,75 @@ class SelfAttention(nn.Module):
             layout = "every pair" if self.layout is None else getattr(self.layout, "__name__", repr(self.layout))
         return (
             f"{self.embed_dim}, {self.num_heads}, layout={layout}, kv_heads={self.kv_heads}, causal={self.causal}, "
-            f"rope={self.rope}, dropout_p={self.dropout_p}"
+            f"rope={self.rope}, dropout_p={self.dropout_p}, head_dim={self.head_dim}"
         )
+
+
+class LearnedPositions(nn.Module):
+    """A learned vector for each place, added to the token that stands there. weight (length, embed_dim).
+
+    length     the longest sequence
+    raises     TypeError, ValueError
+    """
+
+    def __init__(self, length: int, embed_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(_positive("length", length), _positive("embed_dim", embed_dim)))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, length, embed_dim) to the same shape."""
+        if x.shape[1] > len(self.weight):
+            raise ValueError(f"x has {x.shape[1]} tokens, but there are positions for {len(self.weight)}")
+        return x + self.weight[: x.shape[1]]
+
+
+class EncoderBlock(nn.Module):
+    """Pre-norm: x + attention(norm(x)), then x + dense(norm(x)) with two layers and GELU between.
+
+    attention   a layer from (batch, length, embed_dim) to the same, such as SelfAttention
+    hidden_dim  features between the dense layers; None is 4 embed_dim
+    dropout_p   probability to drop a feature of what is added, and of the hidden features, while training
+    """
+
+    def __init__(self, attention: SelfAttention, *, hidden_dim: int | None = None, dropout_p: float = 0.0) -> None:
+        super().__init__()
+        embed_dim = attention.embed_dim
+        hidden_dim = 4 * embed_dim if hidden_dim is None else _positive("hidden_dim", hidden_dim)
+        self.attention_norm = nn.LayerNorm(embed_dim)
+        self.attention = attention
+        self.dense_norm = nn.LayerNorm(embed_dim)
+        self.dense = nn.Sequential(
+            nn.Linear(embed_dim, hidden_dim), nn.GELU(), nn.Dropout(dropout_p), nn.Linear(hidden_dim, embed_dim)
+        )
+        self.dropout = nn.Dropout(dropout_p)
+
+    def forward(self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """As SelfAttention."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), kv_lengths, positions))
+        return x + self.dropout(self.dense(self.dense_norm(x)))
+
+
+class Encoder(nn.Module):
+    """A stack of blocks, and a norm at its end.
+
+    blocks  each takes (x, kv_lengths, positions), as EncoderBlock; masks may differ from block to block
+
+    >>> blocks = [EncoderBlock(SelfAttention(64, 2, rope=10.0)) for _ in range(2)]
+    >>> pixels = torch.cartesian_prod(torch.arange(16), torch.arange(16))
+    >>> Encoder(blocks)(torch.zeros(1, 256, 64), positions=pixels).shape
+    torch.Size([1, 256, 64])
+    """
+
+    def __init__(self, blocks: Sequence[EncoderBlock]) -> None:
+        super().__init__()
+        if not blocks:
+            raise ValueError("blocks must be one or more, got none")
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(blocks[0].attention.embed_dim)
+
+    def forward(self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """x (batch, length, embed_dim) to the same shape; kv_lengths and positions as SelfAttention."""
+        for block in self.blocks:
+            x = block(x, kv_lengths, positions)
+        return self.norm(x)

@@ -216,6 +216,50 @@ TABLE = {
     "benchmarks/overhead.py": Arrows({TORCH, OURS, "masks"}),
     "benchmarks/gallery.py": Arrows({NUMPY, TORCH, OURS, "masks"}, {"matplotlib"}),
     "benchmarks/lra/listops.py": Arrows(set()),
+    "benchmarks/lra/paddles.py": Arrows({NUMPY, "PIL"}),
+    "benchmarks/lra/snakes.py": Arrows({NUMPY, "numba"}),
+    "benchmarks/lra/pathfinder.py": Arrows({NUMPY, "benchmarks.lra.paddles", "benchmarks.lra.snakes"}),
+    "benchmarks/lra/sources.py": Arrows({NUMPY, "benchmarks.lra.listops", "benchmarks.lra.pathfinder"}),
+    "benchmarks/lra/floors.py": Arrows({NUMPY, TORCH, "benchmarks.lra.listops", "benchmarks.lra.pathfinder"}),
+    "benchmarks/lra/sets.py": Arrows({NUMPY, "tqdm", "benchmarks.lra.sources"}),
+    "benchmarks/lra/official/__init__.py": Arrows(set()),
+    "benchmarks/lra/official/places.py": Arrows({NUMPY}),
+    "benchmarks/lra/official/listops.py": Arrows({"benchmarks.lra.listops", "benchmarks.lra.official.places"}),
+    "benchmarks/lra/official/retrieval.py": Arrows({NUMPY, "benchmarks.lra.official.places"}),
+    "benchmarks/lra/official/text.py": Arrows({NUMPY, "benchmarks.lra.official.places"}),
+    "benchmarks/lra/official/image.py": Arrows({NUMPY, TORCH, "benchmarks.lra.official.places"}),
+    "benchmarks/lra/official/pathfinder.py": Arrows({NUMPY, TORCH, "PIL", "benchmarks.lra.official.places"}),
+    "benchmarks/lra/stand_ins.py": Arrows({NUMPY, "benchmarks.lra.official.places"}),
+    "benchmarks/lra/markers.py": Arrows({NUMPY, TORCH, "benchmarks.lra.paddles"}),
+    "benchmarks/lra/tasks.py": Arrows({"benchmarks.lra.listops", "benchmarks.lra.pathfinder"}),
+    "benchmarks/lra/batches.py": Arrows({NUMPY, TORCH, "benchmarks.lra.sources", "benchmarks.lra.official.places"}),
+    "benchmarks/lra/data.py": Arrows(
+        {NUMPY, TORCH, "lightning"}
+        | {
+            f"benchmarks.lra.{name}"
+            for name in ("batches", "listops", "pathfinder", "sets", "sources", "stand_ins", "tasks")
+        }
+        | {
+            f"benchmarks.lra.official.{name}"
+            for name in ("image", "listops", "pathfinder", "places", "retrieval", "text")
+        }
+    ),
+    "benchmarks/lra/scoring.py": Arrows(
+        {
+            NUMPY,
+            *(f"benchmarks.lra.{name}" for name in ("batches", "data", "floors", "listops", "markers", "pathfinder")),
+        }
+    ),
+    "benchmarks/lra/model.py": Arrows({TORCH, OURS, f"{OURS}.nn", "benchmarks.lra.tasks"}, {"masks"}),
+    "benchmarks/lra/transfer.py": Arrows({TORCH, "benchmarks.lra.model"}),
+    "benchmarks/lra/training.py": Arrows(
+        {NUMPY, TORCH, "lightning", "torchmetrics"}
+        | {f"benchmarks.lra.{name}" for name in ("batches", "floors", "model", "scoring", "tasks", "transfer")}
+    ),
+    "benchmarks/lra/__main__.py": Arrows(
+        {"jsonargparse"},
+        {"lightning", *(f"benchmarks.lra.{name}" for name in ("data", "scoring", "sets", "tasks", "training"))},
+    ),
     "benchmarks/lra/demo.py": Arrows(
         {TORCH, "lightning", "matplotlib", "torchmetrics", "masks", "benchmarks.lra.listops", OURS, f"{OURS}.nn"}
     ),

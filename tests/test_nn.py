@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention
-from blocksparse_flash.nn import SelfAttention
+from blocksparse_flash.nn import Encoder, EncoderBlock, LearnedPositions, SelfAttention
 
 LENGTH = 80
 
@@ -49,7 +49,7 @@ def spelled_out(self: SelfAttention, x: Tensor, layout: BlockLayout | None) -> T
     return torch.cat(outs, dim=-1) @ self.out.weight.T
 
 
-def rotated(features: Tensor, position: int, base: float) -> Tensor:
+def rotated(features: Tensor, position: float, base: float) -> Tensor:
     """Features d and d + half are the two parts of a complex number, which turns by position * base ** (-d / half)."""
     half = features.shape[-1] // 2
     angles = position * base ** (-torch.arange(half) / half)
@@ -75,6 +75,33 @@ def test_rotary_scores_depend_on_distances_only() -> None:
     far = rotated(q, 17, 50.0) @ rotated(k, 12, 50.0)
     near = rotated(q, 5, 50.0) @ rotated(k, 0, 50.0)
     torch.testing.assert_close(far, near)
+
+
+def test_positions_may_have_any_unit_and_several_axes() -> None:
+    """Half of the pairs turn by the row, half by the column, each as if it were the whole head."""
+    layer, x = module(layout=None, rope=50.0, num_heads=1, embed_dim=32), tokens(1, 6)
+    places = torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.5, 2.0], [7.0, -3.0], [1.0, 1.0], [4.0, 0.0]])
+    heads = (x @ layer.qkv.weight.T)[0].split(32, dim=-1)
+    turned = [torch.empty_like(head) for head in heads[:2]]
+    for head, out in zip(heads[:2], turned, strict=True):
+        for token in range(6):
+            for axis in range(2):
+                # pairs 0 .. 7 and 8 .. 15 of 16: feature d turns with feature d + 16
+                part = [*range(8 * axis, 8 * axis + 8), *range(16 + 8 * axis, 24 + 8 * axis)]
+                out[token, part] = rotated(head[token, part], float(places[token, axis]), 50.0)
+    weights = (turned[0] @ turned[1].T / math.sqrt(32)).softmax(-1)
+    expected = weights @ heads[2] @ layer.out.weight.T
+    torch.testing.assert_close(layer(x, positions=places)[0], expected)
+    index = torch.arange(6)
+    assert torch.equal(layer(x, positions=index), layer(x))
+    # a shift of all tokens changes nothing
+    torch.testing.assert_close(layer(x, positions=places + 11.0), layer(x, positions=places), atol=1e-5, rtol=1e-5)
+
+
+def test_heads_may_be_wider_or_narrower_than_their_share() -> None:
+    layer, x = module(head_dim=4, layout=None), tokens()
+    assert layer.qkv.weight.shape == (3 * 4 * 4, 32)
+    torch.testing.assert_close(layer(x), spelled_out(layer, x, None))
 
 
 def test_padding_is_not_attended_to() -> None:
@@ -172,12 +199,16 @@ def test_the_module_uses_what_attention_computes() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"embed_dim": 30}, ValueError, "embed_dim must be a multiple of num_heads, got 30 and 4"),
+        (
+            {"embed_dim": 30},
+            ValueError,
+            "embed_dim must be a multiple of num_heads unless head_dim is given, got 30 and 4",
+        ),
         ({"kv_heads": 3}, ValueError, "num_heads must be a multiple of kv_heads, got 4 and 3"),
         ({"kv_heads": 0}, ValueError, "kv_heads must be 1 or more, got 0"),
         ({"num_heads": 4.0}, TypeError, r"num_heads must be an int, got 4\.0"),
         ({"embed_dim": True}, TypeError, "embed_dim must be an int, got True"),
-        ({"num_heads": 32, "rope": 10.0}, ValueError, "head_dim must be even, got 32 // 32 = 1"),
+        ({"num_heads": 32, "rope": 10.0}, ValueError, "head_dim must be even, got 1"),
         ({"rope": 0.0}, ValueError, "rope must be a base above 0"),
         ({"rope": -1.0}, ValueError, "rope must be a base above 0"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and below 1, got 1.0"),
@@ -195,6 +226,60 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         module()(torch.zeros(2, 80, 16))
     with pytest.raises(ValueError, match="layout describes 80 queries x 80 keys"):
         module()(tokens(2, 48))
+
+
+def test_positions_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="rope is None and would not use them"):
+        module()(tokens(), positions=torch.arange(LENGTH))
+    layer = module(rope=10.0)
+    with pytest.raises(
+        ValueError, match=r"positions must have shape \(length=80,\) or \(length=80, axes\), got \(79,\)"
+    ):
+        layer(tokens(), positions=torch.arange(79))
+    with pytest.raises(ValueError, match=r"positions have 3 axes, .* head_dim must be a multiple of 6, got 8"):
+        layer(tokens(), positions=torch.zeros(LENGTH, 3))
+
+
+def encoder(dropout_p: float = 0.0) -> Encoder:
+    torch.manual_seed(0)
+    blocks = [
+        EncoderBlock(SelfAttention(32, 4, window(LENGTH), rope=10.0), hidden_dim=48, dropout_p=dropout_p)
+        for _ in range(2)
+    ]
+    return Encoder(blocks)
+
+
+def test_an_encoder_is_its_blocks_spelled_out() -> None:
+    stack, x = encoder(), tokens()
+    lengths, places = torch.tensor([30, LENGTH]), torch.arange(LENGTH) * 0.5
+    expected = x
+    for block in stack.blocks:
+        assert isinstance(block, EncoderBlock)
+        expected = expected + block.attention(block.attention_norm(expected), lengths, places)
+        first, _, _, second = block.dense
+        expected = expected + second(torch.nn.functional.gelu(first(block.dense_norm(expected))))
+    torch.testing.assert_close(stack(x, lengths, places), stack.norm(expected))
+    assert not torch.equal(stack(x, lengths, places), stack(x, lengths))
+
+
+def test_dropout_of_features_is_for_training() -> None:
+    stack, x = encoder(dropout_p=0.5), tokens()
+    assert not torch.equal(stack(x), stack(x))
+    assert torch.equal(stack.eval()(x), encoder()(x))
+
+
+def test_an_encoder_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="blocks must be one or more"):
+        Encoder([])
+
+
+def test_learned_positions_are_added_and_counted() -> None:
+    learned = LearnedPositions(LENGTH, 32)
+    x = tokens(2, 48)
+    assert torch.equal(learned(x), x + learned.weight[:48])
+    assert learned.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    with pytest.raises(ValueError, match="x has 81 tokens, but there are positions for 80"):
+        learned(tokens(1, 81))
 
 
 def test_the_representation_says_what_attends_to_what() -> None:

@@ -1,0 +1,163 @@
+"""What can be done with Long Range Arena here? `python -m benchmarks.lra COMMAND --help`
+
+    generate   make the sets of a task by its rules, with many workers; goes on where it was interrupted
+    floors     what a task's shortcut is worth on its generated test set
+    fit, validate, test   train a model from a configuration, and test it: --config benchmarks/lra/configs/ours/pathx.yaml
+
+Knows the command line. Must not know what a command does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+
+ROOT = Path("out/lra")
+
+
+def generate(
+    task: str,
+    *,
+    root: Path = ROOT,
+    splits: Sequence[str] = ("test", "validation", "train"),
+    workers: int | None = None,
+    seed: int = 0,
+    contour_length: int = 14,
+    settings: str = "release",
+) -> None:
+    """Make the sets of a task by its rules. Run it again after an interruption: what is there is kept.
+
+    Args:
+        task: listops, listops-small, pathfinder32, pathfinder64, pathx or path256
+        root: the folder that keeps generated sets
+        splits: which of them
+        workers: processes; one for each core if not given
+        seed: another one makes other sets
+        contour_length: of Pathfinder: 14 (hard), 9 or 6
+        settings: of Pathfinder: release or documented
+    """
+    from . import data, sets, tasks
+
+    found = tasks.find(task)
+    source = data.generator_of(found, data.Rules(contour_length, settings), seed=seed)
+    for split in splits:
+        if split not in data.SPLITS:
+            raise ValueError(f"splits must be of {data.SPLITS}, got {split!r}")
+        count = getattr(found.sizes, split)
+        stored = sets.make(source, split, count, root=root, workers=workers or os.cpu_count() or 1)
+        known = "as recorded" if sets.recorded(source, split, count) is not None else "of which none is recorded"
+        print(f"{source.name} {split}: {len(stored)} samples, SHA-256 {stored.digest()}, {known}")
+
+
+def floors(
+    task: str,
+    *,
+    root: Path = ROOT,
+    train: int = 60_000,
+    test: int | None = None,
+    workers: int | None = None,
+    seed: int = 0,
+) -> None:
+    """What a reader of a task's shortcut gets on its test set, which is generated first where it is missing.
+
+    Args:
+        task: listops, listops-small, pathfinder32, pathfinder64, pathx or path256
+        root: the folder that keeps generated sets
+        train: samples that the reader of Pathfinder's markers learns from
+        test: samples of the test set; all if not given
+        workers: processes that generate; one for each core if not given
+        seed: of the sets
+    """
+    from . import data, scoring, tasks
+
+    found = tasks.find(task)
+    count = found.sizes.test if test is None else test
+    sizes = tasks.Sizes(train=train, validation=1, test=count)
+    workers = os.cpu_count() or 1 if workers is None else workers
+    module = data.LraData(task, root=root, sizes=sizes, workers=workers, seed=seed)
+    for line in scoring.shortcuts(module):
+        print(line)
+
+
+def _folder(root: str | None) -> str:
+    return str(ROOT / "runs") if root is None else str(root)
+
+
+def _checkpoints(root: str | None) -> str:
+    return str(Path(_folder(root)) / "checkpoints")
+
+
+def experiment(arguments: Sequence[str] | None) -> None:
+    """Lightning's own commands: fit, validate, test. None reads the command line."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+    from .data import LraData
+    from .training import Experiment
+
+    class Command(LightningCLI):
+        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+            parser.link_arguments("data.task", "model.task")
+            parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+            # always the same place, so that `--ckpt_path last` finds what an interrupted run left
+            parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=_checkpoints)
+            parser.set_defaults(
+                {
+                    "checkpoint.every_n_train_steps": 500,
+                    "checkpoint.save_last": True,
+                    "checkpoint.enable_version_counter": False,
+                    "trainer.logger": {"class_path": "CSVLogger", "init_args": {"save_dir": ROOT / "runs", "name": ""}},
+                }
+            )
+            parser.link_arguments("trainer.default_root_dir", "trainer.logger.init_args.save_dir", compute_fn=_folder)
+
+    # Lightning asks for processes where a batch is read in no time, and uses names that PyTorch and jsonargparse are about
+    # to drop
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")
+    warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(lightning|jsonargparse)\b")
+    Command(
+        Experiment,
+        LraData,
+        args=arguments if arguments is None else list(arguments),
+        seed_everything_default=0,
+        save_config_kwargs={"overwrite": True},
+        trainer_defaults={
+            "max_epochs": -1,
+            # samples come without end, so that validation counts steps
+            "check_val_every_n_epoch": None,
+            "num_sanity_val_steps": 0,
+            # every process takes its share of a step already
+            "use_distributed_sampler": False,
+            "gradient_clip_val": 1.0,
+        },
+    )
+
+
+OWN: dict[str, Callable[..., Any]] = {"generate": generate, "floors": floors}
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if given is None else given
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+    elif arguments[0] in OWN:
+        command = OWN[arguments[0]]
+        try:
+            jsonargparse.auto_cli(command, args=list(arguments[1:]), prog=f"python -m benchmarks.lra {arguments[0]}")
+        except KeyboardInterrupt:
+            print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+            sys.exit(130)
+    else:
+        experiment(given)
+
+
+if __name__ == "__main__":
+    main()

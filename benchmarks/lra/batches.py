@@ -1,0 +1,224 @@
+"""How do samples become batches, and which ones come at step n?
+
+Knows records, examples, padding, and torch's loaders. Must not know generators, files or models.
+
+Which samples a step sees is a function of (seed, step) alone, so that training which was interrupted at a step goes on with
+the samples that were next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from .official.places import Example
+from .sources import PathfinderSource, Source
+
+
+class Batch(NamedTuple):
+    """tokens  uint8 or int16 (batch, documents, length), padded with 0
+    lengths  int32 (batch, documents)
+    labels   int64 (batch,)
+    places   int64 (batch,): which samples these are
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    labels: Tensor
+    places: Tensor
+
+
+class Rows(Protocol):
+    """Samples that are taken many at a time."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, places: np.ndarray) -> Batch: ...
+
+
+class Records(Protocol):
+    """What a StoredSet is, and an array."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: np.ndarray) -> np.ndarray: ...
+
+
+def _batch(tokens: np.ndarray, lengths: np.ndarray, labels: np.ndarray, places: np.ndarray) -> Batch:
+    return Batch(
+        torch.from_numpy(np.ascontiguousarray(tokens)),
+        torch.from_numpy(lengths.astype(np.int32)),
+        torch.from_numpy(labels.astype(np.int64)),
+        torch.from_numpy(places.astype(np.int64)),
+    )
+
+
+def from_records(records: np.ndarray, places: np.ndarray) -> Batch:
+    """A batch of records with the field "image" or the fields "tokens" and "length"."""
+    if "image" in (records.dtype.names or ()):
+        tokens = records["image"].reshape(len(records), 1, -1)
+        lengths = np.full(tokens.shape[:2], tokens.shape[2])
+    else:
+        tokens, lengths = records["tokens"][:, None], records["length"][:, None]
+    return _batch(tokens, lengths, records["label"], places)
+
+
+class RecordRows:
+    """Records that exist."""
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def take(self, places: np.ndarray) -> Batch:
+        return from_records(self.records[places], places)
+
+
+class FreshRows:
+    """Samples drawn when they are asked for, without end: the source of the stage that a place falls into.
+
+    stages  (samples, source): the first so many samples come from that source, the next from the next one; the last stage
+            never ends, whatever its number
+    """
+
+    def __init__(self, stages: Sequence[tuple[int, Source]]) -> None:
+        if not stages:
+            raise ValueError("stages must be one or more, got none")
+        self.sources = [source for _, source in stages]
+        # places at which the next stage begins
+        self.ends = np.cumsum([samples for samples, _ in stages])[:-1]
+
+    def __len__(self) -> int:
+        raise TypeError("a fresh stream has no length")
+
+    def take(self, places: np.ndarray) -> Batch:
+        stages = np.searchsorted(self.ends, places, side="right")
+        batches = []
+        for stage in np.unique(stages):
+            members = places[stages == stage]
+            batches.append(from_records(self.sources[stage].draw("fresh", members), members))
+        return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+
+
+class PairRows:
+    """Counterfactual pairs: sample 4 n + v is image n of the test split with its v-th pair of markers.
+
+    count  images
+    """
+
+    def __init__(self, source: PathfinderSource, count: int) -> None:
+        self.source, self.count = source, count
+
+    def __len__(self) -> int:
+        return 4 * self.count
+
+    def take(self, places: np.ndarray) -> Batch:
+        images, where = np.unique(places // 4, return_inverse=True)
+        return from_records(self.source.draw_pairs("test", images)[where, places % 4], places)
+
+
+class ExampleRows:
+    """Examples of the released files or of the stand-ins, padded to `length` tokens, cut where they are longer."""
+
+    def __init__(self, examples: Sequence[Example], length: int) -> None:
+        self.examples, self.length = examples, length
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def take(self, places: np.ndarray) -> Batch:
+        examples = [self.examples[int(place)] for place in places]
+        n_documents, dtype = len(examples[0].documents), examples[0].documents[0].dtype
+        tokens = np.zeros((len(examples), n_documents, self.length), dtype=dtype)
+        lengths = np.zeros((len(examples), n_documents), dtype=np.int32)
+        for row, example in enumerate(examples):
+            for column, document in enumerate(example.documents):
+                kept = document[: self.length]
+                tokens[row, column, : len(kept)], lengths[row, column] = kept, len(kept)
+        return _batch(tokens, lengths, np.array([example.label for example in examples]), places)
+
+
+class _Taken(Dataset[Any]):
+    """A dataset whose item is a batch. cut: drop columns that are padding everywhere, in steps of so many; 0 keeps all."""
+
+    def __init__(self, rows: Rows, cut: int) -> None:
+        self.rows, self.cut = rows, cut
+
+    def __getitem__(self, places: list[int]) -> Batch:
+        batch = self.rows.take(np.array(places, dtype=np.int64))
+        if self.cut == 0:
+            return batch
+        longest = -(-int(batch.lengths.max()) // self.cut) * self.cut
+        return batch._replace(tokens=batch.tokens[:, :, :longest].contiguous())
+
+
+class Steps(Sampler[list[int]]):
+    """Places of the samples of step first_step, first_step + 1, ... without end.
+
+    n           samples, each once an epoch, in an order of that epoch's own; None: 0, 1, 2, ... without end
+    batch_size  samples of a step, of all processes together
+    rank, world  this process, of how many: it takes every world-th sample of a step
+    """
+
+    def __init__(
+        self, n: int | None, batch_size: int, *, seed: int, first_step: int = 0, rank: int = 0, world: int = 1
+    ) -> None:
+        if batch_size % world:
+            raise ValueError(f"batch_size must be a multiple of the {world} processes, got {batch_size}")
+        if n is not None and n < batch_size:
+            raise ValueError(f"batch_size must be at most the {n} samples, got {batch_size}")
+        self.n, self.batch_size, self.seed, self.first_step = n, batch_size, seed, first_step
+        self.rank, self.world = rank, world
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step, epoch, order = self.first_step, -1, torch.empty(0)
+        while True:
+            if self.n is None:
+                places = range(step * self.batch_size, (step + 1) * self.batch_size)
+                yield list(places[self.rank :: self.world])
+            else:
+                steps_per_epoch = self.n // self.batch_size
+                if step // steps_per_epoch != epoch:
+                    epoch = step // steps_per_epoch
+                    generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+                    order = torch.randperm(self.n, generator=generator)
+                begin = step % steps_per_epoch * self.batch_size
+                yield order[begin : begin + self.batch_size][self.rank :: self.world].tolist()
+            step += 1
+
+
+def _loader(rows: Rows, steps: Any, *, cut: int, workers: int) -> DataLoader[Batch]:
+    # a generator of its own: a loader without one draws from the global stream, which training draws from too
+    return DataLoader(
+        _Taken(rows, cut),
+        sampler=steps,
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),
+    )
+
+
+def training_loader(rows: Rows, steps: Steps, *, cut: int = 0, workers: int = 0) -> DataLoader[Batch]:
+    """Batches of the steps, without end."""
+    return _loader(rows, steps, cut=cut, workers=workers)
+
+
+def evaluation_loader(
+    rows: Rows, batch_size: int, *, cut: int = 0, workers: int = 0, rank: int = 0, world: int = 1
+) -> DataLoader[Batch]:
+    """Every sample once, in order; with several processes every world-th one."""
+    mine = range(rank, len(rows), world)
+    return _loader(
+        rows,
+        [list(mine[begin : begin + batch_size]) for begin in range(0, len(mine), batch_size)],
+        cut=cut,
+        workers=workers,
+    )

@@ -1,0 +1,222 @@
+"""Where do the samples of an experiment come from?
+
+Knows the sources (generated sets, fresh streams with a curriculum, released files, stand-ins) and Lightning's data modules.
+Must not know models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning
+import numpy as np
+from torch.utils.data import DataLoader
+
+from . import batches, listops, pathfinder, sets, sources, stand_ins
+from .batches import Batch, ExampleRows, FreshRows, PairRows, RecordRows, Rows
+from .official import image, retrieval, text
+from .official import listops as listops_files
+from .official import pathfinder as pathfinder_files
+from .official.places import Example
+from .tasks import Sizes, Task, find
+
+SPLITS = ("train", "validation", "test")
+# columns of padding are dropped in steps of so many tokens, a block of the default size
+CUT = 128
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a curriculum: so many samples from easier rules.
+
+    samples  how many
+    changes  fields of the generator's preset, for Pathfinder such as {contour_length: 6, is_central: false,
+             seed_distances: [3, 10]}, for ListOps {max_depth: 5, min_length: 50, max_length: 300}
+    """
+
+    samples: int
+    changes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is generated.
+
+    contour_length  of Pathfinder: 14 (hard), 9, 6
+    settings        of Pathfinder: "release" or "documented", see pathfinder.preset
+    stages          of a fresh stream, before the task itself
+    """
+
+    contour_length: int = 14
+    settings: str = "release"
+    stages: list[Stage] = field(default_factory=list)
+
+
+def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Source:
+    """The source of a task that can be generated."""
+    if task.name.startswith("listops"):
+        return sources.ListOpsSource(listops.PRESETS["small" if task.name == "listops-small" else "lra"], seed)
+    if task.name.startswith("path") and task.grid is not None:
+        preset = pathfinder.preset(task.grid[0], contour_length=rules.contour_length, settings=rules.settings)
+        return sources.PathfinderSource(preset, seed)
+    raise ValueError(f'task {task.name!r} cannot be generated: source="official" reads its files, "stand-in" plays it')
+
+
+def stage_source(source: sources.Source, stage: Stage, length: int) -> sources.Source:
+    """The same source by the rules of a stage; its records stay as long."""
+    rules = source.rules  # type: ignore[attr-defined]
+    known = {each.name for each in dataclasses.fields(rules)}
+    if unknown := set(stage.changes) - known:
+        raise ValueError(f"stages: changes must be fields of {sorted(known)}, got {sorted(unknown)}")
+    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in stage.changes.items()}
+    changed = dataclasses.replace(source, rules=dataclasses.replace(rules, **changes))  # type: ignore[type-var]
+    if isinstance(changed, sources.ListOpsSource):
+        return dataclasses.replace(changed, padded_length=length)
+    return changed
+
+
+def official_splits(task: Task, root: Path) -> dict[str, Sequence[Example]]:
+    """The released files of a task, as Long Range Arena splits them."""
+    name = task.name
+    parts: Iterable[Sequence[Example]]
+    if name == "listops":
+        found = listops_files.load(root)
+        parts = ([Example((np.frombuffer(tokens, dtype=np.uint8),), label) for tokens, label in part] for part in found)
+    elif name.startswith("text"):
+        parts = text.load(root, length=task.length)
+    elif name == "retrieval":
+        parts = retrieval.load(root, length=task.length)
+    elif name == "image":
+        parts = image.load(root)
+    elif name.startswith("path") and task.grid is not None:
+        parts = pathfinder_files.load(root, task.grid[0])
+    else:
+        raise ValueError(f"task {name!r} has no released files")
+    return dict(zip(SPLITS, parts, strict=True))
+
+
+def stand_in_split(task: Task, split: str, count: int, seed: int) -> list[Example]:
+    if task.name.startswith("text"):
+        return stand_ins.text(split, count, length=task.length, seed=seed)
+    if task.name == "retrieval":
+        return stand_ins.retrieval(split, count, length=task.length, seed=seed)
+    if task.name == "image":
+        return stand_ins.image(split, count, seed=seed)
+    raise ValueError(f'task {task.name!r} has no stand-in: source="generated" makes it by its rules')
+
+
+class LraData(lightning.LightningDataModule):
+    """The splits of a task, in batches.
+
+    task        a name of tasks.TASKS
+    source      "generated": the finite sets of Long Range Arena's sizes, made by its rules once, and kept; "fresh": training
+                samples are drawn anew without end, validation and test as "generated"; "official": the released files;
+                "stand-in": synthetic data with the shape of Text, Retrieval or Image, which is not Long Range Arena
+    root        the folder of the released files, or the one that generated sets are kept in
+    batch_size  samples of a step, of all GPUs together
+    sizes       samples of the splits; None is what Long Range Arena has, or what the files hold
+    seed        of the order of the samples, and of what is generated
+    rules       what is generated
+    workers     processes that draw or read samples; None is one for each core but one
+    """
+
+    def __init__(
+        self,
+        task: str,
+        source: Literal["generated", "fresh", "official", "stand-in"] = "generated",
+        *,
+        root: Path = Path("out/lra"),
+        batch_size: int = 32,
+        sizes: Sizes | None = None,
+        seed: int = 0,
+        rules: Rules | None = None,
+        workers: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.task, self.source, self.root, self.seed = find(task), source, Path(root), seed
+        self.batch_size = batch_size
+        self.sizes = self.task.sizes if sizes is None else sizes
+        self.rules = Rules() if rules is None else rules
+        if self.rules.stages and source != "fresh":
+            raise ValueError(f'stages are of a fresh stream, got source={source!r}: source="fresh" uses them')
+        self.workers = max(0, (os.cpu_count() or 1) - 1) if workers is None else workers
+        self.rows: dict[str, Rows] = {}
+
+    @property
+    def description(self) -> str:
+        """What a result has to say about its data."""
+        return {
+            "generated": sources.ORIGIN,
+            "fresh": f"trained on fresh data, {sources.ORIGIN}",
+            "official": "official release",
+            "stand-in": stand_ins.WARNING,
+        }[self.source]
+
+    def stored(self, split: str) -> sets.StoredSet:
+        """A generated split, made now if it is not there."""
+        source = generator_of(self.task, self.rules, seed=self.seed)
+        count = getattr(self.sizes, split)
+        return sets.make(source, split, count, root=self.root, workers=max(1, self.workers))
+
+    def _splits_kept(self) -> tuple[str, ...]:
+        if self.source == "generated":
+            return SPLITS
+        return ("validation", "test") if self.source == "fresh" else ()
+
+    def prepare_data(self) -> None:
+        for split in self._splits_kept():
+            self.stored(split)
+
+    def setup(self, stage: str) -> None:  # noqa: ARG002 - Lightning's signature; every stage needs the sets
+        if self.rows:
+            return
+        if self.source == "official":
+            for split, examples in official_splits(self.task, self.root).items():
+                self.rows[split] = ExampleRows(examples, self.task.length)
+        elif self.source == "stand-in":
+            for split in SPLITS:
+                examples = stand_in_split(self.task, split, getattr(self.sizes, split), self.seed)
+                self.rows[split] = ExampleRows(examples, self.task.length)
+        for split in self._splits_kept():
+            self.rows[split] = RecordRows(self.stored(split))
+        last = generator_of(self.task, self.rules, seed=self.seed) if self._splits_kept() else None
+        if isinstance(last, sources.PathfinderSource) and self.sizes.pairs:
+            self.rows["pairs"] = PairRows(last, self.sizes.pairs)
+        if self.source == "fresh" and last is not None:
+            stages = [(each.samples, stage_source(last, each, self.task.length)) for each in self.rules.stages]
+            self.rows["train"] = FreshRows([*stages, (0, last)])
+
+    def _place(self) -> dict[str, int]:
+        """Which process this is, of how many."""
+        if self.trainer is None:
+            return {"rank": 0, "world": 1}
+        return {"rank": self.trainer.global_rank, "world": self.trainer.world_size}
+
+    @property
+    def cut(self) -> int:
+        """Images have no padding, and pairs of documents are cut together."""
+        return 0 if self.task.grid is not None else CUT
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        rows = self.rows["train"]
+        done = 0 if self.trainer is None else self.trainer.global_step * self.trainer.accumulate_grad_batches
+        n = None if self.source == "fresh" else len(rows)
+        steps = batches.Steps(n, self.batch_size, seed=self.seed, first_step=done, **self._place())
+        return batches.training_loader(rows, steps, cut=self.cut, workers=self.workers)
+
+    def _evaluation(self, split: str) -> DataLoader[Batch]:
+        return batches.evaluation_loader(
+            self.rows[split], self.batch_size, cut=self.cut, workers=self.workers, **self._place()
+        )
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self._evaluation("validation")
+
+    def test_dataloader(self) -> list[DataLoader[Batch]]:
+        """The test set, and the counterfactual pairs if there are any."""
+        return [self._evaluation(split) for split in ("test", "pairs") if split in self.rows]

@@ -1,0 +1,187 @@
+"""What is trained: from tokens to the logits of labels, or of hidden tokens?
+
+Knows the modules of blocksparse_flash.nn, specifications of masks, and pooling. Must not know data, optimisers or Lightning.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.nn import Encoder, EncoderBlock, LearnedPositions, SelfAttention
+
+from .tasks import Task
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The settings of a pre-norm Transformer encoder and its head.
+
+    mask        which tokens attend to which: a specification such as "butterfly | global_tokens(tokens=128)", read by
+                masks.build; None is dense attention
+    block_size  tokens a side of the mask's blocks
+    hidden_dim  of the dense layers; head_dim: None is embed_dim // num_heads
+    positions   "rope": rotary, by index, or by row and column of an image, in pixels; "learned": a vector a place; "none"
+    rope_base   of the rotary positions
+    pooling     "mean", "max" or "mean+max" over the real tokens, "cls": a token of its own in front, "first": the first
+                token, "padded mean": the sum over the real tokens by the length with padding, as Nystromformer has it
+    pooled_dim  features between the two layers of the head; None is embed_dim
+    order       of an image's pixels: "raster" (strict Long Range Arena) or "morton", squares within squares
+    """
+
+    embed_dim: int = 128
+    num_heads: int = 2
+    n_layers: int = 6
+    hidden_dim: int = 512
+    head_dim: int | None = None
+    mask: str | None = None
+    block_size: int = 128
+    positions: Literal["rope", "learned", "none"] = "rope"
+    rope_base: float = 100.0
+    pooling: Literal["mean", "max", "mean+max", "cls", "first", "padded mean"] = "mean+max"
+    pooled_dim: int | None = None
+    dropout_p: float = 0.0
+    attention_dropout_p: float = 0.0
+    order: Literal["raster", "morton"] = "raster"
+
+
+@functools.cache
+def _layout(mask: str, length: int, block_size: int) -> BlockLayout:
+    import masks
+
+    return masks.build(mask, length, block_size=block_size)
+
+
+def layout_of(architecture: Architecture, length: int | None) -> BlockLayout | Callable[[int], BlockLayout] | None:
+    """The mask's layout for that many tokens; for None, a function from a number of tokens to its layout."""
+    if architecture.mask is None:
+        return None
+    of_length = functools.partial(_layout, architecture.mask, block_size=architecture.block_size)
+    return of_length if length is None else of_length(length)
+
+
+def _attended(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """bool (batch, length, 1): which tokens are real."""
+    return (torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None])[:, :, None]
+
+
+def pool(x: Tensor, lengths: Tensor, pooling: str) -> Tensor:
+    """(batch, length, embed_dim) to (batch, embed_dim), or twice as wide for "mean+max". Padding counts for nothing."""
+    if pooling in ("cls", "first"):
+        return x[:, 0]
+    is_real = _attended(x, lengths)
+    total = x.masked_fill(~is_real, 0.0).sum(dim=1)
+    if pooling == "padded mean":
+        return total / x.shape[1]
+    mean = total / lengths.clamp(min=1)[:, None]
+    if pooling == "mean":
+        return mean
+    largest = x.masked_fill(~is_real, -torch.inf).amax(dim=1)
+    return largest if pooling == "max" else torch.cat([mean, largest], dim=1)
+
+
+class Classifier(nn.Module):
+    """Tokens (batch, documents, length) and lengths (batch, documents) to logits (batch, labels).
+
+    Two documents go through one encoder; the head sees [one, other, one * other, one - other].
+    """
+
+    order: Tensor | None
+    places: Tensor | None
+
+    def __init__(self, task: Task, architecture: Architecture) -> None:
+        super().__init__()
+        self.task, self.architecture = task, architecture
+        width = architecture.embed_dim
+        has_cls = architecture.pooling == "cls"
+        # one number more, for a hidden token
+        self.tokens = nn.Embedding(task.n_tokens + 1, width)
+        nn.init.normal_(self.tokens.weight, std=0.02 if architecture.positions == "learned" else 1.0)
+        self.cls = nn.Parameter(torch.zeros(width)) if has_cls else None
+        self.positions = LearnedPositions(task.length + has_cls, width) if architecture.positions == "learned" else None
+        # an image has always as many tokens; a document is cut to the longest of its batch
+        layout = layout_of(architecture, task.length + has_cls if task.grid is not None else None)
+        rope = architecture.rope_base if architecture.positions == "rope" else None
+        blocks = []
+        for _ in range(architecture.n_layers):
+            attention = SelfAttention(
+                width,
+                architecture.num_heads,
+                layout,
+                rope=rope,
+                dropout_p=architecture.attention_dropout_p,
+                head_dim=architecture.head_dim,
+            )
+            blocks.append(EncoderBlock(attention, hidden_dim=architecture.hidden_dim, dropout_p=architecture.dropout_p))
+        self.encoder = Encoder(blocks)
+        pooled = width * (2 if architecture.pooling == "mean+max" else 1) * (1 if task.n_documents == 1 else 4)
+        inner = width if architecture.pooled_dim is None else architecture.pooled_dim
+        self.head = nn.Sequential(nn.Linear(pooled, inner), nn.GELU(), nn.Linear(inner, task.n_classes))
+        self.guess = nn.Linear(width, task.n_tokens)
+        self._place_tokens()
+
+    def _place_tokens(self) -> None:
+        """order: which pixel comes when; places: where it stands, a class token at the origin."""
+        order, places = torch.arange(self.task.length), None
+        if self.task.grid is not None:
+            if self.architecture.order == "morton":
+                import masks
+
+                order = torch.as_tensor(masks.morton_order(self.task.grid))
+            height, width = self.task.grid
+            places = torch.cartesian_prod(torch.arange(height), torch.arange(width))[order]
+            if self.cls is not None:
+                places = torch.cat([torch.zeros(1, 2, dtype=places.dtype), places])
+        elif self.architecture.order != "raster":
+            raise ValueError(
+                f"order must be raster for {self.task.name!r}, which is no image, got {self.architecture.order!r}"
+            )
+        self.register_buffer("order", None if self.architecture.order == "raster" else order, persistent=False)
+        is_rotary = self.architecture.positions == "rope"
+        self.register_buffer("places", places if is_rotary else None, persistent=False)
+
+    def encode(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """(batch, length) to (batch, length [+ 1 with a class token], embed_dim)."""
+        if self.order is not None:
+            tokens = tokens[:, self.order]
+        x = self.tokens(tokens.int())
+        if self.cls is not None:
+            x = torch.cat([self.cls.expand(len(x), 1, -1), x], dim=1)
+        if self.positions is not None:
+            x = self.positions(x)
+        # an image is full: a kernel need not ask where it ends
+        kv_lengths = None if self.task.grid is not None else lengths + (self.cls is not None)
+        return self.encoder(x, kv_lengths, self.places)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        x = self.encode(tokens.flatten(0, 1), lengths.flatten())
+        pooled = pool(x, lengths.flatten() + (self.cls is not None), self.architecture.pooling)
+        if self.task.n_documents == 2:
+            one, other = pooled.unflatten(0, (-1, 2)).unbind(1)
+            pooled = torch.cat([one, other, one * other, one - other], dim=1)
+        return self.head(pooled)
+
+    def guess_hidden(self, tokens: Tensor, lengths: Tensor, is_hidden: Tensor) -> Tensor:
+        """Logits of the hidden tokens, (hidden, n_tokens): self-pretraining (Amos et al., arXiv:2310.02980, section 3).
+
+        is_hidden  bool, as tokens: shown to the model as one and the same number
+        """
+        shown = torch.where(is_hidden, self.task.n_tokens, tokens.int()).flatten(0, 1)
+        x = self.encode(shown, lengths.flatten())
+        if self.cls is not None:
+            x = x[:, 1:]
+        hidden = is_hidden.flatten(0, 1)
+        return self.guess(x[hidden if self.order is None else hidden[:, self.order]])
+
+    def hidden_tokens(self, tokens: Tensor, is_hidden: Tensor) -> Tensor:
+        """What guess_hidden should answer, in its order."""
+        tokens, hidden = tokens.flatten(0, 1), is_hidden.flatten(0, 1)
+        if self.order is not None:
+            tokens, hidden = tokens[:, self.order], hidden[:, self.order]
+        return tokens[hidden].long()

@@ -1,0 +1,49 @@
+"""Where may the released files lie?
+
+Knows the folders in which copies of the release nest. Must not know what is in a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+# the archive unpacks into a folder of its own name, and holds another one
+NESTS = ("", "lra_release", "lra_release/lra_release")
+
+
+class Example(NamedTuple):
+    """documents: arrays of whole numbers (length,), one of them, or the two of Retrieval; label: 0, 1, ..."""
+
+    documents: tuple[np.ndarray, ...]
+    label: int
+
+
+Item = TypeVar("Item")
+
+
+class Splits(NamedTuple, Generic[Item]):
+    train: Sequence[Item]
+    validation: Sequence[Item]
+    test: Sequence[Item]
+
+
+def candidates(root: Path, folders: Iterable[str]) -> list[Path]:
+    """root / nest / folder: for the first folder every nest, then for the next."""
+    return [root / nest / folder for folder in folders for nest in NESTS]
+
+
+def find(root: Path, folders: Sequence[str], wanted: str) -> Path:
+    """The first of the folders, in any nest of `root`, that has `wanted` in it.
+
+    raises  FileNotFoundError with every path that was looked at
+    """
+    looked = candidates(root, folders)
+    for folder in looked:
+        if (folder / wanted).exists():
+            return folder
+    tried = "\n".join(f"    {folder / wanted}" for folder in looked)
+    raise FileNotFoundError(f"{wanted} was not found under {root}. Looked for\n{tried}")

@@ -1,0 +1,138 @@
+"""How is a generated set made once, by many workers, kept on disk, and found again?
+
+Knows parts, folders, processes and checksums. Must not know what a sample means.
+
+A set is a folder of parts of 1,000 records, NumPy files that are mapped into memory when read. A part is written under
+another name first, so that whatever has its name is whole: an interrupted run goes on with the parts that are missing, two
+runs at once do each other no harm, and a larger set keeps the parts of a smaller one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from .sources import Source
+
+PART = 1000
+# sets of which every copy has to be equal: name of the source -> split-count -> SHA-256
+RECORDED = Path(__file__).with_name("digests.json")
+
+
+class StoredSet:
+    """Records (count,) on disk: indexed by a number, a slice, or an array of numbers; iterates in parts."""
+
+    def __init__(self, files: list[Path], count: int) -> None:
+        self.count = count
+        self._parts = [np.load(file, mmap_mode="r") for file in files]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for index, part in enumerate(self._parts):
+            yield part[: self.count - index * PART]
+
+    def __getitem__(self, places: int | slice | np.ndarray) -> np.ndarray:
+        if isinstance(places, slice):
+            places = np.arange(*places.indices(self.count))
+        places = np.asarray(places)
+        if places.size and not (0 <= places.min() and places.max() < self.count):
+            raise IndexError(f"places must be 0 .. {self.count - 1}, got {places.min()} .. {places.max()}")
+        records = np.empty(places.shape, dtype=self._parts[0].dtype if self._parts else None)
+        for index in np.unique(places // PART):
+            is_here = places // PART == index
+            records[is_here] = self._parts[index][places[is_here] % PART]
+        return records
+
+    def digest(self) -> str:
+        """SHA-256 of all records, in order."""
+        found = hashlib.sha256()
+        for part in self:
+            found.update(part.tobytes())
+        return found.hexdigest()
+
+
+def _files(source: Source, split: str, count: int, root: Path) -> list[Path]:
+    return [root / source.name / split / f"{index:06d}.npy" for index in range(-(-count // PART))]
+
+
+def _make_part(source: Source, split: str, index: int, file: Path) -> None:
+    records = source.draw(split, np.arange(index * PART, (index + 1) * PART))
+    unfinished = file.with_name(f".{uuid.uuid4().hex}.part")
+    try:
+        with unfinished.open("wb") as stream:
+            np.save(stream, records)
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def make(source: Source, split: str, count: int, *, root: Path, workers: int = 1) -> StoredSet:
+    """The first `count` samples of a split: read from `root`, where what is missing is generated first.
+
+    root     a folder for all generated sets; each source has a folder of its own in it
+    workers  processes that generate; 1 generates in this one. The result is the same
+    raises   ValueError if the set is one whose checksum is recorded and it has another
+    """
+    if count < 1:
+        raise ValueError(f"count must be 1 or more, got {count}")
+    if workers < 1:
+        raise ValueError(f"workers must be 1 or more, got {workers}")
+    files = _files(source, split, count, root)
+    missing = [index for index, file in enumerate(files) if not file.exists()]
+    if missing:
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        title = f"{source.name} {split}"
+        bar = tqdm(total=len(files) * PART, initial=(len(files) - len(missing)) * PART, desc=title, unit=" samples")
+        with bar:
+            work = functools.partial(_make_part, source, split)
+            if workers == 1:
+                for index in missing:
+                    work(index, files[index])
+                    bar.update(PART)
+            else:
+                # a fork of a process with threads may hang
+                context = multiprocessing.get_context("spawn")
+                with ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
+                    try:
+                        for done in as_completed([pool.submit(work, index, files[index]) for index in missing]):
+                            done.result()
+                            bar.update(PART)
+                    except BaseException:
+                        pool.shutdown(wait=False, cancel_futures=True)
+                        raise
+    stored = StoredSet(files, count)
+    if missing:
+        check(source, split, stored)
+    return stored
+
+
+def recorded(source: Source, split: str, count: int) -> str | None:
+    """The SHA-256 which this set has everywhere, or None if none was recorded."""
+    digests: dict[str, dict[str, str]] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return digests.get(source.name, {}).get(f"{split}-{count}")
+
+
+def check(source: Source, split: str, stored: StoredSet) -> None:
+    """Refuse a set that is not the one which was recorded."""
+    expected = recorded(source, split, len(stored))
+    if expected is None:
+        return
+    found = stored.digest()
+    if found != expected:
+        raise ValueError(
+            f"{source.name} {split} of {len(stored)} has SHA-256 {found}, but {expected} was recorded: accuracies on it "
+            "cannot be compared with others. Remove its folder and generate it anew with the package versions of "
+            ".ci/constraints.txt"
+        )

@@ -1,0 +1,90 @@
+"""What can be trained on where the files of Text, Retrieval and Image are not at hand?
+
+Knows three small synthetic tasks with the shapes of those tasks. They are NOT Long Range Arena: they show that a model runs
+and learns something, and nothing about it is comparable with any published number. Their names say so.
+
+Sample n of a split is a function of (seed, split, n).
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from .official.places import Example
+
+WARNING = "synthetic stand-in, not Long Range Arena"
+# symbols of the synthetic language, and how many of them decide which one may follow
+ALPHABET, ORDER = 16, 3
+FIRST_LETTER = ord("a") + 1
+N_SHAPES, SIDE = 10, 32
+
+
+def _generator(*names: object) -> np.random.Generator:
+    return np.random.default_rng([zlib.crc32(str(name).encode()) for name in names])
+
+
+def _chain(language: int, seed: int) -> np.ndarray:
+    """float64 (ALPHABET ** ORDER, ALPHABET): cumulative probabilities of the next symbol, each language its own."""
+    weights = _generator("chain", seed, language).dirichlet(np.full(ALPHABET, 0.3), size=ALPHABET**ORDER)
+    return weights.cumsum(axis=1)
+
+
+def _document(chain: np.ndarray, length: int, generator: np.random.Generator) -> np.ndarray:
+    state, letters = int(generator.integers(ALPHABET**ORDER)), np.empty(length, dtype=np.int16)
+    for place, draw in enumerate(generator.random(length).tolist()):
+        letter = min(int(np.searchsorted(chain[state], draw, side="right")), ALPHABET - 1)
+        letters[place] = FIRST_LETTER + letter
+        state = (state * ALPHABET + letter) % ALPHABET**ORDER
+    return letters
+
+
+def text(split: str, count: int, *, length: int = 1000, seed: int = 0) -> list[Example]:
+    """Stand-in for Text: which of two Markov chains of order 3 wrote this? 257 numbers are possible, 16 appear."""
+    chains = [_chain(language, seed) for language in (0, 1)]
+    examples = []
+    for place in range(count):
+        generator = _generator("text", seed, split, place)
+        label = int(generator.integers(2))
+        n_letters = int(generator.integers(length // 2, length + 1))
+        examples.append(Example((_document(chains[label], n_letters, generator),), label))
+    return examples
+
+
+def retrieval(split: str, count: int, *, length: int = 4000, seed: int = 0) -> list[Example]:
+    """Stand-in for Retrieval: did one Markov chain of four write both documents? If so, they share a planted key too."""
+    chains = [_chain(language, seed) for language in range(4)]
+    examples = []
+    for place in range(count):
+        generator = _generator("retrieval", seed, split, place)
+        label = int(generator.integers(2))
+        first = int(generator.integers(4))
+        second = first if label else (first + int(generator.integers(1, 4))) % 4
+        documents = [_document(chains[language], length, generator) for language in (first, second)]
+        keys = generator.integers(0, 256, (2, 8)).astype(np.int16) + 1
+        for document, key in zip(documents, keys[[0, 0]] if label else keys, strict=True):
+            begin = int(generator.integers(length - len(key) + 1))
+            document[begin : begin + len(key)] = key
+        examples.append(Example(tuple(documents), label))
+    return examples
+
+
+def image(split: str, count: int, *, seed: int = 0) -> list[Example]:
+    """Stand-in for Image: which of ten outlines r(angle) is this, moved, scaled, turned, noisy? uint8 (1024,), 10 labels."""
+    y, x = np.mgrid[:SIDE, :SIDE]
+    examples = []
+    for place in range(count):
+        generator = _generator("image", seed, split, place)
+        label = int(generator.integers(N_SHAPES))
+        # labels 0 .. 4 have round lobes, 5 .. 9 pointed ones; their number is 2 .. 6
+        lobes, is_pointed = label % 5 + 2, label >= 5
+        centre, turn = generator.uniform(12, 20, size=2), generator.uniform(0, 2 * np.pi)
+        angle = np.arctan2(y - centre[0], x - centre[1]) * lobes + turn
+        wave = 2 * np.abs((angle / (2 * np.pi)) % 1 - 0.5) if is_pointed else (1 + np.cos(angle)) / 2
+        radius = generator.uniform(7, 11) * (0.4 + 0.6 * wave)
+        is_inside = np.hypot(y - centre[0], x - centre[1]) < radius
+        dark, bright = generator.uniform(20, 90), generator.uniform(150, 230)
+        pixels = np.where(is_inside, bright, dark) + generator.normal(0, 12, size=(SIDE, SIDE))
+        examples.append(Example((np.clip(pixels, 0, 255).astype(np.uint8).reshape(-1),), label))
+    return examples

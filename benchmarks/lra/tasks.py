@@ -1,0 +1,73 @@
+"""What does each task look like to a model, and how many samples has it?
+
+Knows the table of Long Range Arena: numbers a token can be, labels, lengths, grids, sizes of the splits. Must not know where
+samples come from or what is trained on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import listops, pathfinder
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Samples of each split. pairs: images of Pathfinder that are tested with all four pairs of markers, too."""
+
+    train: int
+    validation: int
+    test: int
+    pairs: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """name        as on the command line
+    n_tokens    numbers a token can be, padding included where there is any
+    n_classes   labels
+    length      tokens of a document, after padding
+    n_documents  1; 2 for Retrieval
+    sizes       in Long Range Arena
+    grid        (height, width) of an image, or None
+    """
+
+    name: str
+    n_tokens: int
+    n_classes: int
+    length: int
+    sizes: Sizes
+    n_documents: int = 1
+    grid: tuple[int, int] | None = None
+
+
+def _pathfinder(name: str, side: int) -> Task:
+    return Task(
+        name, 256, pathfinder.N_CLASSES, side * side, Sizes(160_000, 20_000, 20_000, pairs=1_000), grid=(side, side)
+    )
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("listops", listops.N_TOKENS, listops.N_CLASSES, 2000, Sizes(96_000, 2_000, 2_000)),
+        # not of Long Range Arena: the same language in short, for tries
+        Task("listops-small", listops.N_TOKENS, listops.N_CLASSES, 257, Sizes(20_000, 1_000, 1_000)),
+        # 1000 octets in the official configuration, 4096 in the paper
+        Task("text", 257, 2, 1000, Sizes(25_000, 25_000, 25_000)),
+        Task("text-4096", 257, 2, 4096, Sizes(25_000, 25_000, 25_000)),
+        Task("retrieval", 257, 2, 4000, Sizes(147_086, 18_090, 17_437), n_documents=2),
+        Task("image", 256, 10, 1024, Sizes(45_000, 5_000, 10_000), grid=(32, 32)),
+        _pathfinder("pathfinder32", 32),
+        _pathfinder("pathfinder64", 64),
+        _pathfinder("pathx", 128),
+        _pathfinder("path256", 256),
+    )
+}
+
+
+def find(name: str) -> Task:
+    """The task of that name, or a ValueError that lists the names."""
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+    return TASKS[name]

@@ -1,0 +1,131 @@
+"""Does step n see the samples of step n, whoever asks and whenever training began?"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="needs the extra [lra]")
+
+from benchmarks.lra import batches, listops, pathfinder
+from benchmarks.lra.batches import ExampleRows, FreshRows, PairRows, RecordRows, Steps
+from benchmarks.lra.official.places import Example
+from benchmarks.lra.sources import ListOpsSource, PathfinderSource
+
+SMALL = ListOpsSource(listops.PRESETS["small"])
+
+
+def first(steps: Steps, count: int) -> list[list[int]]:
+    return list(itertools.islice(steps, count))
+
+
+def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own() -> None:
+    steps = first(Steps(12, 4, seed=0), 6)
+    epochs = [sum(steps[:3], []), sum(steps[3:], [])]  # noqa: RUF017 - a dozen numbers
+    assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 2
+    assert epochs[0] != epochs[1]
+    assert first(Steps(12, 4, seed=1), 6) != steps
+
+
+@pytest.mark.parametrize("n", [12, 13, None])
+def test_steps_go_on_anywhere(n: int | None) -> None:
+    whole = first(Steps(n, 4, seed=3), 10)
+    for begin in (1, 3, 7):
+        assert first(Steps(n, 4, seed=3, first_step=begin), 10 - begin) == whole[begin:]
+
+
+@pytest.mark.parametrize("n", [12, None])
+def test_processes_share_a_step(n: int | None) -> None:
+    whole = first(Steps(n, 4, seed=3), 5)
+    shares = [first(Steps(n, 4, seed=3, rank=rank, world=2), 5) for rank in range(2)]
+    for step, *parts in zip(whole, *shares, strict=True):
+        assert [len(part) for part in parts] == [2, 2]
+        assert sorted(sum(parts, [])) == sorted(step)  # noqa: RUF017
+
+
+def test_batches_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size must be a multiple of the 2 processes, got 5"):
+        Steps(10, 5, seed=0, world=2)
+    with pytest.raises(ValueError, match="batch_size must be at most the 10 samples, got 16"):
+        Steps(10, 16, seed=0)
+
+
+def test_records_become_batches() -> None:
+    source = PathfinderSource(pathfinder.preset(32, contour_length=6))
+    records = source.draw("train", np.arange(6))
+    batch = RecordRows(records).take(np.array([4, 1]))
+    assert batch.tokens.shape == (2, 1, 1024)
+    assert (batch.tokens[1, 0].numpy() == records[1]["image"].reshape(-1)).all()
+    assert batch.lengths.tolist() == [[1024], [1024]]
+    assert batch.labels.tolist() == records["label"][[4, 1]].tolist()
+    assert batch.places.tolist() == [4, 1]
+    expressions = SMALL.draw("train", np.arange(3))
+    assert RecordRows(expressions).take(np.arange(3)).lengths[:, 0].tolist() == expressions["length"].tolist()
+
+
+def test_pairs_are_four_versions_of_one_image() -> None:
+    source = PathfinderSource(pathfinder.preset(32, contour_length=6))
+    rows = PairRows(source, 5)
+    assert len(rows) == 20
+    batch = rows.take(np.array([7, 0, 4, 3]))
+    versions = source.draw_pairs("test", np.arange(2))
+    expected = [versions[1, 3], versions[0, 0], versions[1, 0], versions[0, 3]]
+    assert all(
+        (row[0].view(32, 32).numpy() == one["image"]).all() for row, one in zip(batch.tokens, expected, strict=True)
+    )
+    assert batch.labels.tolist() == [1, 1, 1, 1]
+    assert rows.take(np.array([1, 2])).labels.tolist() == [0, 0]
+
+
+def test_a_fresh_stream_goes_through_its_stages() -> None:
+    easy = ListOpsSource(listops.Preset(3, 4, 3, 20), padded_length=257)
+    rows = FreshRows([(5, easy), (0, SMALL)])
+    whole = rows.take(np.arange(12))
+    assert (whole.tokens[:5, 0].numpy() == easy.draw("fresh", np.arange(5))["tokens"]).all()
+    assert (whole.tokens[5:, 0].numpy() == SMALL.draw("fresh", np.arange(5, 12))["tokens"]).all()
+    for field, other in zip(rows.take(np.arange(3, 8)), whole, strict=True):
+        assert torch.equal(field, other[3:8])
+    with pytest.raises(TypeError, match="has no length"):
+        len(rows)
+    with pytest.raises(ValueError, match="stages must be one or more"):
+        FreshRows([])
+
+
+def test_examples_are_padded_and_cut() -> None:
+    pair = Example((np.arange(1, 4, dtype=np.int16), np.arange(1, 9, dtype=np.int16)), 1)
+    batch = ExampleRows([pair, pair], 5).take(np.array([1]))
+    assert batch.tokens.tolist() == [[[1, 2, 3, 0, 0], [1, 2, 3, 4, 5]]]
+    assert batch.lengths.tolist() == [[3, 5]]
+    assert batch.labels.tolist() == [1]
+
+
+def test_padding_beyond_the_longest_document_is_dropped_in_steps() -> None:
+    examples = [Example((np.ones(length, dtype=np.int16),), 0) for length in (3, 70, 129)]
+    rows = ExampleRows(examples, 512)
+    loader = batches.evaluation_loader(rows, 2, cut=64)
+    assert [batch.tokens.shape for batch in loader] == [(2, 1, 128), (1, 1, 192)]
+    assert [batch.tokens.shape[2] for batch in batches.evaluation_loader(rows, 2)] == [512, 512]
+
+
+def test_evaluation_sees_every_sample_once_in_order() -> None:
+    rows = ExampleRows([Example((np.ones(2, dtype=np.int16),), 0)] * 7, 4)
+    places = [batch.places.tolist() for batch in batches.evaluation_loader(rows, 3)]
+    assert places == [[0, 1, 2], [3, 4, 5], [6]]
+    shares = [
+        [place for batch in batches.evaluation_loader(rows, 3, rank=rank, world=2) for place in batch.places.tolist()]
+        for rank in range(2)
+    ]
+    assert shares == [[0, 2, 4, 6], [1, 3, 5]]
+
+
+def test_loaders_leave_the_global_stream_alone() -> None:
+    rows = ExampleRows([Example((np.ones(2, dtype=np.int16),), 0)] * 8, 4)
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    next(iter(batches.training_loader(rows, Steps(8, 2, seed=0))))
+    list(batches.evaluation_loader(rows, 2))
+    assert torch.equal(torch.rand(1), expected)

@@ -1,0 +1,81 @@
+"""Can every configuration be read, and does it say what was published?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("numba", reason="needs the extra [lra]")
+pytest.importorskip("lightning", reason="needs the extra [lra]")
+pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
+
+import benchmarks.lra
+from benchmarks.lra import __main__ as command
+from benchmarks.lra.data import Rules, Stage, generator_of, stage_source
+from benchmarks.lra.model import Architecture, Classifier
+from benchmarks.lra.tasks import find
+from benchmarks.lra.training import Recipe
+
+FOLDER = Path(benchmarks.lra.__file__).parent / "configs"
+FILES = {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in sorted(FOLDER.rglob("*.yaml"))}
+
+
+def read(name: str) -> dict[str, Any]:
+    return yaml.safe_load(FILES[name].read_text())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_configuration_makes_a_model_its_data_and_a_folder_of_its_own(name: str) -> None:
+    settings = read(name)
+    task = find(settings["data"]["task"])
+    with torch.device("meta"):
+        Classifier(task, Architecture(**settings["model"]["architecture"]))
+    recipe = Recipe(**settings["model"]["recipe"])
+    for stage in settings["data"].get("rules", {}).get("stages", []):
+        stage_source(generator_of(task, Rules()), Stage(**stage), task.length)
+    # the official Retrieval is still warming up when it ends
+    assert recipe.schedule == "rsqrt" or settings["trainer"]["max_steps"] > recipe.warmup
+    assert settings["trainer"]["default_root_dir"] == f"out/lra/runs/{name}"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if "start" in read(name)["model"]])
+def test_weights_come_from_a_configuration_with_the_same_encoder(name: str) -> None:
+    settings = read(name)
+    before = settings["model"]["start"].removeprefix("out/lra/runs/").removesuffix("/checkpoints/last.ckpt")
+    with torch.device("meta"):
+        models = [
+            Classifier(find(each["data"]["task"]), Architecture(**each["model"]["architecture"]))
+            for each in (settings, read(before))
+        ]
+    shapes = [{key: tuple(weight.shape) for key, weight in model.state_dict().items()} for model in models]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("name", ["official/listops", "nystromformer/retrieval", "fly/image", "ours/pathx"])
+def test_the_command_reads_a_configuration(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.lra"])
+    with pytest.raises(SystemExit) as done:
+        command.main(["fit", "--config", str(FILES[name]), "--print_config"])
+    assert done.value.code in (0, None)
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["data"]["batch_size"] == read(name)["data"]["batch_size"]
+
+
+def test_published_sizes() -> None:
+    """Heads, features and steps as they are printed in the repositories."""
+    listops = read("official/listops")
+    assert listops["model"]["architecture"]["embed_dim"] == 512
+    assert listops["trainer"]["max_steps"] == 5000
+    image = read("official/image")["model"]["architecture"]
+    # 64 features of queries in 8 heads
+    assert image["head_dim"] * image["num_heads"] == 64
+    for task in ("listops", "text", "retrieval", "image", "pathfinder32"):
+        small = read(f"nystromformer/{task}")["model"]["architecture"]
+        assert (small["n_layers"], small["embed_dim"], small["num_heads"], small["hidden_dim"]) == (2, 64, 2, 128)

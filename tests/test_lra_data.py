@@ -1,0 +1,177 @@
+"""Do all sources give the splits of a task, and is what is scored on them printed with its floor?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytest.importorskip("numba", reason="needs the extra [lra]")
+pytest.importorskip("lightning", reason="needs the extra [lra]")
+
+from benchmarks.lra import __main__ as command
+from benchmarks.lra import listops, pathfinder, scoring, sources
+from benchmarks.lra.data import LraData, Rules, Stage, generator_of
+from benchmarks.lra.official import listops as listops_files
+from benchmarks.lra.tasks import TASKS, Sizes, find
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Generated sets, for all tests."""
+    return tmp_path_factory.mktemp("sets")
+
+
+def data(task: str, root: Path, source: Any = "generated", **more: Any) -> LraData:
+    module = LraData(task, source, root=root, batch_size=4, sizes=Sizes(1000, 500, 1000), workers=0, **more)
+    module.prepare_data()
+    module.setup("fit")
+    return module
+
+
+def put_pathfinder(folder: Path, count: int) -> sources.PathfinderSource:
+    """Images of contours of 6, in the format of the release."""
+    source = sources.PathfinderSource(pathfinder.preset(32, contour_length=6))
+    (folder / "imgs" / "0").mkdir(parents=True)
+    (folder / "metadata").mkdir()
+    lines = []
+    for index, record in enumerate(source.draw("train", np.arange(count))):
+        Image.fromarray(record["image"]).save(folder / "imgs" / "0" / f"sample_{index}.png")
+        lines.append(f"imgs/0 sample_{index}.png {index} {record['label']} 1.0 6 2 2 0.5 1 1\n")
+    (folder / "metadata" / "0.npy").write_text("".join(lines))
+    return source
+
+
+def test_generated_splits_are_those_of_the_source(root: Path) -> None:
+    module = data("listops-small", root)
+    source = generator_of(find("listops-small"), Rules())
+    assert [len(module.rows[split]) for split in ("train", "validation", "test")] == [1000, 500, 1000]
+    batch = next(iter(module.val_dataloader()))
+    expected = source.draw("validation", np.arange(4))
+    assert (batch.tokens[:, 0].numpy() == expected["tokens"][:, : batch.tokens.shape[2]]).all()
+    assert next(iter(module.train_dataloader())).labels.shape == (4,)
+
+
+def test_fresh_samples_go_through_the_stages(root: Path) -> None:
+    rules = Rules(contour_length=6, stages=[Stage(6, {"seed_distances": [3, 10], "is_central": False})])
+    module = data("pathfinder32", root, "fresh", rules=rules)
+    loader = iter(module.train_dataloader())
+    first, second = next(loader), next(loader)
+    task = generator_of(find("pathfinder32"), rules).draw("fresh", np.arange(8))["image"].reshape(8, 1, -1)
+    assert not (first.tokens.numpy() == task[:4]).all(axis=(1, 2)).any()
+    assert (second.tokens.numpy() == task[4:]).all(axis=(1, 2)).tolist() == [False, False, True, True]
+
+
+def test_released_files_are_read(tmp_path: Path) -> None:
+    samples = listops.generate(30, preset="small", seed=0)
+    for place, split in enumerate(("train", "val", "test")):
+        path = tmp_path / "listops-1000" / f"basic_{split}.tsv"
+        path.parent.mkdir(exist_ok=True)
+        listops_files.write(path, samples[10 * place : 10 * place + 10])
+    module = data("listops", tmp_path, "official")
+    batch = next(iter(module.test_dataloader()[0]))
+    assert [
+        listops.evaluate(row[:length].tolist())
+        for row, length in zip(batch.tokens[:, 0], batch.lengths[:, 0], strict=True)
+    ] == batch.labels.tolist()
+    result = scoring.score(module, np.array([sample.label for sample in samples[20:]]))
+    assert (result.accuracy, result.balanced) == (1.0, 1.0)
+    assert result.data == "official release"
+
+
+def test_stand_ins_are_never_called_long_range_arena(tmp_path: Path) -> None:
+    for task in ("text", "retrieval", "image"):
+        module = LraData(task, "stand-in", root=tmp_path, batch_size=2, sizes=Sizes(4, 4, 4), workers=0)
+        module.setup("fit")
+        assert next(iter(module.train_dataloader())).tokens.shape[1] == TASKS[task].n_documents
+        assert "not Long Range Arena" in str(scoring.score(module, np.zeros(4, dtype=np.int64)))
+
+
+def test_a_guess_of_one_label_has_the_balanced_accuracy_of_chance(tmp_path: Path) -> None:
+    module = LraData("image", "stand-in", root=tmp_path, sizes=Sizes(2, 2, 200), workers=0)
+    module.setup("fit")
+    labels = np.concatenate([batch.labels.numpy() for batch in module.test_dataloader()[0]])
+    most = np.bincount(labels).argmax()
+    result = scoring.score(module, np.full(200, most))
+    assert result.accuracy == result.floor
+    assert result.balanced == pytest.approx(0.1)
+
+
+def test_pathfinder_is_scored_beside_its_markers(root: Path) -> None:
+    module = data("pathfinder32", root, rules=Rules(contour_length=6))
+    truth = module.stored("test")[:]["label"].astype(np.int64)
+    right = scoring.score(module, truth)
+    assert (right.accuracy, right.balanced) == (1.0, 1.0)
+    # of 1,000 samples a reader learns less than there is to know, 0.741
+    assert 0.55 < right.floor < 0.76
+    assert "learnt from 1000 samples" in str(right)
+
+
+def test_the_floor_of_released_images_is_found_in_their_pixels(tmp_path: Path) -> None:
+    put_pathfinder(tmp_path / "pathfinder32" / "curv_contour_length_14", 1000)
+    module = LraData("pathfinder32", "official", root=tmp_path, workers=0)
+    module.setup("test")
+    result = scoring.score(module, np.zeros(100, dtype=np.int64))
+    assert result.n == 100
+    assert 0.4 < result.floor < 0.9
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LraData("listop"), "task must be one of listops, "),
+        (lambda: generator_of(find("text"), Rules()), 'cannot be generated: source="official" reads its files'),
+        (lambda: LraData("listops", rules=Rules(stages=[Stage(1, {})])), 'source="fresh" uses them'),
+        (lambda: LraData("listops-small", "official").setup("fit"), "has no released files"),
+        (lambda: LraData("listops", "stand-in").setup("fit"), "has no stand-in"),
+        (
+            lambda: data("listops-small", Path(), "fresh", rules=Rules(stages=[Stage(1, {"depth": 3})])),
+            r"changes must be fields of .* got \['depth'\]",
+        ),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(
+    make: Any, message: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---- commands ----
+
+
+def test_generate_says_what_it_made(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "listops-small", "--root", str(root), "--splits", '["test"]', "--workers", "1"]
+    command.main(arguments)
+    first = capsys.readouterr().out
+    assert "test: 1000 samples, SHA-256 " in first
+    command.main(arguments)
+    assert capsys.readouterr().out == first
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(task: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(command.OWN, "generate", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        command.main(["generate", "listops"])
+    assert "the same command goes on from here" in capsys.readouterr().err
+
+
+def test_floors_are_printed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["floors", "listops-small", "--root", str(root), "--workers", "1"])
+    printed = capsys.readouterr().out
+    assert "root operator alone" in printed
+    assert "1 operator(s) deep" in printed
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["--help"])
+    assert "generate" in capsys.readouterr().out

@@ -1,0 +1,149 @@
+"""Is the model what its architecture says, blind to padding, and the same after its weights have moved?"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import masks
+
+pytest.importorskip("numba", reason="needs the extra [lra]")
+
+from benchmarks.lra import transfer
+from benchmarks.lra.model import Architecture, Classifier, pool
+from benchmarks.lra.tasks import TASKS, Sizes, Task
+
+TINY = Architecture(embed_dim=16, num_heads=2, n_layers=2, hidden_dim=16, mask="butterfly", block_size=16)
+WORDS = Task("words", 20, 3, 64, Sizes(1, 1, 1))
+PAIRS = dataclasses.replace(WORDS, n_documents=2)
+PICTURE = Task("picture", 20, 2, 64, Sizes(1, 1, 1), grid=(8, 8))
+
+
+def model(task: Task, **changes: Any) -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(task, dataclasses.replace(TINY, **changes))
+
+
+def tokens(task: Task, batch: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(1, 20, (batch, task.n_documents, 64), generator=generator).short()
+
+
+@pytest.mark.parametrize("task", [WORDS, PAIRS], ids=["one", "two"])
+@pytest.mark.parametrize("pooling", ["mean", "max", "mean+max", "cls", "first"])
+@pytest.mark.parametrize("positions", ["rope", "learned", "none"])
+def test_padding_is_not_seen(task: Task, pooling: str, positions: str) -> None:
+    classifier = model(task, pooling=pooling, positions=positions)
+    x = tokens(task)
+    lengths = torch.full((3, task.n_documents), 40, dtype=torch.int32)
+    filled = x.clone()
+    filled[:, :, 40:] = 7
+    logits = classifier(filled, lengths)
+    torch.testing.assert_close(logits, classifier(x, lengths))
+    # nor is it missed
+    torch.testing.assert_close(logits, classifier(x[:, :, :48], lengths), atol=1e-5, rtol=1e-5)
+    assert logits.shape == (3, 3)
+
+
+def test_documents_are_compared_in_four_ways() -> None:
+    classifier = model(PAIRS, pooling="mean")
+    x, lengths = tokens(PAIRS), torch.full((3, 2), 64, dtype=torch.int32)
+    one, other = (pool(classifier.encode(x[:, i], lengths[:, i]), lengths[:, i], "mean") for i in range(2))
+    expected = classifier.head(torch.cat([one, other, one * other, one - other], dim=1))
+    torch.testing.assert_close(classifier(x, lengths), expected)
+
+
+def test_pooling_takes_real_tokens() -> None:
+    x = torch.tensor([[[1.0], [5.0], [9.0], [100.0]]])
+    lengths = torch.tensor([3])
+    expected = {"mean": [[5.0]], "max": [[9.0]], "mean+max": [[5.0, 9.0]], "first": [[1.0]], "padded mean": [[3.75]]}
+    assert {name: pool(x, lengths, name).tolist() for name in expected} == expected
+
+
+def test_the_mask_is_the_one_that_is_named() -> None:
+    layout = model(PICTURE).encoder.blocks[0].attention.layout
+    assert layout == masks.butterfly(64, block_size=16)
+    of_length = model(WORDS).encoder.blocks[0].attention.layout
+    assert of_length(48) == masks.butterfly(48, block_size=16)
+    assert of_length(48) is of_length(48)
+    with pytest.raises(ValueError, match="butterflu"):
+        model(PICTURE, mask="butterflu")
+
+
+def test_rotary_positions_of_an_image_are_its_pixels() -> None:
+    classifier = model(PICTURE)
+    assert classifier.places is not None
+    assert classifier.places[19].tolist() == [2, 3]
+
+
+def test_the_order_of_pixels_changes_nothing_but_what_the_mask_keeps() -> None:
+    """Dense attention with positions that go along does not see an order."""
+    x, lengths = tokens(PICTURE), torch.full((3, 1), 64, dtype=torch.int32)
+    raster, morton = model(PICTURE, mask=None), model(PICTURE, mask=None, order="morton")
+    torch.testing.assert_close(raster(x, lengths), morton(x, lengths), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(model(PICTURE)(x, lengths), model(PICTURE, order="morton")(x, lengths), atol=1e-4)
+    with pytest.raises(ValueError, match="order must be raster"):
+        model(WORDS, order="morton")
+
+
+@pytest.mark.parametrize("order", ["raster", "morton"])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_hidden_tokens_are_hidden_and_asked_for(order: str, pooling: str) -> None:
+    classifier = model(PICTURE, order=order, pooling=pooling)
+    x, lengths = tokens(PICTURE), torch.full((3, 1), 64, dtype=torch.int32)
+    is_hidden = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.4
+    guesses = classifier.guess_hidden(x, lengths, is_hidden)
+    truth = classifier.hidden_tokens(x, is_hidden)
+    assert guesses.shape == (int(is_hidden.sum()), 20)
+    # what is hidden does not matter
+    torch.testing.assert_close(guesses, classifier.guess_hidden(torch.where(is_hidden, 3, x), lengths, is_hidden))
+    # guesses and truth are in one order: of the pixels of one image, in the model's
+    places = torch.arange(64) if classifier.order is None else classifier.order
+    assert truth[: int(is_hidden[0].sum())].tolist() == [int(x[0, 0, p]) for p in places if is_hidden[0, 0, p]]
+
+
+def test_learned_positions_are_laid_out_again_and_again() -> None:
+    weight = torch.arange(4.0)[:, None]
+    large = transfer.grown(weight, (2, 2), (4, 4), "tile").view(4, 4)
+    assert large.tolist() == [[0, 1, 0, 1], [2, 3, 2, 3]] * 2
+    stretched = transfer.grown(weight, (2, 2), (4, 4), "interpolate").view(4, 4)
+    assert stretched[0].tolist() == pytest.approx([0, 0.25, 0.75, 1])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_weights_go_to_a_larger_image(pooling: str) -> None:
+    larger = dataclasses.replace(PICTURE, length=256, grid=(16, 16))
+    small, large = (model(task, positions="learned", pooling=pooling) for task in (PICTURE, larger))
+    assert transfer.carry_over(large, small.state_dict(), grid=(8, 8)) == []
+    extra = int(pooling == "cls")
+    assert small.positions is not None
+    assert large.positions is not None
+    grid = large.positions.weight[extra:].view(16, 16, -1)
+    assert torch.equal(grid[3, 12], small.positions.weight[extra + 3 * 8 + 4])
+    assert torch.equal(large.head[0].weight, small.head[0].weight)
+
+
+def test_another_head_starts_afresh_and_is_named() -> None:
+    other = dataclasses.replace(WORDS, n_classes=7)
+    first, second = model(WORDS), model(other)
+    assert transfer.carry_over(second, first.state_dict(), grid=None) == ["head.2.bias", "head.2.weight"]
+
+
+def test_another_architecture_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"encoder\..* has shape"):
+        transfer.carry_over(model(WORDS, hidden_dim=32), model(WORDS).state_dict(), grid=None)
+    longer = dataclasses.replace(WORDS, length=128)
+    with pytest.raises(ValueError, match="only those of images can grow"):
+        transfer.carry_over(
+            model(longer, positions="learned"), model(WORDS, positions="learned").state_dict(), grid=None
+        )
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_has_a_model(name: str) -> None:
+    with torch.device("meta"):
+        classifier = Classifier(TASKS[name], Architecture(embed_dim=16, n_layers=1, hidden_dim=16))
+    assert classifier.head[-1].out_features == TASKS[name].n_classes

@@ -1,0 +1,313 @@
+"""Are the released files read in every layout? The files here are made in their formats, a few lines each."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.lra import listops as expressions
+from benchmarks.lra.official import image, listops, pathfinder, retrieval, text
+
+NESTS = ["", "lra_release", "lra_release/lra_release"]
+
+
+def put(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+# ---- ListOps ----
+
+# a line of the release
+TREE = "( ( ( ( [MAX 4 ) 3 ) ( ( ( [MIN 2 ) 3 ) ] ) ) ] )"
+
+
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("folder", ["listops-1000", "listops", "listops/listops-1000"])
+def test_listops_is_found_in_every_layout(tmp_path: Path, nest: str, folder: str) -> None:
+    for split, digit in (("train", "7"), ("val", "8"), ("test", "9")):
+        put(tmp_path / nest / folder / f"basic_{split}.tsv", f"Source\tTarget\n{TREE}\t4\n{digit}\t{digit}\n")
+    splits = listops.load(tmp_path)
+    assert [len(split) for split in splits] == [2, 2, 2]
+    assert [split[1].label for split in splits] == [7, 8, 9]
+    assert expressions.to_text(splits.train[0].tokens) == "[MAX 4 3 [MIN 2 3 ] ]"
+
+
+def test_listops_files_are_written_as_they_are_read(tmp_path: Path) -> None:
+    samples = expressions.generate(50, preset="small", seed=0)
+    listops.write(tmp_path / "file.tsv", samples)
+    assert listops.read(tmp_path / "file.tsv") == samples
+    listops.write(tmp_path / "line.tsv", [expressions.Sample(expressions.parse(TREE), 4)])
+    assert (tmp_path / "line.tsv").read_text() == f"Source\tTarget\n{TREE}\t4\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("7\t7\n", "line 1 must be 'Source"),
+        ("Source\tTarget\n7 7\n", "line 2 must be an expression, a tab and a digit"),
+        ("Source\tTarget\n7\t7\n[SUM 1 2 ]\t3\n", r"line 3: text must hold only .* got '\[SUM'"),
+    ],
+)
+def test_damaged_listops_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        listops.read(put(tmp_path / "file.tsv", content))
+
+
+# ---- Retrieval ----
+
+
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("folder", ["tsv_data", "aan", "aan/tsv_data"])
+def test_retrieval_is_found_in_every_layout(tmp_path: Path, nest: str, folder: str) -> None:
+    for split, label in (("train", "1.0"), ("eval", "0.0"), ("test", "1")):
+        put(tmp_path / nest / folder / f"new_aan_pairs.{split}.tsv", f'{label}\tP01\tP02\ta "b\tc\x85 é\n')
+    splits = retrieval.load(tmp_path, length=5)
+    assert [split[0].label for split in splits] == [1, 0, 1]
+    first, second = splits.train[0].documents
+    assert first.tolist() == [ord(letter) + 1 for letter in 'a "b']
+    # octets, cut after five of them: "c", the two of U+0085, a blank, the first of "é"
+    assert second.tolist() == [octet + 1 for octet in "c\x85 é".encode()[:5]]
+
+
+def test_retrieval_without_texts_is_refused(tmp_path: Path) -> None:
+    path = put(tmp_path / "new_aan_pairs.train.tsv", "1.0\tP01\tP02\n")
+    with pytest.raises(ValueError, match=r"line 1 must have 5 columns .* got 3\. Copies with identifiers only"):
+        retrieval.read(path)
+    path = put(tmp_path / "new_aan_pairs.eval.tsv", "1.0\ta\tb\tc\td\nyes\ta\tb\tc\td\n")
+    with pytest.raises(ValueError, match=r"line 2 must begin with the label 0\.0 or 1\.0, got b'yes'"):
+        retrieval.read(path)
+
+
+# ---- Text ----
+
+
+def put_reviews(folder: Path) -> None:
+    for split in ("train", "test"):
+        put(folder / split / "pos" / "0_9.txt", f"good {split} é")
+        put(folder / split / "pos" / "1_8.txt", "fine" * 8)
+        put(folder / split / "neg" / "0_1.txt", "bad")
+
+
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("folder", ["aclImdb", "imdb/aclImdb"])
+def test_text_is_found_in_every_layout(tmp_path: Path, nest: str, folder: str) -> None:
+    put_reviews(tmp_path / nest / folder)
+    splits = text.load(tmp_path, length=13)
+    assert [example.label for example in splits.train] == [0, 1, 1]
+    assert splits.train[1].documents[0].tolist() == [octet + 1 for octet in "good train é".encode()[:13]]
+    assert splits.validation is splits.test
+
+
+def test_text_as_characters_knows_the_frequent_ones(tmp_path: Path) -> None:
+    """Of all characters, only n (8 + 15 + 1 times) and e (8 + 8) appear 15 times."""
+    put_reviews(tmp_path / "aclImdb")
+    put(tmp_path / "aclImdb" / "train" / "neg" / "1_2.txt", "n" * 15 + "e" * 8)
+    assert text.vocabulary(["n" * 24, "e" * 16, "a" * 14]) == {"n": 3, "e": 4}
+    bad, many, good, fine = text.load(tmp_path, encoding="characters", length=6).train
+    unknown, end = text.UNKNOWN, text.END
+    assert bad.documents[0].tolist() == [unknown] * 3 + [end]
+    assert many.documents[0].tolist() == [3] * 5 + [end]
+    assert good.documents[0].tolist() == [unknown] * 5 + [end]
+    assert fine.documents[0].tolist() == [unknown, unknown, 3, 4, unknown, end]
+
+
+def test_missing_reviews_are_missed(tmp_path: Path) -> None:
+    put_reviews(tmp_path / "aclImdb")
+    (tmp_path / "aclImdb" / "test" / "neg" / "0_1.txt").unlink()
+    with pytest.raises(FileNotFoundError, match="neg has no file"):
+        text.load(tmp_path)
+    (tmp_path / "aclImdb" / "test" / "neg").rmdir()
+    with pytest.raises(FileNotFoundError, match="neg was not found"):
+        text.load(tmp_path)
+
+
+# ---- Image ----
+
+
+def pictures(seed: int, count: int) -> tuple[np.ndarray, list[int]]:
+    generator = np.random.default_rng(seed)
+    return generator.integers(0, 256, (count, 3072), dtype=np.uint8), generator.integers(0, 10, count).tolist()
+
+
+def put_batches(folder: Path, is_binary: bool) -> None:
+    for number, name in enumerate((*image.TRAIN, image.TEST)):
+        colours, labels = pictures(number, 2)
+        if is_binary:
+            rows = np.concatenate([np.array(labels, dtype=np.uint8)[:, None], colours], axis=1)
+            put(folder / f"{name}.bin", rows.tobytes())
+        else:
+            put(folder / name, pickle.dumps({b"data": colours, b"labels": labels}, protocol=2))
+
+
+@pytest.mark.parametrize("is_binary", [False, True])
+@pytest.mark.parametrize(
+    "folder", ["cifar-10-batches-py", "lra_release/cifar10/cifar-10-batches-py", "cifar-10-batches-bin"]
+)
+def test_images_are_found_in_every_layout_and_made_gray(tmp_path: Path, folder: str, is_binary: bool) -> None:
+    put_batches(tmp_path / folder, is_binary)
+    splits = image.load(tmp_path)
+    assert [len(split) for split in splits] == [9, 1, 2]
+    colours, labels = pictures(0, 2)
+    red, green, blue = (int(colours[1, channel * 1024 + 33]) for channel in range(3))
+    example = splits.train[1]
+    assert example.label == labels[1]
+    assert example.documents[0].dtype == np.uint8
+    # the second pixel of the second row
+    assert example.documents[0][33] == int(0.2989 * red + 0.587 * green + 0.114 * blue)
+    other = image.load(tmp_path, gray="torchvision").train[1].documents[0]
+    assert other[33] == (299 * red + 587 * green + 114 * blue) // 1000
+
+
+def test_white_stays_within_a_byte(tmp_path: Path) -> None:
+    white = np.full((1, 3072), 255, dtype=np.uint8)
+    path = put(tmp_path / "data_batch_1", pickle.dumps({b"data": white, b"labels": [3]}, protocol=2))
+    assert image.read(path)[0].documents[0].max() == 254
+    assert image.read(path, gray="torchvision")[0].documents[0].max() == 255
+
+
+def test_random_validation_images_are_those_of_the_pytorch_repositories(tmp_path: Path) -> None:
+    put_batches(tmp_path / "cifar-10-batches-py", is_binary=False)
+    everyone = [*(whole := image.load(tmp_path)).train, *whole.validation]
+    parts = torch.utils.data.random_split(everyone, [9, 1], torch.Generator().manual_seed(42))
+    splits = image.load(tmp_path, split="random")
+    for ours, theirs in zip(splits, parts, strict=False):
+        assert [example.documents[0].tobytes() for example in ours] == [
+            example.documents[0].tobytes() for example in theirs
+        ]
+
+
+class Harmful:
+    def __reduce__(self) -> tuple:
+        return print, ("run",)
+
+
+def test_a_batch_that_is_a_program_is_refused(tmp_path: Path) -> None:
+    path = put(tmp_path / "data_batch_1", pickle.dumps({b"data": Harmful()}, protocol=2))
+    with pytest.raises(ValueError, match="holds arrays and lists, not"):
+        image.read(path)
+    path = put(tmp_path / "data_batch_1.bin", b"123")
+    with pytest.raises(ValueError, match="a multiple of 3073 octets was expected, got 3"):
+        image.read(path)
+
+
+# ---- Pathfinder ----
+
+
+def put_pathfinder(folder: Path, count: int = 20, *, is_array: bool = False, brightness: int = 0) -> None:
+    """Two batches, the second named so that "10" has to come after "2"; pixel 0 of image i is i, its label i % 2."""
+    rows: dict[str, list[list[str]]] = {"2": [], "10": []}
+    for index in range(count):
+        batch = "2" if index < count // 2 else "10"
+        row = f"imgs/{batch} sample_{index}.png {index} {index % 2} 1.0 6 2 2 0.5 1 1"
+        rows[batch].append(row.split())
+        pixels = np.full((32, 32), brightness, dtype=np.uint8)
+        pixels[0, 0] = index
+        path = folder / "imgs" / batch / f"sample_{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    (folder / "metadata").mkdir(parents=True)
+    for batch, lines in rows.items():
+        path = folder / "metadata" / f"{batch}.npy"
+        if is_array:
+            np.save(path, np.array(lines))
+        else:
+            path.write_text("".join(" ".join(line) + "\n" for line in lines))
+
+
+def firsts(examples: pathfinder.Images) -> list[int]:
+    return [int(example.documents[0][0]) for example in examples]
+
+
+@pytest.mark.parametrize("is_array", [False, True], ids=["text", "array"])
+@pytest.mark.parametrize(
+    "folder",
+    ["pathfinder32", "lra_release/pathfinder32", "lra_release/lra_release/pathfinder32", "pathfinder/pathfinder32"],
+)
+def test_pathfinder_is_found_in_every_layout(tmp_path: Path, folder: str, is_array: bool) -> None:
+    put_pathfinder(tmp_path / folder / "curv_contour_length_14", is_array=is_array)
+    splits = pathfinder.load(tmp_path, 32)
+    assert [firsts(split) for split in splits] == [list(range(16)), [16, 17], [18, 19]]
+    assert [example.label for example in splits.train] == [0, 1] * 8
+    assert splits.train[3].documents[0].shape == (1024,)
+    assert splits.train[3].documents[0].dtype == np.uint8
+
+
+def test_of_two_copies_the_one_at_the_top_is_used_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put_pathfinder(tmp_path / "lra_release/lra_release/pathfinder32/curv_baseline", brightness=9)
+    put_pathfinder(tmp_path / "lra_release/pathfinder32/curv_baseline", brightness=5)
+    splits = pathfinder.load(tmp_path, 32, difficulty="curv_baseline")
+    assert splits.test[0].documents[0][1] == 5
+    assert str(tmp_path / "lra_release/pathfinder32/curv_baseline") in capsys.readouterr().out
+
+
+def test_empty_images_are_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
+    put_pathfinder(folder)
+    (folder / "imgs" / "2" / "sample_4.png").write_bytes(b"")
+    splits = pathfinder.load(tmp_path, 32)
+    assert firsts(splits.train) == [0, 1, 2, 3, *range(5, 16)]
+    assert "1 empty image(s) left out" in capsys.readouterr().out
+
+
+def test_random_splits_are_those_of_the_pytorch_repositories(tmp_path: Path) -> None:
+    put_pathfinder(tmp_path / "pathfinder32" / "curv_contour_length_14")
+    parts = torch.utils.data.random_split(range(20), [16, 2, 2], torch.Generator().manual_seed(42))
+    splits = pathfinder.load(tmp_path, 32, split="random")
+    assert [firsts(split) for split in splits] == [list(part) for part in parts]
+
+
+def test_damaged_pathfinder_files_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
+    put_pathfinder(folder)
+    Image.new("L", (16, 16)).save(folder / "imgs" / "2" / "sample_0.png")
+    with pytest.raises(ValueError, match="expected 32 x 32 pixels, got"):
+        _ = pathfinder.load(tmp_path, 32).train[0]
+    (folder / "metadata" / "2.npy").write_text("imgs/2 sample_0.png 0 yes\n")
+    with pytest.raises(ValueError, match="line 1 must be a folder, a file, an index and a label 0 or 1"):
+        pathfinder.load(tmp_path, 32)
+    for file in (folder / "metadata").iterdir():
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="metadata has no file"):
+        pathfinder.load(tmp_path, 32)
+
+
+# ---- what is not there ----
+
+
+@pytest.mark.parametrize(
+    ("load", "named"),
+    [
+        (listops.load, "lra_release/lra_release/listops-1000/basic_train.tsv"),
+        (retrieval.load, "aan/tsv_data/new_aan_pairs.train.tsv"),
+        (text.load, "aclImdb/train/pos"),
+        (image.load, "cifar-10-batches-py/data_batch_1"),
+        (lambda root: pathfinder.load(root, 128), "lra_release/pathfinder128/curv_contour_length_14/metadata"),
+    ],
+    ids=["listops", "retrieval", "text", "image", "pathfinder"],
+)
+def test_what_is_missing_is_named_with_every_place(tmp_path: Path, load: Callable[[Path], object], named: str) -> None:
+    with pytest.raises(FileNotFoundError, match="Looked for") as error:
+        load(tmp_path)
+    assert str(tmp_path / named) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda root: text.load(root, encoding="words"), "encoding must be"),
+        (lambda root: image.load(root, gray="mean"), "gray must be"),
+        (lambda root: image.load(root, split="first"), "split must be"),
+        (lambda root: pathfinder.load(root, 32, split="first"), "split must be"),
+    ],
+)
+def test_unknown_options_are_refused(tmp_path: Path, call: Callable[[Path], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(tmp_path)

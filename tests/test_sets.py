@@ -1,0 +1,96 @@
+"""Is a generated set the same whoever makes it, in however many goes?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="needs the extra [lra]")
+
+from benchmarks.lra import sets
+
+
+@dataclass(frozen=True)
+class Squares:
+    """Sample n of a split is n * n; can be told to be interrupted."""
+
+    interrupted_at: int = 10**9
+    name: str = "squares"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype([("square", "<i8"), ("label", "u1")])
+
+    def draw(self, split: str, places: np.ndarray) -> np.ndarray:
+        if self.interrupted_at in places:
+            raise KeyboardInterrupt
+        records = np.zeros(len(places), dtype=self.dtype)
+        records["square"], records["label"] = places**2, len(split)
+        return records
+
+
+def test_records_are_found_by_number_slice_and_array(tmp_path: Path) -> None:
+    stored = sets.make(Squares(), "test", 2500, root=tmp_path)
+    assert len(stored) == 2500
+    assert stored[1999]["square"] == 1999**2
+    assert stored[990:1010]["square"].tolist() == [n * n for n in range(990, 1010)]
+    places = np.array([[2499, 0], [1000, 999]])
+    assert (stored[places]["square"] == places**2).all()
+    assert sum(len(part) for part in stored) == 2500
+    with pytest.raises(IndexError, match=r"places must be 0 \.\. 2499, got 3 \.\. 2500"):
+        stored[np.array([3, 2500])]
+
+
+def test_an_interrupted_set_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        sets.make(Squares(interrupted_at=2100), "test", 4000, root=tmp_path)
+    files = sorted(tmp_path.rglob("*"))
+    assert [file.name for file in files if file.is_file()] == ["000000.npy", "000001.npy"]
+    before = [file.stat().st_mtime_ns for file in files if file.is_file()]
+    stored = sets.make(Squares(), "test", 4000, root=tmp_path)
+    assert [file.stat().st_mtime_ns for file in files if file.is_file()] == before
+    assert (stored[:]["square"] == np.arange(4000) ** 2).all()
+
+
+def test_a_larger_set_keeps_the_parts_of_a_smaller_one(tmp_path: Path) -> None:
+    sets.make(Squares(), "test", 1500, root=tmp_path)
+    # a part that exists is not drawn again
+    stored = sets.make(Squares(interrupted_at=1999), "test", 3000, root=tmp_path)
+    assert len(stored) == 3000
+
+
+def test_workers_make_what_one_process_makes(tmp_path: Path) -> None:
+    alone = sets.make(Squares(), "train", 3000, root=tmp_path / "alone")
+    together = sets.make(Squares(), "train", 3000, root=tmp_path / "together", workers=2)
+    assert alone.digest() == together.digest()
+
+
+def test_the_digest_is_that_of_the_records(tmp_path: Path) -> None:
+    stored = sets.make(Squares(), "test", 1200, root=tmp_path)
+    again = sets.make(Squares(), "test", 1200, root=tmp_path / "again")
+    assert stored.digest() == again.digest()
+    assert stored.digest() != sets.make(Squares(), "test", 1201, root=tmp_path).digest()
+
+
+def test_a_set_that_differs_from_the_recorded_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = sets.make(Squares(), "test", 1000, root=tmp_path / "first").digest()
+    table = tmp_path / "digests.json"
+    monkeypatch.setattr(sets, "RECORDED", table)
+    table.write_text(json.dumps({"squares": {"test-1000": digest}}))
+    sets.make(Squares(), "test", 1000, root=tmp_path / "second")
+    table.write_text(json.dumps({"squares": {"test-1000": "0" * 64}}))
+    with pytest.raises(ValueError, match="cannot be compared"):
+        sets.make(Squares(), "test", 1000, root=tmp_path / "third")
+    assert sets.recorded(Squares(), "test", 999) is None
+
+
+def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="count must be 1 or more, got 0"):
+        sets.make(Squares(), "test", 0, root=tmp_path)
+    with pytest.raises(ValueError, match="workers must be 1 or more, got 0"):
+        sets.make(Squares(), "test", 10, root=tmp_path, workers=0)
