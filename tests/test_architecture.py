@@ -132,6 +132,32 @@ TABLE = {
             )
         }
     ),
+    "blocksparse_flash/distributed/ownership.py": Arrows({NUMPY, f"{OURS}.blocks"}, {"scipy"}),
+    "blocksparse_flash/distributed/traffic.py": Arrows({NUMPY, f"{OURS}.blocks", f"{OURS}.plan"}),
+    "blocksparse_flash/distributed/costs.py": Arrows(
+        {NUMPY, *(f"{OURS}.{name}" for name in ("blocks", "plan", "distributed.ownership", "distributed.traffic"))}
+    ),
+    "blocksparse_flash/distributed/agreement.py": Arrows({TORCH}),
+    "blocksparse_flash/distributed/messages.py": Arrows({TORCH}),
+    "blocksparse_flash/distributed/exchange.py": Arrows({TORCH, f"{OURS}.ops", f"{OURS}.distributed.messages"}),
+    "blocksparse_flash/distributed/context_plan.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "plan"))}
+        | {
+            f"{OURS}.distributed.{name}"
+            for name in ("agreement", "costs", "exchange", "messages", "ownership", "traffic")
+        }
+    ),
+    "blocksparse_flash/distributed/ulysses.py": Arrows(
+        {TORCH, *(f"{OURS}.{name}" for name in ("functional", "layout", "distributed.messages"))},
+        {f"{OURS}.distributed.context_plan"},
+    ),
+    "blocksparse_flash/distributed/functional.py": Arrows(
+        {TORCH, f"{OURS}.contract", f"{OURS}.functional"}
+        | {f"{OURS}.distributed.{name}" for name in ("context_plan", "exchange", "ulysses")}
+    ),
+    "blocksparse_flash/distributed/__init__.py": Arrows(
+        {f"{OURS}.distributed.{name}" for name in ("context_plan", "functional")}
+    ),
     "masks/checks.py": Arrows({NUMPY, TORCH}),
     "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),
     "masks/chunks.py": Arrows({NUMPY, "masks.canvas", "masks.checks"}),

@@ -1,0 +1,107 @@
+"""What may a caller ask of attention over a sequence that several ranks share?
+
+Knows the order of a call: arguments are checked against the contract of attention and against the plan, before anything is
+sent. Must not know what is sent.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import contract, functional
+from . import ulysses
+from .context_plan import ContextPlan
+from .exchange import exchange_forward
+
+# a message takes some 30 microseconds however short it is, so more would not pay
+MOST_CHUNKS = 4
+
+
+def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
+    """Refuse what the plan was not made for."""
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
+    if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(plan.layers):
+        raise ValueError(f"layer must be 0 .. {len(plan.layers) - 1}, one of the plan's layouts, got {layer!r}")
+    if backend == "reference":
+        raise ValueError('backend="reference" computes all pairs of one process; use "auto", "triton" or "eager"')
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.shape[2] != plan.local_length:
+            raise ValueError(
+                f"{name} must have the {plan.local_length} tokens of rank {plan.rank}, got {tensor.shape[2]}; "
+                "plan.shard(x, dim) takes them from the whole sequence"
+            )
+    if (q.shape[1], k.shape[1]) != plan.heads:
+        raise ValueError(
+            f"q and k must have the plan's heads {plan.heads}, got ({q.shape[1]}, {k.shape[1]}); "
+            "plan(..., heads=(query heads, key heads)) takes others"
+        )
+    if q.device != plan.device:
+        raise ValueError(f"q must be on the plan's device {plan.device}, got {q.device}: use .to(plan.device)")
+
+
+def _n_chunks(chunks: int | None, kv_heads: int) -> int:
+    if chunks is None:
+        return max(n for n in range(1, MOST_CHUNKS + 1) if kv_heads % n == 0)
+    if not isinstance(chunks, int) or isinstance(chunks, bool):
+        raise TypeError(f"chunks must be an int or None, got {chunks!r}")
+    if chunks < 1 or kv_heads % chunks:
+        raise ValueError(f"chunks must divide the {kv_heads} key heads, got {chunks}; None chooses")
+    return chunks
+
+
+def attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    *,
+    layer: int = 0,
+    scale: float | None = None,
+    chunks: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and the log-sum-exp of each row's scaled scores, as blocksparse_flash.attention_with_lse gives it."""
+    autocast = functional._autocast(q)
+    dtype, scale = contract.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
+    _check(q, k, plan, layer, backend)
+    n_chunks = _n_chunks(chunks, plan.heads[1])
+    backend = functional._choose(backend, q.device, dtype)
+    if autocast is not None:
+        q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, autocast)) for tensor in (q, k, v))
+    found = plan.layers[layer]
+    if found.scheme == "ulysses":
+        return ulysses.attend(q, k, v, plan, found.layout, scale, backend)
+    out, lse, _ = exchange_forward(
+        q, k, v, found.tensors, found.counts, scale, n_chunks, plan.keeps_received, plan.group_name, backend
+    )
+    return out, lse
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    *,
+    layer: int = 0,
+    scale: float | None = None,
+    chunks: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """blocksparse_flash.attention over a sequence shared by several ranks: this rank's rows of it. Differentiable.
+
+    q, k, v  (batch, heads, plan.local_length, dim): the tokens of this rank, in the order of plan.positions
+    plan     what `plan` made; its layout, order and scheme
+    layer    which of the plan's layouts
+    scale    factor on the scores; None is head_dim ** -0.5
+    chunks   messages into which the key heads are divided, so that one travels while another is computed; None: up to 4
+    backend  "auto", "triton" or "eager", as in blocksparse_flash.attention
+    returns  (batch, heads, plan.local_length, v_head_dim)
+    raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the others then
+             wait for it, until the timeout of the group ends their call with an error
+
+    Every rank of the group must call it, and its backward, equally often and in the same order, with the same batch,
+    dtype and head dimensions. The gradients are those of the sum of the losses of all ranks.
+    """
+    return attention_with_lse(q, k, v, plan, layer=layer, scale=scale, chunks=chunks, backend=backend)[0]
