@@ -12,8 +12,10 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import masks
 from blocksparse_flash import BlockLayout, attention_with_lse
@@ -72,6 +74,40 @@ def whole(name: str, length: int, heads: tuple[int, int], batch: int = 1) -> Who
     douts = [draw(heads[0], V_HEAD_DIM), draw(heads[0])]
     layout = layout_of(name, length)
     return Whole(*inputs, *douts, *(_called(layout, inputs, douts, backend) for backend in ("reference", "eager")))
+
+
+def layout_by_head(n_heads: int) -> BlockLayout:
+    """Two batches; head h sees further than head h - 1, the second batch only what comes before."""
+    return BlockLayout.from_predicate(
+        lambda batch, head, q_pos, kv_pos: ((q_pos - kv_pos).abs() <= 60 * head) & ((batch == 0) | (kv_pos <= q_pos)),
+        LENGTH,
+        LENGTH,
+        block_size=64,
+        heads=n_heads,
+        batch=2,
+    )
+
+
+@cache
+def by_head(n_ranks: int) -> Whole:
+    case = whole("local", LENGTH, (2 * n_ranks, n_ranks), batch=2)
+    inputs, douts = list(case[:3]), list(case[3:5])
+    layout = layout_by_head(2 * n_ranks)
+    return Whole(*inputs, *douts, *(_called(layout, inputs, douts, backend) for backend in ("reference", "eager")))
+
+
+@cache
+def in_half(name: str, heads: tuple[int, int]) -> Whole:
+    """Inputs in bfloat16; the truth in float64 from the rounded inputs, and the reference's own in bfloat16."""
+    inputs, douts = (
+        [tensor.to(torch.bfloat16) for tensor in tensors]
+        for tensors in (whole(name, LENGTH, heads)[:3], whole(name, LENGTH, heads)[3:4])
+    )
+    dlse = whole(name, LENGTH, heads).dlse.float()
+    layout = layout_of(name, LENGTH)
+    wide = _called(layout, [t.double() for t in inputs], [douts[0].double(), dlse.double()], "reference")
+    same = _called(layout, inputs, [douts[0], dlse], "reference")
+    return Whole(*inputs, *douts, dlse, wide, same)
 
 
 class Traffic:
@@ -141,12 +177,183 @@ def equals_one_process(layout: str, order: str, kv_heads: int, scheme: str) -> N
     assert_equal_to_one_process(plan, whole(layout, LENGTH, heads), rows_are_whole=True)
 
 
+def ships_rows(layout: str, order: str, kv_heads: int) -> None:
+    """Rows that reach most tiles travel, when that moves less: within tolerance, and less work for the busiest rank."""
+    n_ranks, heads = dist.get_world_size(), (4, kv_heads)
+    order_of = orders(n_ranks, -(-LENGTH // 128))[order]
+    plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="exchange")
+    costs = plan.layers[0].costs
+    assert len(costs.shipped), "no row is shipped: the case tests nothing"
+    assert costs.exchange.max() < costs.bound.max()
+    assert_equal_to_one_process(plan, whole(layout, LENGTH, heads), rows_are_whole=False)
+
+
+def sends_the_lower_bound(layout: str, order: str, n_chunks: int) -> None:
+    """Counted here: one message each way and chunk, and of keys and values what a double loop says, no byte more."""
+    n_ranks, rank = dist.get_world_size(), dist.get_rank()
+    order_of = orders(n_ranks, -(-LENGTH // 128))[order]
+    found = layout_of(layout, LENGTH)
+    plan = bd.plan(found, dist.group.WORLD, heads=(4, 2), order=order_of, scheme="exchange", deterministic=True)
+    owner = torch.empty(LENGTH, dtype=torch.long)
+    owner[plan.gather(plan.positions, dim=0)] = plan.gather(torch.full((plan.local_length,), rank), dim=0)
+    mask = found.to_dense()[0, 0]
+    # who needs a tile of keys: the owner of a query that attends to one of its keys
+    sent = 0
+    for first in range(0, LENGTH, 128):
+        tile = slice(first, first + 128)
+        needs = set(owner[mask[:, tile].any(dim=1)].tolist()) - {rank}
+        sent += len(needs) * len(owner[tile]) * int(owner[first] == rank)
+    case = whole(layout, LENGTH, (4, 2))
+    expected = sent * 2 * (HEAD_DIM + V_HEAD_DIM) * 8
+    leaves = [plan.shard(tensor, dim=2).requires_grad_() for tensor in (case.q, case.k, case.v)]
+    with Traffic() as forward:
+        out = bd.attention(*leaves, plan, chunks=n_chunks)
+    with Traffic() as backward:
+        out.sum().backward()
+    assert (forward.n_bytes, forward.n_calls) == (expected, n_chunks)
+    # what was received goes back
+    received = int(plan.layers[0].costs.bound[rank]) // 2 * (HEAD_DIM + V_HEAD_DIM) * 8
+    assert (backward.n_bytes, backward.n_calls) == (received, n_chunks)
+    total = torch.tensor([forward.n_bytes, backward.n_bytes])
+    dist.all_reduce(total)
+    assert total[0] == total[1]
+
+
+def repeats_whatever_the_options(layout: str) -> None:
+    """Chunks, refetching and the default order of heads change nothing; lse may stay unused, k and v frozen."""
+    heads, group = (4, 2), dist.group.WORLD
+    case = whole(layout, LENGTH, heads)
+    plans = [
+        bd.plan(
+            layout_of(layout, LENGTH), group, heads=heads, scheme="exchange", deterministic=True, keep_received=keep
+        )
+        for keep in (True, False)
+    ]
+    expected = sharded(plans[0], case, chunks=1)
+    for plan, chunks in ((plans[0], 2), (plans[0], None), (plans[1], 1), (plans[1], 2)):
+        for name, actual, wanted in zip(NAMES, sharded(plan, case, chunks=chunks), expected, strict=True):
+            assert torch.equal(actual, wanted), (name, chunks, plan.keeps_received)
+    q, k, v = (plans[0].shard(tensor, dim=2) for tensor in (case.q, case.k, case.v))
+    out = bd.attention(q.requires_grad_(), k, v, plans[0])
+    out.backward(plans[0].shard(case.dout, dim=2))
+    assert torch.equal(out, expected[0])
+    assert q.grad is not None and k.grad is None
+
+
+def ulysses_equals_one_process(layout: str, order: str) -> None:
+    """Bit by bit, dk and dv too: every head is computed by one rank."""
+    n_ranks = dist.get_world_size()
+    heads = (2 * n_ranks, n_ranks)
+    order_of = orders(n_ranks, -(-LENGTH // 128))[order]
+    plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="ulysses")
+    case = whole(layout, LENGTH, heads)
+    assert_equal_to_one_process(plan, case, rows_are_whole=True)
+    for name, actual, same in zip(NAMES, sharded(plan, case), case.same, strict=True):
+        assert torch.equal(actual, plan.shard(same, dim=2)), name
+
+
+def auto_takes_what_moves_less() -> None:
+    n_ranks = dist.get_world_size()
+    layouts = [layout_of("local", LENGTH), BlockLayout.from_dense(torch.ones(LENGTH, LENGTH).bool(), block_size=128)]
+    # the gathered keys of a dense layout are more than ulysses' heads from 3 ranks on
+    plan = bd.plan(layouts, dist.group.WORLD, heads=n_ranks)
+    assert [layer.scheme for layer in plan.layers] == ["exchange", "ulysses" if n_ranks > 2 else "exchange"]
+    plan = bd.plan(layouts, dist.group.WORLD, heads=(2 * n_ranks, 1))
+    assert [layer.scheme for layer in plan.layers] == ["exchange", "exchange"]
+    assert "do not divide" in str(plan) and "lower bound" in str(plan)
+    case = whole("local", LENGTH, (2 * n_ranks, 1))
+    first = sharded(plan, case, layer=0)
+    assert torch.allclose(first[0], plan.shard(case.truth[0], dim=2), rtol=1e-12)
+    dense = sharded(plan, case, layer=1)[0]
+    assert torch.allclose(dense, plan.shard(attention_with_lse(case.q, case.k, case.v)[0], dim=2), rtol=1e-10)
+
+
+def layouts_of_heads_and_batches() -> None:
+    n_ranks = dist.get_world_size()
+    heads = (2 * n_ranks, n_ranks)
+    layout = layout_by_head(heads[0])
+    for scheme in ("exchange", "ulysses"):
+        plan = bd.plan(layout, dist.group.WORLD, heads=heads, scheme=scheme, order="zigzag", deterministic=True)
+        assert_equal_to_one_process(plan, by_head(n_ranks), rows_are_whole=True)
+
+
+def half_types(scheme: str) -> None:
+    """bfloat16 travels as it is; sums over ranks are float32. Keys, values and shipped rows."""
+    n_ranks = dist.get_world_size()
+    heads = (n_ranks, n_ranks)
+    plan = bd.plan(layout_of("bigbird", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme)
+    assert scheme == "ulysses" or len(plan.layers[0].costs.shipped)
+    case = in_half("bigbird", heads)
+    for name, actual, truth, same in zip(NAMES, sharded(plan, case), case.truth, case.same, strict=True):
+        wide = plan.shard(truth, dim=2)
+        closeness.assert_as_accurate(actual, [plan.shard(same, dim=2)], wide, name=name)
+
+
+def gathers_what_it_shards() -> None:
+    n_ranks, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.arange(2.0 * LENGTH).reshape(2, LENGTH)
+    for order in orders(n_ranks, -(-LENGTH // 128)).values():
+        plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=1, order=order)
+        assert torch.equal(plan.shard(x, dim=1), x[:, plan.positions])
+        mine = plan.shard(x, dim=-1).requires_grad_()
+        whole_x = plan.gather(mine, dim=-1)
+        assert torch.equal(whole_x, x)
+        # the gradient of the sum of what the ranks make of it
+        (whole_x * (rank + 1) * x).sum().backward()
+        assert torch.equal(mine.grad, plan.shard(x, dim=1) * (n_ranks * (n_ranks + 1) // 2))
+        assert torch.equal(plan.gather(plan.shard(x[0] > 7, dim=0), dim=0), x[0] > 7)
+
+
+def compiles_and_checkpoints(scheme: str) -> None:
+    n_ranks = dist.get_world_size()
+    heads = (n_ranks, n_ranks)
+    plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme, deterministic=True)
+    case = whole("butterfly", LENGTH, heads)
+    expected = sharded(plan, case)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return bd.attention_with_lse(q, k, v, plan)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for call in (compiled, partial(checkpoint, layer, use_reentrant=False)):
+        leaves = [plan.shard(tensor, dim=2).requires_grad_() for tensor in (case.q, case.k, case.v)]
+        out, lse = call(*leaves)
+        douts = [plan.shard(case.dout, dim=2), plan.shard(case.dlse, dim=2).masked_fill(lse == -torch.inf, 0)]
+        grads = torch.autograd.grad([out, lse], leaves, douts)
+        for name, actual, wanted in zip(NAMES, (out, lse, *grads), expected, strict=True):
+            assert torch.equal(actual, wanted), (name, call)
+
+
 def cases(n_ranks: int) -> Cases:
     found: Cases = {}
     n_tiles = -(-LENGTH // 128)
-    for layout, order, kv_heads in itertools.product(LAYOUTS, orders(n_ranks, n_tiles), (4, 1)):
+    for i, (layout, order) in enumerate(itertools.product(LAYOUTS, orders(n_ranks, n_tiles))):
+        # grouped heads or not, in turn, so that each layout and each order meets both on some number of ranks
+        kv_heads = (4, 1)[(i + n_ranks) % 2]
         whole(layout, LENGTH, (4, kv_heads))
         found[f"exchange equals one process: {layout}, {order}, 4 on {kv_heads} heads"] = partial(
             equals_one_process, layout, order, kv_heads, "exchange"
         )
+    for order, kv_heads in (("contiguous", 4), ("zigzag", 2)):
+        whole("bigbird", LENGTH, (4, kv_heads))
+        found[f"ships rows: {order}, {kv_heads}"] = partial(ships_rows, "bigbird", order, kv_heads)
+    for layout, order, n_chunks in (("local", "contiguous", 1), ("butterfly", "zigzag", 2), ("random", "uneven", 2)):
+        whole(layout, LENGTH, (4, 2))
+        found[f"sends the lower bound: {layout}, {order}"] = partial(sends_the_lower_bound, layout, order, n_chunks)
+    for layout, order in (("causal", "zigzag"), ("butterfly", "uneven"), ("documents", "contiguous")):
+        whole(layout, LENGTH, (2 * n_ranks, n_ranks))
+        found[f"ulysses equals one process: {layout}, {order}"] = partial(ulysses_equals_one_process, layout, order)
+    whole("local", LENGTH, (2 * n_ranks, 1))
+    found["auto takes what moves less"] = auto_takes_what_moves_less
+    by_head(n_ranks)
+    found["layouts of heads and batches"] = layouts_of_heads_and_batches
+    whole("bigbird", LENGTH, (4, 2))
+    found["repeats whatever the options"] = partial(repeats_whatever_the_options, "bigbird")
+    in_half("bigbird", (n_ranks, n_ranks))
+    found["half types: exchange"] = partial(half_types, "exchange")
+    found["half types: ulysses"] = partial(half_types, "ulysses")
+    found["gathers what it shards"] = gathers_what_it_shards
+    whole("butterfly", LENGTH, (n_ranks, n_ranks))
+    for scheme in ("exchange", "ulysses"):
+        found[f"compiles and checkpoints: {scheme}"] = partial(compiles_and_checkpoints, scheme)
     return found

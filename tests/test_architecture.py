@@ -139,13 +139,17 @@ TABLE = {
     ),
     "blocksparse_flash/distributed/agreement.py": Arrows({TORCH}),
     "blocksparse_flash/distributed/messages.py": Arrows({TORCH}),
-    "blocksparse_flash/distributed/exchange.py": Arrows({TORCH, f"{OURS}.ops", f"{OURS}.distributed.messages"}),
+    "blocksparse_flash/distributed/local.py": Arrows({TORCH, f"{OURS}.ops"}),
+    "blocksparse_flash/distributed/side.py": Arrows({TORCH}),
+    "blocksparse_flash/distributed/shipping.py": Arrows(
+        {TORCH, f"{OURS}.merging", *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "side"))}
+    ),
+    "blocksparse_flash/distributed/exchange.py": Arrows(
+        {TORCH, *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "shipping", "side"))}
+    ),
     "blocksparse_flash/distributed/context_plan.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "plan"))}
-        | {
-            f"{OURS}.distributed.{name}"
-            for name in ("agreement", "costs", "exchange", "messages", "ownership", "traffic")
-        }
+        | {f"{OURS}.distributed.{name}" for name in ("agreement", "costs", "messages", "ownership", "side", "traffic")}
     ),
     "blocksparse_flash/distributed/ulysses.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("functional", "layout", "distributed.messages"))},

@@ -23,9 +23,9 @@ from ..plan import TILE
 from . import ownership, traffic
 from .agreement import agreed
 from .costs import Costs, costs_of, report
-from .exchange import Side
 from .messages import redistribute
 from .ownership import ORDERS, Pairs
+from .side import Side
 
 SCHEMES = ("auto", "exchange", "ulysses")
 
@@ -217,13 +217,42 @@ def _side(tiles: BlockLayout, rows: Array, found: traffic.Lists, device: torch.d
     return Side(own, own_slots, sent, slots, among, list(plan), found.send_counts, found.receive_counts)
 
 
+def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
+    """The layout without the blocks of these rows."""
+    if not len(rows):
+        return tiles
+    counts = tiles.indptr.diff(dim=2)
+    stays = torch.ones(tiles.n_rows, dtype=torch.bool, device=tiles.device)
+    stays[torch.from_numpy(rows).to(tiles.device)] = False
+    entries = stays.expand_as(counts).flatten().repeat_interleave(counts.flatten())
+    kept = torch.cat([counts.new_zeros(1), (counts * stays).flatten().cumsum(0, dtype=torch.int32)])
+    # a head begins where the one before it ends
+    first = torch.arange(0, counts.numel() + 1, max(tiles.n_rows, 1), device=tiles.device)[:-1]
+    indptr = kept[(first[:, None] + torch.arange(tiles.n_rows + 1, device=tiles.device))]
+    indptr = indptr.reshape(tiles.indptr.shape)
+    indices, ids = (tensor[: len(entries)][entries] for tensor in (tiles.indices, tiles.bitmask_ids))
+    length = tiles.q_len
+    return BlockLayout(indptr, indices, ids, tiles.bitmasks, q_len=length, kv_len=length, block_size=TILE)
+
+
 def _exchanged(
-    tiles: BlockLayout, pairs: Pairs, owner: Array, rank: int, n_ranks: int, device: torch.device
+    tiles: BlockLayout, pairs: Pairs, shipped: Array, owner: Array, rank: int, n_ranks: int, device: torch.device
 ) -> tuple[list[Tensor], list[int]]:
-    """The flat sides of one layer on one rank."""
-    found = traffic.moves(owner[pairs.row], pairs.col, owner)
-    lists = traffic.lists(pairs.col[owner[pairs.row] == rank], found, owner, tiles.q_len, rank, n_ranks)
-    return _side(tiles, np.flatnonzero(owner == rank), lists, device, by_rows=False).flat()
+    """The flat sides of one layer on one rank: of keys, and of shipped queries if there are any."""
+    held, ships = np.flatnonzero(owner == rank), np.isin(pairs.row, shipped)
+    row, col = pairs.row[~ships], pairs.col[~ships]
+    keys = traffic.moves(owner[row], col, owner)
+    lists = traffic.lists(col[owner[row] == rank], keys, owner, tiles.q_len, rank, n_ranks)
+    tensors, counts = _side(_without(tiles, shipped), held, lists, device, by_rows=False).flat()
+    if len(shipped):
+        row, col = pairs.row[ships], pairs.col[ships]
+        queries = traffic.moves(owner[col], row, owner)
+        # own ones even if no key here is theirs: this is where they are merged
+        wanted = np.append(row[owner[col] == rank], shipped[owner[shipped] == rank])
+        lists = traffic.lists(wanted, queries, owner, tiles.q_len, rank, n_ranks)
+        more = _side(tiles, held, lists, device, by_rows=True).flat()
+        tensors, counts = tensors + more[0], counts + more[1]
+    return tensors, counts
 
 
 def _heads_of(layout: BlockLayout, q_heads: int, rank: int, n_ranks: int) -> BlockLayout:
@@ -235,13 +264,13 @@ def _heads_of(layout: BlockLayout, q_heads: int, rank: int, n_ranks: int) -> Blo
 
 
 def _layer(
-    layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, owner: Array, asked: str, heads: tuple[int, int],
-    rank: int, n_ranks: int, device: torch.device,
+    layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, owner: Array, q_heads: int, rank: int,
+    n_ranks: int, device: torch.device,
 ) -> LayerPlan:  # fmt: skip
-    costs = costs_of(pairs, owner, layout.q_len, heads, n_ranks, asked)
     if costs.scheme == "ulysses":
-        return LayerPlan("ulysses", _heads_of(layout, heads[0], rank, n_ranks).to(device), [], [], costs)
-    return LayerPlan("exchange", None, *_exchanged(tiles, pairs, owner, rank, n_ranks, device), costs)
+        return LayerPlan("ulysses", _heads_of(layout, q_heads, rank, n_ranks).to(device), [], [], costs)
+    flat = _exchanged(tiles, pairs, costs.shipped, owner, rank, n_ranks, device)
+    return LayerPlan("exchange", None, *flat, costs)
 
 
 def _orders(owner: Array, length: int, n_ranks: int) -> tuple[Array, list[int]]:
@@ -304,9 +333,13 @@ def plan(
         is_in_order = np.array_equal(tokens, np.arange(len(tokens)))
         rearrange = None if is_in_order else torch.from_numpy(tokens).to(device)
         mine = torch.from_numpy(traffic.positions(np.flatnonzero(owner == rank), found[0].q_len)).to(device)
+        costs = [
+            costs_of(pair, owner, found[0].q_len, sides, n_ranks, asked=asked, whole_rows=deterministic)
+            for pair in pairs
+        ]
         layers = tuple(
-            _layer(layout, tile, pair, owner, asked, sides, rank, n_ranks, device)
-            for layout, tile, pair in zip(found, tiles, pairs, strict=True)
+            _layer(layout, tile, pair, cost, owner, sides[0], rank, n_ranks, device)
+            for layout, tile, pair, cost in zip(found, tiles, pairs, costs, strict=True)
         )
         made = ContextPlan(
             group, group.group_name, rank, n_ranks, found[0].q_len, sides, name_of_order, mine,

@@ -24,10 +24,11 @@ class Costs:
     """Of each rank, int64 (n_ranks,): heads * tokens that it receives, to be multiplied by head_dim.
 
     bound     what no scheme can go below while queries stay where they are: the needed keys and values of others
-    exchange  what "exchange" receives
+    exchange  what "exchange" receives: the bound, or less where rows are shipped (their lse not counted)
     ulysses   what "ulysses" receives; None where ranks do not divide the key heads
     all_gather  all keys and values of others
     tiles     tiles that the rank computes under "exchange", for one batch and head, whichever needs them
+    shipped   rows of tiles whose queries travel under "exchange"
     scheme, reason  the one taken
     """
 
@@ -36,17 +37,43 @@ class Costs:
     ulysses: Array | None
     all_gather: Array
     tiles: Array
+    shipped: Array
     scheme: str
     reason: str
 
 
-def costs_of(pairs: Pairs, owner: Array, length: int, heads: tuple[int, int], n_ranks: int, asked: str) -> Costs:
-    """What a layer costs, and the scheme for it: asked, or the cheaper one for "auto"."""
+def _received(
+    pairs: Pairs, is_shipped: Array, owner: Array, length: int, heads: tuple[int, int], n_ranks: int
+) -> Array:
+    """What each rank receives when these rows are shipped: keys and values, queries, and outputs of its own queries."""
+    ships = is_shipped[pairs.row]
+    row, col = pairs.row[~ships], pairs.col[~ships]
+    keys = traffic.moves(owner[row], col, owner)
+    queries = traffic.moves(owner[pairs.col[ships]], pairs.row[ships], owner)
+    received = 2 * heads[1] * traffic.tokens_by(keys.receiver, keys.tile, length, n_ranks)
+    for rank in (queries.receiver, queries.sender):
+        received += heads[0] * traffic.tokens_by(rank, queries.tile, length, n_ranks)
+    return received
+
+
+def _shipped(pairs: Pairs, owner: Array, length: int, heads: tuple[int, int], n_ranks: int) -> tuple[Array, Array]:
+    """Which rows to ship, and what ranks then receive: those that reach most tiles, if the busiest rank receives less."""
+    nothing = np.zeros(len(owner), np.bool_)
+    reaches_most = 2 * np.bincount(pairs.row, minlength=len(owner)) > len(owner)
+    stays, ships = (_received(pairs, rows, owner, length, heads, n_ranks) for rows in (nothing, reaches_most))
+    return (reaches_most, ships) if ships.max() < stays.max() else (nothing, stays)
+
+
+def costs_of(
+    pairs: Pairs, owner: Array, length: int, heads: tuple[int, int], n_ranks: int, *, asked: str, whole_rows: bool
+) -> Costs:
+    """What a layer costs, and the scheme for it: asked, or the cheaper one for "auto". whole_rows: none is shipped."""
     q_heads, kv_heads = heads
     held = traffic.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
-    found = traffic.moves(owner[pairs.row], pairs.col, owner)
-    bound = 2 * kv_heads * traffic.tokens_by(found.receiver, found.tile, length, n_ranks)
-    exchange = bound
+    is_shipped = np.zeros(len(owner), np.bool_)
+    bound = exchange = _received(pairs, is_shipped, owner, length, heads, n_ranks)
+    if not whole_rows:
+        is_shipped, exchange = _shipped(pairs, owner, length, heads, n_ranks)
     ulysses = None
     if kv_heads % n_ranks == 0:
         # q, k and v of others' tokens for own heads, out of others' heads for own tokens
@@ -54,8 +81,9 @@ def costs_of(pairs: Pairs, owner: Array, length: int, heads: tuple[int, int], n_
     scheme, reason = asked, "asked for by name"
     if asked == "auto":
         scheme, reason = _cheaper(int(exchange.max()), None if ulysses is None else int(ulysses.max()), heads, n_ranks)
-    tiles = np.bincount(owner[pairs.row], minlength=n_ranks)
-    return Costs(bound, exchange, ulysses, 2 * kv_heads * (length - held), tiles, scheme, reason)
+    tiles = np.bincount(owner[np.where(is_shipped[pairs.row], pairs.col, pairs.row)], minlength=n_ranks)
+    all_gather = 2 * kv_heads * (length - held)
+    return Costs(bound, exchange, ulysses, all_gather, tiles, np.flatnonzero(is_shipped), scheme, reason)
 
 
 def _cheaper(exchange: int, ulysses: int | None, heads: tuple[int, int], n_ranks: int) -> tuple[str, str]:
@@ -81,7 +109,8 @@ def report(plan: Any, head_dim: int = 128, element_bytes: int = 2) -> str:
     for i_layer, layer in enumerate(plan.layers):
         costs = layer.costs
         ulysses = [None] * plan.n_ranks if costs.ulysses is None else costs.ulysses
-        lines += [f'layer {i_layer}: "{layer.scheme}": {costs.reason}']
+        travels = f"; {len(costs.shipped)} tiles of queries travel" if len(costs.shipped) else ""
+        lines += [f'layer {i_layer}: "{layer.scheme}": {costs.reason}{travels}']
         rows = [("rank", "tokens", "tiles", "exchange", "lower bound", "ulysses", "all-gather")]
         for rank in range(plan.n_ranks):
             rows.append(

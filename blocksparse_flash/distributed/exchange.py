@@ -18,69 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import ops  # noqa: F401  registers the operators of the kernels
-from . import messages
-
-
-class Side(NamedTuple):
-    """What one rank sends and receives, and what the kernels walk over its own and received tokens together.
-
-    own, own_slots, sent, slots  as in traffic.Lists
-    sent_places   where sent tokens are among `own`; empty if they need not be there
-    plan          the tensors of a plan.Plan
-    send, receive  tokens to and from each rank
-    """
-
-    own: Tensor
-    own_slots: Tensor
-    sent: Tensor
-    slots: Tensor
-    sent_places: Tensor
-    plan: list[Tensor]
-    send: list[int]
-    receive: list[int]
-
-    def flat(self) -> tuple[list[Tensor], list[int]]:
-        lists = [self.own, self.own_slots, self.sent, self.slots, self.sent_places]
-        return lists + self.plan, self.send + self.receive
-
-
-def sides(tensors: list[Tensor], counts: list[int], n_ranks: int) -> list[Side]:
-    """Sides from their flat forms, one after another."""
-    n_sides = len(counts) // (2 * n_ranks)
-    width = len(tensors) // max(n_sides, 1)
-    found = []
-    for i_side in range(n_sides):
-        own, own_slots, sent, slots, places, *plan = tensors[i_side * width : (i_side + 1) * width]
-        send, receive = (counts[(2 * i_side + i) * n_ranks : (2 * i_side + i + 1) * n_ranks] for i in (0, 1))
-        found.append(Side(own, own_slots, sent, slots, places, plan, send, receive))
-    return found
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    """Attention of what is here, (out, lse)."""
-    if q.numel() == 0 or k.numel() == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=statistics(q))
-    return torch.ops.blocksparse_flash.attention_forward(q, k, v, plan, None, None, scale, False, 0.0, backend)
-
-
-def attend_backward(
-    douts: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor, Tensor], outs: tuple[Tensor, Tensor],
-    plan: list[Tensor], scale: float, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `attend`: douts (dout, dlse), inputs (q, k, v), outs (out, lse)."""
-    q, k, v = inputs
-    if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    contiguous = (tensor.contiguous() for tensor in (*douts, *inputs, *outs))
-    return torch.ops.blocksparse_flash.attention_backward(
-        *contiguous, plan, None, None, scale, False, 0.0, backend
-    )  # fmt: skip
-
-
-def statistics(q: Tensor) -> torch.dtype:
-    """The type of lse, and of sums over ranks."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+from . import messages, shipping
+from .local import attend, attend_backward, statistics
+from .side import Side, sides
 
 
 class _Chunk(NamedTuple):
@@ -118,7 +58,7 @@ def _extended(k: Tensor, v: Tensor, keys: Side, received: Tensor) -> tuple[Tenso
     """Own and received keys and values of a chunk, slot by slot."""
     parts = messages.unpacked(received, [k.shape[3], v.shape[3]])
     k, v = (
-        messages.joined(mine, keys.own, keys.own_slots, part, keys.slots)
+        messages.joined(mine.index_select(2, keys.own), keys.own_slots, part, keys.slots)
         for mine, part in zip((k, v), parts, strict=True)
     )
     return k, v
@@ -138,7 +78,10 @@ def exchange_forward(
     returns   out (batch, heads, n, v_dim), lse (batch, heads, n), what was received
     """
     process_group = messages.group_of(group)
-    keys, *_ = sides(tensors, counts, dist.get_world_size(process_group))
+    n_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+    keys, *queries = sides(tensors, counts, n_ranks)
+    walk = shipping.Walk(scale, backend, process_group, rank)
+    shipped = [(side, shipping.send_queries(q, side, process_group)) for side in queries]
     chunks = _chunks(n_chunks, q, k, keys.plan)
     received, flights = _received(k, v, keys, chunks, process_group)
     out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -147,6 +90,10 @@ def exchange_forward(
         k_all, v_all = _extended(k[:, chunk.kv], v[:, chunk.kv], keys, flight.arrived())
         found = attend(q[:, chunk.q], k_all, v_all, chunk.plan, scale, backend)
         out[:, chunk.q], lse[:, chunk.q] = found
+    for side, flight in shipped:
+        rows, rows_lse = shipping.forward(q, k, v, side, flight, walk)
+        out.index_copy_(2, side.own, rows.to(out.dtype))
+        lse.index_copy_(2, side.own, rows_lse)
     return out, lse, received if keeps else k.new_empty(0)
 
 
@@ -173,7 +120,9 @@ def exchange_backward(
     """dq, dk, dv of `exchange_forward`'s q, k, v. Every rank of the group must call it."""
     process_group = messages.group_of(group)
     n_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    keys, *_ = sides(tensors, counts, n_ranks)
+    keys, *queries = sides(tensors, counts, n_ranks)
+    walk = shipping.Walk(scale, backend, process_group, rank)
+    shipped = [shipping.Backward((q, out), (dout, dlse), lse, side, walk) for side in queries]
     chunks = _chunks(n_chunks, q, k, keys.plan)
     flights: list[messages.Flight] = []
     if not keeps:
@@ -182,8 +131,8 @@ def exchange_backward(
     dk, dv = (t.new_empty(t.shape, dtype=statistics(q)) for t in (k, v))
     returns = []
     for i, chunk in enumerate(chunks):
-        part = received[i] if keeps else flights[i].arrived()
-        k_all, v_all = _extended(k[:, chunk.kv], v[:, chunk.kv], keys, part)
+        arrived = received[i] if keeps else flights[i].arrived()
+        k_all, v_all = _extended(k[:, chunk.kv], v[:, chunk.kv], keys, arrived)
         douts, outs = (dout[:, chunk.q], dlse[:, chunk.q]), (out[:, chunk.q], lse[:, chunk.q])
         dq[:, chunk.q], *dkv = attend_backward(douts, (q[:, chunk.q], k_all, v_all), outs, chunk.plan, scale, backend)
         back = messages.packed(dkv, keys.slots)
@@ -193,14 +142,13 @@ def exchange_backward(
     for chunk, (mine, flight) in zip(chunks, returns, strict=True):
         grads = messages.unpacked(flight.arrived(), [k.shape[3], v.shape[3]])
         for total, own, grad in zip((dk[:, chunk.kv], dv[:, chunk.kv]), mine, grads, strict=True):
-            add_by_rank(total.zero_(), (keys.own, own), (places, grad.split(keys.send, dim=2)), rank)
+            messages.add_by_rank(total.zero_(), (keys.own, own), (places, grad.split(keys.send, dim=2)), rank)
+    for side, part in zip(queries, shipped, strict=True):
+        rows, dk_shipped, dv_shipped = part.finish(k, v)
+        dq.index_copy_(2, side.own, rows.to(dq.dtype))
+        dk.add_(dk_shipped)
+        dv.add_(dv_shipped)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def add_by_rank(total: Tensor, own: tuple[Tensor, Tensor], others: Any, rank: int) -> None:
-    """Add parts to total in the order of ranks, this rank's own at its place; a part is (tokens, values)."""
-    for i, (tokens, values) in enumerate(zip(*others, strict=True)):
-        messages.add_at(total, *(own if i == rank else (tokens, values)))
 
 
 @exchange_backward.register_fake

@@ -9,6 +9,7 @@ What autograd sees is one operator, `redistribute`; the others are for the bodie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,16 +54,23 @@ def unpacked(message: Tensor, features: list[int]) -> list[Tensor]:
     return [part.permute(1, 2, 0, 3) for part in message.split(features, dim=3)]
 
 
-def joined(mine: Tensor, own: Tensor, own_slots: Tensor, received: Tensor, slots: Tensor) -> Tensor:
-    """(batch, heads, slots, features): tokens `own` of mine at own_slots, received ones at slots. Contiguous."""
+def joined(mine: Tensor, own_slots: Tensor, received: Tensor, slots: Tensor) -> Tensor:
+    """(batch, heads, slots, features), contiguous: own tokens at own_slots, received ones at slots."""
     whole = mine.new_empty(*mine.shape[:2], len(own_slots) + len(slots), mine.shape[3])
-    whole.index_copy_(2, own_slots, mine.index_select(2, own))
-    return whole.index_copy_(2, slots, received)
+    return whole.index_copy_(2, own_slots, mine).index_copy_(2, slots, received)
 
 
 def add_at(total: Tensor, tokens: Tensor, part: Tensor) -> None:
     """total[:, :, tokens] += part, for tokens that are all different: no atomics, hence equal bits in every run."""
     total.index_copy_(2, tokens, total.index_select(2, tokens) + part)
+
+
+def add_by_rank(
+    total: Tensor, mine: tuple[Tensor, Tensor], others: tuple[Sequence[Tensor], Sequence[Tensor]], rank: int
+) -> None:
+    """Add what each rank gave, (tokens, values), to total in the order of ranks, this rank's own at its place."""
+    for i, (tokens, values) in enumerate(zip(*others, strict=True)):
+        add_at(total, *(mine if i == rank else (tokens, values)))
 
 
 def words(values: Tensor, dtype: torch.dtype) -> Tensor:
