@@ -6,7 +6,9 @@ computed before the ranks are forked, so that they share it.
 
 from __future__ import annotations
 
+import datetime
 import itertools
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
@@ -324,6 +326,95 @@ def compiles_and_checkpoints(scheme: str) -> None:
             assert torch.equal(actual, wanted), (name, call)
 
 
+def raised(kind: type[Exception], call: Callable[[], object]) -> str:
+    """The message of the error that call must raise."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"expected {kind.__name__}, and nothing was raised")
+
+
+def ranks_that_differ_are_named() -> None:
+    """In every argument of plan, on every rank, and before anything is sent; the group works on afterwards."""
+    rank, odd = dist.get_rank(), dist.get_world_size() - 1
+    usual = {"layouts": layout_of("local", LENGTH), "group": dist.group.WORLD, "heads": 2}
+    changes = {
+        "layouts": masks.local(LENGTH, window=101),
+        "heads": (4, 2),
+        "order": "zigzag",
+        "scheme": "exchange",
+        "deterministic": True,
+        "keep_received": False,
+        "check_calls": True,
+    }
+    for name, value in changes.items():
+        given = {**usual, name: value} if rank == odd else usual
+        said = raised(ValueError, lambda given=given: bd.plan(**given))
+        # of two ranks either may be the odd one
+        assert f"differs in {name}" in said and (f"rank {odd} " in said or odd == 1), said
+    refused = {"order": "sideways", "scheme": "ring", "heads": (3, 2), "layouts": [], "deterministic": 1}
+    for name, value in refused.items():
+        given = {**usual, name: value} if rank == odd else usual
+        said = raised((ValueError, TypeError), lambda given=given: bd.plan(**given))
+        assert name in said and (rank == odd or f"rank {odd} refused" in said), said
+    assert bd.plan(**usual).length == LENGTH
+
+
+def calls_that_differ_are_named() -> None:
+    """With check_calls=True: whatever one rank does otherwise, all raise, and the next call is right."""
+    rank, odd = dist.get_rank(), dist.get_world_size() - 1
+    plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=(4, 1), check_calls=True)
+    case = whole("local", LENGTH, (4, 1))
+    inputs = [plan.shard(tensor, dim=2) for tensor in (case.q, case.k, case.v)]
+    q, k, v = inputs
+    calls = {
+        "tokens": lambda: bd.attention(q[:, :, 1:], k, v, plan),
+        "batch": lambda: bd.attention(*(tensor.expand(2, -1, -1, -1) for tensor in inputs), plan),
+        "dtype": lambda: bd.attention(*(tensor.float() for tensor in inputs), plan),
+        "head dimensions": lambda: bd.attention(q, k, k, plan),
+        "scale": lambda: bd.attention(q, k, v, plan, scale=1.0),
+        "requires_grad": lambda: bd.attention(q.clone().requires_grad_(), k, v, plan),
+    }
+    for name, call in calls.items():
+        said = raised(ValueError, call if rank == odd else lambda: bd.attention(q, k, v, plan))
+        assert name in said, said
+    assert torch.equal(bd.attention(q, k, v, plan), plan.shard(case.same[0], dim=2))
+
+
+# seconds: of a group in which a rank is missed on purpose, and what a busy machine may add
+PATIENCE, GRACE = 3, 20
+
+
+def a_missing_rank_is_an_error(what: str) -> None:
+    """On every rank, within the timeout: whether one gives a wrong length, raises, never comes, or comes too late."""
+    rank, odd = dist.get_rank(), dist.get_world_size() - 1
+    group = dist.new_group(timeout=datetime.timedelta(seconds=PATIENCE))
+    # every rank needs keys of every other
+    plan = bd.plan(layout_of("butterfly", LENGTH), group, heads=(4, 1), order="zigzag", scheme="exchange")
+    case = whole("butterfly", LENGTH, (4, 1))
+    q, k, v = (plan.shard(tensor, dim=2).requires_grad_() for tensor in (case.q, case.k, case.v))
+    begin = time.monotonic()
+    if what == "wrong length":
+        if rank == odd:
+            assert f"tokens of rank {odd}" in raised(ValueError, lambda: bd.attention(q[:, :, 1:], k, v, plan))
+        else:
+            raised(RuntimeError, lambda: bd.attention(q, k, v, plan))
+    elif what == "no backward":
+        out = bd.attention(q, k, v, plan)
+        if rank != odd:
+            raised(RuntimeError, lambda: out.sum().backward())
+    elif what == "late":
+        if rank == odd:
+            time.sleep(2 * PATIENCE)
+        raised(RuntimeError, lambda: bd.attention(q, k, v, plan))
+    elif what == "no plan" and rank != odd:
+        raised(RuntimeError, lambda: bd.plan(layout_of("local", LENGTH), group, heads=1))
+    assert time.monotonic() - begin < 2 * PATIENCE + GRACE
+    # the others may still wait
+    dist.barrier()
+
+
 def cases(n_ranks: int) -> Cases:
     found: Cases = {}
     n_tiles = -(-LENGTH // 128)
@@ -356,4 +447,11 @@ def cases(n_ranks: int) -> Cases:
     whole("butterfly", LENGTH, (n_ranks, n_ranks))
     for scheme in ("exchange", "ulysses"):
         found[f"compiles and checkpoints: {scheme}"] = partial(compiles_and_checkpoints, scheme)
+    found["ranks that differ are named"] = ranks_that_differ_are_named
+    whole("local", LENGTH, (4, 1))
+    found["calls that differ are named"] = calls_that_differ_are_named
+    whole("butterfly", LENGTH, (4, 1))
+    # waiting takes as long whatever the number of ranks
+    for what in ("wrong length", "no backward", "late", "no plan") if n_ranks == 3 else ():
+        found[f"a missing rank is an error: {what}"] = partial(a_missing_rank_is_an_error, what)
     return found

@@ -157,7 +157,7 @@ TABLE = {
     ),
     "blocksparse_flash/distributed/functional.py": Arrows(
         {TORCH, f"{OURS}.contract", f"{OURS}.functional"}
-        | {f"{OURS}.distributed.{name}" for name in ("context_plan", "exchange", "ulysses")}
+        | {f"{OURS}.distributed.{name}" for name in ("agreement", "context_plan", "exchange", "ulysses")}
     ),
     "blocksparse_flash/distributed/__init__.py": Arrows(
         {f"{OURS}.distributed.{name}" for name in ("context_plan", "functional")}

@@ -72,6 +72,7 @@ class ContextPlan:
     # tokens of each rank
     sizes: list[int]
     keeps_received: bool
+    checks_calls: bool
     layers: tuple[LayerPlan, ...]
 
     @property
@@ -280,6 +281,62 @@ def _orders(owner: Array, length: int, n_ranks: int) -> tuple[Array, list[int]]:
     return traffic.positions(stable, length), sizes.tolist()
 
 
+def _built(
+    layouts: object,
+    members: Any,
+    device: torch.device,
+    heads: object,
+    order: object,
+    scheme: object,
+    flags: dict[str, Any],
+) -> tuple[ContextPlan, dict[str, str]]:
+    """The plan of this rank, and what all ranks must have in common."""
+    rank, n_ranks = dist.get_rank(members), dist.get_world_size(members)
+    found, sides = _listed(layouts), _heads(heads)
+    length = found[0].q_len
+    _check_layout_heads(found, sides[0])
+    asked = _scheme(scheme, sides[1], n_ranks)
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
+    tiles = [layout.with_block_size(TILE) for layout in found]
+    pairs = [_pairs(layout) for layout in tiles]
+    owner, name_of_order = _owner(order, pairs, tiles[0].n_rows, n_ranks)
+    facts = {
+        "layouts": " ".join(f"{layout.shape} {hash(layout):015x}" for layout in found),
+        "heads": str(sides),
+        "order": f"{name_of_order} {hashlib.sha256(owner.astype(np.int64).tobytes()).hexdigest()[:16]}",
+        "scheme": asked,
+        **{name: str(flag) for name, flag in flags.items()},
+    }
+    costs = [
+        costs_of(pair, owner, length, sides, n_ranks, asked=asked, whole_rows=flags["deterministic"]) for pair in pairs
+    ]
+    layers = tuple(
+        _layer(layout, tile, pair, cost, owner, sides[0], rank, n_ranks, device)
+        for layout, tile, pair, cost in zip(found, tiles, pairs, costs, strict=True)
+    )
+    tokens, sizes = _orders(owner, length, n_ranks)
+    rearrange = None if np.array_equal(tokens, np.arange(length)) else torch.from_numpy(tokens).to(device)
+    plan = ContextPlan(
+        group=members,
+        group_name=members.group_name,
+        rank=rank,
+        n_ranks=n_ranks,
+        length=length,
+        heads=sides,
+        order=name_of_order,
+        positions=torch.from_numpy(traffic.positions(np.flatnonzero(owner == rank), length)).to(device),
+        restore=None if rearrange is None else rearrange.argsort(),
+        rearrange=rearrange,
+        sizes=sizes,
+        keeps_received=flags["keep_received"],
+        checks_calls=flags["check_calls"],
+        layers=layers,
+    )
+    return plan, facts
+
+
 def plan(
     layouts: BlockLayout | Sequence[BlockLayout],
     group: Any,
@@ -289,6 +346,7 @@ def plan(
     scheme: str = "auto",
     deterministic: bool = False,
     keep_received: bool = True,
+    check_calls: bool = False,
 ) -> ContextPlan:
     """Share attention over one sequence between the ranks of a group. Every rank must call it with equal arguments.
 
@@ -303,48 +361,12 @@ def plan(
     deterministic  True: rows are never split between ranks, so that out and dq equal those of one process bit by bit.
              Otherwise queries that reach most keys may travel instead of the keys. Two runs give equal bits anyway
     keep_received  keep received keys and values for the backward; False receives them again, which costs time
+    check_calls  True: before each call of attention the ranks compare what they were given, and raise together where one
+             was given something else. For development: it waits for the device, and cannot be compiled
     returns  ContextPlan; print it
     raises   TypeError, ValueError, on every rank alike, naming the ranks that differ; RuntimeError if a rank does not
              come within the group's timeout
     """
-    group, device = _members(group)
-    rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
-
-    def make() -> tuple[ContextPlan, dict[str, str]]:
-        found = _listed(layouts)
-        sides = _heads(heads)
-        _check_layout_heads(found, sides[0])
-        asked = _scheme(scheme, sides[1], n_ranks)
-        for name, flag in (("deterministic", deterministic), ("keep_received", keep_received)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {flag!r}")
-        tiles = [layout.with_block_size(TILE) for layout in found]
-        pairs = [_pairs(layout) for layout in tiles]
-        owner, name_of_order = _owner(order, pairs, tiles[0].n_rows, n_ranks)
-        facts = {
-            "layouts": " ".join(f"{layout.shape} {hash(layout):015x}" for layout in found),
-            "heads": str(sides),
-            "order": f"{name_of_order} {hashlib.sha256(owner.astype(np.int64).tobytes()).hexdigest()[:16]}",
-            "scheme": asked,
-            "deterministic": str(deterministic),
-            "keep_received": str(keep_received),
-        }
-        tokens, sizes = _orders(owner, found[0].q_len, n_ranks)
-        is_in_order = np.array_equal(tokens, np.arange(len(tokens)))
-        rearrange = None if is_in_order else torch.from_numpy(tokens).to(device)
-        mine = torch.from_numpy(traffic.positions(np.flatnonzero(owner == rank), found[0].q_len)).to(device)
-        costs = [
-            costs_of(pair, owner, found[0].q_len, sides, n_ranks, asked=asked, whole_rows=deterministic)
-            for pair in pairs
-        ]
-        layers = tuple(
-            _layer(layout, tile, pair, cost, owner, sides[0], rank, n_ranks, device)
-            for layout, tile, pair, cost in zip(found, tiles, pairs, costs, strict=True)
-        )
-        made = ContextPlan(
-            group, group.group_name, rank, n_ranks, found[0].q_len, sides, name_of_order, mine,
-            None if rearrange is None else rearrange.argsort(), rearrange, sizes, keep_received, layers,
-        )  # fmt: skip
-        return made, facts
-
-    return agreed(make, group, "plan")
+    members, device = _members(group)
+    flags = {"deterministic": deterministic, "keep_received": keep_received, "check_calls": check_calls}
+    return agreed(lambda: _built(layouts, members, device, heads, order, scheme, flags), members, "plan")

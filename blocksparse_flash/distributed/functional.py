@@ -6,10 +6,14 @@ sent. Must not know what is sent.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from .. import contract, functional
 from . import ulysses
+from .agreement import agreed
 from .context_plan import ContextPlan
 from .exchange import exchange_forward
 
@@ -50,6 +54,64 @@ def _n_chunks(chunks: int | None, kv_heads: int) -> int:
     return chunks
 
 
+class _Call(NamedTuple):
+    scale: float
+    n_chunks: int
+    backend: str
+    autocast: torch.dtype | None
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    layer: int,
+    scale: float | None,
+    chunks: int | None,
+    backend: str,
+) -> _Call:
+    """What the call comes to, if its arguments fit the contract of attention and the plan."""
+    autocast = functional._autocast(q)
+    dtype, factor = contract.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
+    _check(q, k, plan, layer, backend)
+    n_chunks = _n_chunks(chunks, plan.heads[1])
+    return _Call(factor, n_chunks, functional._choose(backend, q.device, dtype), autocast)
+
+
+def _agreed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    layer: int,
+    scale: float | None,
+    chunks: int | None,
+    backend: str,
+) -> _Call:
+    """`_checked` on all ranks alike: none goes on unless all can, with calls that belong together."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "plan(..., check_calls=True) compares the calls of all ranks on the host, which torch.compile cannot trace: "
+            "compile with check_calls=False"
+        )
+
+    def make() -> tuple[_Call, dict[str, str]]:
+        call = _checked(q, k, v, plan, layer, scale, chunks, backend)
+        facts = {
+            "batch": str(q.shape[0]),
+            "head dimensions": f"{q.shape[3]} and {v.shape[3]}",
+            "dtype": str(q.dtype if call.autocast is None else call.autocast),
+            "requires_grad of q, k, v": str([tensor.requires_grad for tensor in (q, k, v)]),
+            "layer": str(layer),
+            "scale": str(call.scale),
+            "chunks": str(call.n_chunks),
+        }
+        return call, facts
+
+    return agreed(make, plan.group, "attention")
+
+
 def attention_with_lse(
     q: Tensor,
     k: Tensor,
@@ -62,18 +124,24 @@ def attention_with_lse(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each row's scaled scores, as blocksparse_flash.attention_with_lse gives it."""
-    autocast = functional._autocast(q)
-    dtype, scale = contract.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
-    _check(q, k, plan, layer, backend)
-    n_chunks = _n_chunks(chunks, plan.heads[1])
-    backend = functional._choose(backend, q.device, dtype)
-    if autocast is not None:
-        q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, autocast)) for tensor in (q, k, v))
+    checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
+    call = (_agreed if checks_calls else _checked)(q, k, v, plan, layer, scale, chunks, backend)
+    if call.autocast is not None:
+        q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, call.autocast)) for tensor in (q, k, v))
     found = plan.layers[layer]
     if found.scheme == "ulysses":
-        return ulysses.attend(q, k, v, plan, found.layout, scale, backend)
+        return ulysses.attend(q, k, v, plan, found.layout, call.scale, call.backend)
     out, lse, _ = exchange_forward(
-        q, k, v, found.tensors, found.counts, scale, n_chunks, plan.keeps_received, plan.group_name, backend
+        q,
+        k,
+        v,
+        found.tensors,
+        found.counts,
+        call.scale,
+        call.n_chunks,
+        plan.keeps_received,
+        plan.group_name,
+        call.backend,
     )
     return out, lse
 
@@ -99,9 +167,10 @@ def attention(
     backend  "auto", "triton" or "eager", as in blocksparse_flash.attention
     returns  (batch, heads, plan.local_length, v_head_dim)
     raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the others then
-             wait for it, until the timeout of the group ends their call with an error
+             wait for it, until the timeout of the group ends their call with an error. With plan(..., check_calls=True)
+             all raise at once, naming the ranks that differ
 
     Every rank of the group must call it, and its backward, equally often and in the same order, with the same batch,
-    dtype and head dimensions. The gradients are those of the sum of the losses of all ranks.
+    dtype, head dimensions and requires_grad. The gradients are those of the sum of the losses of all ranks.
     """
     return attention_with_lse(q, k, v, plan, layer=layer, scale=scale, chunks=chunks, backend=backend)[0]
