@@ -6,9 +6,12 @@ computed before the ranks are forked, so that they share it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import io
 import itertools
 import time
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
@@ -17,11 +20,16 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import masks
+from benchmarks import train_context_parallel
 from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
+from blocksparse_flash.nn import SelfAttention
 from tests import closeness
 
 Cases = dict[str, Callable[[], None]]
@@ -307,9 +315,13 @@ def gathers_what_it_shards() -> None:
 
 
 def compiles_and_checkpoints(scheme: str) -> None:
+    """On two ranks; on three one of them holds no token."""
     n_ranks = dist.get_world_size()
     heads = (n_ranks, n_ranks)
-    plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme, deterministic=True)
+    order = "contiguous" if n_ranks == 2 else uneven(n_ranks, -(-LENGTH // 128))
+    plan = bd.plan(
+        layout_of("butterfly", LENGTH), dist.group.WORLD, heads=heads, order=order, scheme=scheme, deterministic=True
+    )
     case = whole("butterfly", LENGTH, heads)
     expected = sharded(plan, case)
 
@@ -324,6 +336,94 @@ def compiles_and_checkpoints(scheme: str) -> None:
         grads = torch.autograd.grad([out, lse], leaves, douts)
         for name, actual, wanted in zip(NAMES, (out, lse, *grads), expected, strict=True):
             assert torch.equal(actual, wanted), (name, call)
+
+
+def takes_dtensors() -> None:
+    n_ranks = dist.get_world_size()
+    length = 256 * n_ranks
+    mesh = init_device_mesh("cpu", (n_ranks,), mesh_dim_names=("context",))
+    plan = bd.plan(layout_of("local", length), mesh["context"], heads=(4, 2), deterministic=True)
+    case = whole("local", length, (4, 2))
+    leaves = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in (case.q, case.k, case.v)]
+    calls = [bd.attention]
+    # compilers need no more than one number of ranks, and seconds on each
+    if n_ranks == 2:
+        calls.append(torch.compile(bd.attention, fullgraph=True, backend="aot_eager"))
+    for call in calls:
+        out = call(*leaves, plan)
+        grads = torch.autograd.grad(out, leaves, distribute_tensor(case.dout, mesh, [Shard(2)]))
+        expected = _called(
+            layout_of("local", length), list(case[:3]), [case.dout, torch.zeros_like(case.dlse)], "eager"
+        )
+        assert torch.equal(out.full_tensor(), expected[0])
+        for actual, wanted in zip(grads, expected[2:], strict=True):
+            assert torch.allclose(actual.full_tensor(), wanted, rtol=1e-12, atol=1e-14)
+    # shards that are not the plan's would be silently wrong
+    zigzag = bd.plan(layout_of("local", length), mesh["context"], heads=(4, 2), order="zigzag")
+    assert "in order" in raised(ValueError, lambda: bd.attention(*leaves, zigzag))
+    heads = [distribute_tensor(x, mesh, [Replicate()]) for x in (case.q, case.k, case.v)]
+    assert "Shard(2)" in raised(ValueError, lambda: bd.attention(*heads, plan))
+    raised(TypeError, lambda: bd.attention(leaves[0], case.k, case.v, plan))
+
+
+def is_the_layer_of_one_process() -> None:
+    """bd.SelfAttention has the weights of nn.SelfAttention; their gradients, summed over ranks, are the same."""
+    layout = layout_of("causal", LENGTH)
+    torch.manual_seed(0)
+    one = SelfAttention(16, 4, layout, kv_heads=2, rope=100.0).double()
+    x = torch.randn(2, LENGTH, 16, dtype=torch.float64)
+    expected = one(x)
+    expected.sin().sum().backward()
+    for order in ("contiguous", "zigzag"):
+        plan = bd.plan(layout, dist.group.WORLD, heads=(4, 2), order=order)
+        layer = bd.SelfAttention(16, plan, rope=100.0).double()
+        layer.load_state_dict(one.state_dict())
+        out = layer(plan.shard(x, dim=1))
+        assert torch.allclose(out, plan.shard(expected, dim=1), rtol=1e-12, atol=1e-13)
+        out.sin().sum().backward()
+        for (name, weight), wanted in zip(layer.named_parameters(), one.parameters(), strict=True):
+            dist.all_reduce(weight.grad)
+            assert torch.allclose(weight.grad, wanted.grad, rtol=1e-10, atol=1e-11), (order, name)
+
+
+def trains_with_fsdp(n_context: int) -> None:
+    """Weights sharded over all ranks, sequences over n_context of them, uneven shards: the gradients are those of the
+    mean loss over all tokens in one process."""
+    n_ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (n_ranks // n_context, n_context), mesh_dim_names=("data", "context"))
+    everyone = init_device_mesh("cpu", (n_ranks,))
+    alone = [dist.new_group([one]) for one in range(n_ranks)][rank]
+    layout = layout_of("causal", LENGTH)
+    models = []
+    for group in (alone, mesh["context"]):
+        plan = bd.plan(layout, group, heads=(4, 2), scheme="exchange")
+        torch.manual_seed(0)
+        models.append((train_context_parallel.Model(16, 1, plan).double(), plan))
+    (one, _), (model, plan) = models
+    n_rows = n_ranks // n_context
+    sequences = [next(train_context_parallel.batches(LENGTH, 1, 5, seed=row)) for row in range(n_rows)]
+    tokens, labels = (torch.cat(parts) for parts in zip(*sequences, strict=True))
+    torch.nn.functional.cross_entropy(one(tokens).flatten(0, 1), labels.flatten()).backward()
+
+    fully_shard(model, mesh=everyone)
+    row = mesh["data"].get_local_rank()
+    mine, mine_labels = (plan.shard(sequence, dim=1) for sequence in sequences[row])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logits = model(mine)
+    train_context_parallel.scaled_loss(logits, mine_labels, n_rows * LENGTH, n_ranks).backward()
+    for (name, weight), wanted in zip(model.named_parameters(), one.parameters(), strict=True):
+        # the loss is float32
+        assert torch.allclose(weight.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-8), name
+
+
+def the_example_trains() -> None:
+    arguments = "--context 2 --length 300 --window 32 --embed-dim 16 --blocks 1 --steps 4 --learning-rate 0.03"
+    with contextlib.redirect_stdout(io.StringIO()) as said, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = train_context_parallel.train(train_context_parallel.parsed(arguments.split()))
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert dist.get_rank() or "step    0: loss" in said.getvalue()
 
 
 def raised(kind: type[Exception], call: Callable[[], object]) -> str:
@@ -445,8 +545,15 @@ def cases(n_ranks: int) -> Cases:
     found["half types: ulysses"] = partial(half_types, "ulysses")
     found["gathers what it shards"] = gathers_what_it_shards
     whole("butterfly", LENGTH, (n_ranks, n_ranks))
-    for scheme in ("exchange", "ulysses"):
+    for scheme in {2: ("exchange", "ulysses"), 3: ("exchange",), 4: ()}[n_ranks]:
         found[f"compiles and checkpoints: {scheme}"] = partial(compiles_and_checkpoints, scheme)
+    whole("local", 256 * n_ranks, (4, 2))
+    found["takes DTensors"] = takes_dtensors
+    found["is the layer of one process"] = is_the_layer_of_one_process
+    found["trains with FSDP: one mesh"] = partial(trains_with_fsdp, n_ranks)
+    if n_ranks == 4:
+        found["trains with FSDP: two by two"] = partial(trains_with_fsdp, 2)
+        found["the example trains"] = the_example_trains
     found["ranks that differ are named"] = ranks_that_differ_are_named
     whole("local", LENGTH, (4, 1))
     found["calls that differ are named"] = calls_that_differ_are_named

@@ -157,11 +157,16 @@ TABLE = {
     ),
     "blocksparse_flash/distributed/functional.py": Arrows(
         {TORCH, f"{OURS}.contract", f"{OURS}.functional"}
-        | {f"{OURS}.distributed.{name}" for name in ("agreement", "context_plan", "exchange", "ulysses")}
+        | {f"{OURS}.distributed.{name}" for name in ("agreement", "context_plan", "dtensors", "exchange", "ulysses")}
+    ),
+    "blocksparse_flash/distributed/dtensors.py": Arrows({TORCH}, {f"{OURS}.distributed.context_plan"}),
+    "blocksparse_flash/distributed/nn.py": Arrows(
+        {TORCH, "einops", f"{OURS}.distributed.context_plan", f"{OURS}.distributed.functional"}
     ),
     "blocksparse_flash/distributed/__init__.py": Arrows(
-        {f"{OURS}.distributed.{name}" for name in ("context_plan", "functional")}
+        {f"{OURS}.distributed.{name}" for name in ("context_plan", "functional", "nn")}
     ),
+    "benchmarks/train_context_parallel.py": Arrows({TORCH, "masks", f"{OURS}.distributed"}),
     "masks/checks.py": Arrows({NUMPY, TORCH}),
     "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),
     "masks/chunks.py": Arrows({NUMPY, "masks.canvas", "masks.checks"}),

@@ -2,5 +2,6 @@
 
 from .context_plan import ContextPlan, plan
 from .functional import attention, attention_with_lse
+from .nn import SelfAttention
 
-__all__ = ["ContextPlan", "attention", "attention_with_lse", "plan"]
+__all__ = ["ContextPlan", "SelfAttention", "attention", "attention_with_lse", "plan"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import contract, functional
-from . import ulysses
+from . import dtensors, ulysses
 from .agreement import agreed
 from .context_plan import ContextPlan
 from .exchange import exchange_forward
@@ -124,6 +124,10 @@ def attention_with_lse(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each row's scaled scores, as blocksparse_flash.attention_with_lse gives it."""
+    if dtensors.are_dtensors(q, k, v):
+        whole, (q, k, v) = q, (dtensors.to_local(name, x, plan) for name, x in (("q", q), ("k", k), ("v", v)))
+        out, lse = attention_with_lse(q, k, v, plan, layer=layer, scale=scale, chunks=chunks, backend=backend)
+        return dtensors.like(out, whole), dtensors.like(lse, whole)
     checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
     call = (_agreed if checks_calls else _checked)(q, k, v, plan, layer, scale, chunks, backend)
     if call.autocast is not None:
@@ -159,7 +163,8 @@ def attention(
 ) -> Tensor:
     """blocksparse_flash.attention over a sequence shared by several ranks: this rank's rows of it. Differentiable.
 
-    q, k, v  (batch, heads, plan.local_length, dim): the tokens of this rank, in the order of plan.positions
+    q, k, v  (batch, heads, plan.local_length, dim): the tokens of this rank, in the order of plan.positions. Or DTensors,
+             Shard(2) over the plan's group, for a contiguous plan with equally many tokens on each rank; then so is out
     plan     what `plan` made; its layout, order and scheme
     layer    which of the plan's layouts
     scale    factor on the scores; None is head_dim ** -0.5
