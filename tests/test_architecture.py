@@ -166,6 +166,10 @@ TABLE = {
     "blocksparse_flash/distributed/__init__.py": Arrows(
         {f"{OURS}.distributed.{name}" for name in ("context_plan", "functional", "nn")}
     ),
+    "benchmarks/context_parallel.py": Arrows(
+        {TORCH, OURS, "benchmarks.attention"}
+        | {f"{OURS}.distributed{name}" for name in ("", ".exchange", ".local", ".messages", ".side")}
+    ),
     "benchmarks/train_context_parallel.py": Arrows({TORCH, "masks", f"{OURS}.distributed"}),
     "masks/checks.py": Arrows({NUMPY, TORCH}),
     "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),

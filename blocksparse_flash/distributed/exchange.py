@@ -23,7 +23,7 @@ from .local import attend, attend_backward, statistics
 from .side import Side, sides
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """Which heads a message carries: queries, keys, and the plan of those heads."""
 
     q: slice
@@ -31,18 +31,18 @@ class _Chunk(NamedTuple):
     plan: list[Tensor]
 
 
-def _chunks(n_chunks: int, q: Tensor, k: Tensor, plan: list[Tensor]) -> list[_Chunk]:
+def chunked(n_chunks: int, q: Tensor, k: Tensor, plan: list[Tensor]) -> list[Chunk]:
     found = []
     for i in range(n_chunks):
         of_q, of_kv = (slice(i * t.shape[1] // n_chunks, (i + 1) * t.shape[1] // n_chunks) for t in (q, k))
         # records of rows and of columns; they name places in the lists, which all heads share
         heads = [items[:, of_q] if items.shape[1] > 1 else items for items in (plan[0], plan[3])]
-        found.append(_Chunk(of_q, of_kv, [heads[0], *plan[1:3], heads[1], *plan[4:]]))
+        found.append(Chunk(of_q, of_kv, [heads[0], *plan[1:3], heads[1], *plan[4:]]))
     return found
 
 
-def _received(
-    k: Tensor, v: Tensor, keys: Side, chunks: list[_Chunk], group: Any
+def send_keys(
+    k: Tensor, v: Tensor, keys: Side, chunks: list[Chunk], group: Any
 ) -> tuple[Tensor, list[messages.Flight]]:
     """Keys and values on their way: (chunks, tokens, batch, heads of a chunk, features of k and v), and their flights."""
     n_heads = k.shape[1] // len(chunks)
@@ -54,7 +54,7 @@ def _received(
     return into, flights
 
 
-def _extended(k: Tensor, v: Tensor, keys: Side, received: Tensor) -> tuple[Tensor, Tensor]:
+def extended(k: Tensor, v: Tensor, keys: Side, received: Tensor) -> tuple[Tensor, Tensor]:
     """Own and received keys and values of a chunk, slot by slot."""
     parts = messages.unpacked(received, [k.shape[3], v.shape[3]])
     k, v = (
@@ -82,12 +82,12 @@ def exchange_forward(
     keys, *queries = sides(tensors, counts, n_ranks)
     walk = shipping.Walk(scale, backend, process_group, rank)
     shipped = [(side, shipping.send_queries(q, side, process_group)) for side in queries]
-    chunks = _chunks(n_chunks, q, k, keys.plan)
-    received, flights = _received(k, v, keys, chunks, process_group)
+    chunks = chunked(n_chunks, q, k, keys.plan)
+    received, flights = send_keys(k, v, keys, chunks, process_group)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=statistics(q))
     for chunk, flight in zip(chunks, flights, strict=True):
-        k_all, v_all = _extended(k[:, chunk.kv], v[:, chunk.kv], keys, flight.arrived())
+        k_all, v_all = extended(k[:, chunk.kv], v[:, chunk.kv], keys, flight.arrived())
         found = attend(q[:, chunk.q], k_all, v_all, chunk.plan, scale, backend)
         out[:, chunk.q], lse[:, chunk.q] = found
     for side, flight in shipped:
@@ -123,16 +123,16 @@ def exchange_backward(
     keys, *queries = sides(tensors, counts, n_ranks)
     walk = shipping.Walk(scale, backend, process_group, rank)
     shipped = [shipping.Backward((q, out), (dout, dlse), lse, side, walk) for side in queries]
-    chunks = _chunks(n_chunks, q, k, keys.plan)
+    chunks = chunked(n_chunks, q, k, keys.plan)
     flights: list[messages.Flight] = []
     if not keeps:
-        received, flights = _received(k, v, keys, chunks, process_group)
+        received, flights = send_keys(k, v, keys, chunks, process_group)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (t.new_empty(t.shape, dtype=statistics(q)) for t in (k, v))
     returns = []
     for i, chunk in enumerate(chunks):
         arrived = received[i] if keeps else flights[i].arrived()
-        k_all, v_all = _extended(k[:, chunk.kv], v[:, chunk.kv], keys, arrived)
+        k_all, v_all = extended(k[:, chunk.kv], v[:, chunk.kv], keys, arrived)
         douts, outs = (dout[:, chunk.q], dlse[:, chunk.q]), (out[:, chunk.q], lse[:, chunk.q])
         dq[:, chunk.q], *dkv = attend_backward(douts, (q[:, chunk.q], k_all, v_all), outs, chunk.plan, scale, backend)
         back = messages.packed(dkv, keys.slots)
