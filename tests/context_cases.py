@@ -120,6 +120,14 @@ def in_half(name: str, heads: tuple[int, int]) -> Whole:
     return Whole(*inputs, *douts, dlse, wide, same)
 
 
+@cache
+def interpreted() -> Whole:
+    """Small, in float32: the interpreter is slow."""
+    wide = whole("local", 300, (2, 1))
+    inputs, douts = [t.float() for t in wide[:3]], [t.float() for t in wide[3:5]]
+    return Whole(*inputs, *douts, wide.truth, _called(layout_of("local", 300), inputs, douts, "triton"))
+
+
 class Traffic:
     """Counts the bytes that this rank hands to all_to_all_single for others, and the calls."""
 
@@ -297,6 +305,30 @@ def half_types(scheme: str) -> None:
     for name, actual, truth, same in zip(NAMES, sharded(plan, case), case.truth, case.same, strict=True):
         wide = plan.shard(truth, dim=2)
         closeness.assert_as_accurate(actual, [plan.shard(same, dim=2)], wide, name=name)
+
+
+def kernels_give_the_same_bits() -> None:
+    """The portable kernels, in Triton's interpreter: forward and dq are those of one process, bit by bit."""
+    case = interpreted()
+    plan = bd.plan(layout_of("local", 300), dist.group.WORLD, heads=(2, 1), deterministic=True)
+    for name, actual, same in zip(NAMES, sharded(plan, case, backend="triton"), case.same, strict=True):
+        mine = plan.shard(same, dim=2)
+        if name in ("out", "lse", "dq"):
+            assert torch.equal(actual, mine), name
+        assert torch.allclose(actual, mine, rtol=1e-4, atol=1e-5), name
+
+
+def autocast_converts() -> None:
+    """To its own type, as for one process; gradients come back in the type of the inputs."""
+    case = whole("local", LENGTH, (4, 1))
+    plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=(4, 1))
+    leaves = [plan.shard(x.float(), dim=2).requires_grad_() for x in (case.q, case.k, case.v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = bd.attention(*leaves, plan)
+        expected, _ = attention_with_lse(case.q.float(), case.k.float(), case.v.float(), layout_of("local", LENGTH))
+    assert out.dtype == torch.bfloat16 and torch.equal(out, plan.shard(expected, dim=2))
+    out.float().sum().backward()
+    assert all(leaf.grad is not None and leaf.grad.dtype == torch.float32 for leaf in leaves)
 
 
 def gathers_what_it_shards() -> None:
@@ -543,6 +575,11 @@ def cases(n_ranks: int) -> Cases:
     in_half("bigbird", (n_ranks, n_ranks))
     found["half types: exchange"] = partial(half_types, "exchange")
     found["half types: ulysses"] = partial(half_types, "ulysses")
+    if n_ranks == 2:
+        interpreted()
+        found["kernels give the same bits"] = kernels_give_the_same_bits
+    whole("local", LENGTH, (4, 1))
+    found["autocast converts"] = autocast_converts
     found["gathers what it shards"] = gathers_what_it_shards
     whole("butterfly", LENGTH, (n_ranks, n_ranks))
     for scheme in {2: ("exchange", "ulysses"), 3: ("exchange",), 4: ()}[n_ranks]:

@@ -132,11 +132,12 @@ def _members(group: Any) -> tuple[Any, torch.device]:
             raise ValueError(
                 f"group must be a mesh of one dimension, got {group.mesh_dim_names or group.ndim}; mesh[name] is one of them"
             )
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
+        device_type, group = group.device_type, group.get_group()
+    elif isinstance(group, dist.ProcessGroup):
+        device_type = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    else:
         raise TypeError(f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}")
-    is_on_gpu = "nccl" in dist.get_backend(group)
-    return group, torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+    return group, torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
 
 
 def _listed(layouts: object) -> list[BlockLayout]:

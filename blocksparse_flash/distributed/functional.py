@@ -112,6 +112,15 @@ def _agreed(
     return agreed(make, plan.group, "attention")
 
 
+def _run(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _Call) -> tuple[Tensor, Tensor]:
+    found = plan.layers[layer]
+    if found.scheme == "ulysses":
+        return ulysses.attend(q, k, v, plan, found.layout, call.scale, call.backend)
+    options = call.scale, call.n_chunks, plan.keeps_received, plan.group_name, call.backend
+    out, lse, _ = exchange_forward(q, k, v, found.tensors, found.counts, *options)
+    return out, lse
+
+
 def attention_with_lse(
     q: Tensor,
     k: Tensor,
@@ -130,24 +139,12 @@ def attention_with_lse(
         return dtensors.like(out, whole), dtensors.like(lse, whole)
     checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
     call = (_agreed if checks_calls else _checked)(q, k, v, plan, layer, scale, chunks, backend)
-    if call.autocast is not None:
+    if call.autocast is None:
+        return _run(q, k, v, plan, layer, call)
+    # the operators choose the type of each product themselves
+    with torch.autocast(q.device.type, enabled=False):
         q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, call.autocast)) for tensor in (q, k, v))
-    found = plan.layers[layer]
-    if found.scheme == "ulysses":
-        return ulysses.attend(q, k, v, plan, found.layout, call.scale, call.backend)
-    out, lse, _ = exchange_forward(
-        q,
-        k,
-        v,
-        found.tensors,
-        found.counts,
-        call.scale,
-        call.n_chunks,
-        plan.keeps_received,
-        plan.group_name,
-        call.backend,
-    )
-    return out, lse
+        return _run(q, k, v, plan, layer, call)
 
 
 def attention(
