@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blocksparse_flash.distributed.ownership import ORDERS, Pairs, owners, volume
+from blocksparse_flash.distributed.ownership import ORDERS, Pairs, owners, received
 
 
 def pairs_of(mask: np.ndarray) -> Pairs:
@@ -23,13 +23,17 @@ def masks_of(n_tiles: int) -> dict[str, np.ndarray]:
     }
 
 
-def counted(masks: list[np.ndarray], owner: np.ndarray) -> int:
-    """Tiles that move, one by one."""
-    moved = 0
+def counted(masks: list[np.ndarray], owner: np.ndarray, rank: int) -> int:
+    """Tiles that a rank receives, one by one."""
+    found = 0
     for mask in masks:
         for col in range(len(owner)):
-            moved += len({owner[row] for row in range(len(owner)) if mask[row, col]} - {owner[col]})
-    return moved
+            found += owner[col] != rank and any(mask[row, col] for row in range(len(owner)) if owner[row] == rank)
+    return found
+
+
+def volume(layers: list[Pairs], owner: np.ndarray) -> int:
+    return int(received(layers, owner).sum())
 
 
 # fewer tiles than ranks, as many, and numbers that do not divide
@@ -62,12 +66,13 @@ def test_balanced_and_zigzag_even_out_a_causal_mask() -> None:
 
 @pytest.mark.parametrize("name", ["nothing", "causal", "butterfly", "random"])
 @pytest.mark.parametrize("n_ranks", [2, 3])
-def test_volume_is_what_a_loop_counts(name: str, n_ranks: int) -> None:
+def test_received_is_what_a_loop_counts(name: str, n_ranks: int) -> None:
     found = masks_of(13)
     layers = [found[name], found["causal"]]
     for order in ORDERS:
         owner = owners(order, [pairs_of(mask) for mask in layers], 13, n_ranks)
-        assert volume([pairs_of(mask) for mask in layers], owner) == counted(layers, owner)
+        expected = [counted(layers, owner, rank) for rank in range(n_ranks)]
+        assert received([pairs_of(mask) for mask in layers], owner).tolist() == expected
 
 
 def test_tuned_moves_less() -> None:
@@ -80,6 +85,16 @@ def test_tuned_moves_less() -> None:
     # several layers share one order: their sum counts
     both = [*layers, pairs_of(abs(np.arange(64)[:, None] - np.arange(64)) <= 1)]
     assert volume(both, owners("tuned", both, 64, 2)) <= volume(both, owners("contiguous", both, 64, 2))
+
+
+def test_tuned_burdens_no_rank() -> None:
+    """Rows that reach everything are left out of the count: wherever they are, they need every tile."""
+    mask = masks_of(48)["random"]
+    mask[:2] = True
+    layers = [pairs_of(mask)]
+    rest = [Pairs(layers[0].row[layers[0].row > 1], layers[0].col[layers[0].row > 1])]
+    start, tuned = (received(rest, owners(order, layers, 48, 4)).max() for order in ("contiguous", "tuned"))
+    assert tuned <= start
 
 
 def test_tuned_leaves_the_work_spread() -> None:

@@ -22,6 +22,8 @@ TRIALS = 40_000
 TRIALS_A_PAIR = 10
 # what a rank may compute, over the mean, after a swap of "tuned"
 MOST_WORK = 1.1
+# share of the tiles which a row reaches that no order can help
+FAR = 15 / 16
 
 
 class Pairs(NamedTuple):
@@ -51,17 +53,19 @@ def owners(order: str, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> A
     return _tuned(layers, n_tiles, n_ranks)
 
 
-def volume(layers: Sequence[Pairs], owner: Array) -> int:
-    """Tiles of keys that move, summed over ranks and layers: sum over tiles of (ranks that touch it - 1).
+def received(layers: Sequence[Pairs], owner: Array) -> Array:
+    """Tiles of keys that each rank receives, summed over layers, int64 (ranks,).
 
-    The cut of the column-net hypergraph (Catalyurek and Aykanat, IEEE TPDS 10(7), 1999, section 3).
+    Their sum is that over tiles of (ranks that touch it - 1), the cut of the column-net hypergraph (Catalyurek and Aykanat,
+    IEEE TPDS 10(7), 1999, section 3).
     """
     n_tiles = len(owner)
-    total = 0
+    found = np.zeros(int(owner.max(initial=0)) + 1, np.int64)
     for pairs in layers:
         wanted = np.unique(owner[pairs.row] * n_tiles + pairs.col)
-        total += int((owner[wanted % n_tiles] != wanted // n_tiles).sum())
-    return total
+        rank, tile = np.divmod(wanted, max(n_tiles, 1))
+        found += np.bincount(rank[owner[tile] != rank], minlength=len(found))
+    return found
 
 
 def _work(layers: Sequence[Pairs], n_tiles: int) -> Array:
@@ -101,9 +105,24 @@ def _cuthill_mckee(layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array
 
 def _tuned(layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array:
     start = owners("contiguous", layers, n_tiles, n_ranks)
-    if n_ranks == 1 or n_tiles < 2 or not any(len(pairs.row) for pairs in layers):
+    layers = [_without_far_rows(pairs, n_tiles) for pairs in layers]
+    if n_ranks == 1 or not any(len(pairs.row) for pairs in layers):
         return start
-    return _swapped(layers, min(start, _cuthill_mckee(layers, n_tiles, n_ranks), key=lambda o: volume(layers, o)))
+    other = _cuthill_mckee(layers, n_tiles, n_ranks)
+    found = _swapped(layers, min(start, other, key=lambda owner: received(layers, owner).sum()))
+
+    # a smaller sum may burden one rank, which the others then wait for
+    def burden(owner: Array) -> tuple[int, int]:
+        counts = received(layers, owner)
+        return int(counts.max()), int(counts.sum())
+
+    return min(start, found, key=burden)
+
+
+def _without_far_rows(pairs: Pairs, n_tiles: int) -> Pairs:
+    """The pairs of rows that an order can help: one that reaches nearly every tile needs them wherever it is."""
+    stays = (np.bincount(pairs.row, minlength=n_tiles) <= FAR * n_tiles)[pairs.row]
+    return Pairs(pairs.row[stays], pairs.col[stays])
 
 
 def _swapped(layers: Sequence[Pairs], owner: Array) -> Array:
