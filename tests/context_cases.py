@@ -166,9 +166,9 @@ def half_types(scheme: str) -> None:
     """bfloat16 travels as it is; sums over ranks are float32. Keys, values and shipped rows."""
     n_ranks = dist.get_world_size()
     heads = (n_ranks, n_ranks)
-    plan = bd.plan(layout_of("bigbird", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme)
+    plan = bd.plan(layout_of("global", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme)
     assert scheme == "ulysses" or len(plan.layers[0].costs.shipped)
-    case = in_half("bigbird", heads)
+    case = in_half("global", heads)
     for name, actual, truth, same in zip(NAMES, sharded(plan, case), case.truth, case.same, strict=True):
         wide = plan.shard(truth, dim=2)
         closeness.assert_as_accurate(actual, [plan.shard(same, dim=2)], wide, name=name)
@@ -423,21 +423,22 @@ def cases(n_ranks: int) -> Cases:
             equals_one_process, layout, order, kv_heads, "exchange"
         )
     for order, kv_heads in (("contiguous", 4), ("zigzag", 2)):
-        whole("bigbird", LENGTH, (4, kv_heads))
-        found[f"ships rows: {order}, {kv_heads}"] = partial(ships_rows, "bigbird", order, kv_heads)
+        whole("global", LENGTH, (4, kv_heads))
+        found[f"ships rows: {order}, {kv_heads}"] = partial(ships_rows, "global", order, kv_heads)
     for layout, order, n_chunks in (("local", "contiguous", 1), ("butterfly", "zigzag", 2), ("random", "uneven", 2)):
         whole(layout, LENGTH, (4, 2))
         found[f"sends the lower bound: {layout}, {order}"] = partial(sends_the_lower_bound, layout, order, n_chunks)
-    for layout, order in (("causal", "zigzag"), ("butterfly", "uneven"), ("documents", "contiguous")):
+    for layout, order in (("causal", "zigzag"), ("butterfly", "uneven")):
         whole(layout, LENGTH, (2 * n_ranks, n_ranks))
         found[f"ulysses equals one process: {layout}, {order}"] = partial(ulysses_equals_one_process, layout, order)
     whole("local", LENGTH, (2 * n_ranks, 1))
     found["auto takes what moves less"] = auto_takes_what_moves_less
-    by_head(n_ranks)
-    found["layouts of heads and batches"] = layouts_of_heads_and_batches
+    if n_ranks == 2:
+        by_head(n_ranks)
+        found["layouts of heads and batches"] = layouts_of_heads_and_batches
     whole("bigbird", LENGTH, (4, 2))
     found["repeats whatever the options"] = partial(repeats_whatever_the_options, "bigbird")
-    in_half("bigbird", (n_ranks, n_ranks))
+    in_half("global", (n_ranks, n_ranks))
     found["half types: exchange"] = partial(half_types, "exchange")
     found["half types: ulysses"] = partial(half_types, "ulysses")
     if n_ranks == 2:
