@@ -27,7 +27,7 @@ def _positive(name: str, number: Any) -> int:
     return number
 
 
-def _rotated(heads: Tensor, base: float, positions: Tensor) -> Tensor:
+def rotated(heads: Tensor, base: float, positions: Tensor) -> Tensor:
     """Rotary positions: (batch, heads, length, head_dim), feature d turns with feature d + head_dim / 2.
 
     A token at p turns the pair d by p * base ** (-2 d / head_dim), so that the score of a query and a key depends on their
@@ -152,7 +152,7 @@ class SelfAttention(nn.Module):
         q, k, v = heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
         if self.rope is not None:
             places = self._positions(positions, x)
-            q, k = _rotated(q, self.rope, places), _rotated(k, self.rope, places)
+            q, k = rotated(q, self.rope, places), rotated(k, self.rope, places)
         layout = self.layout
         if layout is not None and not isinstance(layout, BlockLayout):
             layout = layout(x.shape[1])

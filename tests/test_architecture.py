@@ -144,6 +144,45 @@ TABLE = {
             )
         }
     ),
+    "blocksparse_flash/distributed/ownership.py": Arrows({NUMPY, f"{OURS}.blocks"}, {"scipy"}),
+    "blocksparse_flash/distributed/traffic.py": Arrows({NUMPY, f"{OURS}.blocks", f"{OURS}.plan"}),
+    "blocksparse_flash/distributed/costs.py": Arrows(
+        {NUMPY, *(f"{OURS}.{name}" for name in ("blocks", "plan", "distributed.ownership", "distributed.traffic"))}
+    ),
+    "blocksparse_flash/distributed/agreement.py": Arrows({TORCH}),
+    "blocksparse_flash/distributed/messages.py": Arrows({TORCH}),
+    "blocksparse_flash/distributed/local.py": Arrows({TORCH, f"{OURS}.ops"}),
+    "blocksparse_flash/distributed/side.py": Arrows({TORCH}),
+    "blocksparse_flash/distributed/shipping.py": Arrows(
+        {TORCH, f"{OURS}.merging", *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "side"))}
+    ),
+    "blocksparse_flash/distributed/exchange.py": Arrows(
+        {TORCH, *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "shipping", "side"))}
+    ),
+    "blocksparse_flash/distributed/context_plan.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "plan"))}
+        | {f"{OURS}.distributed.{name}" for name in ("agreement", "costs", "messages", "ownership", "side", "traffic")}
+    ),
+    "blocksparse_flash/distributed/ulysses.py": Arrows(
+        {TORCH, *(f"{OURS}.{name}" for name in ("functional", "layout", "distributed.messages"))},
+        {f"{OURS}.distributed.context_plan"},
+    ),
+    "blocksparse_flash/distributed/functional.py": Arrows(
+        {TORCH, f"{OURS}.contract", f"{OURS}.functional"}
+        | {f"{OURS}.distributed.{name}" for name in ("agreement", "context_plan", "dtensors", "exchange", "ulysses")}
+    ),
+    "blocksparse_flash/distributed/dtensors.py": Arrows({TORCH}, {f"{OURS}.distributed.context_plan"}),
+    "blocksparse_flash/distributed/nn.py": Arrows(
+        {TORCH, "einops", *(f"{OURS}.{name}" for name in ("nn", "distributed.context_plan", "distributed.functional"))}
+    ),
+    "blocksparse_flash/distributed/__init__.py": Arrows(
+        {f"{OURS}.distributed.{name}" for name in ("context_plan", "functional", "nn")}
+    ),
+    "benchmarks/context_parallel.py": Arrows(
+        {TORCH, OURS, "benchmarks.attention"}
+        | {f"{OURS}.distributed{name}" for name in ("", ".exchange", ".local", ".messages", ".side")}
+    ),
+    "benchmarks/train_context_parallel.py": Arrows({TORCH, "masks", f"{OURS}.distributed"}),
     "masks/checks.py": Arrows({NUMPY, TORCH}),
     "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),
     "masks/chunks.py": Arrows({NUMPY, "masks.canvas", "masks.checks"}),

@@ -1,0 +1,373 @@
+"""Which tokens does each rank hold, and what must it exchange to attend? `plan` and what it returns, a ContextPlan.
+
+Knows layouts, owners, traffic, that all ranks must agree. Must not know how messages are sent or attention is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import arguments
+from ..blocks import Array
+from ..layout import BlockLayout
+from ..plan import TILE
+from . import ownership, traffic
+from .agreement import agreed
+from .costs import Costs, costs_of, report
+from .messages import redistribute
+from .ownership import ORDERS, Pairs
+from .side import Side
+
+SCHEMES = ("auto", "exchange", "ulysses")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer exchanges. `scheme` says which of the others is there.
+
+    layout   of all tokens, of the heads that this rank computes under "ulysses"; None under "exchange"
+    tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
+    costs    of every scheme, and why this one
+    """
+
+    scheme: str
+    layout: BlockLayout | None
+    tensors: list[Tensor]
+    counts: list[int]
+    costs: Costs
+
+
+@dataclass(frozen=True, eq=False)
+class ContextPlan:
+    """Which tokens this rank holds, and what it exchanges with the others to attend. Prints as a report.
+
+    group, group_name  the ranks that share a sequence
+    rank, n_ranks  of this process in the group, and how many there are
+    length     tokens of the whole sequence
+    heads      (query heads, key heads), as this rank holds them: all of them, or its share under tensor parallelism
+    positions  int64 (local tokens,): the global position of each token here, for rotary embeddings, masks and labels
+    layers     one for each layout
+    """
+
+    group: Any
+    group_name: str
+    rank: int
+    n_ranks: int
+    length: int
+    heads: tuple[int, int]
+    order: str
+    positions: Tensor
+    # where each token of the sequence is when the shards lie one after another; None: where it was
+    restore: Tensor | None
+    rearrange: Tensor | None
+    # tokens of each rank
+    sizes: list[int]
+    keeps_received: bool
+    checks_calls: bool
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def local_length(self) -> int:
+        """Tokens of this rank."""
+        return self.sizes[self.rank]
+
+    @property
+    def device(self) -> torch.device:
+        """Where q, k and v must be."""
+        return self.positions.device
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of x, which holds the whole sequence along dim; ids, labels and masks too."""
+        _check_length(x, dim, self.length, "the whole sequence has")
+        return x.index_select(dim, self.positions.to(x.device))
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The whole sequence on every rank, from each rank's tokens along dim: the inverse of `shard`.
+
+        Every rank must call it. Its gradient is that of the sum of what all ranks make of their copies: a loss that
+        every rank computes in full from the gathered sequence counts n_ranks times.
+        """
+        _check_length(x, dim, self.local_length, f"rank {self.rank} holds")
+        message = torch.cat([x.movedim(dim, 0)] * self.n_ranks)
+        send = [self.local_length] * self.n_ranks
+        found = redistribute(message, send, self.sizes, self.group_name)
+        if self.restore is not None:
+            found = found.index_select(0, self.restore)
+        return found.movedim(0, dim)
+
+    def __str__(self) -> str:
+        return report(self)
+
+    def __repr__(self) -> str:
+        schemes = ", ".join(layer.scheme for layer in self.layers)
+        return (
+            f"ContextPlan({self.length} tokens, rank {self.rank} of {self.n_ranks} holds {self.local_length}, "
+            f'heads={self.heads}, order="{self.order}", layers: {schemes})'
+        )
+
+
+def _check_length(x: Tensor, dim: int, length: int, whose: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if x.shape[dim] != length:
+        raise ValueError(f"x must have {length} tokens along dim {dim}, as {whose}, got shape {tuple(x.shape)}")
+
+
+# ---- arguments ----
+
+
+def _members(group: Any) -> tuple[Any, torch.device]:
+    """The process group, and the device of its tensors."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be a mesh of one dimension, got {group.mesh_dim_names or group.ndim}; mesh[name] is one of them"
+            )
+        device_type, group = group.device_type, group.get_group()
+    elif isinstance(group, dist.ProcessGroup):
+        device_type = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    else:
+        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}")
+    return group, torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+
+
+def _listed(layouts: object) -> list[BlockLayout]:
+    found = [layouts] if isinstance(layouts, BlockLayout) else arguments.listed(layouts, BlockLayout, "layouts")
+    length = found[0].q_len
+    for layout in found:
+        if layout.q_len != layout.kv_len:
+            raise ValueError(
+                f"layouts must have as many queries as keys, got {layout.q_len} x {layout.kv_len}: only self-attention "
+                "is shared between ranks"
+            )
+        if layout.q_len != length:
+            raise ValueError(f"layouts must be of one length, got {length} and {layout.q_len}")
+    return found
+
+
+def _heads(heads: object) -> tuple[int, int]:
+    sides = tuple(heads) if isinstance(heads, (tuple, list)) else (heads, heads)
+    if len(sides) != 2:
+        raise ValueError(f"heads must be an int or (query heads, key heads), got {heads!r}")
+    q_heads, kv_heads = (arguments.integer(side, "heads") for side in sides)
+    if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
+        raise ValueError(f"heads: query heads must be a multiple of key heads, both at least 1, got {heads!r}")
+    return q_heads, kv_heads
+
+
+def _check_layout_heads(layouts: Sequence[BlockLayout], q_heads: int) -> None:
+    for layout in layouts:
+        if layout.shape[1] not in (1, q_heads):
+            raise ValueError(
+                f"layouts must have 1 head or as many as there are query heads, {q_heads}, got {layout.shape[1]}"
+            )
+
+
+def _owner(order: object, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> tuple[Array, str]:
+    """The owner list, and what it is called."""
+    if isinstance(order, str):
+        if order not in ORDERS:
+            raise ValueError(f'order must be one of {ORDERS} or the rank of each tile, got "{order}"')
+        return ownership.owners(order, layers, n_tiles, n_ranks), order
+    owner = arguments.integers(order, "order")
+    if len(owner) != n_tiles:
+        raise ValueError(f"order must name a rank for each of {n_tiles} tiles of {TILE} tokens, got {len(owner)}")
+    arguments.check_range(owner, n_ranks, "order", "ranks")
+    return owner, "as given"
+
+
+def _scheme(scheme: object, kv_heads: int, n_ranks: int) -> str:
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme must be one of {SCHEMES}, got {scheme!r}")
+    if scheme == "ulysses" and kv_heads % n_ranks:
+        raise ValueError(
+            f'scheme="ulysses" gives each rank whole heads, so {n_ranks} ranks must divide the {kv_heads} key heads; '
+            'scheme="exchange" takes any number'
+        )
+    return str(scheme)
+
+
+# ---- building ----
+
+
+def _pairs(tiles: BlockLayout) -> Pairs:
+    """The tiles of a layout in tiles, those of all batches and heads together."""
+    indptr, indices = (tensor.cpu().numpy().astype(np.int64) for tensor in (tiles.indptr, tiles.indices))
+    counts: Array = np.diff(indptr, axis=2).reshape(-1)
+    row = np.repeat(np.arange(len(counts)), counts) % max(tiles.n_rows, 1)
+    return Pairs(*np.divmod(np.unique(row * max(tiles.n_cols, 1) + indices[: len(row)]), max(tiles.n_cols, 1)))
+
+
+def _side(tiles: BlockLayout, rows: Array, found: traffic.Lists, device: torch.device, by_rows: bool) -> Side:
+    """A Side whose kernels walk rows x found.tiles (by_rows: found.tiles x rows) of a layout in tiles."""
+    rows, cols = (found.tiles, rows) if by_rows else (rows, found.tiles)
+    plan = tiles.select(rows=rows, cols=cols).plan(device)
+    # where own tokens that others work on too are among those it works on
+    places = np.searchsorted(found.own, found.sent) if by_rows else found.sent[:0]
+    own, own_slots, sent, slots, among = (
+        torch.from_numpy(array).to(device) for array in (found.own, found.own_slots, found.sent, found.slots, places)
+    )
+    return Side(own, own_slots, sent, slots, among, list(plan), found.send_counts, found.receive_counts)
+
+
+def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
+    """The layout without the blocks of these rows."""
+    if not len(rows):
+        return tiles
+    counts = tiles.indptr.diff(dim=2)
+    stays = torch.ones(tiles.n_rows, dtype=torch.bool, device=tiles.device)
+    stays[torch.from_numpy(rows).to(tiles.device)] = False
+    entries = stays.expand_as(counts).flatten().repeat_interleave(counts.flatten())
+    kept = torch.cat([counts.new_zeros(1), (counts * stays).flatten().cumsum(0, dtype=torch.int32)])
+    # a head begins where the one before it ends
+    first = torch.arange(0, counts.numel() + 1, max(tiles.n_rows, 1), device=tiles.device)[:-1]
+    indptr = kept[(first[:, None] + torch.arange(tiles.n_rows + 1, device=tiles.device))]
+    indptr = indptr.reshape(tiles.indptr.shape)
+    indices, ids = (tensor[: len(entries)][entries] for tensor in (tiles.indices, tiles.bitmask_ids))
+    length = tiles.q_len
+    return BlockLayout(indptr, indices, ids, tiles.bitmasks, q_len=length, kv_len=length, block_size=TILE)
+
+
+def _exchanged(
+    tiles: BlockLayout, pairs: Pairs, shipped: Array, owner: Array, rank: int, n_ranks: int, device: torch.device
+) -> tuple[list[Tensor], list[int]]:
+    """The flat sides of one layer on one rank: of keys, and of shipped queries if there are any."""
+    held, ships = np.flatnonzero(owner == rank), np.isin(pairs.row, shipped)
+    row, col = pairs.row[~ships], pairs.col[~ships]
+    keys = traffic.moves(owner[row], col, owner)
+    lists = traffic.lists(col[owner[row] == rank], keys, owner, tiles.q_len, rank, n_ranks)
+    tensors, counts = _side(_without(tiles, shipped), held, lists, device, by_rows=False).flat()
+    if len(shipped):
+        row, col = pairs.row[ships], pairs.col[ships]
+        queries = traffic.moves(owner[col], row, owner)
+        # own ones even if no key here is theirs: this is where they are merged
+        wanted = np.append(row[owner[col] == rank], shipped[owner[shipped] == rank])
+        lists = traffic.lists(wanted, queries, owner, tiles.q_len, rank, n_ranks)
+        more = _side(tiles, held, lists, device, by_rows=True).flat()
+        tensors, counts = tensors + more[0], counts + more[1]
+    return tensors, counts
+
+
+def _heads_of(layout: BlockLayout, q_heads: int, rank: int, n_ranks: int) -> BlockLayout:
+    """The layout of the heads which a rank computes."""
+    if layout.shape[1] == 1:
+        return layout
+    share = q_heads // n_ranks
+    return BlockLayout.stack_heads(layout.head(head) for head in range(rank * share, (rank + 1) * share))
+
+
+def _layer(
+    layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, owner: Array, q_heads: int, rank: int,
+    n_ranks: int, device: torch.device,
+) -> LayerPlan:  # fmt: skip
+    if costs.scheme == "ulysses":
+        return LayerPlan("ulysses", _heads_of(layout, q_heads, rank, n_ranks).to(device), [], [], costs)
+    flat = _exchanged(tiles, pairs, costs.shipped, owner, rank, n_ranks, device)
+    return LayerPlan("exchange", None, *flat, costs)
+
+
+def _orders(owner: Array, length: int, n_ranks: int) -> tuple[Array, list[int]]:
+    """The tokens of the sequence, rank after rank, and how many each rank has."""
+    stable = np.argsort(owner, kind="stable")
+    sizes = traffic.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
+    return traffic.positions(stable, length), sizes.tolist()
+
+
+def _built(
+    layouts: object,
+    members: Any,
+    device: torch.device,
+    heads: object,
+    order: object,
+    scheme: object,
+    flags: dict[str, Any],
+) -> tuple[ContextPlan, dict[str, str]]:
+    """The plan of this rank, and what all ranks must have in common."""
+    rank, n_ranks = dist.get_rank(members), dist.get_world_size(members)
+    found, sides = _listed(layouts), _heads(heads)
+    length = found[0].q_len
+    _check_layout_heads(found, sides[0])
+    asked = _scheme(scheme, sides[1], n_ranks)
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
+    tiles = [layout.with_block_size(TILE) for layout in found]
+    pairs = [_pairs(layout) for layout in tiles]
+    owner, name_of_order = _owner(order, pairs, tiles[0].n_rows, n_ranks)
+    facts = {
+        "layouts": " ".join(f"{layout.shape} {hash(layout):015x}" for layout in found),
+        "heads": str(sides),
+        "order": f"{name_of_order} {hashlib.sha256(owner.astype(np.int64).tobytes()).hexdigest()[:16]}",
+        "scheme": asked,
+        **{name: str(flag) for name, flag in flags.items()},
+    }
+    costs = [
+        costs_of(pair, owner, length, sides, n_ranks, asked=asked, whole_rows=flags["deterministic"]) for pair in pairs
+    ]
+    layers = tuple(
+        _layer(layout, tile, pair, cost, owner, sides[0], rank, n_ranks, device)
+        for layout, tile, pair, cost in zip(found, tiles, pairs, costs, strict=True)
+    )
+    tokens, sizes = _orders(owner, length, n_ranks)
+    rearrange = None if np.array_equal(tokens, np.arange(length)) else torch.from_numpy(tokens).to(device)
+    plan = ContextPlan(
+        group=members,
+        group_name=members.group_name,
+        rank=rank,
+        n_ranks=n_ranks,
+        length=length,
+        heads=sides,
+        order=name_of_order,
+        positions=torch.from_numpy(traffic.positions(np.flatnonzero(owner == rank), length)).to(device),
+        restore=None if rearrange is None else rearrange.argsort(),
+        rearrange=rearrange,
+        sizes=sizes,
+        keeps_received=flags["keep_received"],
+        checks_calls=flags["check_calls"],
+        layers=layers,
+    )
+    return plan, facts
+
+
+def plan(
+    layouts: BlockLayout | Sequence[BlockLayout],
+    group: Any,
+    *,
+    heads: int | tuple[int, int],
+    order: str | Sequence[int] | Array | Tensor = "contiguous",
+    scheme: str = "auto",
+    deterministic: bool = False,
+    keep_received: bool = True,
+    check_calls: bool = False,
+) -> ContextPlan:
+    """Share attention over one sequence between the ranks of a group. Every rank must call it with equal arguments.
+
+    layouts  BlockLayout (length x length), or one for each of several layers that share the order of tokens
+    group    ProcessGroup, or DeviceMesh of one dimension such as mesh["context"]
+    heads    (query heads, key heads) of q and k, or an int for both
+    order    which rank holds which tiles of 128 tokens: "contiguous", "zigzag" (balances causal masks), "balanced" (by
+             work), "tuned" (moves least; seconds), or the rank of each tile. A rank may hold none. All but "contiguous"
+             leave gaps between a rank's tokens: use `positions`
+    scheme   "exchange" moves the needed keys, "ulysses" whole heads (key heads must be a multiple of the ranks); "auto"
+             takes for each layer the one whose busiest rank receives fewer bytes
+    deterministic  True: rows are never split between ranks, so that out and dq equal those of one process bit by bit.
+             Otherwise queries that reach most keys may travel instead of the keys. Two runs give equal bits anyway
+    keep_received  keep received keys and values for the backward; False receives them again, which costs time
+    check_calls  True: before each call of attention the ranks compare what they were given, and raise together where one
+             was given something else. For development: it waits for the device, and cannot be compiled
+    returns  ContextPlan; print it
+    raises   TypeError, ValueError, on every rank alike, naming the ranks that differ; RuntimeError if a rank does not
+             come within the group's timeout
+    """
+    members, device = _members(group)
+    flags = {"deterministic": deterministic, "keep_received": keep_received, "check_calls": check_calls}
+    return agreed(lambda: _built(layouts, members, device, heads, order, scheme, flags), members, "plan")

@@ -1,0 +1,178 @@
+"""What may a caller ask of attention over a sequence that several ranks share?
+
+Knows the order of a call: arguments are checked against the contract of attention and against the plan, before anything is
+sent. Must not know what is sent.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import contract, functional
+from . import dtensors, ulysses
+from .agreement import agreed
+from .context_plan import ContextPlan
+from .exchange import exchange_forward
+
+# a message takes some 30 microseconds however short it is, so more would not pay
+MOST_CHUNKS = 4
+
+
+def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
+    """Refuse what the plan was not made for."""
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
+    if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(plan.layers):
+        raise ValueError(f"layer must be 0 .. {len(plan.layers) - 1}, one of the plan's layouts, got {layer!r}")
+    if backend == "reference":
+        raise ValueError('backend="reference" computes all pairs of one process; use "auto", "triton" or "eager"')
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.shape[2] != plan.local_length:
+            raise ValueError(
+                f"{name} must have the {plan.local_length} tokens of rank {plan.rank}, got {tensor.shape[2]}; "
+                "plan.shard(x, dim) takes them from the whole sequence"
+            )
+    if (q.shape[1], k.shape[1]) != plan.heads:
+        raise ValueError(
+            f"q and k must have the plan's heads {plan.heads}, got ({q.shape[1]}, {k.shape[1]}); "
+            "plan(..., heads=(query heads, key heads)) takes others"
+        )
+    if q.device != plan.device:
+        raise ValueError(f"q must be on the plan's device {plan.device}, got {q.device}: use .to(plan.device)")
+
+
+def _n_chunks(chunks: int | None, kv_heads: int) -> int:
+    if chunks is None:
+        return max(n for n in range(1, MOST_CHUNKS + 1) if kv_heads % n == 0)
+    if not isinstance(chunks, int) or isinstance(chunks, bool):
+        raise TypeError(f"chunks must be an int or None, got {chunks!r}")
+    if chunks < 1 or kv_heads % chunks:
+        raise ValueError(f"chunks must divide the {kv_heads} key heads, got {chunks}; None chooses")
+    return chunks
+
+
+class _Call(NamedTuple):
+    scale: float
+    n_chunks: int
+    backend: str
+    autocast: torch.dtype | None
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    layer: int,
+    scale: float | None,
+    chunks: int | None,
+    backend: str,
+) -> _Call:
+    """What the call comes to, if its arguments fit the contract of attention and the plan."""
+    autocast = functional._autocast(q)
+    dtype, factor = contract.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
+    _check(q, k, plan, layer, backend)
+    n_chunks = _n_chunks(chunks, plan.heads[1])
+    return _Call(factor, n_chunks, functional._choose(backend, q.device, dtype), autocast)
+
+
+def _agreed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    layer: int,
+    scale: float | None,
+    chunks: int | None,
+    backend: str,
+) -> _Call:
+    """`_checked` on all ranks alike: none goes on unless all can, with calls that belong together."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "plan(..., check_calls=True) compares the calls of all ranks on the host, which torch.compile cannot trace: "
+            "compile with check_calls=False"
+        )
+
+    def make() -> tuple[_Call, dict[str, str]]:
+        call = _checked(q, k, v, plan, layer, scale, chunks, backend)
+        facts = {
+            "batch": str(q.shape[0]),
+            "head dimensions": f"{q.shape[3]} and {v.shape[3]}",
+            "dtype": str(q.dtype if call.autocast is None else call.autocast),
+            "requires_grad of q, k, v": str([tensor.requires_grad for tensor in (q, k, v)]),
+            "layer": str(layer),
+            "scale": str(call.scale),
+            "chunks": str(call.n_chunks),
+        }
+        return call, facts
+
+    return agreed(make, plan.group, "attention")
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _Call) -> tuple[Tensor, Tensor]:
+    found = plan.layers[layer]
+    if found.scheme == "ulysses":
+        return ulysses.attend(q, k, v, plan, found.layout, call.scale, call.backend)
+    options = call.scale, call.n_chunks, plan.keeps_received, plan.group_name, call.backend
+    out, lse, _ = exchange_forward(q, k, v, found.tensors, found.counts, *options)
+    return out, lse
+
+
+def attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    *,
+    layer: int = 0,
+    scale: float | None = None,
+    chunks: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and the log-sum-exp of each row's scaled scores, as blocksparse_flash.attention_with_lse gives it."""
+    if dtensors.are_dtensors(q, k, v):
+        whole, (q, k, v) = q, (dtensors.to_local(name, x, plan) for name, x in (("q", q), ("k", k), ("v", v)))
+        out, lse = attention_with_lse(q, k, v, plan, layer=layer, scale=scale, chunks=chunks, backend=backend)
+        return dtensors.like(out, whole), dtensors.like(lse, whole)
+    checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
+    call = (_agreed if checks_calls else _checked)(q, k, v, plan, layer, scale, chunks, backend)
+    if call.autocast is None:
+        return _run(q, k, v, plan, layer, call)
+    # the operators choose the type of each product themselves
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, call.autocast)) for tensor in (q, k, v))
+        return _run(q, k, v, plan, layer, call)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    *,
+    layer: int = 0,
+    scale: float | None = None,
+    chunks: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """blocksparse_flash.attention over a sequence shared by several ranks: this rank's rows of it. Differentiable.
+
+    q, k, v  (batch, heads, plan.local_length, dim): the tokens of this rank, in the order of plan.positions. Or DTensors,
+             Shard(2) over the plan's group, for a contiguous plan with equally many tokens on each rank; then so is out
+    plan     what `plan` made; its layout, order and scheme
+    layer    which of the plan's layouts
+    scale    factor on the scores; None is head_dim ** -0.5
+    chunks   messages into which the key heads are divided, so that one travels while another is computed; None: up to 4
+    backend  "auto", "triton" or "eager", as in blocksparse_flash.attention
+    returns  (batch, heads, plan.local_length, v_head_dim)
+    raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the others then
+             wait for it, until the timeout of the group ends their call with an error. With plan(..., check_calls=True)
+             all raise at once, naming the ranks that differ
+
+    Every rank of the group must call it, and its backward, equally often and in the same order, with the same batch,
+    dtype, head dimensions and requires_grad. The gradients are those of the sum of the losses of all ranks.
+    """
+    return attention_with_lse(q, k, v, plan, layer=layer, scale=scale, chunks=chunks, backend=backend)[0]

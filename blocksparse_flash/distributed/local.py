@@ -1,0 +1,40 @@
+"""How does one rank attend to what it has? The operators of one process, and what they leave out: no tokens.
+
+Knows tensors, a kernel's plan as a list of tensors. Must not know ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops  # noqa: F401  registers the operators
+
+
+def statistics(q: Tensor) -> torch.dtype:
+    """The type of lse, and of sums over ranks."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], scale: float, backend: str) -> tuple[Tensor, Tensor]:
+    """out and lse of the tiles of a plan."""
+    if q.numel() == 0 or k.numel() == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=statistics(q))
+    return torch.ops.blocksparse_flash.attention_forward(q, k, v, plan, None, None, scale, False, 0.0, backend)
+
+
+def attend_backward(
+    douts: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    outs: tuple[Tensor, Tensor],
+    plan: list[Tensor],
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attend`: douts (dout, dlse), inputs (q, k, v), outs (out, lse)."""
+    q, k, v = inputs
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    tensors = (tensor.contiguous() for tensor in (*douts, *inputs, *outs))
+    options = None, None, scale, False, 0.0, backend
+    return torch.ops.blocksparse_flash.attention_backward(*tensors, plan, *options)

@@ -1,0 +1,63 @@
+"""How does attention over a shared sequence become a layer?
+
+Knows torch.nn modules, projections, rotary positions by global token, a ContextPlan. Must not know messages.
+"""
+
+from __future__ import annotations
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from ..nn import rotated
+from .context_plan import ContextPlan
+from .functional import attention
+
+
+class SelfAttention(nn.Module):
+    """blocksparse_flash.nn.SelfAttention of a sequence that ranks share: the same weights, by the same names.
+
+    embed_dim  features of a token, a multiple of the query heads, which the plan knows
+    plan       of `distributed.plan`; its heads are those of this module
+    layer      which of the plan's layouts
+    rope       base of rotary positions by the token's place in the whole sequence; None adds no positions
+    raises     TypeError, ValueError
+
+    The plan is no weight, and belongs to a group of processes: it is neither in the `state_dict` nor pickled along.
+    The gradients of the weights are this rank's share: **sum** them over the ranks of the plan. Where something averages
+    gradients over `n` processes (FSDP, DDP), backpropagate the sum of this rank's losses * n / (tokens of all `n`): their
+    average is then the gradient of the mean over all tokens.
+    """
+
+    def __init__(self, embed_dim: int, plan: ContextPlan, *, layer: int = 0, rope: float | None = None) -> None:
+        super().__init__()
+        if not isinstance(plan, ContextPlan):
+            raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
+        num_heads, kv_heads = plan.heads
+        if embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a multiple of the plan's {num_heads} query heads, got {embed_dim}")
+        self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
+        if rope is not None and (self.head_dim % 2 or not rope > 0):
+            raise ValueError(
+                f"rope must be a base above 0, for an even head_dim, got {rope} and head_dim {self.head_dim}; or None"
+            )
+        self.plan, self.layer, self.rope = plan, layer, rope
+        self.qkv = nn.Linear(embed_dim, (num_heads + 2 * kv_heads) * self.head_dim, bias=False)
+        self.out = nn.Linear(embed_dim, embed_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, plan.local_length, embed_dim), the tokens of this rank, to the same shape."""
+        if x.dim() != 3 or x.shape[1:] != (self.plan.local_length, self.embed_dim):
+            raise ValueError(
+                f"x must have shape (batch, {self.plan.local_length}, {self.embed_dim}), the tokens of rank "
+                f"{self.plan.rank}, got {tuple(x.shape)}; plan.shard(x, dim=1) takes them from the whole sequence"
+            )
+        num_heads, kv_heads = self.plan.heads
+        heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
+        q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
+        if self.rope is not None:
+            q, k = (rotated(part, self.rope, self.plan.positions[:, None]) for part in (q, k))
+        out = attention(q, k, v, self.plan, layer=self.layer)
+        return self.out(rearrange(out, "batch heads length d -> batch length (heads d)"))
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, {self.plan!r}, layer={self.layer}, rope={self.rope}"
