@@ -337,8 +337,11 @@ class Simulation:
             "Launch": self._launch,
             "multiprocessors": lambda index: programs,
         }
+        # what the simulator gives, and below what a module has defined for those that import it
+        self.given = dict(self.known)
         self._load("tile", {"tl": self.language})
         self._load("hopper")
+        self._load("hopper_rows")
         self.hopper_forward = self._load("hopper_forward")
         self.hopper_backward = self._load("hopper_backward")
         self.forward = self.hopper_forward.forward
@@ -363,13 +366,13 @@ class Simulation:
             function = getattr(value, "fn", None)
             is_kernel = name == "tile" or (isinstance(value, JITFunction) and value.is_gluon())
             if is_kernel and inspect.isfunction(function) and function.__module__ == full_name:
-                vars(module)[key] = self.known.get(key, function)
+                vars(module)[key] = self.given.get(key, function)
             elif key in self.known:
                 vars(module)[key] = self.known[key]
             elif isinstance(getattr(value, "value", None), (int, float)):
                 vars(module)[key] = Constant(value.value) if isinstance(value.value, int) else value.value
         vars(module).update(more or {})
-        if name in ("tile", "hopper"):
+        if name in ("tile", "hopper", "hopper_rows"):
             # for the modules that import them
             shared = {
                 key: value for key, value in vars(module).items() if inspect.isfunction(value) or key == "Describer"

@@ -82,8 +82,11 @@ TABLE = {
     "blocksparse_flash/kernels/hopper.py": Arrows(
         {TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"}
     ),
+    "blocksparse_flash/kernels/hopper_rows.py": Arrows(
+        {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper"))},
+    ),
     "blocksparse_flash/kernels/hopper_forward.py": Arrows(
-        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "hopper"))},
+        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "hopper", "hopper_rows"))},
     ),
     "blocksparse_flash/kernels/hopper_backward.py": Arrows(
         {
