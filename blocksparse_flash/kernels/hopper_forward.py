@@ -232,7 +232,7 @@ def attend(
         b_scores = mask_scores(b_scores, ptrs, sizes, row, i_step, limit, WHO, MASKED, CAUSAL, BLOCK_KV)
     b_p32, b_decay, b_max, b_sum = soften(b_scores, b_max, b_sum, sizes[5])
     if BEFORE:
-        # with lengths to look at it would spill
+        # with lengths to look at it would spill more
         if PIN and ptrs[4] is None:
             b_sum = pin(b_sum)
         b_out = warpgroup_mma_wait(0, deps=(out_token,))
