@@ -9,10 +9,10 @@ JOBS ?= 2
 VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
-# the Triton before the pinned one: kernels are compiled with both, where Triton exists
-TRITON_BEFORE = 3.6.0
+# Tritons beside the pinned one, with which kernels are compiled too, where Triton exists
+TRITONS = 3.6.0 3.8.0 3.9.0
 ifeq ($(shell uname -s),Linux)
-TRITONS = $(VENV)/triton-$(TRITON_BEFORE)
+OTHER_TRITONS = $(TRITONS:%=$(VENV)/triton-%)
 endif
 
 .PHONY: demo test test-gpu lint clean
@@ -20,7 +20,7 @@ endif
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.lra.demo
 
-test: lint $(TRITONS)
+test: lint $(OTHER_TRITONS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 900
 
 test-gpu:
@@ -47,6 +47,6 @@ $(VENV)/.test: pyproject.toml .ci/constraints.txt | $(BIN)/python
 	$(INSTALL) --constraint .ci/constraints.txt --editable '.[lra,test]'
 	touch $(VENV)/.demo $@
 
-$(VENV)/triton-$(TRITON_BEFORE): | $(BIN)/python
-	$(INSTALL) --no-deps --upgrade --target $@.part triton==$(TRITON_BEFORE)
+$(VENV)/triton-%: | $(BIN)/python
+	$(INSTALL) --no-deps --upgrade --target $@.part triton==$*
 	mv $@.part $@

@@ -93,7 +93,13 @@ def providers(pattern: Pattern, device: str) -> Iterator[tuple[str, str, Callabl
     layout = pattern.layout()
     if layout is not None:
         layout = layout.to(device)
-    yield "blocksparse_flash", "triton", lambda q, k, v: attention(q, k, v, layout, causal=pattern.causal)
+    backends = ["hopper", "triton"] if torch.cuda.get_device_capability() == (9, 0) else ["triton"]
+    for backend in backends:
+        yield (
+            "blocksparse_flash",
+            backend,
+            functools.partial(attention, layout=layout, causal=pattern.causal, backend=backend, deterministic=False),
+        )
     if pattern.name == "dense":
         yield "flex", "triton", compiled_flex()
     else:

@@ -215,7 +215,8 @@ def check(
             f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
         )
     scale = head_dim**-0.5 if scale is None else _number("scale", scale)
-    if not math.isfinite(scale):
+    # not math.isfinite, which torch.compile cannot trace of a number that varies; nan fails too
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite, got {scale}; scale=None is head_dim ** -0.5")
     if not 0 <= _number("dropout_p", dropout_p) < 1:
         raise ValueError(

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import contract, ops, reference
+from . import contract, copy_engine, ops, reference
 from .layout import BlockLayout
 
-BACKENDS = ("auto", "triton", "eager", "reference")
+BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
 # side of a plan's tiles, in tokens
 TILE = 128
+# Gluon, in which the Hopper kernels are written, changes from release to release: those that were tested
+TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
 
 
 # ---- which backend? ----
@@ -34,8 +36,51 @@ def _why_not_on_gpu(index: int | None) -> str | None:
     return None if major >= 8 else f"it needs compute capability 8.0 or later, this GPU has {major}.{minor}"
 
 
-def _why_not(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+@functools.cache
+def _why_not_on_hopper(index: int | None) -> str | None:
+    """Why the Hopper kernels cannot run on a CUDA device, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) != (9, 0):
+        return f"it needs compute capability 9.0, this GPU has {major}.{minor}"
+    if triton.knobs.runtime.interpret:
+        return "Triton's interpreter, which TRITON_INTERPRET=1 asks for, does not know Gluon"
+    if ".".join(triton.__version__.split(".")[:2]) not in TRITONS_WITH_HOPPER:
+        return f"it was tested with Triton {', '.join(TRITONS_WITH_HOPPER)}, this is {triton.__version__}"
+    return None
+
+
+def _unfit_for_hopper(
+    device: torch.device, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, dropout_p: float
+) -> str | None:
+    """What about a call on a GPU the Hopper kernels have no code for, or None. torch.compile traces this."""
+    if device.type != "cuda":
+        return None
+    if dropout_p > 0:
+        return "it has no dropout"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        # of rows that are no multiple of 16 bytes the kernels make a copy, autocast of another type: those fit
+        if (
+            tensor.shape[3] % 8 == 0
+            and tensor.dtype == dtype
+            and tensor.numel() > 0
+            and not copy_engine.can_read(tensor)
+        ):
+            return f"it needs strides and an address of {name} that are multiples of 16 bytes; {name}.contiguous() or .clone() has them"
+    return None
+
+
+def _why_not(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None = None) -> str | None:
     """The reason why a backend cannot run such tensors, or None."""
+    if backend == "hopper":
+        if device.type != "cuda":
+            return f"it needs a CUDA device, got {device}"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"it needs float16 or bfloat16, got {dtype}"
+        return _why_not_on_hopper(device.index) or unfit_for_hopper
     if backend != "triton":
         return None
     if dtype is torch.float64:
@@ -55,22 +100,26 @@ def _why_not(backend: str, device: torch.device, dtype: torch.dtype) -> str | No
     return None
 
 
-def _choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+# what "auto" may take on a GPU, best first
+# not yet "hopper": 45 of the 368 calls of its zoo have run on an H200, all of them right, the others not
+AUTO_ON_GPU = ("triton",)
+
+
+def _choose(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None = None) -> str:
     if backend == "auto":
-        return "triton" if device.type == "cuda" and _why_not("triton", device, dtype) is None else "eager"
+        if device.type != "cuda":
+            return "eager"
+        able = (name for name in AUTO_ON_GPU if _why_not(name, device, dtype, unfit_for_hopper) is None)
+        return next(able, "eager")
     if not isinstance(backend, str):
         raise TypeError(f'backend must be a str, one of {BACKENDS}, got {backend!r}; "auto" chooses')
-    why_not = _why_not(backend, device, dtype)
-    if backend == "hopper":
-        why_not = "it is not available in this version"
-    elif backend not in BACKENDS:
-        raise ValueError(
-            f'backend must be one of {BACKENDS}, got "{backend}"; "auto" would use "{_choose("auto", device, dtype)}"'
-        )
+    if backend not in BACKENDS:
+        instead = _choose("auto", device, dtype, unfit_for_hopper)
+        raise ValueError(f'backend must be one of {BACKENDS}, got "{backend}"; "auto" would use "{instead}"')
+    why_not = _why_not(backend, device, dtype, unfit_for_hopper)
     if why_not is not None:
-        raise ValueError(
-            f'backend="{backend}" cannot run this call: {why_not}. backend="auto" would use "{_choose("auto", device, dtype)}"'
-        )
+        instead = _choose("auto", device, dtype, unfit_for_hopper)
+        raise ValueError(f'backend="{backend}" cannot run this call: {why_not}. backend="auto" would use "{instead}"')
     return backend
 
 
@@ -155,25 +204,35 @@ def _why(backend: str, device: torch.device, is_asked_for: bool) -> str:
     return f"the backend for every device and type, in memory proportional to the stored blocks; q is on {device}"
 
 
-def _why_other(backend: str, device: torch.device, dtype: torch.dtype, is_asked_for: bool) -> str:
+def _why_other(
+    backend: str, device: torch.device, dtype: torch.dtype, is_asked_for: bool, unfit_for_hopper: str | None
+) -> str:
     """Why a backend is not the chosen one."""
-    why_not = _why_not(backend, device, dtype)
+    why_not = _why_not(backend, device, dtype, unfit_for_hopper)
     if why_not is not None:
         return why_not
     if is_asked_for:
         return "could run, but another was asked for by name"
-    if backend == "triton":
+    if backend == "hopper":
+        return "could run, and faster, but has not passed all of its tests on a GPU yet: only by name"
+    if backend == "triton" and device.type == "cpu":
         return "on the CPU it runs in Triton's interpreter, which is for tests: only by name"
     if backend == "eager":
         return "could run, but slower than the kernels"
     return "computes all q_len * kv_len pairs, it is the meaning and not the means: only by name"
 
 
-def _promise(deterministic: bool | None) -> str:
+def _is_deterministic(deterministic: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+
+
+def _promise(deterministic: bool | None, backend: str) -> str:
     if deterministic is None:
         asked = f"None: as torch.are_deterministic_algorithms_enabled(), {torch.are_deterministic_algorithms_enabled()}"
     else:
         asked = str(deterministic)
+    if backend == "hopper" and not _is_deterministic(deterministic):
+        return f"every run gives equal bits but those of dq, which is summed in any order (deterministic={asked})"
     return f"every run gives equal bits, forward and backward (deterministic={asked})"
 
 
@@ -209,7 +268,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     autocast = _autocast(q)
     dtype, scale = contract.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast)
-    backend = _choose(backend, q.device, dtype)
+    unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p) if backend == "hopper" else None
+    backend = _choose(backend, q.device, dtype, unfit_for_hopper)
+    if backend == "hopper" and _is_deterministic(deterministic):
+        # the same forward, with the backward of `triton`
+        backend = "hopper, deterministic"
     if autocast is None:
         return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend)
     # operators and reference choose the type of each product themselves
@@ -294,8 +357,9 @@ def attention(
     seed       of dropout: an int, or an int64 tensor of one element (for CUDA graphs); None draws one from PyTorch's CPU
                generator. The same seed drops the same pairs, whatever the layout, backend or device
     deterministic  True asks for equal bits in every run, forward and backward; None follows
-               torch.are_deterministic_algorithms_enabled(). Every backend of this version is deterministic anyway
-    backend    "auto", "triton", "eager" or "reference"; a named one is obeyed or refused, see `explain`
+               torch.are_deterministic_algorithms_enabled(). Without it backend "hopper" sums dq in any order, which is
+               faster, and its last bits change from run to run; all else has equal bits anyway
+    backend    "auto", "hopper", "triton", "eager" or "reference"; a named one is obeyed or refused, see `explain`
     returns    (batch, heads, q_len, v_head_dim) in q's dtype, or in autocast's; a row without keys is 0
     raises     TypeError, ValueError for arguments that do not fit, before anything is computed
 
@@ -356,14 +420,17 @@ def explain(
     0.75
     """
     dtype, _ = contract.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, _autocast(q))
-    chosen = _choose(backend, q.device, dtype)
+    unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p)
+    chosen = _choose(backend, q.device, dtype, unfit_for_hopper)
     is_asked_for = backend != "auto"
     return Explanation(
         backend=chosen,
         reason=_why(chosen, q.device, is_asked_for),
         others=tuple(
-            (name, _why_other(name, q.device, dtype, is_asked_for)) for name in BACKENDS[1:] if name != chosen
+            (name, _why_other(name, q.device, dtype, is_asked_for, unfit_for_hopper))
+            for name in BACKENDS[1:]
+            if name != chosen
         ),
         **_cost(q, v, k.shape[2], layout, causal, chosen),
-        determinism=_promise(deterministic),
+        determinism=_promise(deterministic, chosen),
     )

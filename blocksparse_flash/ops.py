@@ -5,8 +5,9 @@ Knows: tensors, a plan as a list of tensors, which module implements a backend. 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,27 +35,35 @@ def _on(device: torch.device) -> AbstractContextManager[None]:
     return torch.cuda.device(device)
 
 
-def _kernels(backend: str) -> tuple[ModuleType, ModuleType]:
-    """The modules with `forward` and `backward` of a backend; Triton is imported when first used."""
+def _kernels(backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward and the backward of a backend; Triton is imported when first used."""
     if backend == "triton":
         from .kernels import backward, forward
 
-        return forward, backward
+        return forward.forward, backward.backward
+    if backend == "hopper":
+        from .kernels import hopper_backward, hopper_forward
+
+        return hopper_forward.forward, hopper_backward.backward
+    if backend == "hopper, deterministic":
+        from .kernels import hopper_backward, hopper_forward
+
+        return hopper_forward.forward, functools.partial(hopper_backward.backward, deterministic=True)
     assert backend == "eager", backend
     from .kernels import eager
 
-    return eager, eager
+    return eager.forward, eager.backward
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *rest, backend = arguments
     with _on(q.device):
-        return _kernels(backend)[0].forward(q, k, v, *rest)
+        return _kernels(backend)[0](q, k, v, *rest)
 
 
 def _backward(dout: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *rest, backend = arguments
-    backward = _kernels(backend)[1].backward
+    backward = _kernels(backend)[1]
     with _on(dout.device):
         if not torch.is_autocast_enabled(dout.device.type):
             return backward(dout, *rest)

@@ -1,4 +1,6 @@
-"""What do the Triton kernels compile to, without a GPU? `python -m tests.compile_kernels 90` prints a JSON line a kernel.
+"""What do the kernels compile to, without a GPU? `python -m tests.compile_kernels 90` prints a JSON line a kernel.
+
+`hopper` instead of an architecture means the Gluon kernels, on sm90.
 
 Runs the launchers on CPU tensors, catches each launch and compiles it ahead of time for that architecture with the
 ptxas that ships inside Triton. Must run in a process of its own: the test process interprets the kernels.
@@ -19,9 +21,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from blocksparse_flash.kernels import backward, forward, launch
+from blocksparse_flash.kernels import backward, forward, hopper_backward, hopper_forward, launch
 from blocksparse_flash.plan import Plan
 
 # bytes of shared memory that a program may take
@@ -39,6 +42,7 @@ def launches(arch: int, **call: Any) -> list[tuple[JITFunction, dict[str, Any]]]
     with (
         mock.patch.object(JITFunction, "run", catch),
         mock.patch.object(launch, "device_limits", lambda _: limits),
+        mock.patch.object(hopper_forward, "multiprocessors", lambda _: 132),
     ):
         run_both(**call)
     return caught
@@ -54,8 +58,10 @@ def run_both(
     limited: bool = False,
     dropout_p: float = 0.0,
     dlse: bool = False,
+    backend: str = "triton",
+    deterministic: bool = False,
 ) -> None:
-    """Call both launchers; mode is "layout", "dense" or "causal"."""
+    """Call the launchers of a backend; mode is "layout", "dense" or "causal"."""
     heads = 2 * group
     q, dout = (torch.empty(2, heads, length, head_dim, dtype=dtype) for _ in range(2))
     k, v = (torch.empty(2, 2, length, head_dim, dtype=dtype) for _ in range(2))
@@ -64,19 +70,30 @@ def run_both(
     lengths = torch.zeros(2, dtype=torch.int64) if limited else None
     seed = torch.zeros(1, dtype=torch.int64)
     options = (list(plan) if mode == "layout" else [], lengths, seed, 0.125, mode == "causal", dropout_p)
+    if backend == "hopper":
+        options = (*options[:2], None, *options[3:])
+        out, lse = hopper_forward.forward(q, k, v, *options)
+        dlse = torch.empty_like(lse) if dlse else None
+        hopper_backward.backward(dout, dlse, q, k, v, out, lse, *options, deterministic=deterministic)
+        return
     out, lse = forward.forward(q, k, v, *options)
     backward.backward(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *options)
 
 
-def compile_launch(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> dict[str, Any]:
-    """Compile as the just-in-time compiler would and read registers, spills, shared memory and wgmma waits."""
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
+def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[ASTSource, dict[str, Any]]:
+    """What the just-in-time compiler would compile, and with which options."""
+    backend = make_backend(GPUTarget("cuda", arch, 32))
     kwargs = {"debug": False, **kwargs}
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = binder(**kwargs)
     options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
-    source = ASTSource(kernel, signature, constexprs, attrs)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
+    return source, options.__dict__
+
+
+def compile_launch(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> dict[str, Any]:
+    """Compile and read registers, spills, shared memory and wgmma waits."""
+    source, options = source_of(kernel, kwargs, arch)
     with (
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),
@@ -85,7 +102,7 @@ def compile_launch(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> di
         # a kernel from the cache would bring no log; Triton passes ptxas options of its own, so the log must be Triton's
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=target, options=options.__dict__)
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = compiled.asm["ptx"]
 
     def number(pattern: str) -> int:
@@ -102,7 +119,9 @@ def compile_launch(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> di
         "tensor_memory": getattr(compiled.metadata, "tmem_size", 0) or 0,
         "warps": compiled.metadata.num_warps,
         # matrix products in the source; none: a kernel of sums
-        "products": len(re.findall(r"\btt\.dot\b", compiled.asm["ttir"])),
+        "products": len(
+            re.findall(r"\btt\.dot\b|\bttng\.warp_group_dot\b", compiled.asm.get("ttir", compiled.asm["ttgir"]))
+        ),
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "wgmma_waits": len(re.findall(r"wgmma\.wait_group", ptx)),
         "async_copies": len(re.findall(r"cp\.async\.(?:ca|cg|bulk\.tensor)", ptx)),
@@ -134,15 +153,37 @@ def calls(arch: int) -> list[dict[str, Any]]:
     return grid
 
 
-def main(archs: list[int]) -> None:
+def hopper_calls() -> list[dict[str, Any]]:
+    """The calls on backend `hopper` whose launches are compiled: every configuration, and every option once."""
+    half = torch.bfloat16
+    grid: list[dict[str, Any]] = [
+        {"head_dim": head_dim, "dtype": half, "mode": mode}
+        for head_dim, mode in itertools.product((64, 128, 256), ("layout", "dense", "causal"))
+    ]
+    grid += [{"head_dim": head_dim, "dtype": half, "limited": True} for head_dim in (64, 128)]
+    grid += [{"head_dim": head_dim, "dtype": half, "deterministic": True} for head_dim in (64, 128)]
+    # rows of 200 bytes, of which a copy is made
+    grid += [{"head_dim": 128, "dtype": torch.float16, "group": 4}, {"head_dim": 100, "dtype": half, "dlse": True}]
+    return [{**call, "backend": "hopper"} for call in grid]
+
+
+def main(targets: list[str]) -> None:
     if triton.knobs.runtime.interpret:
         raise SystemExit("TRITON_INTERPRET=1 interprets the kernels; unset it to compile them")
-    for arch in archs:
-        for call in calls(arch):
+    for target in targets:
+        is_hopper = target == "hopper"
+        arch = 90 if is_hopper else int(target)
+        met: set[str] = set()
+        for call in hopper_calls() if is_hopper else calls(arch):
             named = {**call, "dtype": str(call["dtype"]).removeprefix("torch.")}
             for kernel, kwargs in launches(arch, **call):
+                # the portable kernels that backend hopper launches are compiled for every architecture: here one of each
+                key = source_of(kernel, kwargs, arch)[0].hash() if kernel.is_gluon() else kernel.fn.__name__
+                if is_hopper and key in met:
+                    continue
+                met.add(key)
                 print(json.dumps({**compile_launch(kernel, kwargs, arch), "call": named}), flush=True)
 
 
 if __name__ == "__main__":
-    main([int(arch) for arch in sys.argv[1:]] or sorted(SHARED_MEMORY))
+    main(sys.argv[1:] or [*map(str, sorted(SHARED_MEMORY)), "hopper"])

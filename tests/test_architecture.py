@@ -68,23 +68,41 @@ TABLE = {
         }
     ),
     "blocksparse_flash/philox.py": Arrows({TORCH}),
+    "blocksparse_flash/copy_engine.py": Arrows({TORCH}),
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
     "blocksparse_flash/kernels/__init__.py": Arrows(set()),
     "blocksparse_flash/kernels/tile.py": Arrows({TRITON}),
-    "blocksparse_flash/kernels/launch.py": Arrows({TORCH, TRITON}),
+    "blocksparse_flash/kernels/launch.py": Arrows({TORCH, TRITON, f"{OURS}.copy_engine"}),
     "blocksparse_flash/kernels/forward.py": Arrows(
         {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
     ),
     "blocksparse_flash/kernels/backward.py": Arrows(
         {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
     ),
+    "blocksparse_flash/kernels/hopper.py": Arrows(
+        {TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"}
+    ),
+    "blocksparse_flash/kernels/hopper_rows.py": Arrows(
+        {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper"))},
+    ),
+    "blocksparse_flash/kernels/hopper_forward.py": Arrows(
+        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "hopper", "hopper_rows"))},
+    ),
+    "blocksparse_flash/kernels/hopper_backward.py": Arrows(
+        {
+            TORCH,
+            TRITON,
+            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "hopper", "backward")),
+        }
+    ),
     "blocksparse_flash/kernels/eager.py": Arrows({NUMPY, TORCH, f"{OURS}.philox"}),
     "blocksparse_flash/ops.py": Arrows(
-        {TORCH}, {f"{OURS}.kernels.{name}" for name in ("eager", "forward", "backward")}
+        {TORCH},
+        {f"{OURS}.kernels.{name}" for name in ("eager", "forward", "backward", "hopper_forward", "hopper_backward")},
     ),
     "blocksparse_flash/contract.py": Arrows({TORCH, f"{OURS}.layout"}),
     "blocksparse_flash/functional.py": Arrows(
-        {TORCH, *(f"{OURS}.{name}" for name in ("contract", "layout", "ops", "reference"))}, {TRITON}
+        {TORCH, *(f"{OURS}.{name}" for name in ("contract", "copy_engine", "layout", "ops", "reference"))}, {TRITON}
     ),
     "blocksparse_flash/merging.py": Arrows({TORCH}),
     "blocksparse_flash/__init__.py": Arrows({f"{OURS}.{name}" for name in ("functional", "layout", "merging")}),

@@ -17,20 +17,33 @@ import pytest
 
 ARCHS = (80, 86, 90, 100)
 ROOT = Path(__file__).resolve().parents[1]
-# the Triton before the pinned one, installed by `make test` beside the environment's packages
-BEFORE = "3.6.0"
-FOLDER = Path(sys.prefix) / f"triton-{BEFORE}"
+# Tritons beside the pinned one, installed by `make test` beside the environment's packages: the one before, which compiles all,
+# and those after, where Gluon has other names
+BEFORE, *AFTER = OTHERS = ("3.6.0", "3.8.0", "3.9.0")
+
+# bytes that a kernel may spill whose sums leave too few registers for its addresses, a few of which each step loads anew:
+# (kernel, head_dim, whether it has lengths)
+ADDRESSES = {
+    ("hopper_backward_kernel", 128, False): 640,
+    ("hopper_backward_kernel", 128, True): 640,
+    ("hopper_forward_kernel", 128, True): 64,
+}
 
 Record = dict[str, Any]
 
 
-def compile_all(arch: int, before: bool, cache: Path) -> list[Record]:
-    """What tests/compile_kernels.py prints."""
+def compile_all(target: str, version: str | None, cache: Path) -> list[Record]:
+    """What tests/compile_kernels.py prints under a version of Triton, None for the environment's own."""
+    folder = "" if version is None else Path(sys.prefix) / f"triton-{version}"
+    if folder and not folder.is_dir():
+        pytest.skip(f"needs Triton {version} in {folder.name} of the environment, where `make test` installs it")
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(cache)
-    env["PYTHONPATH"] = str(FOLDER) if before else ""
+    env["PYTHONPATH"] = str(folder)
     said = subprocess.run(
-        [sys.executable, "-m", "tests.compile_kernels", str(arch)],
+        [sys.executable, "-m", "tests.compile_kernels", target],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -38,7 +51,9 @@ def compile_all(arch: int, before: bool, cache: Path) -> list[Record]:
         check=False,
     )
     assert said.returncode == 0, said.stderr
-    return [json.loads(line) for line in said.stdout.splitlines()]
+    records = [json.loads(line) for line in said.stdout.splitlines()]
+    assert version is None or {record["triton"] for record in records} == {version}
+    return records
 
 
 def faults(record: Record) -> list[str]:
@@ -46,7 +61,8 @@ def faults(record: Record) -> list[str]:
     call = record["call"]
     is_half = call["dtype"] in ("float16", "bfloat16")
     said = []
-    if record["spills"] and is_half and call["head_dim"] in (64, 128):
+    allowed = ADDRESSES.get((record["kernel"], call["head_dim"], bool(call.get("limited"))), 0)
+    if record["spills"] > allowed and is_half and call["head_dim"] in (64, 128):
         said.append(f"spills {record['spills']} bytes")
     if record["shared"] > record["shared_limit"]:
         said.append(f"takes {record['shared']} bytes of shared memory, {record['shared_limit']} are there")
@@ -59,6 +75,7 @@ def faults(record: Record) -> list[str]:
             said.append("has products without wgmma")
         # head_dim 256, lengths and dropout are right but not tuned: ptxas gives up some of their overlap
         is_tuned = call["head_dim"] <= 128 and not call.get("limited") and not call.get("dropout_p")
+        is_tuned |= record["kernel"].startswith("hopper")
         if record["serialised"] and is_tuned:
             said.append(f"serialises wgmma: {', '.join(record['serialised'])}")
         # healthy is a wait for at least 2 products
@@ -68,24 +85,29 @@ def faults(record: Record) -> list[str]:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("before", [False, True], ids=["triton", f"triton-{BEFORE}"])
-def test_kernels_compile_well(arch: int, before: bool, tmp_path: Path) -> None:
-    if before and not FOLDER.is_dir():
-        pytest.skip(f"needs Triton {BEFORE} in {FOLDER.name} of the environment, where `make test` installs it")
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton")
-    records = compile_all(arch, before, tmp_path)
+@pytest.mark.parametrize("version", [None, BEFORE])
+def test_kernels_compile_well(arch: int, version: str | None, tmp_path: Path) -> None:
+    records = compile_all(str(arch), version, tmp_path)
     assert sum(record["products"] > 0 for record in records) >= 3
     assert {record["arch"] for record in records} == {arch}
-    assert not before or {record["triton"] for record in records} == {BEFORE}
     found = "\n".join(fault for record in records for fault in faults(record))
     assert not found, f"\n{found}"
 
 
-def test_make_installs_the_triton_before() -> None:
-    assert f"\nTRITON_BEFORE = {BEFORE}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+@pytest.mark.parametrize("version", [None, *OTHERS])
+def test_hopper_kernels_compile_well(version: str | None, tmp_path: Path) -> None:
+    records = compile_all("hopper", version, tmp_path)
+    assert {record["kernel"] for record in records} >= {"hopper_forward_kernel", "hopper_backward_kernel"}
+    found = "\n".join(fault for record in records for fault in faults(record))
+    assert not found, f"\n{found}"
 
 
+def test_make_installs_the_other_tritons() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"\nTRITONS = {' '.join(OTHERS)}\n" in makefile
+
+
+CALL = {"head_dim": 128, "dtype": "bfloat16"}
 GOOD = {
     "kernel": "forward_kernel",
     "arch": 90,
@@ -99,7 +121,7 @@ GOOD = {
     "wgmma": 44,
     "wgmma_waits": 4,
     "serialised": [],
-    "call": {"head_dim": 128, "dtype": "bfloat16"},
+    "call": CALL,
 }
 
 
@@ -107,6 +129,13 @@ GOOD = {
     ("change", "word"),
     [
         ({"spills": 4}, "spills"),
+        ({"spills": 644, "kernel": "hopper_backward_kernel"}, "spills"),
+        ({"spills": 4, "kernel": "hopper_forward_kernel"}, "spills"),
+        ({"spills": 4, "kernel": "hopper_backward_kernel", "call": {"head_dim": 64, "dtype": "bfloat16"}}, "spills"),
+        (
+            {"serialised": ["C7510"], "kernel": "hopper_forward_kernel", "call": {**CALL, "limited": True}},
+            "serialises",
+        ),
         ({"shared": 232449}, "shared memory"),
         ({"registers": 255, "warps": 16}, "registers"),
         ({"tensor_memory": 1024}, "tensor memory"),
@@ -123,6 +152,7 @@ def test_each_fault_is_seen(change: dict[str, Any], word: str) -> None:
 def test_what_is_no_fault() -> None:
     """Nothing wrong with GOOD; spills of float32 and of other head dimensions are allowed, they are not fast paths."""
     assert faults(GOOD) == []
+    assert faults({**GOOD, "spills": 640, "kernel": "hopper_backward_kernel"}) == []
     assert faults({**GOOD, "spills": 4, "call": {"head_dim": 256, "dtype": "bfloat16"}}) == []
     assert (
         faults({**GOOD, "spills": 4, "wgmma": 0, "call": {"head_dim": 64, "dtype": "float32"}, "wgmma_waits": 0}) == []

@@ -5,6 +5,7 @@ Accuracy over many layouts and sizes is test_zoo.py's question.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -329,14 +330,22 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
     "backend is unknown": (
         given(backend="flash"),
         ValueError,
-        ("backend must be one of ('auto', 'triton', 'eager', 'reference')", 'got "flash"', '"auto" would use "eager"'),
+        (
+            "backend must be one of ('auto', 'hopper', 'triton', 'eager', 'reference')",
+            'got "flash"',
+            '"auto" would use "eager"',
+        ),
     ),
     "backend is None": (given(backend=None), TypeError, ("backend must be a str", "got None", '"auto" chooses')),
     "backend is a list": (given(backend=["eager"]), TypeError, ("backend must be a str", "got ['eager']")),
-    "backend is to come": (
+    "hopper on the CPU": (
         given(backend="hopper"),
         ValueError,
-        ('backend="hopper" cannot run this call', "not available in this version", 'backend="auto" would use "eager"'),
+        (
+            'backend="hopper" cannot run this call',
+            "it needs a CUDA device, got cpu",
+            'backend="auto" would use "eager"',
+        ),
     ),
     "triton with float64": (
         lambda c: {**cast(q=torch.float64, k=torch.float64, v=torch.float64)(c), "backend": "triton"},
@@ -848,6 +857,15 @@ def test_compiles_under_autocast():
         torch.testing.assert_close(out, attention(**call))
 
 
+def test_compiles_for_head_dims_and_scales_that_vary():
+    """From the second one on they are symbols."""
+    function = compiled(lambda q, k, v, scale: attention(q, k, v, scale=scale))
+    for head_dim in (16, 24, 40, 8):
+        q, k, v = torch.randn(3, 1, 2, 32, head_dim)
+        torch.testing.assert_close(function(q, k, v, None), attention(q, k, v))
+        torch.testing.assert_close(function(q, k, v, 1 / head_dim), attention(q, k, v, scale=1 / head_dim))
+
+
 def test_compiled_dropout_draws_a_new_seed_every_call():
     function = compiled(lambda q, k, v: attention(q, k, v, dropout_p=0.5))
     call = good_call()
@@ -875,20 +893,41 @@ def test_auto_on_the_cpu_is_eager():
     assert torch.equal(attention(**good_call()), attention(**good_call(), backend="eager"))
 
 
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A context in which device 0 has a compute capability and Triton a version."""
+    triton = pytest.importorskip("triton", reason="needs Triton")
+
+    def clear() -> None:
+        functional._why_not_on_gpu.cache_clear()
+        functional._why_not_on_hopper.cache_clear()
+
+    @contextlib.contextmanager
+    def pretend(capability, version="3.7.1", interpret=False):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(triton, "__version__", version)
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
+        clear()
+        yield
+        clear()
+
+    yield pretend
+    clear()
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "expected"),
     [
         ((9, 0), torch.bfloat16, "triton"),
+        ((10, 0), torch.bfloat16, "triton"),
         ((8, 0), torch.float16, "triton"),
         ((12, 1), torch.float32, "triton"),
         ((9, 0), torch.float64, "eager"),
         ((7, 5), torch.float16, "eager"),
     ],
 )
-def test_auto_on_a_gpu(monkeypatch, capability, dtype, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    functional._why_not_on_gpu.cache_clear()
-    try:
+def test_auto_on_a_gpu(on_gpu, capability, dtype, expected):
+    with on_gpu(capability):
         device = torch.device("cuda", 0)
         assert functional._choose("auto", device, dtype) == expected
         if expected == "eager":
@@ -897,19 +936,80 @@ def test_auto_on_a_gpu(monkeypatch, capability, dtype, expected):
         else:
             assert functional._choose("triton", device, dtype) == "triton"
             assert functional._choose("eager", device, dtype) == "eager"
-    finally:
-        functional._why_not_on_gpu.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"capability": (10, 0)}, "it needs compute capability 9.0, this GPU has 10.0"),
+        ({"version": "3.10.0"}, "it was tested with Triton 3.6, 3.7, 3.8, 3.9, this is 3.10.0"),
+        ({"interpret": True}, "interpreter"),
+        ({"dropout_p": 0.1}, "it has no dropout"),
+        ({"dtype": torch.float32}, "it needs float16 or bfloat16, got torch.float32"),
+        ({"start": 1}, "strides and an address of k that are multiples of 16 bytes"),
+        ({"stride": 65}, "strides and an address of k that are multiples of 16 bytes"),
+    ],
+    ids=str,
+)
+def test_what_the_hopper_kernels_cannot_run_is_refused_with_the_reason(on_gpu, change, words):
+    """Up to the choice, as no such GPU is here: tensors on the CPU stand for tensors on it."""
+    dtype = change.get("dtype", torch.bfloat16)
+    q = torch.zeros(1, 1, 8, 64, dtype=dtype)
+    k = torch.zeros(600, dtype=dtype)[change.get("start", 0) :].as_strided(q.shape, (1, 1, change.get("stride", 64), 1))
+    with on_gpu(change.get("capability", (9, 0)), change.get("version", "3.7.1"), change.get("interpret", False)):
+        device = torch.device("cuda", 0)
+        unfit = functional._unfit_for_hopper(device, q, k, q, dtype, change.get("dropout_p", 0.0))
+        with pytest.raises(ValueError, match=f'"hopper" cannot run this call: .*{words}.*would use "triton"'):
+            functional._choose("hopper", device, dtype, unfit)
+        assert functional._choose("auto", device, dtype, unfit) == "triton"
+        assert functional._unfit_for_hopper(torch.device("cpu"), q, k, q, dtype, 0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    # heads inside, rows of 72, and an axis of one whose stride does not matter; rows of 6 bytes; the longest
+    [((1, 2, 8, 64), (3, 72, 144, 1)), ((1, 2, 8, 3), (48, 24, 3, 1)), ((1, 1, 8, 256), (2048, 2048, 256, 1))],
+    ids=str,
+)
+def test_hopper_takes_what_it_can(on_gpu, shape, strides):
+    k = torch.zeros(5000, dtype=torch.bfloat16).as_strided(shape, strides, 8)
+    with on_gpu((9, 0)):
+        device = torch.device("cuda", 0)
+        unfit = functional._unfit_for_hopper(device, k, k, k, torch.bfloat16, 0.0)
+        assert unfit is None
+        assert functional._choose("hopper", device, torch.bfloat16, unfit) == "hopper"
+
+
+def test_what_is_said_where_a_hopper_gpu_is(on_gpu):
+    device, half = torch.device("cuda", 0), torch.bfloat16
+    with on_gpu((9, 0)):
+        assert functional._why("triton", device, False) == "q is on cuda:0, which runs the Triton kernels"
+        assert "only by name" in functional._why_other("hopper", device, half, False, None)
+        assert "was asked for by name" in functional._why_other("hopper", device, half, True, None)
+    with on_gpu((9, 0), version="3.10.0"):
+        assert "this is 3.10.0" in functional._why_other("hopper", device, half, False, None)
+        assert functional._choose("auto", device, half) == "triton"
+
+
+def test_only_hopper_promises_less_than_equal_bits():
+    assert "but those of dq" in functional._promise(False, "hopper")
+    for deterministic, backend in ((True, "hopper"), (False, "triton"), (False, "eager")):
+        assert functional._promise(deterministic, backend).startswith(
+            "every run gives equal bits, forward and backward"
+        )
 
 
 def test_without_triton_auto_is_eager_and_says_why(monkeypatch):
     monkeypatch.setattr(functional.importlib.util, "find_spec", lambda name: None)
     functional._why_not_on_gpu.cache_clear()
+    functional._why_not_on_hopper.cache_clear()
     try:
         assert functional._choose("auto", torch.device("cuda", 0), torch.float16) == "eager"
         with pytest.raises(ValueError, match="Triton is not installed"):
             attention(**good_call(), backend="triton")
     finally:
         functional._why_not_on_gpu.cache_clear()
+        functional._why_not_on_hopper.cache_clear()
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "triton", "reference"])
@@ -917,7 +1017,7 @@ def test_explain_prints_a_report(backend, device):
     explanation = explain(**good_call(device=device), layout=window(), backend=backend, deterministic=True)
     report = str(explanation)
     assert report.splitlines()[0].startswith(f'backend      "{explanation.backend}": {explanation.reason}')
-    for name in ("triton", "eager", "reference"):
+    for name in ("hopper", "triton", "eager", "reference"):
         assert (f'not       "{name}": ' in report) == (name != explanation.backend)
     assert all(why for _, why in explanation.others)
     assert "deterministic=True" in report

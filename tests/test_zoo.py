@@ -2,7 +2,8 @@
 
 The product of BACKENDS, cases.LAYOUTS (and no layout) and CALLS, held to the one tolerance. By default a spread of it runs, in
 which every layout meets every value of every axis on `eager`, and every family of layouts meets them on `triton`, which
-Triton's interpreter makes slow on the CPU; --zoo=full runs all of it. With a GPU the same tests run there.
+Triton's interpreter makes slow on the CPU; --zoo=full runs all of it. With a GPU the same tests run there, and where it is
+one of compute capability 9.0 those calls which `hopper` has code for run on that too.
 
 Every input is a view into a larger buffer full of NaN, and new memory is full of NaN: what reads beyond shows.
 """
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from blocksparse_flash.functional import attention_with_lse
 
-BACKENDS = ("eager", "triton")
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+BACKENDS = ("eager", "triton", *(["hopper"] if HAS_HOPPER else []))
 NAMES = ("out", "lse", "dq", "dk", "dv")
 # more than 32 bits
 SEED = 2**40 + 7
@@ -82,6 +84,20 @@ OPTIONS = [
     Call(head_dim=16, scale=0.0),
 ]
 CALLS = [*PRODUCT, *EXTRAS, *OPTIONS]
+# `hopper` has 16-bit types and no dropout
+HOPPER_CALLS = [
+    *(call for call in CALLS if call.dtype != FLOAT32 and not call.dropout_p),
+    Call(head_dim=128, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
+    Call(head_dim=64, scale=-0.3, dtype=BFLOAT16),
+    Call(head_dim=128, scale=0.0, dtype=torch.float16),
+    Call(head_dim=128, v_dim=64, dtype=BFLOAT16),
+    Call(head_dim=8, v_dim=72, dtype=torch.float16),
+    Call(head_dim=96, dtype=BFLOAT16),
+    # rows of 200 and 6 bytes
+    Call(head_dim=100, v_dim=3, dtype=BFLOAT16),
+    Call(head_dim=256, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
+    Call(head_dim=64, v_dim=256, scale=-0.3, dtype=torch.float16),
+]
 # lengths without a layout: no tail; both tails ragged, either one longer; less than a tile
 DENSE = [(256, 256), (113, 203), (203, 113), (7, 300), (300, 5)]
 
@@ -100,6 +116,9 @@ def family_of(layout: Layout) -> str:
 def calls_for(index: int, backend: str) -> list[Call]:
     """The spread: a rotating part of each list of CALLS for the layout of this index."""
     others = [*OPTIONS, *EXTRAS]
+    if backend == "hopper":
+        # seven: prime to the number of calls, so that neighbours differ
+        return [HOPPER_CALLS[(index + 7 * turn) % len(HOPPER_CALLS)] for turn in range(3)]
     if backend == "eager":
         start = 4 * index % len(PRODUCT)
         return [*PRODUCT[start : start + 4], others[index % len(others)]]
@@ -111,7 +130,12 @@ def calls_for(index: int, backend: str) -> list[Call]:
 def zoo(which: str) -> list[tuple[str, Layout, Call]]:
     layouts: list[Layout] = [*cases.LAYOUTS, *DENSE]
     if which == "full":
-        return list(itertools.product(BACKENDS, layouts, CALLS))
+        return [
+            (backend, layout, call)
+            for backend in BACKENDS
+            for layout in layouts
+            for call in (HOPPER_CALLS if backend == "hopper" else CALLS)
+        ]
     return [
         (backend, layout, call)
         for backend in BACKENDS
@@ -180,6 +204,8 @@ def run(backend: str, layout: Layout, call: Call, tensors: dict[str, Tensor], de
         kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
         dropout_p=call.dropout_p,
         seed=SEED,
+        # the tests' poisoned memory asks for True, with which `hopper` has another backward
+        deterministic=False,
         backend=backend,
     )
     grads = torch.autograd.grad((out, lse), leaves, (tensors["dout"], tensors["dlse"].to(lse.dtype)))
@@ -229,7 +255,8 @@ def test_the_spread_meets_every_value_of_every_axis():
         met = [call for backend, other, call in entries if backend == "eager" and other is layout]
         assert all({getattr(call, axis) for call in met} >= values[axis] for axis in axes), name_of(layout)
     for backend in BACKENDS:
-        assert {call for name, _, call in entries if name == backend} == set(CALLS)
+        expected_calls = HOPPER_CALLS if backend == "hopper" else CALLS
+        assert {call for name, _, call in entries if name == backend} == set(expected_calls)
     for family in {family_of(layout) for layout in layouts}:
         met = [call for backend, layout, call in entries if backend == "triton" and family_of(layout) == family]
         if len(met) >= 4:
@@ -239,14 +266,15 @@ def test_the_spread_meets_every_value_of_every_axis():
 
 def test_the_full_zoo_is_the_whole_product():
     entries = zoo("full")
-    assert len(entries) == len(set(entries)) == len(BACKENDS) * (len(cases.LAYOUTS) + len(DENSE)) * len(CALLS)
+    n_calls = 2 * len(CALLS) + HAS_HOPPER * len(HOPPER_CALLS)
+    assert len(entries) == len(set(entries)) == (len(cases.LAYOUTS) + len(DENSE)) * n_calls
     assert set(zoo("spread")) < set(entries)
     assert {(call.dtype, call.kv_heads, call.head_dim) for call in PRODUCT} == set(
         itertools.product((FLOAT32, BFLOAT16), (4, 1), (16, 40, 64, 128))
     )
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ["eager", "triton"])
 def test_gradients_may_be_expanded(name, device):
     """out.sum() hands back a gradient whose strides are all 0; autograd may also hand back none."""
     tensors = {key: value.to(device) for key, value in inputs((40, 50), Call(head_dim=16)).items()}
@@ -258,3 +286,14 @@ def test_gradients_may_be_expanded(name, device):
         results.append([*of_out, *of_lse])
     for actual, expected_gradient in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected_gradient)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_expanded_gradient_is_as_good_as_a_written_one(name, device):
+    """In 16 bits, where the copy engine wants other strides than 0."""
+    tensors = {key: value.to(device, BFLOAT16) for key, value in inputs((40, 50), Call(head_dim=16)).items()}
+    leaves = [tensors[key].requires_grad_() for key in ("q", "k", "v")]
+    out, _ = attention_with_lse(*leaves, backend=name)
+    written = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+    for expanded, gradient in zip(torch.autograd.grad(out.sum(), leaves), written, strict=True):
+        assert torch.equal(expanded, gradient)

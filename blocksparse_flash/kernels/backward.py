@@ -29,6 +29,7 @@ from .launch import (
     describe,
     device_seed,
     options_of,
+    padded_dim,
     see,
     see_walk,
     walk,
@@ -101,13 +102,15 @@ def config_queries(dim: int, element_size: int, *, major: int, tma: bool, dropou
 # fmt: off
 @triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded"])
 def statistics_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, dout_strides, n_heads, q_len, n_padded,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, dout_strides, n_heads, q_len, n_padded,
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """What every step of the backward wants of a query: pairs, n_padded a head so that no step bounds-checks them.
+    """What every step of the backward wants of a query, n_padded a head so that no step bounds-checks them.
 
     lse    in base 2; +inf past q_len and for a row without keys, so that p is 0
     delta  rowsum(dout * out) - dlse; 0 past q_len
+
+    Written as pairs, and as lines (every lse, then every delta), to those that are given.
     """
     i_axis = tl.program_id(1)
     o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -128,9 +131,14 @@ def statistics_kernel(
     o_line = i_axis.to(tl.int64) * n_padded + o_q
     m_padded = o_q < n_padded
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
-    # [ROWS, 2]
-    o_pair = o_line[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(statistics_ptr + o_pair, tl.join(b_lse, b_delta), mask=m_padded[:, None])
+    if pairs_ptr is not None:
+        # [ROWS, 2]
+        o_pair = o_line[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(pairs_ptr + o_pair, tl.join(b_lse, b_delta), mask=m_padded[:, None])
+    if lines_ptr is not None:
+        tl.store(lines_ptr + o_line, b_lse, mask=m_padded)
+        o_line += tl.num_programs(1).to(tl.int64) * n_padded
+        tl.store(lines_ptr + o_line, b_delta, mask=m_padded)
 
 
 @triton.jit
@@ -340,6 +348,25 @@ def queries_kernel(
 # fmt: on
 
 
+def prepare_statistics(dout: Seen, n_padded: int) -> Launch:
+    """The launch of statistics_kernel on a gradient of such a kind."""
+    batch, heads, q_len, v_dim = dout.shape
+    return Launch(
+        statistics_kernel,
+        (n_padded // STATISTICS_ROWS, batch * heads),
+        {
+            "dout_strides": dout.strides[:3],
+            "n_heads": heads,
+            "q_len": q_len,
+            "n_padded": n_padded,
+            "V_DIM": v_dim,
+            "DIM_V": padded_dim(v_dim),
+            "ROWS": STATISTICS_ROWS,
+            "num_warps": 4,
+        },
+    )
+
+
 class Prepared(NamedTuple):
     """The launches, and what their tensors must look like; None for a gradient without elements."""
 
@@ -370,20 +397,7 @@ def prepare(
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
     dim, dim_v = fixed["DIM"], fixed["DIM_V"]
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
-    statistics = Launch(
-        statistics_kernel,
-        (n_padded // STATISTICS_ROWS, batch * heads),
-        {
-            "dout_strides": dout.strides[:3],
-            "n_heads": heads,
-            "q_len": q_len,
-            "n_padded": n_padded,
-            "V_DIM": v_dim,
-            "DIM_V": dim_v,
-            "ROWS": STATISTICS_ROWS,
-            "num_warps": 4,
-        },
-    )
+    statistics = prepare_statistics(dout, n_padded)
     asked: dict[str, Any] = {
         "major": options.major,
         "tma": tma,
@@ -426,6 +440,19 @@ def prepare(
     return Prepared(statistics, keys, keys_config, queries, queries_config, tma, dim, dim_v, n_padded)
 
 
+def operands(
+    ready: Prepared, chosen: Config, tensors: dict[str, torch.Tensor], made: dict[Any, Any]
+) -> tuple[Any, ...]:
+    """q, k, v, dout as a launch of such a configuration wants them; what was `made` for another one is used again."""
+    if not ready.tma:
+        return tuple(tensors.values())
+    rows = {"q": chosen.block_q, "k": chosen.block_kv, "v": chosen.block_kv, "dout": chosen.block_q}
+    for name, tensor in tensors.items():
+        if (name, rows[name]) not in made:
+            made[name, rows[name]] = describe(tensor, rows[name], ready.dim if name in "qk" else ready.dim_v)
+    return tuple(made[key] for key in rows.items())
+
+
 def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -451,21 +478,13 @@ def backward(
     ready = prepare(see(q), see(k), see(v), see(dout), see_walk(plan, 0), see_walk(plan, 3), options)
     statistics = torch.empty(*q.shape[:2], ready.n_padded, 2, dtype=torch.float32, device=q.device)
     if lse.numel() > 0:
-        ready.statistics(out, dout, lse, dlse, statistics)
+        ready.statistics(out, dout, lse, dlse, statistics, None)
 
-    @functools.cache
-    def reference(name: str, rows: int) -> Any:
-        tensor = {"q": q, "k": k, "v": v, "dout": dout}[name]
-        return describe(tensor, rows, ready.dim if name in "qk" else ready.dim_v)
-
-    def operands(chosen: Config) -> tuple[Any, ...]:
-        if not ready.tma:
-            return q, k, v, dout
-        sides = {"q": chosen.block_q, "k": chosen.block_kv, "v": chosen.block_kv, "dout": chosen.block_q}
-        return tuple(reference(name, rows) for name, rows in sides.items())
-
+    tensors, made = {"q": q, "k": k, "v": v, "dout": dout}, dict[Any, Any]()
     if ready.keys is not None:
-        ready.keys(*operands(ready.keys_config), statistics, *walk(plan, 3), kv_lengths, seed, dk, dv)
+        refs = operands(ready, ready.keys_config, tensors, made)
+        ready.keys(*refs, statistics, *walk(plan, 3), kv_lengths, seed, dk, dv)
     if ready.queries is not None:
-        ready.queries(*operands(ready.queries_config), statistics, *walk(plan, 0), kv_lengths, seed, dq)
+        refs = operands(ready, ready.queries_config, tensors, made)
+        ready.queries(*refs, statistics, *walk(plan, 0), kv_lengths, seed, dq)
     return dq, dk, dv

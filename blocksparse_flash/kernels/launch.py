@@ -15,6 +15,8 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .. import copy_engine
+
 LOG2_E = 1.4426950408889634
 # side of a plan's tile, in tokens
 TILE = 128
@@ -91,18 +93,11 @@ def see(tensor: torch.Tensor | None) -> Seen | None:
 def wants_descriptors(major: int, *tensors: Seen) -> bool:
     """Whether the copy engine (TMA, sm90 and later) should read all of these (batch, heads, length, head_dim) tensors.
 
-    It can if they are 16-bit floats with an aligned base and strides that are positive multiples of 16 bytes. Making a
-    descriptor takes 6 microseconds on the host, which small tensors do not repay.
+    Making a descriptor takes 6 microseconds on the host, which small tensors do not repay.
     """
     if major < 9 or math.prod(tensors[0].shape) + math.prod(tensors[1].shape) < WORTH_DESCRIBING:
         return False
-    return all(
-        t.dtype.itemsize == 2
-        and t.is_aligned
-        and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(t.shape[:3], t.strides[:3], strict=True))
-        and math.prod(t.shape) > 0
-        for t in tensors
-    )
+    return all(copy_engine.takes(t.dtype.itemsize, t.shape, t.strides, t.is_aligned) for t in tensors)
 
 
 class Options(NamedTuple):

@@ -1,0 +1,30 @@
+"""Can the copy engine of sm90 and later (TMA) read a tensor where it lies?
+
+Knows strides and addresses. Does not know what the tensor means, nor which kernel reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def takes(itemsize: int, shape: Sequence[int], strides: Sequence[int], is_aligned: bool) -> bool:
+    """Whether it can read such a (batch, heads, length, head_dim) tensor, whose last stride is 1.
+
+    It wants 16-bit floats, an address and strides that are multiples of 16 bytes, the strides above 0; that of an axis of
+    size 1 does not matter.
+    """
+    return (
+        itemsize == 2
+        and is_aligned
+        and 0 not in shape
+        and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(shape[:3], strides[:3], strict=True))
+    )
+
+
+def can_read(tensor: torch.Tensor) -> bool:
+    """The same of a tensor. While torch.compile traces there is no address, only an offset into the storage."""
+    first = tensor.storage_offset() * tensor.element_size() if torch.compiler.is_compiling() else tensor.data_ptr()
+    return tensor.stride(-1) == 1 and takes(tensor.element_size(), tensor.shape, tensor.stride(), first % 16 == 0)

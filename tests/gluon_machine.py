@@ -1,0 +1,236 @@
+"""What do mbarriers, named barriers and shared memory do while the partitions of a program run? A machine, on the CPU.
+
+Each partition is a thread; one runs at a time, and a seed chooses which, at every operation on barriers, shared memory, copies
+and products. A copy lands when the seed says so.
+
+Knows: order, barriers, and who reads or writes which part of shared memory. Does not know: the language that asks for it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ProtocolError(AssertionError):
+    """What a GPU would answer with wrong numbers, or not at all."""
+
+
+class Stop(BaseException):
+    """Ends the threads of the other partitions after an error."""
+
+
+# ---- who runs when ----
+
+
+class Partition:
+    """One partition of a program: a thread that runs when it is told to."""
+
+    def __init__(self, machine: Machine, name: str, call: Callable[[], None]) -> None:
+        self.machine, self.name, self._call = machine, name, call
+        self.go = threading.Semaphore(0)
+        self.ready: Callable[[], bool] = lambda: True
+        self.waits_for = "its start"
+        self.is_done = False
+        self.error: BaseException | None = None
+        self.products: list[Any] = []
+        self.stores: list[Shared] = []
+        self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0])
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        self.go.acquire()
+        try:
+            if self.machine.error is None:
+                self._call()
+                if self.products or self.stores:
+                    raise ProtocolError(f"{self.name} ends with products or stores under way")
+        except Stop:
+            pass
+        except BaseException as error:  # noqa: BLE001 - handed to the scheduler
+            self.error = error
+        self.is_done = True
+        self.machine.back.release()
+
+    def pause(self, waits_for: str, ready: Callable[[], bool] = lambda: True) -> None:
+        """Let others run until this one is chosen and ready."""
+        self.waits_for, self.ready = waits_for, ready
+        self.machine.back.release()
+        self.go.acquire()
+        if self.machine.error is not None:
+            raise Stop
+
+
+class Machine:
+    """One program: its partitions, barriers and copies under way."""
+
+    def __init__(self, seed: int, program: int, n_programs: int) -> None:
+        self.random = random.Random(f"{seed} {program}")
+        self.program, self.n_programs = program, n_programs
+        self.back = threading.Semaphore(0)
+        self.error: BaseException | None = None
+        self.partitions: list[Partition] = []
+        self.copies: list[Callable[[], None]] = []
+        self.copy_weight = self.random.choice([0.1, 1.0, 8.0])
+        self.barriers: list[Barrier] = []
+        self.unfenced: list[Tensor] = []
+        self.named: dict[int, list[Partition]] = {}
+        self.generation: dict[int, int] = {}
+
+    @property
+    def running(self) -> Partition:
+        thread = threading.current_thread()
+        return next(partition for partition in self.partitions if partition.thread is thread)
+
+    def run(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        """Run the partitions to their end, or raise what one of them did wrong."""
+        for i, (function, arguments) in enumerate(calls):
+            name = f"partition {i} ({function.__name__}) of program {self.program}"
+            self.partitions.append(Partition(self, name, lambda f=function, a=arguments: f(*a)))
+        for partition in self.partitions:
+            partition.thread.start()
+        try:
+            while any(not partition.is_done for partition in self.partitions) or self.copies:
+                self._step()
+            self._check_end()
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            for partition in self.partitions:
+                partition.go.release()
+                partition.thread.join()
+
+    def _step(self) -> None:
+        able = [p for p in self.partitions if not p.is_done and p.ready()]
+        choices: list[Any] = [*able, *self.copies]
+        if not choices:
+            stuck = "; ".join(f"{p.name} waits for {p.waits_for}" for p in self.partitions if not p.is_done)
+            raise ProtocolError(f"deadlock: {stuck}")
+        weights = [p.weight for p in able] + [self.copy_weight] * len(self.copies)
+        (chosen,) = self.random.choices(choices, weights)
+        if not isinstance(chosen, Partition):
+            self.copies.remove(chosen)
+            chosen()
+            return
+        chosen.go.release()
+        self.back.acquire()
+        if chosen.error is not None:
+            raise chosen.error
+
+    def _check_end(self) -> None:
+        left = {number: len(who) for number, who in self.named.items() if who}
+        if left:
+            raise ProtocolError(f"named barriers end with arrivals that nobody met: {left}")
+        if any(barrier.bytes for barrier in self.barriers):
+            raise ProtocolError("a barrier ends waiting for bytes")
+
+
+# ---- shared memory ----
+
+
+class Shared:
+    """A view of shared memory: its values, and for each of them who wrote it unfenced, how many read it, whether a copy lands."""
+
+    def __init__(self, machine: Machine, *parts: Tensor) -> None:
+        self.machine = machine
+        self.values, self.unfenced, self.readers, self.landing = parts
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.values.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def _view(self, change: Callable[[Tensor], Tensor]) -> Shared:
+        parts = (self.values, self.unfenced, self.readers, self.landing)
+        return Shared(self.machine, *(change(part) for part in parts))
+
+    def index(self, i: Any) -> Shared:
+        return self._view(lambda part: part[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return self._view(lambda part: part.narrow(dim, int(start), int(length)))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return self._view(lambda part: part.permute(order))
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return self._view(lambda part: part.view([int(n) for n in shape]))
+
+    def load(self, layout: Any) -> Tensor:
+        self.machine.running.pause("a load")
+        self._check(self.landing, "read while a copy lands in it")
+        return self.values.clone()
+
+    def store(self, values: Tensor) -> None:
+        who = self.machine.running
+        who.pause("a store")
+        self._check(self.readers, "written while something reads it")
+        self._check(self.landing, "written while a copy lands in it")
+        assert values.shape == self.values.shape and values.dtype == self.values.dtype, (values.shape, self.shape)
+        self.values.copy_(values)
+        self.unfenced.fill_(1 + self.machine.partitions.index(who))
+
+    def _check(self, marks: Tensor, fault: str) -> None:
+        if marks.any():
+            raise ProtocolError(f"{self.machine.running.name}: shared memory is {fault}")
+
+    def begin_read(self) -> None:
+        """An asynchronous operation reads it from now on."""
+        self._check(self.landing, "read while a copy lands in it")
+        self._check(self.unfenced, "read by the copy engine or a product without a fence after it was written")
+        self.readers.add_(1)
+
+    def end_read(self) -> None:
+        self.readers.sub_(1)
+
+    def begin_landing(self) -> None:
+        """A copy into it is issued: what was there is gone."""
+        self._check(self.readers, "overwritten by a copy while something reads it")
+        self._check(self.landing, "overwritten by a copy while another lands in it")
+        self._check(self.unfenced, "overwritten by a copy without a fence after it was written")
+        self.values.fill_(torch.nan)
+        self.landing.fill_(True)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes have come."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.count = self.pending = self.phase = self.bytes = 0
+        machine.barriers.append(self)
+
+    def index(self, i: Any) -> Barrier:
+        assert int(i) == 0
+        return self
+
+    def arrive(self, count: int, n_bytes: int = 0) -> None:
+        if self.pending < count:
+            raise ProtocolError(f"{self.machine.running.name} arrives at a barrier more often than it counts")
+        self.pending -= count
+        self.bytes += n_bytes
+        self.settle()
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.pending = self.count
+
+
+class Barriers:
+    """A ring of mbarriers."""
+
+    def __init__(self, machine: Machine, length: int) -> None:
+        self._all = [Barrier(machine) for _ in range(length)]
+
+    def index(self, i: Any) -> Barrier:
+        return self._all[int(i)]

@@ -1,0 +1,395 @@
+"""What does a warp-specialised Gluon kernel do, step by step? A simulator of its protocol, on the CPU.
+
+The source of a kernel runs as plain Python on the machine of gluon_machine.py: a product reads its operands until it is waited
+for, a store its source until the copy engine has read it. Found are:
+    deadlocks, wrong phases, too many arrivals, bytes that never come, products or stores left under way at the end
+    shared memory written while something reads it, read while a copy lands in it, or not fenced before it is read
+    and by comparison with a reference: wrong mathematics, wrong tiles, reading what was never written (it is full of NaN)
+
+Knows: what Gluon's language means, TMA, wgmma. Does not know: what a kernel computes; layouts, registers, races between the
+threads of one warpgroup.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gluon_machine import Barrier, Barriers, Machine, Partition, ProtocolError, Shared
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from blocksparse_flash.kernels import launch
+
+KERNELS = Path(launch.__file__).parent
+# threads of a warpgroup, and of the pair that meets at a named barrier
+WARPGROUP, PAIR = 128, 256
+
+
+# ---- global memory ----
+
+
+class Pointer:
+    """A tensor's storage order and an offset, or a block of them."""
+
+    def __init__(self, tensor: Tensor, offset: Any = 0) -> None:
+        self.flat, self.offset = tensor.view(-1), torch.as_tensor(offset)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.flat, self.offset + torch.as_tensor(other))
+
+    def at(self, mask: Any = None) -> Tensor:
+        """The offsets, masked ones 0, all within the tensor."""
+        offset = self.offset if mask is None else torch.where(mask, self.offset, 0)
+        if offset.numel() and not (0 <= int(offset.min()) and int(offset.max()) < len(self.flat)):
+            raise ProtocolError(f"address out of range: up to {int(offset.max())} of {len(self.flat)}")
+        return offset
+
+
+class Descriptor:
+    """What the copy engine knows of a tensor. Past the end of any axis it reads zero and writes nothing."""
+
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any) -> None:
+        self.base, self.block_shape, self.layout = base, block_shape, layout
+        assert list(base.shape) == shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def block_type(self) -> Any:
+        n_bytes = self.dtype.itemsize * torch.Size(self.block_shape).numel()
+        return types.SimpleNamespace(shape=list(self.block_shape), nbytes=n_bytes)
+
+    def inside(self, start: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
+        """The part of the block at `start` that exists, and where in the block it lies."""
+        first = [int(at) for at in start]
+        assert all(at >= 0 for at in first), first
+        spans = [
+            (at, min(n, max(0, size - at)))
+            for at, n, size in zip(first, self.block_shape, self.base.shape, strict=True)
+        ]
+        part = self.base[tuple(slice(at, at + n) for at, n in spans)]
+        return part, tuple(slice(0, n) for _, n in spans)
+
+
+# ---- the language ----
+
+
+class Token:
+    """A product under way."""
+
+    def __init__(self, operands: list[Shared], value: Tensor) -> None:
+        self.operands, self.value = operands, value
+
+
+class Constant(int):
+    """A compile-time integer."""
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
+def _pair(left: Any, right: Any) -> tuple[Tensor, Tensor]:
+    return torch.as_tensor(left), torch.as_tensor(right)
+
+
+class Language:
+    """What a kernel's source calls gl, tl, mbarrier, tma and so on, on the machine that runs now."""
+
+    int32, int64, float32 = torch.int32, torch.int64, torch.float32
+    static_range = range
+
+    def __init__(self) -> None:
+        self.machine: Machine = Machine(0, 0, 1)
+
+    @property
+    def _who(self) -> Partition:
+        return self.machine.running
+
+    # layouts say which thread holds what: nothing that is simulated
+    def _nothing(self, *arguments: Any, **named: Any) -> None:
+        return None
+
+    NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = _nothing
+    NVMMASharedLayout = types.SimpleNamespace(get_default_for=lambda *arguments: None)
+
+    # values
+
+    def program_id(self, axis: int) -> Tensor:
+        return torch.tensor(self.machine.program)
+
+    def num_programs(self, axis: int) -> int:
+        return self.machine.n_programs
+
+    def num_warps(self) -> int:
+        return 4
+
+    def arange(self, start: int, end: int, layout: Any = None) -> Tensor:
+        return torch.arange(start, end)
+
+    def zeros(self, shape: list[int], dtype: torch.dtype, layout: Any = None) -> Tensor:
+        return torch.zeros([int(n) for n in shape], dtype=dtype)
+
+    def full(self, shape: list[int], value: Any, dtype: torch.dtype, layout: Any = None) -> Tensor:
+        return torch.full([int(n) for n in shape], value, dtype=dtype)
+
+    def where(self, condition: Any, left: Any, right: Any) -> Tensor:
+        return torch.where(torch.as_tensor(condition), left, right)
+
+    def maximum(self, left: Any, right: Any) -> Tensor:
+        return torch.maximum(*_pair(left, right))
+
+    def minimum(self, left: Any, right: Any) -> Tensor:
+        return torch.minimum(*_pair(left, right))
+
+    def cdiv(self, left: Any, right: Any) -> Any:
+        return -(-left // right)
+
+    def max(self, values: Tensor, axis: int) -> Tensor:
+        return values.amax(axis)
+
+    def sum(self, values: Tensor, axis: int) -> Tensor:
+        return values.sum(axis)
+
+    def expand_dims(self, values: Tensor, axis: int) -> Tensor:
+        return values.unsqueeze(axis)
+
+    def convert_layout(self, values: Tensor, layout: Any) -> Tensor:
+        return values
+
+    exp2 = staticmethod(torch.exp2)
+    log2 = staticmethod(torch.log2)
+
+    # global memory
+
+    def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+        values = pointer.flat[pointer.at(mask)]
+        return values if mask is None else torch.where(mask, values, other)
+
+    def store(self, pointer: Pointer, values: Any, mask: Any = None) -> None:
+        at = pointer.at(mask)
+        if mask is not None:
+            at, values = at[mask], values[mask]
+        pointer.flat[at] = values.to(pointer.flat.dtype)
+
+    def atomic_add(self, pointer: Pointer, value: int) -> Tensor:
+        self._who.pause("an atomic addition")
+        before = self.load(pointer).clone()
+        pointer.flat[pointer.at()] += value
+        return before
+
+    # shared memory and barriers
+
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        shape = [int(n) for n in shape]
+        if layout is Barrier:
+            return Barrier(self.machine) if len(shape) == 1 else Barriers(self.machine, shape[0])
+        values = torch.full(shape, torch.nan if dtype.is_floating_point else -77, dtype=dtype)
+        unfenced, readers, landing = (torch.zeros(shape, dtype=kind) for kind in (torch.int8, torch.int8, torch.bool))
+        self.machine.unfenced.append(unfenced)
+        return Shared(self.machine, values, unfenced, readers, landing)
+
+    MBarrierLayout = staticmethod(lambda: Barrier)
+
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.pending = count
+
+    def arrive(self, barrier: Barrier, *, count: int = 1) -> None:
+        self._who.pause("an arrival")
+        barrier.arrive(count)
+
+    def expect(self, barrier: Barrier, n_bytes: int) -> None:
+        self._who.pause("an arrival with bytes")
+        barrier.arrive(1, n_bytes)
+
+    def wait(self, barrier: Barrier, phase: Any) -> None:
+        parity = int(phase)
+        assert parity in (0, 1), parity
+        self._who.pause(f"a barrier, phase {parity}", lambda: barrier.phase != parity)
+
+    def named_barrier(self, verb: str, number: int) -> None:
+        who, machine = self._who, self.machine
+        who.pause(f"arrival at named barrier {number}")
+        arrived = machine.named.setdefault(number, [])
+        if who in arrived:
+            raise ProtocolError(f"{who.name} arrives twice at named barrier {number}, where nobody met it")
+        arrived.append(who)
+        if len(arrived) * WARPGROUP == PAIR:
+            arrived.clear()
+            machine.generation[number] = machine.generation.get(number, 0) + 1
+        elif verb == "sync":
+            before = machine.generation.get(number, 0)
+            who.pause(f"named barrier {number}", lambda: machine.generation.get(number, 0) > before)
+
+    def fence_async_shared(self) -> None:
+        # before the partitions start there is nothing to fence
+        if self.machine.partitions:
+            mine = 1 + self.machine.partitions.index(self._who)
+            for part in self.machine.unfenced:
+                part[part == mine] = 0
+
+    # copies
+
+    def load_async(self, descriptor: Descriptor, start: list[Any], barrier: Barrier, target: Shared) -> None:
+        who, machine = self._who, self.machine
+        who.pause("the issue of a copy")
+        assert descriptor.block_shape == target.shape and descriptor.dtype == target.dtype
+        target.begin_landing()
+
+        def land() -> None:
+            part, where = descriptor.inside(start)
+            target.values.zero_()
+            target.values[where] = part
+            target.landing.fill_(False)
+            barrier.bytes -= descriptor.block_type.nbytes
+            barrier.settle()
+
+        machine.copies.append(land)
+
+    def store_async(self, descriptor: Descriptor, start: list[Any], source: Shared, *, add: bool = False) -> None:
+        who = self._who
+        who.pause("the issue of a store")
+        assert descriptor.block_shape == source.shape and descriptor.dtype == source.dtype
+        source.begin_read()
+        part, where = descriptor.inside(start)
+        part.copy_(part + source.values[where] if add else source.values[where])
+        who.stores.append(source)
+
+    def add_async(self, descriptor: Descriptor, start: list[Any], source: Shared) -> None:
+        self.store_async(descriptor, start, source, add=True)
+
+    def store_wait(self, n_pending: int) -> None:
+        who = self._who
+        who.pause("stores")
+        while len(who.stores) > n_pending:
+            who.stores.pop(0).end_read()
+
+    # products
+
+    def warpgroup_mma(
+        self, left: Any, right: Shared, total: Tensor, *, use_acc: bool = True, is_async: bool = False
+    ) -> Token:
+        assert is_async and isinstance(total, Tensor), "a sum that is still under way"
+        who = self._who
+        who.pause("the issue of a product")
+        operands = [operand for operand in (left, right) if isinstance(operand, Shared)]
+        for operand in operands:
+            operand.begin_read()
+        values = (left.values if isinstance(left, Shared) else left).float() @ right.values.float()
+        assert values.shape == total.shape, (values.shape, total.shape)
+        token = Token(operands, values + total if use_acc else values)
+        who.products.append(token)
+        return token
+
+    def warpgroup_mma_wait(self, n_pending: int, deps: tuple[Token, ...]) -> Tensor:
+        who = self._who
+        who.pause("products")
+        while len(who.products) > n_pending:
+            for operand in who.products.pop(0).operands:
+                operand.end_read()
+        (token,) = deps
+        if token in who.products:
+            raise ProtocolError(f"{who.name} uses a product which it has not waited for")
+        return token.value
+
+    def warp_specialize(self, calls: list[Any], warps: list[int], registers: list[int]) -> None:
+        self.machine.run(calls)
+
+
+# ---- kernels as Python ----
+
+
+class Change(NamedTuple):
+    """A text to be replaced in the source of a kernel module, where it is once."""
+
+    module: str
+    old: str
+    new: str
+
+
+class Simulation:
+    """The modules of the Hopper kernels, on the simulator. `forward` and `backward` are their launchers.
+
+    seed      chooses the order of events
+    changes   made in the source first
+    programs  multiprocessors of the machine
+    """
+
+    def __init__(self, seed: int = 0, changes: Sequence[Change] = (), programs: int = 2) -> None:
+        self.seed, self.changes = seed, changes
+        self.language = Language()
+        names = ["named_barrier", "fence_async_shared", "load_async", "store_async", "add_async"]
+        names += ["warpgroup_mma", "warpgroup_mma_wait"]
+        self.known: dict[str, Any] = {
+            **{name: getattr(self.language, name) for name in names},
+            **dict.fromkeys(("gl", "mbarrier", "tma"), self.language),
+            "pin": lambda values: values,
+            "accumulator": lambda columns: None,
+            "TensorDescriptor": Descriptor,
+            "Launch": self._launch,
+            "multiprocessors": lambda index: programs,
+        }
+        # what the simulator gives, and below what a module has defined for those that import it
+        self.given = dict(self.known)
+        self._load("tile", {"tl": self.language})
+        self._load("hopper")
+        self._load("hopper_rows")
+        self.hopper_forward = self._load("hopper_forward")
+        self.hopper_backward = self._load("hopper_backward")
+        self.forward = self.hopper_forward.forward
+        self.backward = self.hopper_backward.backward
+
+    def _load(self, name: str, more: dict[str, Any] | None = None) -> Any:
+        """The module from its source, kernels as plain functions, the language replaced."""
+        path = KERNELS / f"{name}.py"
+        source = path.read_text(encoding="utf-8")
+        for change in self.changes:
+            if change.module == name:
+                assert source.count(change.old) == 1, (
+                    f"{change.old!r} is {source.count(change.old)} times in {path.name}"
+                )
+                source = source.replace(change.old, change.new)
+        # dataclasses look their module up
+        full_name = importlib.import_module(f"blocksparse_flash.kernels.{name}").__name__
+        module = types.ModuleType(full_name)
+        module.__package__ = full_name.rpartition(".")[0]
+        exec(compile(source, str(path), "exec"), vars(module))
+        for key, value in list(vars(module).items()):
+            function = getattr(value, "fn", None)
+            is_kernel = name == "tile" or (isinstance(value, JITFunction) and value.is_gluon())
+            if is_kernel and inspect.isfunction(function) and function.__module__ == full_name:
+                vars(module)[key] = self.given.get(key, function)
+            elif key in self.known:
+                vars(module)[key] = self.known[key]
+            elif isinstance(getattr(value, "value", None), (int, float)):
+                vars(module)[key] = Constant(value.value) if isinstance(value.value, int) else value.value
+        vars(module).update(more or {})
+        if name in ("tile", "hopper", "hopper_rows"):
+            # for the modules that import them
+            shared = {
+                key: value for key, value in vars(module).items() if inspect.isfunction(value) or key == "Describer"
+            }
+            self.known.update(shared)
+        return module
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], rest: dict[str, Any]) -> Callable[..., None]:
+        if not inspect.isfunction(kernel):
+            return launch.Launch(kernel, grid, rest)
+        names = list(inspect.signature(kernel).parameters)
+        options = {name: value for name, value in rest.items() if name in names}
+
+        def run(*tensors: Any) -> None:
+            given = [Pointer(tensor) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+            for program in range(grid[0]):
+                self.language.machine = Machine(self.seed, program, grid[0])
+                kernel(**dict(zip(names, given, strict=False)), **options)
+
+        return run

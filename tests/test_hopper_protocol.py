@@ -1,0 +1,251 @@
+"""Are the Hopper kernels right, whatever the order of events? On the simulator of gluon_simulator.py, which needs no GPU.
+
+The zoo's layouts and calls, held to the one tolerance, each under another order of events; then every launch configuration, and
+faults seeded in the source, all of which must be seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+import cases
+import test_zoo as zoo
+from closeness import assert_as_accurate
+from gluon_machine import ProtocolError
+from gluon_simulator import Change, Simulation
+
+from blocksparse_flash import attention_with_lse, functional, ops
+from blocksparse_flash.kernels.hopper_backward import Config as BackwardConfig
+from blocksparse_flash.kernels.hopper_forward import Config as ForwardConfig
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter: a GPU runs the kernels")
+
+CPU = torch.device("cpu")
+LAYOUTS = [*cases.LAYOUTS, *zoo.DENSE]
+# beyond 128 only the forward is simulated: the portable backward answers, which the interpreter makes slow
+CALLS = [call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128]
+WIDE = [call for call in zoo.HOPPER_CALLS if call not in CALLS]
+(WINDOW,) = [case for case in cases.LAYOUTS if case.name == "window"]
+BFLOAT16 = torch.bfloat16
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """Raises where a call on simulated kernels is not as accurate as the reference."""
+
+    def check(
+        simulation: Simulation, layout: Any, call: zoo.Call, *, backward: bool = True, deterministic: bool = False
+    ) -> None:
+        gradients = functools.partial(simulation.backward, deterministic=deterministic)
+        monkeypatch.setattr(ops, "_kernels", lambda backend: (simulation.forward, gradients))
+        monkeypatch.setattr(functional, "_choose", lambda *arguments: "hopper")
+        tensors = zoo.inputs(layout, call)
+        tensors = {name: zoo.buried(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
+        if backward:
+            actual = zoo.run("hopper", layout, call, tensors, CPU)
+        else:
+            q, k, v = (tensors[name] for name in ("q", "k", "v"))
+            actual = attention_with_lse(
+                q,
+                k,
+                v,
+                layout.build() if isinstance(layout, cases.Case) else None,
+                causal=call.causal,
+                scale=call.scale,
+                kv_lengths=zoo.kv_lengths(layout, call, CPU) if call.has_kv_lengths else None,
+            )
+        for name, result, references in zip(zoo.NAMES, actual, zoo.expected(layout, call, CPU), strict=False):
+            assert_as_accurate(result, *references, name=name)
+
+    return check
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[zoo.name_of(layout) for layout in LAYOUTS])
+def test_every_layout(check, index):
+    # seven: prime to the number of calls, so that neighbours differ and each comes
+    assert len(CALLS) % 7
+    check(Simulation(seed=index), LAYOUTS[index], CALLS[7 * index % len(CALLS)])
+
+
+@pytest.mark.parametrize("call", WIDE, ids=str)
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_a_wide_head_forward(check, layout, call):
+    check(Simulation(seed=1), layout, call, backward=False)
+
+
+@pytest.mark.parametrize("call", [CALLS[0], CALLS[-1]], ids=str)
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_deterministic(check, layout, call):
+    check(Simulation(seed=2), layout, call, deterministic=True)
+
+
+CAUSAL = zoo.Call(head_dim=64, causal=True, dtype=BFLOAT16)
+LIMITED = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1)
+FORWARDS = [
+    ForwardConfig(stages=3),
+    ForwardConfig(stages=2, ping_pong=False, pin=True),
+    ForwardConfig(stages=2, block_kv=64),
+    ForwardConfig(stages=3, block_kv=64, hold_q=False, out_in_q=True),
+    ForwardConfig(stages=3, block_kv=64, overlap=False, ping_pong=False, hold_q=False, programs=2),
+    ForwardConfig(stages=2, hold_q=False),
+    ForwardConfig(stages=2, overlap=False),
+    ForwardConfig(stages=1, overlap=False),
+]
+
+
+@pytest.mark.parametrize("call", [CAUSAL, LIMITED], ids=str)
+@pytest.mark.parametrize("layout", [WINDOW, (203, 400)], ids=zoo.name_of)
+@pytest.mark.parametrize("config", FORWARDS, ids=str)
+def test_every_configuration_of_the_forward(check, monkeypatch, config, layout, call):
+    simulation = Simulation(seed=3, programs=1)
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda dim: config)
+    check(simulation, layout, call, backward=False)
+
+
+@pytest.mark.parametrize("call", [CAUSAL, LIMITED], ids=str)
+@pytest.mark.parametrize(
+    "config", [BackwardConfig(block_q=q, stages=n) for q, n in ((64, 1), (64, 3), (128, 2))], ids=str
+)
+def test_every_configuration_of_the_backward(check, monkeypatch, config, call):
+    simulation = Simulation(seed=4)
+    monkeypatch.setattr(simulation.hopper_backward, "config", lambda dim: config)
+    check(simulation, WINDOW, call)
+
+
+# ---- can the simulator fail? ----
+
+SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
+FORWARD, BACKWARD = "hopper_forward", "hopper_backward"
+FAULTS = {
+    "values released before they are read": Change(
+        FORWARD,
+        """        b_out = warpgroup_mma_wait(0, deps=(out_token,))
+        mbarrier.arrive(barriers.index(V_EMPTY + 4 * v_stage), count=1)
+    if not""",
+        """        mbarrier.arrive(barriers.index(V_EMPTY + 4 * v_stage), count=1)
+        b_out = warpgroup_mma_wait(0, deps=(out_token,))
+    if not""",
+    ),
+    "keys released by one warpgroup": Change(
+        FORWARD,
+        "mbarrier.init(barriers.index(K_EMPTY + 4 * i), count=2)",
+        "mbarrier.init(barriers.index(K_EMPTY + 4 * i), count=1)",
+    ),
+    "values not waited for": Change(
+        FORWARD, "mbarrier.wait(barriers.index(V_FULL + 4 * stage), (n_now // STAGES) & 1)", "stage = n_now % STAGES"
+    ),
+    "keys waited for in the wrong phase": Change(
+        FORWARD,
+        "wait(barriers.index(K_FULL + 4 * stage), (n_now // STAGES) & 1)",
+        "wait(barriers.index(K_FULL + 4 * stage), (n_now // STAGES) & 1 ^ 1)",
+    ),
+    "scores not waited for": Change(
+        FORWARD, "warpgroup_mma_wait(1 if BEFORE else 0,", "warpgroup_mma_wait(2 if BEFORE else 0,"
+    ),
+    "the last turn not taken": Change(
+        FORWARD,
+        """        # the last turn that warpgroup 1 gave
+        wait_for_turn(WHO, PING_PONG)""",
+        "        pass",
+    ),
+    "the first turn not given": Change(
+        FORWARD,
+        """        # warpgroup 0 goes first
+        give_turn(WHO, PING_PONG)""",
+        "        pass",
+    ),
+    "values cleared within a turn": Change(
+        FORWARD,
+        """        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)
+    wait_for_turn(WHO, PING_PONG)""",
+        """        pass
+    wait_for_turn(WHO, PING_PONG)
+    if BEFORE:
+        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)""",
+    ),
+    "out stored without a fence": Change(
+        FORWARD, "        fence_async_shared()\n        store_async(out_desc", "        store_async(out_desc"
+    ),
+    "out overwritten while it leaves": Change(
+        FORWARD,
+        "            # the row before has left the buffer\n            tma.store_wait(0)\n",
+        "            pass\n",
+    ),
+    "a row overwritten before it was taken": Change(
+        FORWARD,
+        "mbarrier.init(barriers.index(ROW_EMPTY + i), count=2)",
+        "mbarrier.init(barriers.index(ROW_EMPTY + i), count=1)",
+    ),
+    "the decay forgotten": Change(FORWARD, "    if not (OVERLAP and FIRST):", "    if False:"),
+    "a step left out": Change(
+        FORWARD, "for i_step in range(1 if OVERLAP else 0, n_partial)", "for i_step in range(2, n_partial)"
+    ),
+    "queries not waited for": Change(FORWARD, "        mbarrier.wait(barriers.index(Q_FULL + WHO), i_row & 1)\n", ""),
+    "the tail of the values not cleared": Change(
+        "hopper", "gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0)", "b_tile"
+    ),
+    "ds read before the other half is there": Change(
+        BACKWARD, '        named_barrier("sync", 9)\n        if BY_ROWS:', "        if BY_ROWS:"
+    ),
+    "ds in one buffer": Change(BACKWARD, "ds_ring.index(n_now % 2)", "ds_ring.index(0)"),
+    "ds without a fence": Change(
+        BACKWARD,
+        '        fence_async_shared()\n        named_barrier("sync", 9)\n        if',
+        '        named_barrier("sync", 9)\n        if',
+    ),
+    "queries released before they are read": Change(
+        BACKWARD,
+        """    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))
+    mbarrier.arrive(barriers.index(Q_EMPTY + 4 * stage), count=1)""",
+        """    mbarrier.arrive(barriers.index(Q_EMPTY + 4 * stage), count=1)
+    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))""",
+    ),
+    "dq overwritten while it leaves": Change(
+        BACKWARD, "        tma.store_wait(0)\n        dq_tile = dq_ring", "        dq_tile = dq_ring"
+    ),
+    "dout counted without delta": Change(
+        BACKWARD, "dout_desc.block_type.nbytes + delta_desc.block_type.nbytes", "dout_desc.block_type.nbytes"
+    ),
+    "dk over keys that are read": Change(
+        BACKWARD,
+        '    # nobody still reads the keys and values: their place takes the gradients\n    named_barrier("sync", 9)\n',
+        "",
+    ),
+    "dp waited for too little": Change(
+        BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
+    ),
+    "a step masked as full": Change(BACKWARD, "i_step < n_masked", "i_step < n_masked - 1"),
+}
+
+
+@pytest.fixture
+def tight(monkeypatch):
+    """A simulation with few places in the rings, so that each is soon used again."""
+
+    def tight(seed: int, *changes: Change) -> Simulation:
+        simulation = Simulation(seed=seed, changes=changes, programs=1)
+        monkeypatch.setattr(simulation.hopper_forward, "config", lambda dim: ForwardConfig(stages=2))
+        monkeypatch.setattr(simulation.hopper_backward, "config", lambda dim: BackwardConfig(stages=2))
+        return simulation
+
+    return tight
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_without_a_fault_none_is_seen(check, tight, seed):
+    check(tight(seed), (203, 400), SMALL)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_seen(check, tight, fault):
+    """Under one of a few orders of events."""
+    change = FAULTS[fault]
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed in range(8):
+            check(tight(seed, change), (203, 400), SMALL, backward=change.module == BACKWARD)
