@@ -6,7 +6,7 @@ patterns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,18 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .functional import attention
+from .holding import HoldsLayout, Layout, checked_layout
 from .layout import BlockLayout
+from .torch_modules import MultiheadAttention, TransformerEncoderLayer
 
-Layout = BlockLayout | Callable[[int], BlockLayout] | None
+__all__ = [
+    "Encoder",
+    "EncoderBlock",
+    "LearnedPositions",
+    "MultiheadAttention",
+    "SelfAttention",
+    "TransformerEncoderLayer",
+]
 
 
 def _positive(name: str, number: Any) -> int:
@@ -43,7 +52,7 @@ def rotated(heads: Tensor, base: float, positions: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(HoldsLayout):
     """Multi-head self-attention over a layout: projections without bias around `attention`, which chooses the backend.
 
     embed_dim  features of a token, a multiple of num_heads unless head_dim is given
@@ -96,28 +105,12 @@ class SelfAttention(nn.Module):
             raise ValueError(f"rope must be a base above 0, such as 10000.0, or None, got {rope}")
         if not 0 <= dropout_p < 1:
             raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-        if layout is not None and not isinstance(layout, BlockLayout) and not callable(layout):
-            raise TypeError(
-                f"layout must be a BlockLayout, a function from a length to one, or None, got {type(layout).__name__}"
-            )
         self.causal, self.rope, self.dropout_p = causal, rope, dropout_p
-        self.layout: Layout = layout
+        self.layout = checked_layout(layout)
         # one product for queries, keys and values
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(num_heads * self.head_dim, embed_dim, bias=False)
         self._place_layout()
-
-    def _place_layout(self) -> None:
-        """Moves the layout to the weights' device and plans it there; a function's layouts are left to the function."""
-        device = self.out.weight.device
-        if isinstance(self.layout, BlockLayout) and device.type != "meta":
-            self.layout = self.layout.to(device)
-            self.layout.plan(device, causal=self.causal)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelfAttention:
-        super()._apply(fn, recurse)
-        self._place_layout()
-        return self
 
     def _positions(self, positions: Tensor | None, x: Tensor) -> Tensor:
         """(length, axes), checked."""
@@ -153,10 +146,8 @@ class SelfAttention(nn.Module):
         if self.rope is not None:
             places = self._positions(positions, x)
             q, k = rotated(q, self.rope, places), rotated(k, self.rope, places)
-        layout = self.layout
-        if layout is not None and not isinstance(layout, BlockLayout):
-            layout = layout(x.shape[1])
         dropout_p = self.dropout_p if self.training else 0.0
+        layout = self.layout_for(x.shape[1])
         out = attention(q, k, v, layout, causal=self.causal, kv_lengths=kv_lengths, dropout_p=dropout_p)
         return self.out(rearrange(out, "batch heads length d -> batch length (heads d)"))
 

@@ -1,0 +1,48 @@
+"""Where does a module keep its layout? With its weights: on their device, planned there, and not among them.
+
+Knows torch.nn.Module and layouts. Must not know attention or projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .layout import BlockLayout
+
+Layout = BlockLayout | Callable[[int], BlockLayout] | None
+
+
+def checked_layout(layout: Any) -> Layout:
+    """The layout, or a TypeError."""
+    if layout is not None and not isinstance(layout, BlockLayout) and not callable(layout):
+        raise TypeError(
+            f"layout must be a BlockLayout, a function from a length to one, or None, got {type(layout).__name__}"
+        )
+    return layout
+
+
+class HoldsLayout(nn.Module):
+    """A module whose layout moves along with its weights, planned for `causal`, and is no weight itself."""
+
+    layout: Layout
+    causal: bool
+
+    def _place_layout(self) -> None:
+        """Moves the layout to the weights' device and plans it there; a function's layouts are left to the function."""
+        device = next(self.parameters()).device
+        if isinstance(self.layout, BlockLayout) and device.type != "meta":
+            self.layout = self.layout.to(device)
+            self.layout.plan(device, causal=self.causal)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HoldsLayout:
+        super()._apply(fn, recurse)
+        self._place_layout()
+        return self
+
+    def layout_for(self, length: int) -> BlockLayout | None:
+        """The layout of an input of that many queries."""
+        layout = self.layout
+        return layout if layout is None or isinstance(layout, BlockLayout) else layout(length)

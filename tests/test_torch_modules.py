@@ -1,0 +1,182 @@
+"""Are the layers those of torch.nn, with the layout as their mask?"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import masks
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.nn import MultiheadAttention, TransformerEncoderLayer
+
+LENGTH = 96
+LAYOUT = masks.local(LENGTH, window=20, block_size=32) | masks.global_tokens(LENGTH, tokens=3, block_size=32)
+# torch's masks are True where nothing attends
+DENSE = ~LAYOUT.to_dense()[0, 0]
+
+
+def pair(**options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
+    """torch's module and ours with LAYOUT, of the same float64 weights."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(24, 3, dtype=torch.float64, **options)
+    ours = MultiheadAttention(24, 3, dtype=torch.float64, layout=LAYOUT, **options)
+    for parameter in theirs.parameters():
+        # its biases begin as zeros, which would hide a wrong one
+        nn.init.normal_(parameter, std=0.3)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def inputs(features: tuple[int, int, int] = (24, 24, 24), batch_first: bool = True) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, LENGTH, size) if batch_first else (LENGTH, 2, size) for size in features]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def results(module: nn.Module, tensors: list[Tensor], **call: Any) -> list[Tensor]:
+    """The output and every gradient."""
+    out = module(*tensors, **call)[0]
+    weights = list(module.parameters())
+    factors = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
+    return [out, *torch.autograd.grad((out * factors).sum(), [*tensors, *weights])]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_first": True},
+        {"batch_first": False},
+        {"batch_first": True, "bias": False},
+        {"batch_first": True, "kdim": 10, "vdim": 14},
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients_are_those_of_torch(options: dict[str, Any]) -> None:
+    theirs, ours = pair(**options)
+    tensors = inputs((24, options.get("kdim", 24), options.get("vdim", 24)), options["batch_first"])
+    expected = results(theirs, tensors, attn_mask=DENSE, need_weights=False)
+    for actual, wanted in zip(results(ours, tensors), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+    theirs.load_state_dict(ours.state_dict())
+
+
+def test_sequences_without_a_batch() -> None:
+    theirs, ours = pair()
+    tensors = [t[0].detach().requires_grad_() for t in inputs()]
+    for actual, wanted in zip(results(ours, tensors), results(theirs, tensors, attn_mask=DENSE), strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "kv_lengths"])
+def test_padding(kind: str) -> None:
+    theirs, ours = pair(batch_first=True)
+    tensors, lengths = inputs(), torch.tensor([LENGTH, 50])
+    padding = torch.arange(LENGTH) >= lengths[:, None]
+    # global tokens are never padding, so no row is empty, of which torch makes nan
+    expected = theirs(*tensors, attn_mask=DENSE, key_padding_mask=padding, need_weights=False)[0]
+    if kind == "kv_lengths":
+        actual = ours(*tensors, kv_lengths=lengths)[0]
+    else:
+        mask = padding if kind == "bool" else torch.zeros(2, LENGTH).masked_fill(padding, -torch.inf)
+        actual = ours(*tensors, key_padding_mask=mask)[0]
+    torch.testing.assert_close(actual, expected)
+
+
+def test_causal_by_construction_and_by_call() -> None:
+    theirs, ours = pair(batch_first=True)
+    tensors = inputs()
+    future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    expected = theirs(*tensors, attn_mask=DENSE | future, need_weights=False)[0]
+    torch.testing.assert_close(ours(*tensors, is_causal=True)[0], expected)
+    torch.testing.assert_close(ours(*tensors, attn_mask=future, is_causal=True)[0], expected)
+    ours.causal = True
+    torch.testing.assert_close(ours(*tensors)[0], expected)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_encoders_of_torch_never_pass_the_layout_by(training: bool, norm_first: bool) -> None:
+    """In eval torch computes whole layers at once where it can, without asking their attention."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"batch_first": True, "dropout": 0.0, "norm_first": norm_first, "dtype": torch.float64}
+    theirs = nn.TransformerEncoderLayer(24, 4, 32, **options)
+    ours = TransformerEncoderLayer(24, 4, 32, layout=LAYOUT, **options)
+    ours.load_state_dict(theirs.state_dict())
+    stacks = [nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training) for layer in (theirs, ours)]
+    x, padding = inputs()[0].detach(), torch.arange(LENGTH) >= torch.tensor([[LENGTH], [50]])
+    with torch.no_grad():
+        for mask in (None, padding):
+            expected = stacks[0](x, mask=DENSE, src_key_padding_mask=mask)
+            is_token = torch.ones_like(padding) if mask is None else ~mask
+            torch.testing.assert_close(stacks[1](x, src_key_padding_mask=mask)[is_token], expected[is_token])
+    with pytest.warns(UserWarning, match="enable_nested_tensor is True, but"):
+        nn.TransformerEncoder(ours, 1)
+
+
+def test_layouts_move_along_and_are_no_weights() -> None:
+    ours = MultiheadAttention(24, 3, layout=LAYOUT)
+    assert not any("layout" in name for name in ours.state_dict())
+    assert copy.deepcopy(ours).layout == LAYOUT and ours.double().layout == LAYOUT
+    by_length = MultiheadAttention(24, 3, batch_first=True, layout=lambda n: masks.local(n, window=4, block_size=16))
+    x = torch.randn(1, 40, 24)
+    fixed = MultiheadAttention(24, 3, batch_first=True, layout=masks.local(40, window=4, block_size=16))
+    fixed.load_state_dict(by_length.state_dict())
+    assert torch.equal(by_length(x, x, x)[0], fixed(x, x, x)[0])
+
+
+def test_dropout_only_while_training() -> None:
+    ours = MultiheadAttention(24, 3, dropout=0.5, batch_first=True, layout=LAYOUT)
+    x = torch.randn(1, LENGTH, 24)
+    assert not torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
+    ours.eval()
+    assert torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
+
+
+def test_it_compiles_into_one_graph() -> None:
+    ours = MultiheadAttention(24, 3, batch_first=True, layout=LAYOUT).eval()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    x, lengths = torch.randn(2, LENGTH, 24), torch.tensor([LENGTH, 7])
+    torch.testing.assert_close(compiled(x, x, x)[0], ours(x, x, x)[0])
+    torch.testing.assert_close(compiled(x, x, x, kv_lengths=lengths)[0], ours(x, x, x, kv_lengths=lengths)[0])
+
+
+X = torch.zeros(2, LENGTH, 24)
+GAPS = torch.zeros(2, LENGTH, dtype=torch.bool).index_fill_(1, torch.tensor([3]), True)
+WRONG_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"need_weights": True}, "need_weights must be False"),
+    ({"attn_mask": DENSE}, "attn_mask must be None, or come with is_causal=True.*from_dense"),
+    ({"key_padding_mask": GAPS}, "True for the last keys of a sequence only"),
+    ({"key_padding_mask": GAPS.float()}, "must be bool, or 0 and -inf"),
+    ({"key_padding_mask": GAPS[:1]}, r"shape \(batch=2, kv_len=96\), got \(1, 96\)"),
+    ({"key_padding_mask": ~GAPS[:, :1].expand(2, LENGTH), "kv_lengths": torch.ones(2, dtype=torch.int64)}, "give one"),
+    ({"value": X[0]}, r"must all have 3 axes \(2 without a batch\)"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_CALLS)
+def test_wrong_calls_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    module = MultiheadAttention(24, 3, batch_first=True, layout=LAYOUT)
+    call = {"query": X, "key": X, "value": X}
+    module(**call)
+    with pytest.raises(ValueError, match=message):
+        module(**(call | change))
+
+
+@pytest.mark.parametrize("name", ["add_bias_kv", "add_zero_attn"])
+def test_keys_that_no_layout_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be False, got True"):
+        MultiheadAttention(24, 3, **{name: True})
+    with pytest.raises(TypeError, match="layout must be a BlockLayout"):
+        MultiheadAttention(24, 3, layout="causal")
+
+
+def test_layouts_of_other_lengths_are_refused() -> None:
+    module = MultiheadAttention(
+        24, 3, batch_first=True, layout=BlockLayout.from_blocks([0], [0], 32, 32, block_size=32)
+    )
+    with pytest.raises(ValueError, match="layout describes 32 queries x 32 keys, but q has 96"):
+        module(X, X, X)
