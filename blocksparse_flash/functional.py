@@ -386,6 +386,7 @@ def attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each row's scaled scores, which is differentiable too.
 
+    q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend  as `attention`
     returns  out (batch, heads, q_len, v_head_dim), and lse (batch, heads, q_len), natural logarithm, float32 (float64 for
              float64), before dropout; -inf for a row without keys
 
@@ -412,6 +413,7 @@ def explain(
 ) -> Explanation:
     """What `attention` would do with the same arguments: the backend and why, what it computes, what it promises.
 
+    q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend  as `attention`
     returns  Explanation; print it. Nothing is computed but the layout's plan, and no seed is drawn
     raises   what `attention` would raise
 

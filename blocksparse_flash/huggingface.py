@@ -318,10 +318,12 @@ def attention_mask(
 ) -> Mask:
     """The mask function of transformers: what the layers of one forward attend to. Its names are theirs.
 
+    batch_size, q_length, kv_length  sequences, queries and keys of this forward
     q_offset, kv_offset  the first slot of the queries, of the keys
     mask_function   mask_function(batch, head, q_slot, kv_slot) -> bool: what the model asks for; the layout is kept as well
     attention_mask  bool (batch, slots), True for a token, False for padding, wherever it is; None is no padding
     config          of the model; its `attention_layout` is a BlockLayout, a specification, or None
+    device          of the queries
     local_size      tokens of a window, where mask_function has one
     use_vmap        True: mask_function takes one pair at a time
     raises          TypeError, ValueError naming what cannot be
@@ -417,12 +419,15 @@ def attention_function(
 ) -> tuple[Tensor, None]:
     """The attention function of transformers: `attention`, with the mask that `attention_mask` made. Its names are theirs.
 
+    module      the layer, whose config is asked where there is no mask
     query       (batch, heads, q_len, head_dim)
     key, value  (batch, kv_heads, kv_len, ...), as the cache keeps them, not repeated for grouped heads
+    attention_mask  what `attention_mask` made; None where transformers asked for none
+    dropout, scaling, deterministic  dropout_p, scale and deterministic of `attention`
     is_causal, sliding_window  must agree with the mask
     s_aux       (heads,): logits of sinks, which take their share of a row and give nothing
     returns     (batch, q_len, heads, v_head_dim), and no weights
-    raises      ValueError for every further argument that would change the result, by name
+    raises      ValueError for every argument among `unread` that would change the result, by name
     """
     _refuse(unread)
     mask = attention_mask

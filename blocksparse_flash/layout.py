@@ -90,6 +90,7 @@ class BlockLayout:
         """The layout of a bool mask, True attends. Time and memory O(mask); built on the host.
 
         mask     (q_len, kv_len), (heads, q_len, kv_len) or (batch, heads, q_len, kv_len)
+        block_size  as of the class, here and below
         returns  BlockLayout of shape (batch | 1, heads | 1, q_len, kv_len)
         """
         array, sides = arguments.bools(mask, "mask"), arguments.sides(block_size)
@@ -112,6 +113,7 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout of the pairs for which fn is true, on the host (on within's device, if it is given).
 
+        q_len, kv_len  tokens, here and below
         fn       fn(q_pos, kv_pos) -> bool tensor; int64 tensors that broadcast. With heads or batch given,
                  fn(batch, head, q_pos, kv_pos). Called with some 4 M pairs at a time
         within   equals from_predicate(fn) & within, but only the blocks of `within` are evaluated: O(nnz) at any length
@@ -148,6 +150,8 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout of full blocks (rows[i], cols[i]), in any order. A block named twice is refused.
 
+        q_len, kv_len  tokens, of which block_size tells how many rows and cols there are
+
         >>> BlockLayout.from_blocks([0, 1, 1], [0, 0, 1], 256, 256, block_size=128).nnz
         3
         """
@@ -160,6 +164,8 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout of full blocks first[row] <= col < stop[row] of every row; stop <= first is an empty row.
 
+        q_len, kv_len  tokens, of which block_size tells how many rows and cols there are
+
         >>> BlockLayout.from_ranges([0, 0], [1, 2], 256, 256, block_size=128).nnz
         3
         """
@@ -170,12 +176,17 @@ class BlockLayout:
     def from_block_mask(
         cls, mask: torch.Tensor | Array, q_len: int, kv_len: int, *, block_size: int | Size
     ) -> BlockLayout:
-        """The layout whose full blocks are the True entries of mask, bool ([[batch,] heads,] n_rows, n_cols)."""
+        """The layout whose full blocks are the True entries of mask, bool ([[batch,] heads,] n_rows, n_cols).
+
+        q_len, kv_len  tokens, of which block_size tells how many rows and cols there are
+        """
         return cls._of_full(*full_blocks.by_mask(mask, arguments.frame(q_len, kv_len, block_size)))
 
     @classmethod
     def from_scipy(cls, matrix: Any, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
         """The layout whose full blocks are the nonzeros of a scipy.sparse matrix (n_rows, n_cols).
+
+        q_len, kv_len  tokens, of which block_size tells how many rows and cols there are
 
         A value 2 is refused: `to_scipy` marks partial blocks by it, and their pairs are not in the matrix.
         """
@@ -188,6 +199,7 @@ class BlockLayout:
 
         indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order; -1 is none, and a col
                  named again is ignored. On the CPU any other number is refused, on a GPU, where nobody looks, ignored
+        q_len, kv_len  tokens
         block_size  sides that divide 128, or 256. Below 64 the plan takes up to 2 KB for each block selected
         returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==` and `hash`
                  wait for the device
@@ -209,6 +221,8 @@ class BlockLayout:
     ) -> BlockLayout:
         """`from_topk` of the k cols with the highest scores in each row; equal ones in no particular order.
 
+        q_len, kv_len, block_size  as `from_topk`
+
         scores  floats (batch | 1, heads | 1, n_rows, n_cols); -inf is never selected, nor is NaN
         k       cols a row; a row with fewer that can be selected gets those
         causal  True: nor is a block without a pair kv_pos <= q_pos + (kv_len - q_len). Within the blocks on the diagonal
@@ -219,7 +233,7 @@ class BlockLayout:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> BlockLayout:
-        """The layout that gave this `state_dict`, checked as a direct call is; the numbers may be tensors too."""
+        """The layout whose `state_dict` is state, checked as a direct call is; the numbers may be tensors too."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be what state_dict() gave, got {type(state).__name__}")
         expected = {*TENSORS, *_NUMBERS}
@@ -284,6 +298,7 @@ class BlockLayout:
 
     @property
     def device(self) -> torch.device:
+        """Where the tensors of the layout are; its plans may be elsewhere."""
         return self.indptr.device
 
     # ------------------------------------------------------------------------------------------------------ algebra
@@ -341,7 +356,9 @@ class BlockLayout:
         return self._gathered(orders.shifted(self.q_len, q, "q"), orders.shifted(self.kv_len, kv, "kv"))
 
     def permute(self, q_order: Integers | None = None, kv_order: Integers | None = None) -> BlockLayout:
-        """The mask of re-ordered sequences: order[i] is the token that comes to position i; None leaves them.
+        """The mask of re-ordered sequences: q_order[i] is the query, kv_order[i] the key that comes to position i.
+
+        None leaves them where they are.
 
         `attention(q[:, :, order], k[:, :, order], v[:, :, order], layout.permute(order, order))` is
         `attention(q, k, v, layout)[:, :, order]`. An order that scatters tokens scatters pairs: it costs what its
@@ -377,23 +394,23 @@ class BlockLayout:
         )
 
     def pad(self, q: Size = (0, 0), kv: Size = (0, 0)) -> BlockLayout:
-        """(before, after) new tokens at the two ends of the queries and of the keys; they attend to nothing."""
+        """New tokens at the ends, q = (before, after) queries and kv = (before, after) keys; none of them attends."""
         return self._gathered(orders.padded(self.q_len, q, "q"), orders.padded(self.kv_len, kv, "kv"))
 
     def with_block_size(self, block_size: int | Size) -> BlockLayout:
-        """The same pairs in blocks of another size, whatever the two sizes."""
+        """The same pairs in blocks of another block_size, whatever the two are."""
         sides, (q_len, kv_len, old) = arguments.sides(block_size), self._frame[2:]
         found = blocks.regroup(*self._block_list(), q_len=q_len, kv_len=kv_len, old=old, new=sides)
         return self._like(found, block_size=sides)
 
     def refine(self, block_size: int | Size) -> BlockLayout:
-        """`with_block_size`, for sides that divide this layout's."""
+        """`with_block_size`, for a block_size that divides this layout's."""
         sides = arguments.sides(block_size)
         arguments.check_multiple(self.block_size, sides, f"divide {self.block_size} to refine it, got {sides}")
         return self.with_block_size(sides)
 
     def coarsen(self, block_size: int | Size) -> BlockLayout:
-        """`with_block_size`, for sides that are multiples of this layout's."""
+        """`with_block_size`, for a block_size that is a multiple of this layout's."""
         sides = arguments.sides(block_size)
         arguments.check_multiple(
             sides, self.block_size, f"be a multiple of {self.block_size} to coarsen it, got {sides}"
@@ -401,11 +418,11 @@ class BlockLayout:
         return self.with_block_size(sides)
 
     def head(self, index: int) -> BlockLayout:
-        """One head, as a layout (batch | 1, 1, q_len, kv_len)."""
+        """The head at index, as a layout (batch | 1, 1, q_len, kv_len)."""
         return self._picked("heads", index)
 
     def batch(self, index: int) -> BlockLayout:
-        """One batch, as a layout (1, heads | 1, q_len, kv_len)."""
+        """The batch at index, as a layout (1, heads | 1, q_len, kv_len)."""
         return self._picked("batch", index)
 
     # ------------------------------------------------------------------------------------------------ looked at

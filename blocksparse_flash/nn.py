@@ -202,7 +202,7 @@ class EncoderBlock(nn.Module):
         self.dropout = nn.Dropout(dropout_p)
 
     def forward(self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """As SelfAttention."""
+        """x (batch, length, embed_dim) to the same shape; kv_lengths and positions as SelfAttention."""
         x = x + self.dropout(self.attention(self.attention_norm(x), kv_lengths, positions))
         return x + self.dropout(self.dense(self.dense_norm(x)))
 

@@ -54,7 +54,12 @@ class ContextPlan:
     rank, n_ranks  of this process in the group, and how many there are
     length     tokens of the whole sequence
     heads      (query heads, key heads), as this rank holds them: all of them, or its share under tensor parallelism
+    order      who holds what: "contiguous", "zigzag", "balanced", "tuned" or "as given"
     positions  int64 (local tokens,): the global position of each token here, for rotary embeddings, masks and labels
+    rearrange  int64 (length,): the tokens of the sequence, rank after rank; None: as they are
+    restore    int64 (length,): where each token is when the shards lie one after another; None: where it was
+    sizes      tokens of each rank
+    keeps_received, checks_calls  as `plan` was told by keep_received and check_calls
     layers     one for each layout
     """
 
@@ -66,10 +71,8 @@ class ContextPlan:
     heads: tuple[int, int]
     order: str
     positions: Tensor
-    # where each token of the sequence is when the shards lie one after another; None: where it was
     restore: Tensor | None
     rearrange: Tensor | None
-    # tokens of each rank
     sizes: list[int]
     keeps_received: bool
     checks_calls: bool
@@ -91,7 +94,7 @@ class ContextPlan:
         return x.index_select(dim, self.positions.to(x.device))
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The whole sequence on every rank, from each rank's tokens along dim: the inverse of `shard`.
+        """The whole sequence on every rank, from x, each rank's tokens along dim: the inverse of `shard`.
 
         Every rank must call it. Its gradient is that of the sum of what all ranks make of their copies: a loss that
         every rank computes in full from the gathered sequence counts n_ranks times.

@@ -132,7 +132,10 @@ def attention_with_lse(
     chunks: int | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and the log-sum-exp of each row's scaled scores, as blocksparse_flash.attention_with_lse gives it."""
+    """`attention`, and the log-sum-exp of each row's scaled scores, as blocksparse_flash.attention_with_lse gives it.
+
+    q, k, v, plan, layer, scale, chunks, backend  as `attention`
+    """
     if dtensors.are_dtensors(q, k, v):
         whole, (q, k, v) = q, (dtensors.to_local(name, x, plan) for name, x in (("q", q), ("k", k), ("v", v)))
         out, lse = attention_with_lse(q, k, v, plan, layer=layer, scale=scale, chunks=chunks, backend=backend)

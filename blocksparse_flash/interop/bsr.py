@@ -135,7 +135,8 @@ def from_flashinfer(
 ) -> BlockLayout:
     """The layout of FlashInfer's block-sparse rows (M, N = q_len, kv_len; R, C = block_size), exact, on the host.
 
-    mask, packed_mask  as FlashInferBsr says; at most one. Without them every block is full
+    indptr, indices  as FlashInferBsr says
+    mask, packed_mask  likewise; at most one. Without them every block is full
 
     plan(causal=True) is not translated: within each row of blocks FlashInfer aligns the diagonal to the keys that the row
     keeps, wherever they stand. For the diagonal of the sequence, use `layout & masks.causal(...)`.
@@ -183,7 +184,7 @@ def _unpacked(packed: torch.Tensor, indptr: Array, nnz: int, q_len: int, sides: 
 
 
 def to_scipy_bsr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
-    """One batch and head as scipy.sparse.bsr_array over tokens, int8: 1 where a query attends to a key.
+    """One batch and head of a layout as scipy.sparse.bsr_array over tokens, int8: 1 where a query attends to a key.
 
     Its shape is (n_rows * block_q, n_cols * block_kv), which SciPy wants; what lies beyond the lengths is 0.
     """
@@ -219,7 +220,7 @@ def from_scipy_bsr(matrix: Any, *, q_len: int | None = None, kv_len: int | None 
 
 
 def to_scipy_csr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
-    """One batch and head as scipy.sparse.csr_array (q_len, kv_len) over tokens, int8: O(pairs that attend)."""
+    """One batch and head of a layout as scipy.sparse.csr_array (q_len, kv_len) over tokens, int8: O(pairs that attend)."""
     import scipy.sparse
 
     single = one_head(layout, batch, head)
@@ -231,6 +232,7 @@ def from_scipy_csr(matrix: Any, *, block_size: int | Size) -> BlockLayout:
     """The layout of a scipy.sparse matrix over tokens (q_len, kv_len), of any format, exact, in O(its entries).
 
     matrix   of 0 and 1; a pair stored twice counts with its sum. `BlockLayout.from_scipy` reads a matrix over blocks
+    block_size  of the layout, which the matrix does not have
     """
     import scipy.sparse
 

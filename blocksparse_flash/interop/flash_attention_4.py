@@ -22,6 +22,8 @@ class BlockSparseTensors(NamedTuple):
     mask_block_idx  int32 (batch | 1, heads | 1, n_rows, width): their cols, ascending; width is that of the longest row
     full_block_cnt, full_block_idx  likewise, the full blocks
     block_size      (block_q, block_kv)
+    cu_total_m_blocks, cu_block_idx_offsets  of variable-length batches; None here
+    dq_write_order, dq_write_order_full, spt  of deterministic gradients, which FlashAttention-4 computes itself; None here
     """
 
     mask_block_cnt: torch.Tensor
@@ -88,6 +90,7 @@ def from_flash_attention_4(
     """The layout of FlashAttention-4's forward block-sparse tensors, exact, on the host.
 
     tensors     any object with the fields of BlockSparseTensors; block_sparse_tensors, not the _bwd ones
+    q_len, kv_len  tokens, which the tensors do not say
     mask_mod    mask_mod(batch, head, q_pos, kv_pos) -> bool in torch, for single positions as FlexAttention's: what the
                 CuTe mask_mod computes. Needed if there are partial blocks
     block_size  (block_q, block_kv), needed if tensors.block_size is None; multiples of 16
