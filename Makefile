@@ -1,5 +1,6 @@
 # make demo      train a block-sparse Transformer on ListOps, on whatever device there is
 # make test      all checks that need no GPU: lint, types, tests, every kernel compiled ahead of time
+# make docs      the reference of every public name, as pages in out/api
 # make test-gpu  the zoo on a CUDA device, with the packages of the Python found there
 #
 # PYTHON is the interpreter that makes the environment, or runs test-gpu; JOBS is how many test processes run at once.
@@ -15,10 +16,16 @@ ifeq ($(shell uname -s),Linux)
 OTHER_TRITONS = $(TRITONS:%=$(VENV)/triton-%)
 endif
 
-.PHONY: demo test test-gpu lint clean
+# what has public names
+DOCUMENTED = blocksparse_flash $(patsubst %,blocksparse_flash.%,nn interop distributed huggingface) masks masks.deepspeed
+
+.PHONY: demo docs test test-gpu lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.lra.demo
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m pdoc --template-directory docs/reference --output-directory out/api $(DOCUMENTED)
 
 test: lint $(OTHER_TRITONS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 900
@@ -41,6 +48,10 @@ $(BIN)/python:
 # a stamp a set of extras: an environment is installed again only when what it is made from has changed
 $(VENV)/.demo: pyproject.toml .ci/constraints.txt | $(BIN)/python
 	$(INSTALL) --constraint .ci/constraints.txt --editable '.[demo]'
+	touch $@
+
+$(VENV)/.docs: pyproject.toml .ci/constraints.txt | $(BIN)/python
+	$(INSTALL) --constraint .ci/constraints.txt --editable '.[docs]'
 	touch $@
 
 $(VENV)/.test: pyproject.toml .ci/constraints.txt | $(BIN)/python

@@ -1,4 +1,4 @@
-"""Does the README tell the truth? Its Python blocks run, and what it names exists."""
+"""Do the README and the pages of docs tell the truth? Their Python blocks run, and what they name exists."""
 
 from __future__ import annotations
 
@@ -8,28 +8,35 @@ from pathlib import Path
 import pytest
 import torch
 
+import blocksparse_flash
 import masks
 from blocksparse_flash import interop
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-# each below as many empty lines as stand above it in the README, so that tracebacks name the right line
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+README = PAGES["README.md"]
+# each below as many empty lines as stand above it in its page, so that tracebacks name the right line
 BLOCKS = [
-    "\n" * README.count("\n", 0, found.start(1)) + found.group(1)
-    for found in re.finditer(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    pytest.param(name, "\n" * page.count("\n", 0, found.start(1)) + found.group(1), id=f"{name}-{number}")
+    for name, page in PAGES.items()
+    for number, found in enumerate(re.finditer(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL))
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_python_blocks_run(block: str) -> None:
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_python_blocks_run(name: str, block: str) -> None:
     if "transformers" in block:
         pytest.importorskip("transformers", reason="needs transformers")
     torch.manual_seed(0)
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    exec(compile(block, name, "exec"), {"__name__": "readme"})
 
 
 def test_blocks_are_found() -> None:
-    assert len(BLOCKS) == README.count("```python") >= 4
+    assert len(BLOCKS) == sum(page.count("```python") for page in PAGES.values())
+    assert README.count("```python") >= 4 and {"docs/coming_from.md", "docs/recipes.md"} <= PAGES.keys()
 
 
 def test_every_mask_is_in_the_table() -> None:
@@ -44,13 +51,31 @@ def test_every_format_is_in_the_table() -> None:
     assert sorted(re.findall(r"`(\w+)\(", table)) == [name for name in interop.__all__ if name.islower()]
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
+def anchors(page: str) -> set[str]:
+    """What the headings of a page are called in a link."""
+    prose = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[name]) if not link.startswith("https://")]
     assert links
-    assert [link for link in links if not link.startswith("https://") and not (ROOT / link).exists()] == []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (ROOT / name).parent / path if path else ROOT / name
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_the_version_to_cite_is_that_of_the_library() -> None:
+    assert re.findall(r"version = {(.*?)}", README) == [blocksparse_flash.__version__]
+    assert f"## [{blocksparse_flash.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_targets_exist() -> None:
-    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", README, flags=re.MULTILINE))
+    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", "\n".join(PAGES.values()), flags=re.MULTILINE))
     made = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
-    assert {"demo", "test", "test-gpu"} <= targets <= made
+    assert {"demo", "docs", "test", "test-gpu"} <= targets <= made
