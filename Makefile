@@ -17,7 +17,8 @@ OTHER_TRITONS = $(TRITONS:%=$(VENV)/triton-%)
 endif
 
 # what has public names
-DOCUMENTED = blocksparse_flash $(patsubst %,blocksparse_flash.%,nn interop distributed huggingface) masks masks.deepspeed
+DOCUMENTED = blocksparse_flash $(patsubst %,blocksparse_flash.%,nn interop distributed huggingface) \
+	masks masks.deepspeed '!masks\.(?!deepspeed)'
 
 .PHONY: demo docs test test-gpu lint clean
 
