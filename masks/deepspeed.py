@@ -168,7 +168,7 @@ class SparsityConfig(ABC):
         return past_of(stacked) if self._is_unidirectional else stacked
 
     def make_layout(self, seq_len: int) -> torch.Tensor:
-        """int64 (num_heads, rows, cols): 1 where a block is kept, full or partial."""
+        """int64 (num_heads, rows, cols) for seq_len tokens: 1 where a block is kept, full or partial."""
         layout = self.layout(seq_len)
         # [heads * rows]
         counts = layout.indptr[0].diff(dim=-1).reshape(-1)
@@ -186,7 +186,9 @@ class SparsityConfig(ABC):
 
 @dataclass(frozen=True)
 class DenseSparsityConfig(SparsityConfig):
-    """Every block. Arguments as SparsityConfig.
+    """Every block.
+
+    num_heads, block, different_layout_per_head  as SparsityConfig
 
     >>> DenseSparsityConfig(num_heads=2).layout(64).density
     1.0
@@ -200,6 +202,7 @@ class DenseSparsityConfig(SparsityConfig):
 class FixedSparsityConfig(SparsityConfig):
     """Windows of num_local_blocks, and in each the blocks that stand for it: all rows see them.
 
+    num_heads, block, different_layout_per_head  as SparsityConfig
     num_local_blocks    blocks of a window; rows see their own window
     num_global_blocks   blocks of a window that all rows see: its last ones for head 0. Divides num_local_blocks
     attention           "bidirectional", or "unidirectional": a row sees the cols up to its own
@@ -257,6 +260,7 @@ class FixedSparsityConfig(SparsityConfig):
 class VariableSparsityConfig(SparsityConfig):
     """Windows of given sizes, given global blocks, and random blocks in every row.
 
+    num_heads, block, different_layout_per_head  as SparsityConfig
     num_random_blocks         random cols of every row, drawn among all, or when unidirectional among those up to its own
     local_window_blocks       sizes of the first windows; the last size goes on to the end
     global_block_indices      cols that all rows see
@@ -305,6 +309,7 @@ class VariableSparsityConfig(SparsityConfig):
 class BigBirdSparsityConfig(SparsityConfig):
     """A sliding window, random blocks in every row, and the first blocks as global ones.
 
+    num_heads, block, different_layout_per_head  as SparsityConfig
     num_random_blocks          random cols of every row, drawn among all, or when unidirectional among those up to its own;
                                they may fall on others that are kept
     num_sliding_window_blocks  width of the window: |row - col| <= this // 2
@@ -348,6 +353,7 @@ class BigBirdSparsityConfig(SparsityConfig):
 class BSLongformerSparsityConfig(SparsityConfig):
     """A sliding window, and given global blocks that see and are seen by all.
 
+    num_heads, block, different_layout_per_head  as SparsityConfig
     num_sliding_window_blocks  width of the window: |row - col| <= this // 2
     global_block_indices, global_block_end_indices  as VariableSparsityConfig, rows and cols
     attention                  "bidirectional", or "unidirectional": a row sees the cols up to its own
@@ -382,6 +388,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """A sliding window alone.
 
+    num_heads, block  as SparsityConfig
     num_sliding_window_blocks  |row - col| <= this // 2; unidirectional only the half up to the diagonal, so that 3 are
                                two blocks in a row
     attention                  "unidirectional" (the default here), or "bidirectional"

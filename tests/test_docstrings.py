@@ -13,8 +13,9 @@ import pytest
 import blocksparse_flash
 import masks
 from blocksparse_flash import distributed, huggingface, interop, nn
+from masks import deepspeed
 
-MODULES = (blocksparse_flash, interop, nn, distributed, huggingface, masks)
+MODULES = (blocksparse_flash, interop, nn, distributed, huggingface, masks, deepspeed)
 
 
 def public(module: ModuleType) -> dict[str, Any]:
