@@ -41,10 +41,11 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
 class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
     """torch.nn.MultiheadAttention over a layout: its arguments, its weights, and state dicts that load both ways.
 
+    embed_dim, num_heads, dropout, bias  as torch.nn.MultiheadAttention, and so are all other arguments, but for
+    add_bias_kv, add_zero_attn  must be False: they add keys that no layout names
     layout   which queries attend to which keys: a BlockLayout of q_len x kv_len; a function from the number of queries to
              one; or None, everything to everything
     causal   keeps kv_pos <= q_pos + (kv_len - q_len), also where the layout attends
-    the rest as torch.nn.MultiheadAttention; add_bias_kv and add_zero_attn, whose keys no layout names, are refused
     raises   TypeError, ValueError
 
     Attention weights are never stored, so need_weights is False unless it is given, and True is refused.
@@ -107,8 +108,11 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         query, key, value  (length, batch, features), batch first with batch_first=True, or (length, features)
         key_padding_mask   (batch, kv_len), True or -inf for padding, which must be at the end. Waits for the device that
                            it is on, and cannot be compiled: kv_lengths says the same without that
+        need_weights       refused
         attn_mask          refused, as a mask of pairs is what a layout is; but with is_causal=True it must be the causal
                            mask, as torch says, and is not looked at
+        average_attn_weights  of no weights, so not looked at
+        is_causal          as the constructor's causal, for this call
         kv_lengths         int32 or int64 (batch,): keys at and beyond kv_lengths[b] are padding
         """
         if need_weights:

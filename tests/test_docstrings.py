@@ -49,9 +49,11 @@ def unsaid(thing: Any) -> list[str]:
         return []
     return [
         name
-        for name in inspect.signature(thing).parameters
-        # what begins with _ is taken and not read
-        if name != "self" and not name.startswith("_") and not re.search(rf"\b{name}\b", said)
+        for name, parameter in inspect.signature(thing).parameters.items()
+        # *arguments and **named have no names of their own
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name != "self"
+        and not re.search(rf"\b{name}\b", said)
     ]
 
 
