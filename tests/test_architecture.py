@@ -267,6 +267,9 @@ TABLE = {
     "benchmarks/measure.py": Arrows({TORCH}, {TRITON}),
     "benchmarks/attention.py": Arrows({NUMPY, TORCH, OURS, "benchmarks.measure"}),
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
+    "benchmarks/lines.py": Arrows(set()),
+    "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
+    "benchmarks/report.py": Arrows({"benchmarks.lines", "benchmarks.plots"}),
     "benchmarks/huggingface.py": Arrows(
         {TORCH, OURS, "masks", "transformers", f"{OURS}.huggingface", "benchmarks.measure"}
     ),
