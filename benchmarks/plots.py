@@ -110,9 +110,14 @@ def _ticks(axis: Any, places: Sequence[float], names: Sequence[str]) -> None:
 
 
 def _plain_log(axis: Any) -> None:
-    """A logarithmic axis of time, with 0.1, 1, 10, 1,000 written out."""
+    """A logarithmic axis of time, with 0.1, 1, 10, 1,000 written out, and 2 and 5 where there are few of those."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,)))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_ylabel("milliseconds")
 
 
@@ -159,7 +164,7 @@ def speed(lines: Sequence[Line], rate: float | None) -> Any:
         if rate is not None:
             axis.axhline(rate, color="black", linestyle=":", linewidth=1, label="a large matrix product")
         axis.set_xticks(
-            range(len(patterns)), [f"{name}\n{density:.0%}" for name, density in patterns.items()], fontsize=9
+            range(len(patterns)), [f"{name}\n{density:.0%}" for name, density in patterns.items()], fontsize=8
         )
         axis.set_ylabel("TFLOP/s")
     _legend(figure)
@@ -230,12 +235,16 @@ def density(lines: Sequence[Line]) -> Any:
             provider = measurements.who(line)
             name = f"dense, {measurements.label(provider)}"
             axis.axhline(line["ms"], color=colour(provider), linestyle="--", linewidth=1, label=name)
-        for provider in filter(measurements.is_ours, measurements.measured(found)):
-            where = _crossing(found, provider)
+        crossings = {one: _crossing(found, one) for one in measurements.measured(found) if measurements.is_ours(one)}
+        said = []
+        for provider, where in crossings.items():
             if where is not None:
                 level = _dense_times(found)[0]["ms"]
                 axis.plot([where], [level], marker="o", markersize=9, markerfacecolor="none", color=colour(provider))
-                axis.annotate(f"{where:.0%}", (where, level), textcoords="offset points", xytext=(-8, 8), ha="right")
+                said.append(f"{where:.0%} ({provider[1]})")
+        if said:
+            level_with = f"as slow as the fastest dense\nfrom density {', '.join(said)} on"
+            axis.text(0.03, 0.8, level_with, transform=axis.transAxes, fontsize=8, va="top")
         axis.set_xscale("log")
         axis.set_xticks([0.01, 0.03, 0.1, 0.3, 1.0], ["1%", "3%", "10%", "30%", "100%"])
         axis.set_xticks([], minor=True)
