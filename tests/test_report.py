@@ -37,8 +37,8 @@ SWEPT = [
     for provider, slow in ((TRITON, 1.0), (FLEX, 1.5))
     for bench, pattern, density, n, ms in (
         ("length", "local", 0.1, 2048, slow), ("length", "local", 0.05, 4096, 2 * slow),
-        ("length", "dense", 1.0, 2048, 3 * slow), ("density", "random", 0.1, 1024, slow),
-        ("density", "random", 1.0, 1024, 8 * slow), ("density", "dense", 1.0, 1024, 6 * slow),
+        ("length", "dense", 1.0, 2048, 3 * slow), ("density", "random, 0.1", 0.1, 1024, slow),
+        ("density", "random, 1", 1.0, 1024, 8 * slow), ("density", "dense", 1.0, 1024, 6 * slow),
         ("block-size", "random, 64", 0.1, 1024, 2 * slow), ("block-size", "random, 128", 0.1, 1024, slow),
         ("change", "same mask", 0.1, 1024, slow), ("change", "new mask", 0.1, 1024, 2 * slow),
     )
