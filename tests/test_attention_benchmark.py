@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
 import types
@@ -18,7 +19,7 @@ from benchmarks import correctness, measure, patterns, peers, sweeps
 from benchmarks.peers import Peer, Shape
 
 N, HEADS, DIM = 512, 2, 16
-CASES = [case for case in sweeps.grid(N)]
+CASES = list(sweeps.grid(N))
 TIMES = dict.fromkeys(("ms", "ms_p20", "ms_p80"), 2.0)
 
 
@@ -107,15 +108,34 @@ def test_no_two_cases_share_a_line() -> None:
 # ---- who is compared ----
 
 
-def uncompiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+def flex_by_lists() -> Any:
+    """flex_attention as its kernels compute it: full blocks whole, partial ones by mask_mod, no others."""
 
-    # it warns that it is slow
-    return functools.partial(flex_attention)
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any = None) -> torch.Tensor:
+        length = q.shape[2]
+        if block_mask is None:
+            return plain(q, k, v, torch.ones(length, length, dtype=torch.bool))
+        side, position = block_mask.BLOCK_SIZE[0], torch.arange(length)
+        assert side % 128 == 0
+        zero = torch.zeros((), dtype=torch.int64)
+        pairs = torch.vmap(torch.vmap(block_mask.mask_mod, (None, None, None, 0)), (None, None, 0, None))(
+            zero, zero, position, position
+        )
+        mask = torch.zeros(length, length, dtype=torch.bool)
+        for counts, cols, allowed in (
+            (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, torch.ones_like(mask)),
+            (block_mask.kv_num_blocks, block_mask.kv_indices, pairs),
+        ):
+            for row, count in enumerate(counts[0, 0].tolist()):
+                for col in cols[0, 0, row, :count].tolist():
+                    block = slice(row * side, row * side + side), slice(col * side, col * side + side)
+                    mask[block] = allowed[block]
+        return plain(q, k, v, mask)
+
+    return call
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("peer", [peers.ours("eager"), peers.flex(uncompiled_flex)], ids=lambda peer: peer.provider)
+@pytest.mark.parametrize("peer", [peers.ours("eager"), peers.flex(flex_by_lists)], ids=lambda peer: peer.provider)
 def test_all_patterns_reach_the_call_as_they_are(peer: Peer) -> None:
     q, k, v = inputs()
     block_sizes = [case for case in sweeps.over_block_size(N) if case.pattern.block_size in (32, 128, 256)]
@@ -124,8 +144,7 @@ def test_all_patterns_reach_the_call_as_they_are(peer: Peer) -> None:
         torch.testing.assert_close(call(q, k, v), plain(q, k, v, mask_of(case.pattern)), msg=case.name)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("peer", [peers.ours("eager"), peers.flex(uncompiled_flex)], ids=lambda peer: peer.provider)
+@pytest.mark.parametrize("peer", [peers.ours("eager"), peers.flex(flex_by_lists)], ids=lambda peer: peer.provider)
 def test_selected_masks_keep_the_highest(peer: Peer) -> None:
     q, k, v = inputs()
     scores = torch.tensor([[1.0, 3, 2, 0], [5, 1, 2, 9], [0, 1, 2, 3], [7, 8, 1, 0]])
@@ -236,7 +255,7 @@ def fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
             )
             assert mask is None and packed_mask is None
             ends = indptr.tolist()
-            self.mask = blocks_to_mask([indices[a:b].tolist() for a, b in zip(ends, ends[1:], strict=False)], M)
+            self.mask = blocks_to_mask([indices[a:b].tolist() for a, b in itertools.pairwise(ends)], M)
 
         def run(self, q, k, v):
             return plain(*(x.transpose(0, 1) for x in (q, k, v)), self.mask).transpose(0, 1)
@@ -348,11 +367,11 @@ def spoiled(name: str) -> Any:
 
     class Spoil(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
+        def forward(_ctx, x):
             return x.clone()
 
         @staticmethod
-        def backward(ctx, gradient):
+        def backward(_ctx, gradient):
             gradient = gradient.clone()
             gradient[0, 1, 100] += gradient.abs().max() / 20
             return gradient
