@@ -45,25 +45,25 @@ def worst_errors(
     if pattern.causal:
         mask &= torch.arange(length, device=q.device) <= rows[:, None]
     dout = torch.zeros_like(out)
-    dout[:, :, rows] = torch.randn_like(out[:, :, rows])
+    drawn = torch.randn(out[:, :, rows].shape, generator=generator)
+    dout[:, :, rows] = drawn.to(out)
     found = {"out": out.detach()[:, :, rows]}
     if out.requires_grad:
         found |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, inputs, dout), strict=True))
-    errors = dict.fromkeys(found, 0.0)
+    errors: dict[str, list[float]] = {name: [] for name in found}
     # one head at a time: a million keys of all heads in float32 would not fit
     for index in [(b, h) for b in range(batch) for h in range(heads)]:
-        expected = _expected(*(x[index].detach() for x in (q, k, v)), dout[index], rows, mask)
+        expected = _expected((q[index], k[index], v[index]), dout[index], rows, mask)
         for name in found:
-            error = _distance(found[name][index], expected[name])
-            # not max(), which may drop a NaN
-            errors[name] = error if not error <= errors[name] else errors[name]
-    return errors
+            errors[name].append(_distance(found[name][index], expected[name]))
+    # max() may drop a NaN
+    return {name: torch.tensor(each).max().item() for name, each in errors.items()}
 
 
-def _expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Output of the rows and all gradients of one head in float32; q, k, v, dout (length, head_dim), mask (rows, length)."""
-    wide = [x.float().requires_grad_() for x in (q, k, v)]
-    scores = wide[0][rows] @ wide[1].T / math.sqrt(q.shape[1])
-    out = scores.masked_fill(~mask, -math.inf).softmax(-1) @ wide[2]
-    gradients = torch.autograd.grad(out, wide, dout[rows].float())
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+def _expected(inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor, rows: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Output of the rows and all gradients of one head in float32; inputs and dout (length, head_dim), mask (rows, length)."""
+    q, k, v = (x.detach().float().requires_grad_() for x in inputs)
+    scores = q[rows] @ k.T / math.sqrt(q.shape[1])
+    out = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout[rows].float())
+    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}

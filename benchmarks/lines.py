@@ -45,12 +45,12 @@ class Setting(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How many times faster one is than another: the least, the most, the geometric mean, over `count` measurements."""
+    """How many times faster one is than another: the least, the most, the geometric mean, over `n_cases` measurements."""
 
     least: float
     most: float
     mean: float
-    count: int
+    n_cases: int
 
 
 def read(path: Path) -> list[Line]:

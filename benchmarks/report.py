@@ -38,13 +38,14 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def replaced(text: str, sections: dict[str, str]) -> str:
     """The text with each section between its markers, `<!-- begin NAME: ... -->` and `<!-- end NAME -->`, exchanged."""
     for name, section in sections.items():
-        pattern = re.compile(rf"(<!-- begin {name}:[^\n]*-->\n).*?(<!-- end {name} -->)", flags=re.DOTALL)
-        found = pattern.findall(text)
+        pattern = rf"(<!-- begin {name}:[^\n]*-->\n).*?(<!-- end {name} -->)"
+        found = [*re.finditer(pattern, text, flags=re.DOTALL)]
         if len(found) != 1:
             raise ValueError(
                 f"the text must have one pair of markers `<!-- begin {name}: ... -->`, it has {len(found)}"
             )
-        text = pattern.sub(lambda match, said=section: match[1] + (said and f"{said}\n") + match[2], text)
+        body = f"{section}\n" if section else ""
+        text = text[: found[0].end(1)] + body + text[found[0].start(2) :]
     return text
 
 
@@ -102,7 +103,7 @@ def comparisons(lines: Sequence[Line]) -> str:
             if ratio is not None:
                 said.append(
                     f"{ratio.least:.2f} to {ratio.most:.2f} times as fast as {measurements.label(peer)}, "
-                    f"{ratio.mean:.2f} in the geometric mean of {ratio.count} measurements"
+                    f"{ratio.mean:.2f} in the geometric mean of {ratio.n_cases} measurements"
                 )
         if said:
             sentences.append(f"`{ours[1]}` is {'; '.join(said)}.")

@@ -107,7 +107,9 @@ def test_speedup_is_over_what_both_measured() -> None:
     found += [of(FLEX, ms=2.0), of(FLEX, ms=16.0, direction="bwd"), of(FLEX, ms=1.0, direction="mask")]
     ratio = measurements.speedup(found, TRITON, FLEX)
     assert (
-        ratio is not None and (ratio.least, ratio.most, ratio.count) == (2.0, 8.0, 2) and math.isclose(ratio.mean, 4.0)
+        ratio is not None
+        and (ratio.least, ratio.most, ratio.n_cases) == (2.0, 8.0, 2)
+        and math.isclose(ratio.mean, 4.0)
     )
     assert measurements.speedup(found, TRITON, CUDNN) is None
 
