@@ -5,9 +5,10 @@ what scaled_dot_product_attention has, cuDNN, FlashAttention-2 and plain product
 FlashAttention-4, FlashInfer, MIT's Block-Sparse-Attention, xFormers and NATTEN. Output and gradients are compared with
 float32 on sampled rows before anything is timed; a wrong one is reported and not timed.
 
-Lines: direction is "fwd", "bwd" (backward alone), "mask" (making the mask and bringing it to the device, wall clock) or "step"
-(of --sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored blocks: 4 * heads * nnz * block_size^2 *
-head_dim forward, 2.5 times that backward. One line says what a matrix product of 8192 x 8192 x 8192 reaches.
+Lines: direction is "fwd", "bwd" (backward alone), "mask" (wall clock: from a bool for each block on the host to the mask on
+the device) or "step" (of --sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored blocks:
+4 * heads * nnz * block_size^2 * head_dim forward, 2.5 times that backward. One line says what a matrix product of
+8192 x 8192 x 8192 reaches.
 
 --sweep length      2 K to 1 M tokens, the keys of each query fixed, beside dense
 --sweep density     1 % to 100 % of random blocks, beside dense
@@ -118,6 +119,17 @@ def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
             print(f"{said}: {refusal}; not timed", flush=True)
 
 
+def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> None:
+    """Measure every case. What was compiled for other shapes is dropped: it would count against the limit of PyTorch."""
+    compiled_for: tuple[int, int] | None = None
+    for case in cases:
+        sizes = case.pattern.length, case.pattern.block_size
+        if sizes != compiled_for:
+            torch.compiler.reset()
+            compiled_for = sizes
+        compare(case, among, run)
+
+
 def time_one(case: sweeps.Case, peer: Peer, run: Run, said: str) -> None:
     """Mask, forward and backward of one peer on one pattern: a line each."""
     pattern = case.pattern
@@ -216,7 +228,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", choices=sweeps.NAMES, help="default: none, the patterns at one length")
     parser.add_argument(
-        "--length", type=int, default=16384, help="tokens, a multiple of 256; of --sweep length the longest"
+        "--length", type=int, help="tokens, a multiple of 256; default: 16384, of --sweep length 1048576"
     )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
@@ -225,6 +237,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.jsonl"), help="appended to")
     options = parser.parse_args(arguments)
+    if options.length is None:
+        options.length = 1 << 20 if options.sweep == "length" else 1 << 14
     if options.length < 256 or options.length % 256:
         parser.error(f"--length must be a positive multiple of 256, got {options.length}")
     for head_dim in options.head_dims:
@@ -265,11 +279,12 @@ def main(arguments: list[str] | None = None) -> None:
     matmul(runs[0])
     for run in runs:
         if options.sweep == "change":
+            torch.compiler.reset()
             change(among, run, options.length)
             continue
-        for case in sweeps.cases(options.sweep, options.length):
-            if options.patterns is None or case.pattern.name in options.patterns:
-                compare(case, among, run)
+        cases = sweeps.cases(options.sweep, options.length)
+        asked = options.patterns
+        compare_all((case for case in cases if asked is None or case.pattern.name in asked), among, run)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,8 @@ def sdpa(provider: str, backend: str, kernel: str) -> Peer:
 def compiled_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    # fullgraph: at the limit of recompilations an error, not a silent return to what is not compiled
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def _flex_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -162,7 +162,7 @@ def everything(lines: Sequence[Line]) -> str:
         (
             "Written by `python -m benchmarks.report` from attention.jsonl. Peak memory is what a call allocates over what was "
             "there before; the backward's counts with its gradients. The first call compiles, unless an earlier pattern has "
-            "compiled the same kernel; making a mask and bringing it to the device is timed apart. `-`: not measured."
+            "compiled the same kernel; making a mask from a bool for each block, and bringing it to the device, is timed apart. `-`: not measured."
         ),
     ]
     for bench in dict.fromkeys(line["bench"] for line in lines if line["bench"] != "matmul"):
@@ -196,10 +196,10 @@ def sweeps_section(lines: Sequence[Line]) -> str:
         if measurements.of_bench(lines, name):
             said.append(f"![{title}](benchmarks/results/{name}.png)")
         if name == "density":
-            said += [f"{found}." for found in plots.break_evens(measurements.of_bench(lines, name))]
+            said.append("\n".join(f"- {found}" for found in plots.break_evens(measurements.of_bench(lines, name))))
         if name == "change" and (changes := measurements.of_bench(lines, name)):
             said.append(change_table(changes))
-    return "\n\n".join(said)
+    return "\n\n".join(filter(None, said))
 
 
 # ---- masks ----

@@ -100,6 +100,15 @@ def test_a_line_is_written_for_each_figure(tmp_path: Path) -> None:
     assert [line["tflops"] for line in lines] == pytest.approx([None, flops * 0.5e-9, 2.5 * flops * 0.5e-9])
 
 
+def test_no_shapes_share_the_limit_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    monkeypatch.setattr(benchmark, "compare", lambda case, among, run: done.append(case.name))
+    run = benchmark.Run(1, HEADS * DIM, DIM, Path(), device="cpu")
+    benchmark.compare_all(sweeps.over_length(4096), [], run)
+    assert done == ["reset", "local", "dense", "reset", "local", "dense"]
+
+
 @pytest.mark.usefixtures("untimed")
 def test_what_fails_is_named_and_the_rest_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = benchmark.Run(1, HEADS * DIM, DIM, tmp_path / "lines.jsonl", device="cpu")
@@ -172,7 +181,8 @@ def test_results_are_lines_of_these_keys() -> None:
 def test_defaults_are_what_the_help_says() -> None:
     options = benchmark.parsed([])
     assert (options.sweep, options.length, options.head_dims) == (None, 16384, [128, 64])
-    assert benchmark.parsed(["--sweep", "length", "--length", "1048576"]).length == 1 << 20
+    assert benchmark.parsed(["--sweep", "length"]).length == 1_048_576
+    assert benchmark.parsed(["--sweep", "length", "--length", "65536"]).length == 65_536
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,11 @@ def test_nan_is_wrong_and_an_output_without_gradients_is_compared_alone() -> Non
     assert [*correctness.worst_errors(lambda q, k, v: plain(q, k, v, mask).detach(), tensors, pattern)] == ["out"]
     errors = correctness.worst_errors(lambda q, k, v: plain(q, k, v, mask) * float("nan"), tensors, pattern)
     assert not any(error <= correctness.TOLERANCE for error in errors.values())
-    # of the first head only
-    once = torch.tensor([float("nan"), 1.0])[:, None, None]
-    errors = correctness.worst_errors(lambda q, k, v: plain(q, k, v, mask) * once, tensors, pattern)
-    assert not errors["out"] <= correctness.TOLERANCE
+    # of one head only, the first and the last
+    for factors in ([float("nan"), 1.0], [1.0, float("nan")]):
+        once = torch.tensor(factors)[:, None, None]
+        found = correctness.worst_errors(lambda q, k, v, once=once: plain(q, k, v, mask) * once, tensors, pattern)
+        assert not found["out"] <= correctness.TOLERANCE
 
 
 def test_a_mask_that_is_another_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ def flex_by_lists() -> Any:
             for row, count in enumerate(counts[0, 0].tolist()):
                 for col in cols[0, 0, row, :count].tolist():
                     block = slice(row * side, row * side + side), slice(col * side, col * side + side)
-                    mask[block] = allowed[block]
+                    mask[block] |= allowed[block]
         return plain(q, k, v, mask)
 
     return call

@@ -127,7 +127,7 @@ def test_sweeps_are_told_with_their_break_even() -> None:
     said = report.sweeps_section(SWEPT)
     # 6 ms lie between 1 ms at density 0.1 and 8 ms at 1
     assert (
-        "blocksparse_flash, triton, forward, head_dim 64, beside dense blocksparse_flash, triton: level at density 0.74."
+        "blocksparse_flash, triton, forward, head_dim 64, beside dense blocksparse_flash, triton: level at density 0.74"
         in said
     )
     assert (
