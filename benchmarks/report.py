@@ -75,9 +75,11 @@ def _find(lines: Sequence[Line], provider: tuple[str, str], case: tuple[str, int
 
 
 def caption(setting: Setting, lines: Sequence[Line]) -> str:
+    bench = lines[0]["bench"]
+    sweep = "" if bench == "attention" else f" --sweep {bench}"
     return (
         f"One {setting.device}, {setting.dtype}, {setting.n:,} tokens, batch {setting.batch}, hidden size {setting.hidden}, "
-        f"`python -m benchmarks.attention`, {measurements.versions(lines, 'torch', 'triton')}."
+        f"`python -m benchmarks.attention{sweep}`, {measurements.versions(lines, 'torch', 'triton')}."
     )
 
 

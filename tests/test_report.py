@@ -135,6 +135,7 @@ def test_sweeps_are_told_with_their_break_even() -> None:
     )
     assert report.sweeps_section([]) == ""
     assert report.everything(SWEPT).count("## ") == 5
+    assert all(f"`python -m benchmarks.attention --sweep {name}`" in report.everything(SWEPT) for name in plots.SWEEPS)
 
 
 # ---- pictures ----
