@@ -1,180 +1,290 @@
 """How fast is attention beside its peers? `python -m benchmarks.attention` on a CUDA GPU, one JSON line a figure.
 
-Peers in the same run: torch.compile(flex_attention) given full blocks (for causal a partial diagonal), and cuDNN through
-scaled_dot_product_attention for dense and causal. Every output is compared with float32 on sampled rows before it is
-timed; a wrong one is reported and not timed. TFLOP/s count stored 128 x 128 blocks: 4 * heads * nnz * 128 * 128 *
-head_dim forward, 2.5 times that backward.
+Peers in the same run: FlexAttention, compiled and given full blocks (for causal a partial diagonal); for dense and causal
+what scaled_dot_product_attention has, cuDNN, FlashAttention-2 and plain products ("math"); and, where they are installed,
+FlashAttention-4, FlashInfer, MIT's Block-Sparse-Attention, xFormers and NATTEN. Output and gradients are compared with
+float32 on sampled rows before anything is timed; a wrong one is reported and not timed.
+
+Lines: direction is "fwd", "bwd" (backward alone), "mask" (wall clock: from a bool for each block on the host to the mask on
+the device) or "step" (of --sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored blocks:
+4 * heads * nnz * block_size^2 * head_dim forward, 2.5 times that backward. One line says what a matrix product of
+8192 x 8192 x 8192 reaches.
+
+--sweep length      2 K to 1 M tokens, the keys of each query fixed, beside dense
+--sweep density     1 % to 100 % of random blocks, beside dense
+--sweep block-size  blocks of 16 to 256 tokens, the density fixed
+--sweep change      a step with one mask for all, with a new one made on the host, and with one selected on the GPU
+
+`python -m benchmarks.report` makes tables and pictures of the lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from blocksparse_flash import BlockLayout, attention
+from . import correctness, measure, sweeps
+from .patterns import Pattern
+from .peers import Call, Peer, Shape, peers
 
-from . import measure
+# what a peer may say to what it cannot compute; ours has no excuse
+REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
 
-BLOCK = 128
 
+class Run(NamedTuple):
+    """What is equal in all measurements of one head_dim."""
 
-class Pattern(NamedTuple):
-    """A block-level pattern: which blocks, as bool (n_rows, n_cols); `causal` masks inside the diagonal ones too."""
-
-    name: str
-    blocks: np.ndarray
-    causal: bool = False
+    batch: int
+    hidden: int
+    head_dim: int
+    out: Path
+    device: str = "cuda"
 
     @property
-    def nnz(self) -> int:
-        return int(self.blocks.sum())
-
-    @property
-    def is_dense(self) -> bool:
-        return self.name in ("dense", "causal")
-
-    def layout(self) -> BlockLayout | None:
-        if self.is_dense:
-            return None
-        rows, cols = np.nonzero(self.blocks)
-        length = BLOCK * len(self.blocks)
-        return BlockLayout.from_blocks(rows, cols, length, length, block_size=BLOCK)
+    def shape(self) -> Shape:
+        return Shape(self.batch, self.hidden // self.head_dim, self.head_dim, self.device)
 
 
-def patterns(length: int, *, random_density: float = 1 / 8, seed: int = 0) -> Iterator[Pattern]:
-    """Dense, causal, and four block-level patterns with full blocks."""
-    n_blocks = length // BLOCK
-    row, col = np.arange(n_blocks)[:, None], np.arange(n_blocks)[None, :]
-    generator = np.random.default_rng(seed)
-    yield Pattern("dense", np.ones((n_blocks, n_blocks), dtype=bool))
-    yield Pattern("causal", col <= row, causal=True)
-    yield Pattern("local", abs(row - col) <= 4)
-    stride = row ^ col
-    yield Pattern("butterfly", (stride & (stride - 1)) == 0)
-    yield Pattern("random", (generator.random((n_blocks, n_blocks)) < random_density) | (row == col))
-    drawn = generator.permuted(np.tile(np.arange(n_blocks), (n_blocks, 1)), axis=1)[:, :3]
-    drawn = (drawn[:, :, None] == np.arange(n_blocks)).any(axis=1)
-    yield Pattern("bigbird", (abs(row - col) <= 1) | drawn | (row < 2) | (col < 2))
+# ---- what lines have in common ----
 
 
-def flex_mask(pattern: Pattern, device: str) -> Any:
-    """The pattern as FlexAttention's BlockMask, built from block lists: no mask function on full blocks."""
-    from torch.nn.attention.flex_attention import BlockMask
+def inputs(run: Run, length: int, *, tokens_first: bool = False) -> tuple[list[Tensor], Tensor]:
+    """([q, k, v], dout), bf16 (batch, heads, length, head_dim), drawn the same for everyone.
 
-    def lists(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
-        mask = torch.from_numpy(blocks).to(device)
-        count = mask.sum(1, dtype=torch.int32)[None, None]
-        return count, torch.argsort(~mask, dim=1, stable=True).to(torch.int32)[None, None]
+    tokens_first  in memory (batch, length, heads, head_dim)
+    """
+    generator = torch.Generator(device=run.device).manual_seed(0)
+    size = (run.batch, run.shape.heads, length, run.head_dim)
 
-    diagonal = np.eye(len(pattern.blocks), dtype=bool) & pattern.causal
-    causal_pairs = (lambda b, h, q, kv: q >= kv) if pattern.causal else None
-    return BlockMask.from_kv_blocks(
-        *lists(diagonal), *lists(pattern.blocks & ~diagonal), BLOCK_SIZE=BLOCK, mask_mod=causal_pairs
-    )
+    def drawn() -> Tensor:
+        x = torch.randn(size, device=run.device, dtype=torch.bfloat16, generator=generator)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first else x
 
-
-@functools.cache
-def compiled_flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
+    return [drawn().requires_grad_() for _ in range(3)], drawn()
 
 
-def providers(pattern: Pattern, device: str) -> Iterator[tuple[str, str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
-    """(provider, backend, call) of everything that can run the pattern here."""
-    layout = pattern.layout()
-    if layout is not None:
-        layout = layout.to(device)
-    backends = ["hopper", "triton"] if torch.cuda.get_device_capability() == (9, 0) else ["triton"]
-    for backend in backends:
-        yield (
-            "blocksparse_flash",
-            backend,
-            functools.partial(attention, layout=layout, causal=pattern.causal, backend=backend, deterministic=False),
-        )
-    if pattern.name == "dense":
-        yield "flex", "triton", compiled_flex()
-    else:
-        mask = flex_mask(pattern, device)
-        yield "flex", "triton", lambda q, k, v: compiled_flex()(q, k, v, block_mask=mask)
-    if pattern.is_dense:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=pattern.causal)
-
-        yield "cudnn", "cudnn", cudnn
+def facts(bench: str, name: str, pattern: Pattern, peer: Peer, run: Run) -> dict[str, Any]:
+    """The part of a line that says what was measured where."""
+    return {
+        "bench": bench, "provider": peer.provider, "backend": peer.backend, "pattern": name, "density": pattern.density,
+        "n": pattern.length, "batch": run.batch, "heads": run.shape.heads, "head_dim": run.head_dim, "dtype": "bf16",
+        **measure.environment(),
+    }  # fmt: skip
 
 
-def worst_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, n_rows: int = 64) -> float:
-    """Largest error over sampled rows against float32, relative to the largest value."""
-    length = q.shape[2]
-    rows = torch.randint(length, (n_rows,), device=q.device)
-    mask = torch.from_numpy(pattern.blocks).to(q.device)[rows // BLOCK].repeat_interleave(BLOCK, dim=1)
-    if pattern.causal:
-        mask &= torch.arange(length, device=q.device) <= rows[:, None]
-    scores = q[:, :, rows].float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[3])
-    expected = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v.float()
-    return ((out[:, :, rows].float() - expected).abs().max() / expected.abs().max()).item()
+def guarded(peer: Peer, said: str, work: Callable[[], None]) -> None:
+    """Does the work; what does not fit, and what a peer refuses, is printed with its reason, and the next one goes on."""
+    try:
+        work()
+    except torch.OutOfMemoryError:
+        print(f"{said}: out of memory; not timed", flush=True)
+    except REFUSALS as error:
+        if peer.is_ours:
+            raise
+        reason = str(error).strip().partition("\n")[0] or "no reason given"
+        print(f"{said}: refused, {type(error).__name__}: {reason}; not timed", flush=True)
+    # what the failed call held is free again only after its frames are gone
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
-def run(pattern: Pattern, length: int, batch: int, head_dim: int, hidden: int, out: Path, device: str = "cuda") -> None:
-    """Measure every provider on one pattern, forward and backward, and print a row each."""
-    heads = hidden // head_dim
-    shape = (batch, heads, length, head_dim)
-    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    dout = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    flops = 4 * batch * heads * pattern.nnz * BLOCK * BLOCK * head_dim
-    for provider, backend, call in providers(pattern, device):
-        forward = functools.partial(call, q, k, v)
-        setup_ms = measure.first_call_milliseconds(forward)
-        result = forward()
-        error = worst_error(result.detach(), q.detach(), k.detach(), v.detach(), pattern)
-        if not error < 0.02:
-            print(f"{provider:18} {pattern.name:10} head_dim {head_dim}: WRONG, relative error {error:.3g}; not timed")
-            continue
-        backward = functools.partial(torch.autograd.grad, result, (q, k, v), dout, retain_graph=True)
-        line = {
-            "bench": "attention", "provider": provider, "backend": backend, "pattern": pattern.name,
-            "density": pattern.nnz / pattern.blocks.size, "n": length, "batch": batch, "heads": heads,
-            "head_dim": head_dim, "dtype": "bf16", **measure.environment(),
-        }  # fmt: skip
-        row = f"{provider:18} {pattern.name:10} head_dim {head_dim:3}"
-        for direction, timed, factor in (("fwd", forward, 1.0), ("bwd", backward, 2.5)):
-            peak = measure.peak_bytes(timed)
-            times = measure.milliseconds(timed)
-            tflops = factor * flops / times["ms"] * 1e-9
-            timing = {"direction": direction, **times, "tflops": tflops, "peak_bytes": peak, "setup_ms": setup_ms}
-            measure.append(out, {**line, **timing})
-            row += f"   {direction} {times['ms']:8.3f} ms {tflops:6.1f} TFLOP/s"
-        print(row, flush=True)
+def is_right(call: Call, tensors: list[Tensor], pattern: Pattern, said: str) -> bool:
+    """Whether output and gradients are right; says so if they are not."""
+    q, k, v = tensors
+    errors = correctness.worst_errors(call, (q, k, v), pattern)
+    if all(error <= correctness.TOLERANCE for error in errors.values()):
+        return True
+    found = ", ".join(f"{name} {error:.3g}" for name, error in errors.items())
+    print(f"{said}: WRONG, relative errors {found}; not timed", flush=True)
+    return False
 
 
-def main() -> None:
+# ---- forward and backward ----
+
+
+def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
+    """Measure every peer that has such a mask on one pattern, forward and backward, and print a row each."""
+    for peer in among:
+        said = f"{peer.provider:22} {peer.backend:6} {case.name:14} {case.pattern.length:8} head_dim {run.head_dim:3}"
+        refusal = peer.refuses(case.pattern, run.shape)
+        if refusal is None:
+            guarded(peer, said, functools.partial(time_one, case, peer, run, said))
+        else:
+            print(f"{said}: {refusal}; not timed", flush=True)
+
+
+def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> None:
+    """Measure every case. What was compiled for other shapes is dropped: it would count against the limit of PyTorch."""
+    compiled_for: tuple[int, int] | None = None
+    for case in cases:
+        sizes = case.pattern.length, case.pattern.block_size
+        if sizes != compiled_for:
+            torch.compiler.reset()
+            compiled_for = sizes
+        compare(case, among, run)
+
+
+def time_one(case: sweeps.Case, peer: Peer, run: Run, said: str) -> None:
+    """Mask, forward and backward of one peer on one pattern: a line each."""
+    pattern = case.pattern
+    tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
+    q, k, v = tensors
+    call = peer.prepare(pattern, run.shape)
+    forward = functools.partial(call, q, k, v)
+    setup_ms = measure.first_call_milliseconds(forward)
+    if not is_right(call, tensors, pattern, said):
+        return
+    line = {**facts(case.bench, case.name, pattern, peer, run), "setup_ms": setup_ms}
+    built = measure.wall_milliseconds(lambda: peer.prepare(pattern, run.shape))
+    measure.append(run.out, {**line, "direction": "mask", **built, "tflops": None, "peak_bytes": None})
+    row = f"{said}   mask {built['ms']:8.3f} ms"
+    result = forward()
+    directions: list[tuple[str, Callable[[], Any], float]] = [("fwd", forward, 1.0)]
+    if result.requires_grad:
+        backward = functools.partial(torch.autograd.grad, result, tensors, dout, retain_graph=True)
+        directions.append(("bwd", backward, 2.5))
+    for direction, timed, factor in directions:
+        peak = measure.peak_bytes(timed)
+        times = measure.milliseconds(timed)
+        tflops = factor * pattern.flops(run.batch, run.shape.heads, run.head_dim) / times["ms"] * 1e-9
+        measure.append(run.out, {**line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak})
+        row += f"   {direction} {times['ms']:9.3f} ms {tflops:6.1f} TFLOP/s"
+    print(row, flush=True)
+
+
+# ---- a new mask each step ----
+
+
+def change(among: Iterable[Peer], run: Run, length: int, *, steps: int = 20) -> None:
+    """Wall clock of a step, mask, forward and backward: one mask for all, a new one each, one selected on the GPU."""
+    for peer in among:
+        said = f"{peer.provider:22} {peer.backend:6} {length:8} head_dim {run.head_dim:3}"
+        refusal = peer.refuses(sweeps.changing(length, seed=0), run.shape)
+        if refusal is None:
+            guarded(peer, said, functools.partial(_time_steps, peer, run, length, steps, said))
+
+
+def _time_steps(peer: Peer, run: Run, length: int, steps: int, said: str) -> None:
+    tensors, dout = inputs(run, length, tokens_first=peer.tokens_first)
+    # drawn before, as a model would have them: only what makes masks of them is timed
+    drawn = [sweeps.changing(length, seed=seed) for seed in range(steps)]
+    scores = [torch.rand(drawn[0].blocks.shape, device=run.device) for _ in range(steps)]
+    pattern = drawn[0]
+    k_blocks = int(pattern.blocks[0].sum())
+    kept = peer.prepare(pattern, run.shape)
+
+    def step(call: Call) -> None:
+        torch.autograd.grad(call(*tensors), tensors, dout)
+
+    if not kept(*tensors).requires_grad:
+        print(f"{said}: has no gradients; not timed", flush=True)
+        return
+    setup_ms = measure.first_call_milliseconds(lambda: step(kept))
+    if not is_right(kept, tensors, pattern, said):
+        return
+    new, chosen = iter(drawn), iter(scores)
+    ways: dict[str, Callable[[], None]] = {
+        "same mask": lambda: step(kept),
+        "new mask from the host": lambda: step(peer.prepare(next(new), run.shape)),
+    }
+    select = peer.select
+    if select is not None:
+        ways["new mask selected on the GPU"] = lambda: step(select(next(chosen), k_blocks))
+    flops = 3.5 * pattern.flops(run.batch, run.shape.heads, run.head_dim)
+    for way, timed in ways.items():
+        times = measure.wall_milliseconds(timed, warmup=2, runs=steps - 2)
+        line = facts("change", way, pattern, peer, run)
+        tflops = flops / times["ms"] * 1e-9
+        given = {"direction": "step", **times, "tflops": tflops, "peak_bytes": None, "setup_ms": setup_ms}
+        measure.append(run.out, {**line, **given})
+        print(f"{said}   {way:30} {times['ms']:8.3f} ms a step", flush=True)
+
+
+def matmul(run: Run, *, side: int = 8192) -> None:
+    """What the machine reaches on one large matrix product: the measure of all others."""
+    a, b = (torch.randn(side, side, device=run.device, dtype=torch.bfloat16) for _ in range(2))
+    setup_ms = measure.first_call_milliseconds(lambda: a @ b)
+    times = measure.milliseconds(lambda: a @ b)
+    tflops = 2 * side**3 / times["ms"] * 1e-9
+    line = {
+        "bench": "matmul", "provider": "torch", "backend": "cublas", "pattern": "dense", "density": 1.0, "n": side, "batch": 1,
+        "heads": 1, "head_dim": side, "dtype": "bf16", "direction": "fwd", **times, "tflops": tflops,
+        "peak_bytes": measure.peak_bytes(lambda: a @ b), "setup_ms": setup_ms, **measure.environment(),
+    }  # fmt: skip
+    measure.append(run.out, line)
+    print(f"matrix product {side} x {side} x {side}: {tflops:.1f} TFLOP/s", flush=True)
+
+
+# ---- the command ----
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=16384, help="tokens, a multiple of 128")
+    parser.add_argument("--sweep", choices=sweeps.NAMES, help="default: none, the patterns at one length")
+    parser.add_argument(
+        "--length", type=int, help="tokens, a multiple of 256; default: 16384, of --sweep length 1048576"
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--patterns", nargs="+", help="names; default: all")
+    parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.jsonl"), help="appended to")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.length is None:
+        options.length = 1 << 20 if options.sweep == "length" else 1 << 14
+    if options.length < 256 or options.length % 256:
+        parser.error(f"--length must be a positive multiple of 256, got {options.length}")
+    for head_dim in options.head_dims:
+        if head_dim < 1 or options.hidden % head_dim:
+            parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")
+    if options.sweep == "change" and options.patterns is not None:
+        parser.error("--patterns does not go with --sweep change, which has one pattern, random")
+    known = {case.pattern.name for case in sweeps.cases(options.sweep, 256)}
+    for name in options.patterns or ():
+        if name not in known:
+            parser.error(f"--patterns must be among {', '.join(sorted(known))}, got {name}")
+    return options
+
+
+def chosen(asked: list[str] | None, capability: tuple[int, int]) -> list[Peer]:
+    """The peers to compare; says which are not installed, and refuses a name that nobody has."""
+    there, absent = peers(capability)
+    for peer in absent:
+        print(f"not installed, so not compared: {peer.provider} ({peer.package})")
+    if asked is None:
+        return there
+    for name in asked:
+        if name not in {peer.provider for peer in there}:
+            missing = any(name == peer.provider for peer in absent)
+            why = "is not installed" if missing else "is not known"
+            raise SystemExit(
+                f"--providers: {name} {why}; there are {', '.join(dict.fromkeys(p.provider for p in there))}"
+            )
+    return [peer for peer in there if peer.provider in asked]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("needs a CUDA GPU")
-    density = 1 / 8 if arguments.length < 65536 else 0.05
-    for head_dim in arguments.head_dims:
-        for pattern in patterns(arguments.length, random_density=density):
-            if arguments.patterns is None or pattern.name in arguments.patterns:
-                run(pattern, arguments.length, arguments.batch, head_dim, arguments.hidden, arguments.out)
+    among = chosen(options.providers, torch.cuda.get_device_capability())
+    runs = [Run(options.batch, options.hidden, head_dim, options.out) for head_dim in options.head_dims]
+    matmul(runs[0])
+    for run in runs:
+        if options.sweep == "change":
+            torch.compiler.reset()
+            change(among, run, options.length)
+            continue
+        cases = sweeps.cases(options.sweep, options.length)
+        asked = options.patterns
+        compare_all((case for case in cases if asked is None or case.pattern.name in asked), among, run)
 
 
 if __name__ == "__main__":

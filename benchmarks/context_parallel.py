@@ -34,7 +34,7 @@ from blocksparse_flash.distributed import exchange
 from blocksparse_flash.distributed.local import attend
 from blocksparse_flash.distributed.side import sides
 
-from .attention import BLOCK, Pattern, patterns
+from .patterns import BLOCK, Pattern, patterns
 
 PROVIDERS = ("exchange", "ulysses", "all_gather", "flex")
 # of a result line, in this order

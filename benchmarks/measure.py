@@ -67,6 +67,15 @@ def first_call_milliseconds(call: Callable[[], Any]) -> float:
     return 1000 * (time.perf_counter() - start)
 
 
+def wall_milliseconds(call: Callable[[], Any], *, warmup: int = 1, runs: int = 7) -> dict[str, float]:
+    """Median, 20th and 80th percentile of the wall-clock time of a call that works on the host too."""
+    for _ in range(warmup):
+        call()
+    times = sorted(first_call_milliseconds(call) for _ in range(runs))
+    low, median, high = (times[round(share * (runs - 1))] for share in (0.2, 0.5, 0.8))
+    return {"ms": median, "ms_p20": low, "ms_p80": high}
+
+
 def commit() -> str:
     """The commit that is checked out, with a + if files were changed since."""
 

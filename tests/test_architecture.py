@@ -201,7 +201,7 @@ TABLE = {
         {f"{OURS}.distributed.{name}" for name in ("context_plan", "functional", "nn")}
     ),
     "benchmarks/context_parallel.py": Arrows(
-        {TORCH, OURS, "benchmarks.attention"}
+        {TORCH, OURS, "benchmarks.patterns"}
         | {f"{OURS}.distributed{name}" for name in ("", ".exchange", ".local", ".messages", ".side")}
     ),
     "benchmarks/train_context_parallel.py": Arrows({TORCH, "masks", f"{OURS}.distributed"}),
@@ -269,8 +269,20 @@ TABLE = {
     "benchmarks/__init__.py": Arrows(set()),
     "benchmarks/lra/__init__.py": Arrows(set()),
     "benchmarks/measure.py": Arrows({TORCH}, {TRITON}),
-    "benchmarks/attention.py": Arrows({NUMPY, TORCH, OURS, "benchmarks.measure"}),
+    "benchmarks/patterns.py": Arrows({NUMPY, OURS}),
+    "benchmarks/sweeps.py": Arrows({"benchmarks.patterns"}),
+    "benchmarks/peers.py": Arrows(
+        {NUMPY, TORCH, OURS, f"{OURS}.interop", "benchmarks.patterns"},
+        {"block_sparse_attn", "flash_attn", "flashinfer", "natten", "xformers"},
+    ),
+    "benchmarks/correctness.py": Arrows({TORCH, "benchmarks.patterns"}),
+    "benchmarks/attention.py": Arrows(
+        {TORCH, *(f"benchmarks.{name}" for name in ("correctness", "measure", "patterns", "peers", "sweeps"))}
+    ),
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
+    "benchmarks/lines.py": Arrows(set()),
+    "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
+    "benchmarks/report.py": Arrows({"benchmarks.lines", "benchmarks.plots"}),
     "benchmarks/huggingface.py": Arrows(
         {TORCH, OURS, "masks", "transformers", f"{OURS}.huggingface", "benchmarks.measure"}
     ),

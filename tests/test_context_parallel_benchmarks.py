@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import context_parallel, train_context_parallel
-from benchmarks.attention import patterns
+from benchmarks.patterns import patterns
 
 
 def test_defaults_are_what_the_help_says() -> None:

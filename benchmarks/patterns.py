@@ -1,0 +1,103 @@
+"""Which blocks are attended to in the measurements? Block-level patterns, every stored block full but on a causal diagonal.
+
+Knows block masks and what a product of them costs. Must not know who computes it, nor how it is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from blocksparse_flash import BlockLayout
+
+BLOCK = 128
+# of `local` and `neighborhood`: 4 on each side and its own
+WINDOW_BLOCKS = 9
+
+
+class Pattern(NamedTuple):
+    """A block-level pattern: which blocks, as bool (n_rows, n_cols); `causal` masks inside the diagonal ones too."""
+
+    name: str
+    blocks: np.ndarray
+    causal: bool = False
+    block_size: int = BLOCK
+
+    @property
+    def length(self) -> int:
+        return self.block_size * len(self.blocks)
+
+    @property
+    def nnz(self) -> int:
+        return int(self.blocks.sum())
+
+    @property
+    def density(self) -> float:
+        return self.nnz / self.blocks.size
+
+    @property
+    def is_dense(self) -> bool:
+        return self.name in ("dense", "causal")
+
+    def layout(self) -> BlockLayout | None:
+        """None where the pattern needs no layout: dense and causal."""
+        if self.is_dense:
+            return None
+        rows, cols = np.nonzero(self.blocks)
+        return BlockLayout.from_blocks(rows, cols, self.length, self.length, block_size=self.block_size)
+
+    def flops(self, batch: int, heads: int, head_dim: int) -> int:
+        """Of a forward, over stored blocks: two products of 2 * block_size^2 * head_dim each."""
+        return 4 * batch * heads * self.nnz * self.block_size**2 * head_dim
+
+
+def dense(length: int, *, block_size: int = BLOCK) -> Pattern:
+    return Pattern("dense", np.ones((length // block_size,) * 2, dtype=bool), block_size=block_size)
+
+
+def _distances(n_blocks: int) -> np.ndarray:
+    """How many blocks apart row and col are."""
+    position = np.arange(n_blocks, dtype=np.int32)
+    return abs(position[:, None] - position[None, :])
+
+
+def local(length: int, *, each_side: int = WINDOW_BLOCKS // 2, block_size: int = BLOCK) -> Pattern:
+    """Blocks at most `each_side` blocks away."""
+    return Pattern("local", _distances(length // block_size) <= each_side, block_size=block_size)
+
+
+def neighborhood(length: int, *, kernel_blocks: int = WINDOW_BLOCKS) -> Pattern:
+    """The nearest `kernel_blocks` blocks, as many at the ends as in the middle (Neighborhood Attention with a stride)."""
+    n_blocks = length // BLOCK
+    kernel_blocks = min(kernel_blocks, n_blocks)
+    first = np.clip(np.arange(n_blocks) - kernel_blocks // 2, 0, n_blocks - kernel_blocks)
+    col = np.arange(n_blocks)
+    return Pattern("neighborhood", (col >= first[:, None]) & (col < first[:, None] + kernel_blocks))
+
+
+def random(length: int, *, density: float, block_size: int = BLOCK, seed: int = 0) -> Pattern:
+    """round(density * n_cols) blocks in every row, at least one, drawn anew for each row."""
+    n_blocks = length // block_size
+    count = max(1, round(density * n_blocks))
+    keys = np.random.default_rng(seed).random((n_blocks, n_blocks))
+    blocks = np.zeros((n_blocks, n_blocks), dtype=bool)
+    np.put_along_axis(blocks, np.argpartition(keys, count - 1, axis=1)[:, :count], True, axis=1)
+    return Pattern("random", blocks, block_size=block_size)
+
+
+def patterns(length: int, *, random_density: float = 1 / 8, seed: int = 0) -> Iterator[Pattern]:
+    """Dense, causal, and four block-level patterns with full blocks."""
+    n_blocks = length // BLOCK
+    row, col = np.arange(n_blocks)[:, None], np.arange(n_blocks)[None, :]
+    generator = np.random.default_rng(seed)
+    yield dense(length)
+    yield Pattern("causal", col <= row, causal=True)
+    yield local(length)
+    stride = row ^ col
+    yield Pattern("butterfly", (stride & (stride - 1)) == 0)
+    yield Pattern("random", (generator.random((n_blocks, n_blocks)) < random_density) | (row == col))
+    drawn = generator.permuted(np.tile(np.arange(n_blocks), (n_blocks, 1)), axis=1)[:, :3]
+    drawn = (drawn[:, :, None] == np.arange(n_blocks)).any(axis=1)
+    yield Pattern("bigbird", (abs(row - col) <= 1) | drawn | (row < 2) | (col < 2))

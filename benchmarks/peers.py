@@ -1,0 +1,284 @@
+"""Who computes attention here, and how is each called? An adapter for each provider, ours and the peers that are installed.
+
+Knows the packages and what masks they have. Must not know how anything is timed. A peer is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocksparse_flash import BlockLayout, attention, interop
+
+from .patterns import BLOCK, WINDOW_BLOCKS, Pattern
+
+# q, k, v (batch, heads, length, head_dim) -> out
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Shape(NamedTuple):
+    """What a call is prepared for."""
+
+    batch: int
+    heads: int
+    head_dim: int
+    device: str
+
+
+class Peer(NamedTuple):
+    """One way to compute attention.
+
+    refuses       why it cannot compute a pattern, None if it can
+    prepare       makes the mask, on the device, and returns the call
+    package       what must be installed, None: nothing but PyTorch
+    tokens_first  its tensors are (batch, length, heads, head_dim) in memory; calls get views of those
+    select        like prepare, from scores (n_rows, n_cols) on the device, of which each row keeps the k highest
+    """
+
+    provider: str
+    backend: str
+    refuses: Callable[[Pattern, Shape], str | None]
+    prepare: Callable[[Pattern, Shape], Call]
+    package: str | None = None
+    tokens_first: bool = False
+    select: Callable[[Tensor, int], Call] | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.provider == "blocksparse_flash"
+
+
+def _nothing(_pattern: Pattern, _shape: Shape) -> None:
+    return None
+
+
+def _dense_only(pattern: Pattern, _shape: Shape) -> str | None:
+    return None if pattern.is_dense else "has no block layouts"
+
+
+def _blocks_of_128(pattern: Pattern, _shape: Shape) -> str | None:
+    return None if pattern.block_size == BLOCK else f"takes blocks of {BLOCK} only"
+
+
+def _first(out: Any) -> Tensor:
+    """The output of a function that may give more than it."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+# ---- ours ----
+
+
+def ours(backend: str) -> Peer:
+    def prepare(pattern: Pattern, shape: Shape) -> Call:
+        layout = pattern.layout()
+        if layout is not None:
+            layout = layout.to(shape.device)
+        return functools.partial(attention, layout=layout, causal=pattern.causal, backend=backend, deterministic=False)
+
+    def select(scores: Tensor, k: int) -> Call:
+        length = BLOCK * scores.shape[0]
+        layout = BlockLayout.from_scores(scores[None, None], length, length, k=k, block_size=BLOCK)
+        return functools.partial(attention, layout=layout, backend=backend, deterministic=False)
+
+    return Peer("blocksparse_flash", backend, _nothing, prepare, select=select)
+
+
+# ---- PyTorch's ----
+
+
+def sdpa(provider: str, backend: str, kernel: str) -> Peer:
+    """scaled_dot_product_attention with one of its kernels, by name in SDPBackend, and no other."""
+
+    def prepare(pattern: Pattern, _shape: Shape) -> Call:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(getattr(SDPBackend, kernel)):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=pattern.causal)
+
+        return call
+
+    return Peer(provider, backend, _dense_only, prepare)
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # fullgraph: at the limit of recompilations an error, not a silent return to what is not compiled
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def _flex_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(counts, cols) of the True blocks of each row, the others after them, as BlockMask has them."""
+    counts = blocks.sum(1, dtype=torch.int32)[None, None]
+    return counts, torch.argsort(~blocks, dim=1, stable=True).to(torch.int32)[None, None]
+
+
+def flex_mask(pattern: Pattern, device: str) -> Any:
+    """The pattern as FlexAttention's BlockMask: from block lists, no mask function on full blocks.
+
+    Its kernels want blocks of multiples of 128: finer patterns become partial blocks of 128 with a bitmask.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if pattern.block_size % BLOCK:
+        layout = pattern.layout()
+        assert layout is not None
+        return interop.to_flex_attention(layout.with_block_size(BLOCK)).to(device)
+    diagonal = np.eye(len(pattern.blocks), dtype=bool) & pattern.causal
+    causal_pairs = (lambda b, h, q, kv: q >= kv) if pattern.causal else None
+    partial, full = (torch.from_numpy(blocks).to(device) for blocks in (diagonal, pattern.blocks & ~diagonal))
+    return BlockMask.from_kv_blocks(
+        *_flex_lists(partial), *_flex_lists(full), BLOCK_SIZE=pattern.block_size, mask_mod=causal_pairs
+    )
+
+
+def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
+    def prepare(pattern: Pattern, shape: Shape) -> Call:
+        if pattern.name == "dense":
+            return compiled()
+        return functools.partial(compiled(), block_mask=flex_mask(pattern, shape.device))
+
+    def select(scores: Tensor, k: int) -> Call:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(k, dim=1).indices, True)
+        lists = *_flex_lists(torch.zeros_like(chosen)), *_flex_lists(chosen)
+        return functools.partial(compiled(), block_mask=BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK))
+
+    return Peer("flex", "triton", _nothing, prepare, select=select)
+
+
+# ---- other packages, each with its own order of axes ----
+
+
+def _flash_attention_4(pattern: Pattern, shape: Shape) -> Call:
+    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    options: dict[str, Any] = {"causal": pattern.causal}
+    layout = pattern.layout()
+    if layout is not None:
+        mask = interop.to_flash_attention_4(layout.to(shape.device))
+        # given the forward's alone, it would compute dense gradients
+        options["block_sparse_tensors"] = BlockSparseTensorsTorch(*mask.block_sparse_tensors)
+        options["block_sparse_tensors_bwd"] = BlockSparseTensorsTorch(*mask.block_sparse_tensors_bwd)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return _first(flash_attn_func(q, k, v, **options)).transpose(1, 2)
+
+    return call
+
+
+def _flashinfer(pattern: Pattern, shape: Shape) -> Call:
+    """Forward only: its outputs have no gradients."""
+    import flashinfer
+
+    layout = pattern.layout()
+    if layout is None:
+        run = functools.partial(flashinfer.single_prefill_with_kv_cache, causal=pattern.causal)
+    else:
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=shape.device)
+        wrapper = flashinfer.BlockSparseAttentionWrapper(workspace)
+        wrapper.plan(
+            **interop.to_flashinfer(layout.to(shape.device))._asdict(),
+            num_qo_heads=shape.heads,
+            num_kv_heads=shape.heads,
+            head_dim=shape.head_dim,
+            q_data_type=torch.bfloat16,
+        )
+        run = wrapper.run
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return run(*(x[0].transpose(0, 1) for x in (q, k, v))).transpose(0, 1)[None]
+
+    return call
+
+
+def _block_sparse_attention(pattern: Pattern, shape: Shape) -> Call:
+    from block_sparse_attn import block_sparse_attn_func
+
+    blocks = torch.from_numpy(pattern.blocks).to(shape.device)
+    masks = blocks.expand(shape.batch, shape.heads, -1, -1).contiguous()
+    kinds = torch.ones(shape.heads, dtype=torch.int32, device=shape.device)
+    bounds = torch.arange(shape.batch + 1, dtype=torch.int32, device=shape.device) * pattern.length
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        out = block_sparse_attn_func(
+            q, k, v, bounds, bounds, kinds, None, masks, pattern.length, pattern.length, 0.0, is_causal=pattern.causal
+        )  # fmt: skip
+        return out.unflatten(0, (shape.batch, -1)).transpose(1, 2)
+
+    return call
+
+
+def _xformers(pattern: Pattern, _shape: Shape) -> Call:
+    from xformers.ops import LowerTriangularMask, memory_efficient_attention
+
+    bias = LowerTriangularMask() if pattern.causal else None
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return memory_efficient_attention(q, k, v, attn_bias=bias).transpose(1, 2)
+
+    return call
+
+
+def _natten(pattern: Pattern, _shape: Shape) -> Call:
+    """A stride of one block lets all of its queries share a window, which then begins and ends with a block."""
+    from natten import na1d
+
+    kernel = BLOCK * min(WINDOW_BLOCKS, len(pattern.blocks))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return _first(na1d(q, k, v, kernel_size=kernel, stride=BLOCK)).transpose(1, 2)
+
+    return call
+
+
+def _refused_by_flashinfer(_pattern: Pattern, shape: Shape) -> str | None:
+    return None if shape.batch == 1 else "takes one sequence, not a batch"
+
+
+def _refused_by_natten(pattern: Pattern, _shape: Shape) -> str | None:
+    return None if pattern.name == "neighborhood" else "has neighbourhoods only"
+
+
+# ---- who there is ----
+
+PACKAGES = (
+    Peer("flash_attention_4", "cute", _blocks_of_128, _flash_attention_4, "flash_attn.cute", tokens_first=True),
+    Peer("flashinfer", "auto", _refused_by_flashinfer, _flashinfer, "flashinfer", tokens_first=True),
+    Peer("block_sparse_attention", "cuda", _blocks_of_128, _block_sparse_attention, "block_sparse_attn", tokens_first=True),
+    Peer("xformers", "auto", _dense_only, _xformers, "xformers", tokens_first=True),
+    Peer("natten", "auto", _refused_by_natten, _natten, "natten", tokens_first=True),
+)  # fmt: skip
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package, or a module in one, can be found; only what stands before the last dot is imported."""
+    names = package.split(".")
+    return all(importlib.util.find_spec(".".join(names[: end + 1])) is not None for end in range(len(names)))
+
+
+def peers(capability: tuple[int, int]) -> tuple[list[Peer], list[Peer]]:
+    """(those that can run on a GPU of this compute capability, those whose package is not installed)."""
+    mine = [ours(backend) for backend in (["hopper", "triton"] if capability == (9, 0) else ["triton"])]
+    torches = [
+        flex(),
+        sdpa("cudnn", "cudnn", "CUDNN_ATTENTION"),
+        sdpa("flash_attention_2", "sdpa", "FLASH_ATTENTION"),
+        sdpa("math", "sdpa", "MATH"),
+    ]
+    there = [peer for peer in PACKAGES if peer.package is None or is_installed(peer.package)]
+    return [*mine, *torches, *there], [peer for peer in PACKAGES if peer not in there]

@@ -1,0 +1,285 @@
+"""What do the measurements say? `python -m benchmarks.report` writes the tables of the README and draws the pictures.
+
+It reads benchmarks/results/attention.jsonl and masks.jsonl, and replaces in the README what stands between its markers;
+everything measured goes to results/attention.md. Knows Markdown. Must not know how anything is measured or drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import lines as measurements
+from . import plots
+from .lines import Line, Setting
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
+
+MASK_COLUMNS = {
+    "blocksparse_flash": "blocksparse_flash",
+    "flex, compiled": "`create_block_mask`, compiled (first call)",
+    "flex": "`create_block_mask`",
+    "dense": "dense bools, then blocks",
+}
+
+
+# ---- Markdown ----
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row is its head."""
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def replaced(text: str, sections: dict[str, str]) -> str:
+    """The text with each section between its markers, `<!-- begin NAME: ... -->` and `<!-- end NAME -->`, exchanged."""
+    for name, section in sections.items():
+        pattern = rf"(<!-- begin {name}:[^\n]*-->\n).*?(<!-- end {name} -->)"
+        found = [*re.finditer(pattern, text, flags=re.DOTALL)]
+        if len(found) != 1:
+            raise ValueError(
+                f"the text must have one pair of markers `<!-- begin {name}: ... -->`, it has {len(found)}"
+            )
+        body = f"{section}\n" if section else ""
+        text = text[: found[0].end(1)] + body + text[found[0].start(2) :]
+    return text
+
+
+def _both(forward: Line | None, backward: Line | None) -> str:
+    said = [f"{line['tflops']:.0f}" if line is not None else "-" for line in (forward, backward)]
+    return "-" if forward is None and backward is None else " / ".join(said)
+
+
+def _ms(value: float) -> str:
+    """1,510 or 71 or 1.0: no more digits than the eye wants."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+# ---- attention ----
+
+
+def _cases(lines: Sequence[Line]) -> list[tuple[str, int]]:
+    """(pattern, head_dim): the largest head_dim first, patterns in the order in which they were measured."""
+    found = dict.fromkeys((line["pattern"], line["head_dim"]) for line in lines)
+    return sorted(found, key=lambda case: -case[1])
+
+
+def _find(lines: Sequence[Line], provider: tuple[str, str], case: tuple[str, int], direction: str) -> Line | None:
+    wanted = (provider, *case, direction)
+    found = ((measurements.who(line), line["pattern"], line["head_dim"], line["direction"]) for line in lines)
+    return next((line for line, key in zip(lines, found, strict=True) if key == wanted), None)
+
+
+def caption(setting: Setting, lines: Sequence[Line]) -> str:
+    bench = lines[0]["bench"]
+    sweep = "" if bench == "attention" else f" --sweep {bench}"
+    return (
+        f"One {setting.device}, {setting.dtype}, {setting.n:,} tokens, batch {setting.batch}, hidden size {setting.hidden}, "
+        f"`python -m benchmarks.attention{sweep}`, {measurements.versions(lines, 'torch', 'triton')}."
+    )
+
+
+def speed_table(lines: Sequence[Line]) -> str:
+    """TFLOP/s, forward / backward, a column for each provider."""
+    providers = measurements.measured(lines)
+    rows = [["pattern", "density", "head_dim", *map(measurements.label, providers)]]
+    for case in _cases(lines):
+        density = next(line["density"] for line in lines if line["pattern"] == case[0])
+        cells = [_both(_find(lines, one, case, "fwd"), _find(lines, one, case, "bwd")) for one in providers]
+        rows.append([case[0], f"{density:.3g}", str(case[1]), *cells])
+    return table(rows)
+
+
+def comparisons(lines: Sequence[Line]) -> str:
+    """A sentence for each of our backends: how many times faster than each peer."""
+    providers = measurements.measured(lines)
+    sentences = []
+    for ours in filter(measurements.is_ours, providers):
+        said = []
+        for peer in providers:
+            ratio = None if measurements.is_ours(peer) else measurements.speedup(lines, ours, peer)
+            if ratio is not None:
+                said.append(
+                    f"{ratio.least:.2f} to {ratio.most:.2f} times as fast as {measurements.label(peer)}, "
+                    f"{ratio.mean:.2f} in the geometric mean of {ratio.n_cases} measurements"
+                )
+        if said:
+            sentences.append(f"`{ours[1]}` is {'; '.join(said)}.")
+    return " ".join(sentences)
+
+
+def attention_section(lines: Sequence[Line]) -> str:
+    """The README's table: the setting with the most measurements."""
+    setting, shown = next(iter(measurements.settings(measurements.of_bench(lines, "attention")).items()))
+    shown = [line for line in shown if line["direction"] in ("fwd", "bwd")]
+    rate = measurements.matmul_rate(lines, setting.device)
+    beside = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f}."
+    return "\n\n".join(
+        [
+            (
+                f"{caption(setting, shown)} TFLOP/s of stored 128 x 128 blocks, forward / backward; `-`: has no such mask, or "
+                f"was not measured.{beside}"
+            ),
+            speed_table(shown),
+            comparisons(shown),
+            "![TFLOP/s by pattern, forward and backward](benchmarks/results/speed.png)",
+        ]
+    )
+
+
+def cost_table(lines: Sequence[Line], rate: float | None) -> str:
+    """Everything else that was measured: times with percentiles, memory, what comes before the first call."""
+    rows = [
+        ["pattern", "head_dim", "by", "direction", "ms (p20 to p80)", "TFLOP/s", "of a matrix product", "peak MB",
+         "mask ms", "first call ms"]
+    ]  # fmt: skip
+    for line in (line for line in lines if line["direction"] in ("fwd", "bwd")):
+        provider, case = measurements.who(line), (line["pattern"], line["head_dim"])
+        mask = _find(lines, provider, case, "mask")
+        rows.append(
+            [
+                line["pattern"],
+                str(line["head_dim"]),
+                measurements.label(provider),
+                line["direction"],
+                f"{line['ms']:.3f} ({line['ms_p20']:.3f} to {line['ms_p80']:.3f})",
+                f"{line['tflops']:.0f}",
+                "-" if rate is None else f"{line['tflops'] / rate:.0%}",
+                f"{line['peak_bytes'] / 1e6:,.0f}",
+                "-" if mask is None else _ms(mask["ms"]),
+                _ms(line["setup_ms"]),
+            ]
+        )
+    return table(rows)
+
+
+def everything(lines: Sequence[Line]) -> str:
+    """The text of results/attention.md: every setting, every sweep."""
+    parts = [
+        "# Attention, all measurements",
+        (
+            "Written by `python -m benchmarks.report` from attention.jsonl. Peak memory is what a call allocates over what was "
+            "there before; the backward's counts with its gradients. The first call compiles, unless an earlier pattern has "
+            "compiled the same kernel; making a mask from a bool for each block, and bringing it to the device, is timed apart. `-`: not measured."
+        ),
+    ]
+    for bench in dict.fromkeys(line["bench"] for line in lines if line["bench"] != "matmul"):
+        for setting, shown in measurements.settings(measurements.of_bench(lines, bench)).items():
+            timed = cost_table(shown, measurements.matmul_rate(lines, setting.device))
+            parts += [f"## {bench}, {setting.n:,} tokens, batch {setting.batch}", caption(setting, shown)]
+            parts += [change_table(shown) if bench == "change" else timed]
+    return "\n\n".join(parts) + "\n"
+
+
+def change_table(lines: Sequence[Line]) -> str:
+    """Milliseconds of a step, wall clock, with one mask for all steps and with a new one each step."""
+    rows = [["by", "pattern", "head_dim", "ms a step (p20 to p80)", "first call ms"]]
+    rows += [
+        [
+            measurements.label(measurements.who(line)),
+            line["pattern"],
+            str(line["head_dim"]),
+            f"{line['ms']:.2f} ({line['ms_p20']:.2f} to {line['ms_p80']:.2f})",
+            _ms(line["setup_ms"]),
+        ]
+        for line in lines
+    ]
+    return table(rows)
+
+
+def sweeps_section(lines: Sequence[Line]) -> str:
+    """The pictures of the sweeps that were run, and what they say in numbers."""
+    said = []
+    for name, title in plots.SWEEPS.items():
+        if measurements.of_bench(lines, name):
+            said.append(f"![{title}](benchmarks/results/{name}.png)")
+        if name == "density":
+            said.append("\n".join(f"- {found}" for found in plots.break_evens(measurements.of_bench(lines, name))))
+        if name == "change" and (changes := measurements.of_bench(lines, name)):
+            said.append(change_table(changes))
+    return "\n\n".join(filter(None, said))
+
+
+# ---- masks ----
+
+
+def _mask_cell(lines: Sequence[Line], provider: str) -> str:
+    line = next((line for line in lines if line["provider"] == provider), None)
+    if line is None:
+        return "-"
+    first = next((one["ms"] for one in lines if one["provider"] == f"{provider}, first call"), None)
+    inside = line["peak_bytes"] / 1e6 if first is None else first
+    return f"{_ms(line['ms'])} ({inside:,.0f})"
+
+
+def _mask_name(pattern: str) -> str:
+    """`documents, 10000, causal` -> `documents`, 10,000, causal; | would end a cell."""
+    name, *rest = pattern.split(", ")
+    rest = [f"{int(word):,}" if word.isdecimal() else word for word in rest]
+    return ", ".join(["`" + name.replace("|", "\\|") + "`", *rest])
+
+
+def masks_section(lines: Sequence[Line]) -> str:
+    """Masks at the greatest length that peers survive, and at the greatest of all."""
+    longest = max(line["n"] for line in lines)
+    shared = max(line["n"] for line in lines if line["provider"] != "blocksparse_flash")
+    rows = [["mask", "tokens", *MASK_COLUMNS.values()]]
+    for n in (shared, longest):
+        for pattern in dict.fromkeys(line["pattern"] for line in lines if line["n"] == n):
+            found = [line for line in lines if line["n"] == n and line["pattern"] == pattern]
+            rows.append([_mask_name(pattern), f"{n:,}", *(_mask_cell(found, provider) for provider in MASK_COLUMNS)])
+    shown = [line for line in lines if line["n"] in (shared, longest)]
+    where = " and ".join(sorted({line["device"] for line in shown}))
+    return "\n\n".join(
+        [
+            (
+                f"Building a mask, milliseconds of one CPU core (`python -m benchmarks.masks`, {where}, "
+                f"{measurements.versions(shown, 'torch')}, blocks of 128):"
+            ),
+            table(rows),
+            (
+                "In brackets: peak memory in MB, but for the compiled one the milliseconds of the first call, which compiles. "
+                "`-`: not measured, as time and memory grow with the square of the length."
+            ),
+            "![Time to build a mask against its length](benchmarks/results/masks.png)",
+        ]
+    )
+
+
+# ---- the whole ----
+
+
+def sections(attention: Sequence[Line], masks: Sequence[Line]) -> dict[str, str]:
+    """What stands between which markers of the README."""
+    return {
+        "attention": attention_section(attention),
+        "sweeps": sweeps_section(attention),
+        "masks": masks_section(masks),
+    }
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result lines, and of what is drawn")
+    parser.add_argument("--readme", type=Path, default=README, help="whose sections are written")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    attention, masks = (measurements.read(options.results / f"{name}.jsonl") for name in ("attention", "masks"))
+    text = replaced(options.readme.read_text(encoding="utf-8"), sections(attention, masks))
+    options.readme.write_text(text, encoding="utf-8")
+    (options.results / "attention.md").write_text(everything(attention), encoding="utf-8")
+    for name, figure in plots.figures(attention, masks).items():
+        # no date and no version: the same lines give the same file
+        figure.savefig(options.results / f"{name}.png", dpi=100, metadata={"Software": None})
+        print(options.results / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What is measured, over what? The cases of each sweep: over length, density, block size, and of masks that change.
+
+Knows patterns. Must not know who computes them, nor how they are timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from . import patterns
+from .patterns import Pattern
+
+# of --sweep
+NAMES = ("length", "density", "block-size", "change")
+SHORTEST = 2048
+# tokens; beyond it a dense backward takes seconds
+DENSE_UP_TO = 131_072
+DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+# of the sweep over block sizes, and of masks that change
+FIXED_DENSITY = 1 / 8
+
+
+class Case(NamedTuple):
+    """One pattern to be measured; `name` is the pattern's in result lines."""
+
+    bench: str
+    name: str
+    pattern: Pattern
+
+
+def grid(length: int) -> Iterator[Case]:
+    """Every pattern at one length."""
+    random_density = 1 / 8 if length < 65536 else 0.05
+    for pattern in [*patterns.patterns(length, random_density=random_density), patterns.neighborhood(length)]:
+        yield Case("attention", pattern.name, pattern)
+
+
+def over_length(longest: int) -> Iterator[Case]:
+    """Lengths doubling from 2 K, or from the longest if that is less: 9 blocks of keys for each query, and dense."""
+    length = min(SHORTEST, longest)
+    while length <= longest:
+        yield Case("length", "local", patterns.local(length))
+        if length <= DENSE_UP_TO:
+            yield Case("length", "dense", patterns.dense(length))
+        length *= 2
+
+
+def over_density(length: int) -> Iterator[Case]:
+    """Random blocks of every density, each row as many, and dense beside them."""
+    yield Case("density", "dense", patterns.dense(length))
+    stored = set()
+    for density in DENSITIES:
+        pattern = patterns.random(length, density=density)
+        # a short sequence has no 1 %
+        if pattern.nnz not in stored:
+            stored.add(pattern.nnz)
+            yield Case("density", f"random, {density:g}", pattern)
+
+
+def over_block_size(length: int) -> Iterator[Case]:
+    """The same share of blocks in blocks of every size, in a window and scattered."""
+    for block_size in BLOCK_SIZES:
+        n_blocks = length // block_size
+        each_side = round((FIXED_DENSITY * n_blocks - 1) / 2)
+        window = patterns.local(length, each_side=max(0, each_side), block_size=block_size)
+        yield Case("block-size", f"local, {block_size}", window)
+        scattered = patterns.random(length, density=FIXED_DENSITY, block_size=block_size)
+        yield Case("block-size", f"random, {block_size}", scattered)
+
+
+def changing(length: int, *, seed: int) -> Pattern:
+    """One of many masks of the same density: the mask of step `seed`."""
+    return patterns.random(length, density=FIXED_DENSITY, seed=seed)
+
+
+def cases(sweep: str | None, length: int) -> Iterator[Case]:
+    """The cases of a sweep, None: every pattern at one length. `length` is in tokens, of "length" the longest."""
+    if sweep == "change":
+        yield Case("change", "random", changing(length, seed=0))
+    else:
+        made = {None: grid, "length": over_length, "density": over_density, "block-size": over_block_size}
+        yield from made[sweep](length)

@@ -1,0 +1,161 @@
+"""benchmarks/report.py, lines.py, plots.py: do README and pictures say what was measured, and nothing else?"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import lines as measurements
+from benchmarks import measure, plots, report
+
+TRITON, FLEX, CUDNN = ("blocksparse_flash", "triton"), ("flex", "triton"), ("cudnn", "cudnn")
+
+
+def line(**given: Any) -> dict[str, Any]:
+    """A result line; what is not given is the same in all."""
+    said = {
+        "bench": "attention", "provider": "blocksparse_flash", "backend": "triton", "pattern": "local", "density": 0.1,
+        "n": 1024, "batch": 1, "heads": 4, "head_dim": 64, "dtype": "bf16", "direction": "fwd", "ms": 2.0, "ms_p20": 1.9,
+        "ms_p80": 2.1, "tflops": 100.0, "peak_bytes": 1_000_000, "setup_ms": 5.0, "device": "GPU", "torch": "2.11",
+        "triton": "3.6", "commit": "abc",
+    }  # fmt: skip
+    assert set(said) == set(measure.KEYS)
+    return {**said, **given}
+
+
+def of(provider: tuple[str, str], **given: Any) -> dict[str, Any]:
+    return line(provider=provider[0], backend=provider[1], **given)
+
+
+# every sweep, a few lines of each
+SWEPT = [
+    of(provider, bench=bench, pattern=pattern, density=density, n=n, ms=ms, ms_p20=0.9 * ms, ms_p80=1.1 * ms, direction=direction)
+    for provider, slow in ((TRITON, 1.0), (FLEX, 1.5))
+    for bench, pattern, density, n, ms in (
+        ("length", "local", 0.1, 2048, slow), ("length", "local", 0.05, 4096, 2 * slow),
+        ("length", "dense", 1.0, 2048, 3 * slow), ("density", "random, 0.1", 0.1, 1024, slow),
+        ("density", "random, 1", 1.0, 1024, 8 * slow), ("density", "dense", 1.0, 1024, 6 * slow),
+        ("block-size", "random, 64", 0.1, 1024, 2 * slow), ("block-size", "random, 128", 0.1, 1024, slow),
+        ("change", "same mask", 0.1, 1024, slow), ("change", "new mask", 0.1, 1024, 2 * slow),
+    )
+    for direction in (("step",) if bench == "change" else ("fwd", "bwd"))
+]  # fmt: skip
+
+
+# ---- the README ----
+
+
+def test_the_readme_says_what_was_measured() -> None:
+    """If this fails, `python -m benchmarks.report` writes the README anew."""
+    attention, masks = (measurements.read(report.RESULTS / f"{name}.jsonl") for name in ("attention", "masks"))
+    text = report.README.read_text(encoding="utf-8")
+    assert report.replaced(text, report.sections(attention, masks)) == text
+    assert (report.RESULTS / "attention.md").read_text(encoding="utf-8") == report.everything(attention)
+
+
+def test_every_picture_that_is_named_exists() -> None:
+    attention, masks = (measurements.read(report.RESULTS / f"{name}.jsonl") for name in ("attention", "masks"))
+    assert [name for name in plots.figures(attention, masks) if not (report.RESULTS / f"{name}.png").exists()] == []
+
+
+def test_markers_must_be_there_once() -> None:
+    marked = "<!-- begin x: by hand -->\nold\nlines\n<!-- end x -->"
+    assert report.replaced(f"a\n{marked}\nb", {"x": "new"}) == "a\n<!-- begin x: by hand -->\nnew\n<!-- end x -->\nb"
+    # written twice, or with nothing, it is the same
+    assert report.replaced(report.replaced(marked, {"x": ""}), {"x": "old\nlines"}) == marked
+    for text in ("", marked + "\n" + marked):
+        with pytest.raises(ValueError, match="one pair of markers"):
+            report.replaced(text, {"x": "new"})
+
+
+# ---- tables ----
+
+
+def test_a_cell_is_forward_and_backward_of_its_provider() -> None:
+    found = [of(TRITON, tflops=101), of(TRITON, tflops=51, direction="bwd"), of(CUDNN, pattern="dense", tflops=300)]
+    assert report.speed_table(found).splitlines() == [
+        "| pattern | density | head_dim | blocksparse_flash, triton | cuDNN |",
+        "|---|---|---|---|---|",
+        "| local | 0.1 | 64 | 101 / 51 | - |",
+        "| dense | 0.1 | 64 | - | 300 / - |",
+    ]
+
+
+def test_costs_are_columns_of_their_own() -> None:
+    found = [of(TRITON), of(TRITON, direction="mask", ms=7.0, tflops=None)]
+    *_, row = report.cost_table(found, 400.0).splitlines()
+    assert (
+        row == "| local | 64 | blocksparse_flash, triton | fwd | 2.000 (1.900 to 2.100) | 100 | 25% | 1 | 7.0 | 5.0 |"
+    )
+
+
+def test_a_later_measurement_replaces_an_earlier_one(tmp_path: Path) -> None:
+    said = [of(TRITON, ms=1.0), of(FLEX), of(TRITON, ms=3.0, commit="later")]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(one) + "\n" for one in said))
+    assert [(one["backend"], one["ms"]) for one in measurements.read(tmp_path / "lines.jsonl")] == [
+        ("triton", 3.0),
+        ("triton", 2.0),
+    ]
+
+
+def test_speedup_is_over_what_both_measured() -> None:
+    found = [of(TRITON, ms=1.0), of(TRITON, ms=2.0, direction="bwd"), of(TRITON, ms=9.0, pattern="dense")]
+    found += [of(FLEX, ms=2.0), of(FLEX, ms=16.0, direction="bwd"), of(FLEX, ms=1.0, direction="mask")]
+    ratio = measurements.speedup(found, TRITON, FLEX)
+    assert (
+        ratio is not None
+        and (ratio.least, ratio.most, ratio.n_cases) == (2.0, 8.0, 2)
+        and math.isclose(ratio.mean, 4.0)
+    )
+    assert measurements.speedup(found, TRITON, CUDNN) is None
+
+
+@pytest.mark.parametrize(
+    ("dense", "expected"),
+    [(3.0, 0.75), (4.0, 1.0), (0.5, 0.25), (5.0, None)],
+    ids=["between", "last", "first", "never"],
+)
+def test_break_even_is_where_the_curves_cross(dense: float, expected: float | None) -> None:
+    assert measurements.break_even([0.25, 0.5, 1.0], [1.0, 2.0, 4.0], dense) == expected
+
+
+def test_sweeps_are_told_with_their_break_even() -> None:
+    said = report.sweeps_section(SWEPT)
+    # 6 ms lie between 1 ms at density 0.1 and 8 ms at 1
+    assert (
+        "blocksparse_flash, triton, forward, head_dim 64, beside dense blocksparse_flash, triton: level at density 0.74"
+        in said
+    )
+    assert (
+        all(f"results/{name}.png" in said for name in plots.SWEEPS) and "| FlexAttention | new mask | 64 | 3.00" in said
+    )
+    assert report.sweeps_section([]) == ""
+    assert report.everything(SWEPT).count("## ") == 5
+    assert all(f"`python -m benchmarks.attention --sweep {name}`" in report.everything(SWEPT) for name in plots.SWEEPS)
+
+
+# ---- pictures ----
+
+
+def test_every_sweep_is_drawn_with_everything_in_it() -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    drawn = plots.figures([of(TRITON), of(FLEX), *SWEPT], measurements.read(report.RESULTS / "masks.jsonl"))
+    assert [*drawn] == ["speed", *plots.SWEEPS, "masks"]
+    for name, figure in drawn.items():
+        shown = {text.get_text() for text in figure.legends[0].get_texts()}
+        assert any("blocksparse_flash" in text for text in shown), name
+        assert name == "masks" or any("FlexAttention" in text for text in shown), name
+
+
+def test_every_provider_has_a_name_and_a_colour() -> None:
+    assert measurements.LABELS.keys() == plots.COLOURS.keys()
+    assert measurements.label(("someone", "new")) == "someone, new"
+
+
+@pytest.mark.parametrize(("count", "expected"), [(2048, "2K"), (1 << 20, "1M"), (1000, "1000"), (1536, "1536")])
+def test_counts_are_short(count: int, expected: str) -> None:
+    assert plots.short(count) == expected
