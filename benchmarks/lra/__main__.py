@@ -122,13 +122,13 @@ def speed(
     path = out if out is not None else ROOT / "quick.jsonl" if quick else lines.SPEED
     sizes = {"length": 256, "batch": 2, "block_size": 32} if quick else {}
     tiny = {"batch": 1, "heads": 2} if quick else {}
-    repeats, found = (1 if quick else repeats), []
+    repeats, warmup, found = (1, 0, []) if quick else (repeats, 5, [])
 
     def lines_of() -> Iterator[dict[str, Any]]:
-        for task in (tasks or steps.TASKS) if "steps" in parts else ():
+        for task in (tasks or published.STEPS) if "steps" in parts else ():
             for each in (None, mask):
                 case = steps.case_of(task, mask=each, **sizes)
-                yield from steps.run(case, device, providers=who, n_steps=repeats)
+                yield from steps.run(case, device, providers=who, warmup=warmup, n_steps=repeats)
         for length in (lengths or ((128, 256) if quick else published.LENGTHS)) if "runtime" in parts else ():
             yield from runtime.run(runtime.Shape(length, **tiny), device, providers=who, n_calls=repeats)
 

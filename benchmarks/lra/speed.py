@@ -32,7 +32,6 @@ from .peers import MATERIALISED, OURS, PROVIDERS, Attend, attend_with, has_dropo
 from .tasks import Task, find
 
 CONFIGS = Path(__file__).parent / "configs" / "nystromformer"
-TASKS = ("listops", "text", "retrieval", "image", "pathfinder32")
 # samples that the ways are compared on, and the largest error, relative to the largest value
 COMPARED, TOLERANCE = 2, 0.05
 
