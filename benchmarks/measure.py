@@ -92,9 +92,9 @@ def timed(step: Callable[[], Any], device: torch.device, n_steps: int) -> dict[s
 
 
 def release(device: torch.device) -> None:
-    """Gives memory back before the next candidate is made; modules and their hooks are cycles."""
-    gc.collect()
+    """Gives a GPU's memory back before the next candidate is made; modules and their hooks are cycles."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

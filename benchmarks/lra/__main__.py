@@ -120,7 +120,7 @@ def speed(
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     who = PROVIDERS if providers is None else providers
     path = out if out is not None else ROOT / "quick.jsonl" if quick else lines.SPEED
-    sizes = {"length": 256, "batch": 2, "block_size": 32} if quick else {}
+    sizes = {"length": 64, "batch": 2, "block_size": 16} if quick else {}
     tiny = {"batch": 1, "heads": 2} if quick else {}
     repeats, warmup, found = (1, 0, []) if quick else (repeats, 5, [])
 
