@@ -42,6 +42,18 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, mask: Any) -> Te
     return compiled_flex()(q, k, v, block_mask=mask)
 
 
+def _block_mask(layout: BlockLayout) -> Any:
+    from torch.nn.attention.flex_attention import noop_mask
+
+    from blocksparse_flash.interop import to_flex_attention
+
+    mask = to_flex_attention(layout)
+    if not len(layout.bitmasks):
+        # the lists say it all, as benchmarks.attention has them: nothing to ask about pairs
+        mask.mask_mod = noop_mask
+    return mask
+
+
 def _ours(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, layout: BlockLayout | None, backend: str) -> Tensor:
     return attention(q, k, v, layout, dropout_p=dropout_p, backend=backend)
 
@@ -74,11 +86,12 @@ def attend_with(provider: str, layout: BlockLayout | None, device: torch.device,
         layout = layout.to(device)
     if provider == OURS:
         return functools.partial(_ours, layout=layout, backend=backend)
+    if provider == FLEX:
+        # compiled for a few shapes, after which it would go on uncompiled, every pair in memory
+        torch.compiler.reset()
     if layout is None:
         call: Callable[..., Tensor] = {MATERIALISED: materialised, SDPA: _sdpa, FLEX: _flex}[provider]
         return functools.partial(call, mask=None)
     if provider == FLEX:
-        from blocksparse_flash.interop import to_flex_attention
-
-        return functools.partial(_flex, mask=to_flex_attention(layout))
+        return functools.partial(_flex, mask=_block_mask(layout))
     return functools.partial(materialised if provider == MATERIALISED else _sdpa, mask=layout.to_dense())

@@ -130,10 +130,15 @@ def backends(provider: str, device: torch.device) -> list[str]:
     """Of ours: what "auto" chooses, and on Hopper the kernels that are run by name only."""
     if provider != OURS:
         return ["auto"]
-    q = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=device)
+    q = torch.zeros(1, 1, 128, HEAD_DIM, dtype=torch.bfloat16, device=device)
     chosen = explain(q, q, q).backend
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return list(dict.fromkeys([chosen, "hopper"] if is_hopper else [chosen]))
+    if device.type != "cuda":
+        return [chosen]
+    try:
+        return list(dict.fromkeys([chosen, explain(q, q, q, backend="hopper").backend]))
+    except ValueError as refusal:
+        print(refusal, flush=True)
+        return [chosen]
 
 
 def run(
