@@ -304,7 +304,10 @@ TABLE = {
     "benchmarks/lra/scoring.py": Arrows(
         {
             NUMPY,
-            *(f"benchmarks.lra.{name}" for name in ("batches", "data", "floors", "listops", "markers", "pathfinder")),
+            *(
+                f"benchmarks.lra.{name}"
+                for name in ("batches", "data", "floors", "listops", "markers", "pathfinder", "tasks")
+            ),
         }
     ),
     "benchmarks/lra/model.py": Arrows({TORCH, OURS, f"{OURS}.nn", "benchmarks.lra.tasks"}, {"masks"}),
@@ -325,7 +328,7 @@ TABLE = {
         | {f"benchmarks.lra.{name}" for name in ("lines", "peers", "published")}
     ),
     "benchmarks/lra/tables.py": Arrows({f"benchmarks.lra.{name}" for name in ("peers", "published")}),
-    "benchmarks/lra/plots.py": Arrows({"matplotlib", "yaml", "benchmarks.lra.published"}),
+    "benchmarks/lra/plots.py": Arrows({"matplotlib", "yaml", "benchmarks.lra.published", "benchmarks.lra.tasks"}),
     "benchmarks/lra/reporting.py": Arrows(
         {"benchmarks.measure", *(f"benchmarks.lra.{name}" for name in ("lines", "plots", "tables"))}
     ),

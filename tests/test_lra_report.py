@@ -32,6 +32,11 @@ def timing(**changes: Any) -> dict[str, Any]:
     return {**line, "n": 1024, "batch": 32, "ms": 10.0, **changes}
 
 
+def runtime(**changes: Any) -> dict[str, Any]:
+    size = {"batch": 16, "heads": 8, "head_dim": 64}
+    return timing(bench="lra_runtime", direction="fwd+bwd", peak_bytes=2**30, **{**size, **changes})
+
+
 def sized(task: str, **changes: Any) -> dict[str, Any]:
     """Of the published size, which is 1024 tokens only here and there."""
     batch, documents, n = STEPS[task]
@@ -60,17 +65,19 @@ def runs(tmp_path: Path) -> Path:
 
 def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp_path: Path) -> None:
     speed = tmp_path / "speed.jsonl"
-    speed.write_text(json.dumps(timing(bench="lra_runtime", direction="fwd+bwd", peak_bytes=2**30)) + "\n")
+    speed.write_text(json.dumps(runtime()) + "\n" + json.dumps(runtime(batch=1)) + "\n")
     written = reporting.write(runs, speed, tmp_path / "out")
     assert sorted(path.name for path in written) == [
-        *("accuracy.png", "learning-curves.png", "length-a-gpu.png", "report.md"),
+        *("accuracy.png", "learning-curves.png", "length-a-gpu-1-8-64.png", "length-a-gpu-16-8-64.png", "report.md"),
     ]
     assert all(path.stat().st_size for path in written)
     text = (tmp_path / "out" / "report.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| pathx"))
     assert "| 70.0% +- 0.3% | 54.0%, places of the markers | yes | 66.0% (50%) | 60.0% | 20,000 |" in row
     assert "butterfly \\| local" in row and "12.3%" not in text
-    assert "| PyTorch, A100 (paper) | 3.67 |" in text and "| materialised, dense | 1,024 |" in text
+    # once for times, once for memory, and not beside another batch
+    assert text.count("| PyTorch, A100 (paper) | 3.67 |") == text.count("| PyTorch, A100 (paper) | 1,184 |") == 1
+    assert text.count("| materialised, dense | 1,024 |") == 2
 
 
 def test_a_stand_in_is_never_called_long_range_arena(runs: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .published import DEVICE, LENGTHS, MEMORY_MB, RUNTIME_MS
+from .published import BATCH, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS
+from .tasks import LRA
 
 Line = dict[str, Any]
 
@@ -58,7 +59,8 @@ def learning_curves(curves: Sequence[Curve], tests: Sequence[Line]) -> Figure:
         floors = [line["floor"] for line in tests if line["run"] in {curve.run for curve in shown}]
         if floors:
             _floor(axes, floors[-1])
-        axes.set_title(f"{panel[0]}, {panel[1]} data" + (": NOT Long Range Arena" if panel[1] == "stand-in" else ""))
+        is_lra = panel[0] in LRA and panel[1] != "stand-in"
+        axes.set_title(f"{panel[0]}, {panel[1]} data" + ("" if is_lra else ": NOT Long Range Arena"))
         axes.set_xlabel("steps")
         axes.set_ylabel("validation accuracy")
         axes.legend(fontsize=8)
@@ -84,7 +86,8 @@ def accuracies(tests: Sequence[Line]) -> Figure:
 
 
 def _against_length(axes: Axes, lines: Sequence[Line], key: str, unit: float, published: dict[str, Any]) -> None:
-    for name in ("PyTorch", "FlashAttention", "Block-sparse FlashAttention"):
+    is_published = (lines[0]["batch"], lines[0]["heads"], lines[0]["head_dim"]) == (BATCH, HEADS, HEAD_DIM)
+    for name in ("PyTorch", "FlashAttention", "Block-sparse FlashAttention") if is_published else ():
         known = published[name]
         axes.plot(LENGTHS[: len(known)], known, ":", linewidth=1, label=f"{name}, {DEVICE} (paper)")
     who = ("provider", "backend", "pattern")
@@ -103,11 +106,12 @@ def _against_length(axes: Axes, lines: Sequence[Line], key: str, unit: float, pu
 
 
 def lengths(lines: Sequence[Line]) -> Figure:
-    """Time and memory of forward and backward of attention alone on one device, both axes logarithmic."""
+    """Time and memory of forward and backward of attention alone on one device at one size; both axes logarithmic."""
     both = [line for line in lines if line["direction"] == "fwd+bwd"]
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     time, memory = figure.subplots(1, 2)
-    figure.suptitle(f"forward and backward on {lines[0]['device']}")
+    size = f"batch {lines[0]['batch']}, {lines[0]['heads']} heads, head_dim {lines[0]['head_dim']}"
+    figure.suptitle(f"forward and backward on {lines[0]['device']}, {size}")
     _against_length(time, both, "ms", 1.0, RUNTIME_MS["fwd+bwd"])
     time.set_ylabel("ms")
     _against_length(memory, both, "peak_bytes", 2.0**20, MEMORY_MB)

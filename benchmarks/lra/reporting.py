@@ -39,10 +39,9 @@ def _drawn(
         figures["accuracy"] = plots.accuracies(tests)
     if curves:
         figures["learning-curves"] = plots.learning_curves(curves, tests)
-    alone = [line for line in speed if line["bench"] == "lra_runtime"]
-    for device in dict.fromkeys(line["device"] for line in alone):
-        here = [line for line in alone if line["device"] == device]
-        figures[f"length-{re.sub('[^a-z0-9]+', '-', device.lower())}"] = plots.lengths(here)
+    for size, alone in tables.sizes(speed).items():
+        name = re.sub("[^a-z0-9]+", "-", " ".join(map(str, size)).lower())
+        figures[f"length-{name}"] = plots.lengths(alone)
     return figures
 
 

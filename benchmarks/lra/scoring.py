@@ -11,9 +11,8 @@ from . import floors, listops, markers, pathfinder
 from .batches import ExampleRows, RecordRows
 from .data import LraData, Rules
 from .floors import Result
+from .tasks import LRA
 
-# the tasks with published numbers, and Path-256, which FlashAttention added
-LRA = ("listops", "text", "text-4096", "retrieval", "image", "pathfinder32", "pathx", "path256")
 # training samples that the reader of markers learns from
 MOST_READ = 60_000
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .peers import MATERIALISED, OURS
-from .published import ACCURACY, DEVICE, LENGTHS, MEMORY_MB, RUNTIME_MS, SPEEDUP, STEPS
+from .published import ACCURACY, BATCH, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS, SPEEDUP, STEPS
 
 Line = dict[str, Any]
 TASKS = tuple(STEPS)
@@ -113,7 +113,10 @@ def _runtime_row(name: str, of_length: dict[int, Line], lengths: Sequence[int], 
 
 
 def runtime_table(lines: Sequence[Line], direction: str, *, memory: bool = False) -> str:
-    """Milliseconds of a direction, or MiB, at each length on one device, and the paper's rows under ours."""
+    """Milliseconds of a direction, or MiB, at each length on one device, all lines of one size: batch, heads, head_dim.
+
+    The paper's rows stand under ours if the size is its own.
+    """
     lengths = sorted({line["n"] for line in lines})
     newest = latest([line for line in lines if line["direction"] == direction], "pattern", "provider", "backend", "n")
     key, unit = ("peak_bytes", 2.0**20) if memory else ("ms", 1.0)
@@ -121,12 +124,23 @@ def runtime_table(lines: Sequence[Line], direction: str, *, memory: bool = False
     for who in dict.fromkeys(each[:3] for each in newest):
         of_length = {each[3]: line for each, line in newest.items() if each[:3] == who}
         rows.append(_runtime_row(_name(*who), of_length, lengths, key, unit))
-    for name, published in (MEMORY_MB if memory else RUNTIME_MS[direction]).items():
+    is_published = (lines[0]["batch"], lines[0]["heads"], lines[0]["head_dim"]) == (BATCH, HEADS, HEAD_DIM)
+    paper = MEMORY_MB if memory else RUNTIME_MS[direction]
+    for name, published in paper.items() if is_published else ():
         known = dict(zip(LENGTHS, published, strict=False))
         # a dash is what did not fit, or was not offered, at a published length
         cells = [_number(known[n]) if n in known else "-" if n in LENGTHS else "" for n in lengths]
         rows.append([f"{name}, {DEVICE} (paper)", *cells])
     return table(["MiB" if memory else "ms", *(f"{length:,}" for length in lengths)], rows)
+
+
+def sizes(lines: Sequence[Line]) -> dict[tuple[Any, ...], list[Line]]:
+    """(device, batch, heads, head_dim) -> lines of attention alone."""
+    found: dict[tuple[Any, ...], list[Line]] = {}
+    for line in lines:
+        if line["bench"] == "lra_runtime":
+            found.setdefault(tuple(line[key] for key in ("device", "batch", "heads", "head_dim")), []).append(line)
+    return found
 
 
 def speed_sections(lines: Sequence[Line]) -> list[str]:
@@ -135,15 +149,16 @@ def speed_sections(lines: Sequence[Line]) -> list[str]:
     for device in dict.fromkeys(line["device"] for line in lines):
         here = [line for line in lines if line["device"] == device]
         steps = [line for line in here if line["bench"] == "lra_speed"]
-        alone = [line for line in here if line["bench"] == "lra_runtime"]
         if steps:
             what = "" if are_published(steps) else ", NOT the sizes of Long Range Arena"
             sections += [f"## Training steps on {device}{what}", steps_table(steps)]
-        if alone:
-            for direction, words in DIRECTIONS.items():
-                sections += [f"## Attention alone on {device}: {words}", runtime_table(alone, direction)]
-            if any(line["peak_bytes"] is not None for line in alone):
-                sections += [f"## Memory on {device}", runtime_table(alone, "fwd+bwd", memory=True)]
+    for (device, *size), alone in sizes(lines).items():
+        what = f"alone on {device}, batch {size[0]}, {size[1]} heads, head_dim {size[2]}"
+        for direction, words in DIRECTIONS.items():
+            sections += [f"## Attention {what}: {words}", runtime_table(alone, direction)]
+        if any(line["peak_bytes"] is not None for line in alone):
+            memory = runtime_table(alone, "fwd+bwd", memory=True)
+            sections += [f"## Memory of attention {what}: forward and backward", memory]
     return sections
 
 
