@@ -328,7 +328,9 @@ TABLE = {
         | {f"benchmarks.lra.{name}" for name in ("lines", "peers", "published")}
     ),
     "benchmarks/lra/tables.py": Arrows({f"benchmarks.lra.{name}" for name in ("peers", "published")}),
-    "benchmarks/lra/plots.py": Arrows({"matplotlib", "yaml", "benchmarks.lra.published", "benchmarks.lra.tasks"}),
+    "benchmarks/lra/plots.py": Arrows(
+        {"matplotlib", "yaml", *(f"benchmarks.lra.{name}" for name in ("data", "published", "tasks"))}
+    ),
     "benchmarks/lra/reporting.py": Arrows(
         {"benchmarks.measure", *(f"benchmarks.lra.{name}" for name in ("lines", "plots", "tables"))}
     ),

@@ -123,7 +123,25 @@ def test_what_is_long_range_arena(task: str, source: Any, changes: dict[str, Any
 
 
 def test_a_run_that_was_taken_up_has_one_curve(runs: Path) -> None:
-    assert reporting.curves_of(runs)[0] == plots.Curve("ours/pathx", "pathx", "fresh", {9: 0.5, 19: 0.6})
+    assert reporting.curves_of(runs)[0] == plots.Curve("ours/pathx", "pathx, fresh data", True, {9: 0.5, 19: 0.6})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"task": "listops-small"},
+        {"task": "pathx", "rules": {"contour_length": 6}},
+        {"task": "text", "source": "stand-in"},
+    ],
+)
+def test_a_curve_says_what_is_not_long_range_arena(data: dict[str, Any], tmp_path: Path) -> None:
+    log = tmp_path / "version_0"
+    log.mkdir()
+    (log / "metrics.csv").write_text("step,validation_accuracy\n9,0.8\n")
+    (log / "config.yaml").write_text(json.dumps({"data": data}))
+    curve = plots.curve_of(tmp_path, "run")
+    assert curve is not None and not curve.is_lra
+    assert plots.learning_curves([curve], []).axes[0].get_title().endswith(": NOT Long Range Arena")
 
 
 def test_the_geometric_mean_is_over_dense_attention_with_its_scores_in_memory() -> None:

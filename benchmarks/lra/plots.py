@@ -14,6 +14,7 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .data import Rules
 from .published import BATCH, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS
 from .tasks import LRA
 
@@ -21,18 +22,18 @@ Line = dict[str, Any]
 
 
 class Curve(NamedTuple):
-    """A run, its task and source of data, and its validation accuracy by step."""
+    """A run, its task and data, whether those are of Long Range Arena, and its validation accuracy by step."""
 
     run: str
-    task: str
-    source: str
+    what: str
+    is_lra: bool
     accuracy: dict[int, float]
 
 
 def curve_of(folder: Path, run: str) -> Curve | None:
     """What a run's logs say, later goes over earlier ones; None if it was never validated."""
     accuracy: dict[int, float] = {}
-    task, source = "", ""
+    what, is_lra = "unknown task", False
     for path in sorted(folder.glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1])):
         with path.open() as lines:
             rows = [row for row in csv.DictReader(lines) if row.get("validation_accuracy")]
@@ -40,8 +41,11 @@ def curve_of(folder: Path, run: str) -> Curve | None:
         config = path.parent / "config.yaml"
         if rows and config.exists():
             data = yaml.safe_load(config.read_text())["data"]
-            task, source = data["task"], data.get("source", "generated")
-    return Curve(run, task, source, dict(sorted(accuracy.items()))) if accuracy else None
+            source, given = data.get("source", "generated"), data.get("rules") or {}
+            rules = Rules(**{name: given[name] for name in ("contour_length", "settings") if name in given})
+            what = f"{data['task']}, {source} data"
+            is_lra = data["task"] in LRA and source != "stand-in" and rules.are_published
+    return Curve(run, what, is_lra, dict(sorted(accuracy.items()))) if accuracy else None
 
 
 def _floor(axes: Axes, floor: float) -> None:
@@ -49,18 +53,18 @@ def _floor(axes: Axes, floor: float) -> None:
 
 
 def learning_curves(curves: Sequence[Curve], tests: Sequence[Line]) -> Figure:
-    """A panel for each task and source of data; the floor is that of the last test of the panel's runs."""
-    panels = list(dict.fromkeys((curve.task, curve.source) for curve in curves))
+    """A panel for each task and kind of data; the floor is that of the last test of the panel's runs."""
+    panels = list(dict.fromkeys((curve.what, curve.is_lra) for curve in curves))
     figure = Figure(figsize=(6, 3.6 * len(panels)), layout="constrained")
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
-        shown = [curve for curve in curves if (curve.task, curve.source) == panel]
+        shown = [curve for curve in curves if (curve.what, curve.is_lra) == panel]
         for curve in shown:
             axes.plot([*curve.accuracy], [*curve.accuracy.values()], marker=".", label=curve.run)
         floors = [line["floor"] for line in tests if line["run"] in {curve.run for curve in shown}]
         if floors:
             _floor(axes, floors[-1])
-        is_lra = panel[0] in LRA and panel[1] != "stand-in"
-        axes.set_title(f"{panel[0]}, {panel[1]} data" + ("" if is_lra else ": NOT Long Range Arena"))
+        what, is_lra = panel
+        axes.set_title(what if is_lra else f"{what}: NOT Long Range Arena")
         axes.set_xlabel("steps")
         axes.set_ylabel("validation accuracy")
         axes.legend(fontsize=8)
