@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,29 +108,6 @@ def mask_of(case: Case, how: str, pattern: str | None, device: torch.device) -> 
     )
 
 
-def timed(step: Callable[[], Any], device: torch.device, n_steps: int) -> dict[str, Any]:
-    """Median and percentiles of a step's wall-clock time, and the most memory it holds, weights and all."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    wait()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    took = []
-    for _ in range(n_steps):
-        start = time.perf_counter()
-        step()
-        wait()
-        took.append(1000 * (time.perf_counter() - start))
-    median, low, high = (
-        torch.tensor(took, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8]).double()).tolist()
-    )
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {"ms": median, "ms_p20": low, "ms_p80": high, "peak_bytes": peak}
-
-
 def train(model: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> None:
     """One step."""
     optimizer.zero_grad()
@@ -158,8 +133,8 @@ def measured(
             return hidden, None
     optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
     step = functools.partial(train, model, optimizer, inputs)
-    setup_ms = timed(step, device, 1)["ms"]
-    return hidden, {**timed(step, device, n_steps), "setup_ms": setup_ms}
+    setup_ms = measure.timed(step, device, 1)["ms"]
+    return hidden, {**measure.timed(step, device, n_steps), "setup_ms": setup_ms}
 
 
 def run(
@@ -176,10 +151,7 @@ def run(
             print(f"{PROVIDERS[how]:18} {case} {name}: out of memory", flush=True)
             continue
         finally:
-            # before the next one is made; modules and their hooks are cycles
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            measure.release(device)
         expected = hidden if expected is None else expected
         if line is None:
             continue
@@ -187,7 +159,7 @@ def run(
             "bench": "huggingface", "provider": PROVIDERS[how], "model": case.model, "pattern": name, "density": density,
             "n": case.n, "batch": case.batch, "dtype": "bf16", "direction": "step", **line,
             "tokens_per_s": 1000 * case.batch * case.n / line["ms"],
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "torch": torch.__version__,
+            "device": measure.device_name(device), "torch": torch.__version__,
             "transformers": transformers.__version__, "commit": measure.commit(),
         }  # fmt: skip
 

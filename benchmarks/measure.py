@@ -1,10 +1,11 @@
 """How is something timed and written down? Medians with percentiles, memory, and one JSON line a measurement.
 
-Knows: CUDA events (through triton.testing), files of JSON lines. Does not know: attention.
+Knows: CUDA events (through triton.testing), the clock on the wall, files of JSON lines. Does not know: attention.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import time
@@ -76,6 +77,36 @@ def wall_milliseconds(call: Callable[[], Any], *, warmup: int = 1, runs: int = 7
     return {"ms": median, "ms_p20": low, "ms_p80": high}
 
 
+def timed(step: Callable[[], Any], device: torch.device, n_steps: int) -> dict[str, Any]:
+    """Median and percentiles of a step's wall-clock time, and the most memory it holds, weights and all."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    wait()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    took = []
+    for _ in range(n_steps):
+        start = time.perf_counter()
+        step()
+        wait()
+        took.append(1000 * (time.perf_counter() - start))
+    median, low, high = (
+        torch.tensor(took, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8]).double()).tolist()
+    )
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"ms": median, "ms_p20": low, "ms_p80": high, "peak_bytes": peak}
+
+
+def release(device: torch.device) -> None:
+    """Gives a GPU's memory back before the next candidate is made; modules and their hooks are cycles."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def commit() -> str:
     """The commit that is checked out, with a + if files were changed since."""
 
@@ -86,16 +117,24 @@ def commit() -> str:
     return commit + ("+" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def environment() -> dict[str, str]:
-    """Where a figure was measured: GPU, versions, commit."""
-    import triton
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit(),
-    }
+
+def environment(device: torch.device | None = None) -> dict[str, str | None]:
+    """Where a figure was measured: GPU, versions, commit. None is the current GPU; Triton is None where it ran nothing."""
+    device = torch.device("cuda") if device is None else device
+    version = None
+    if device.type == "cuda":
+        import triton
+
+        version = triton.__version__
+    return {"device": device_name(device), "torch": torch.__version__, "triton": version, "commit": commit()}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, oldest first."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def append(path: Path, line: dict[str, Any], keys: Sequence[str] = KEYS) -> None:

@@ -320,18 +320,44 @@ TABLE = {
     "benchmarks/lra/scoring.py": Arrows(
         {
             NUMPY,
-            *(f"benchmarks.lra.{name}" for name in ("batches", "data", "floors", "listops", "markers", "pathfinder")),
+            *(
+                f"benchmarks.lra.{name}"
+                for name in ("batches", "data", "floors", "listops", "markers", "pathfinder", "tasks")
+            ),
         }
     ),
     "benchmarks/lra/model.py": Arrows({TORCH, OURS, f"{OURS}.nn", "benchmarks.lra.tasks"}, {"masks"}),
     "benchmarks/lra/transfer.py": Arrows({TORCH, "benchmarks.lra.model"}),
     "benchmarks/lra/training.py": Arrows(
-        {NUMPY, TORCH, "lightning", "torchmetrics"}
+        {NUMPY, TORCH, "lightning", "torchmetrics", "benchmarks.measure"}
         | {f"benchmarks.lra.{name}" for name in ("batches", "floors", "model", "scoring", "tasks", "transfer")}
+    ),
+    "benchmarks/lra/published.py": Arrows(set()),
+    "benchmarks/lra/lines.py": Arrows({TORCH, "benchmarks.measure", "benchmarks.lra.floors"}),
+    "benchmarks/lra/peers.py": Arrows({TORCH, OURS, "benchmarks.peers"}, {f"{OURS}.interop"}),
+    "benchmarks/lra/speed.py": Arrows(
+        {TORCH, "einops", "yaml", OURS, f"{OURS}.nn", "benchmarks.measure"}
+        | {f"benchmarks.lra.{name}" for name in ("lines", "model", "peers", "tasks")}
+    ),
+    "benchmarks/lra/runtime.py": Arrows(
+        {NUMPY, TORCH, OURS, "benchmarks.measure"}
+        | {f"benchmarks.lra.{name}" for name in ("lines", "peers", "published")}
+    ),
+    "benchmarks/lra/tables.py": Arrows({f"benchmarks.lra.{name}" for name in ("peers", "published")}),
+    "benchmarks/lra/plots.py": Arrows(
+        {"matplotlib", "yaml", *(f"benchmarks.lra.{name}" for name in ("data", "published", "tasks"))}
+    ),
+    "benchmarks/lra/reporting.py": Arrows(
+        {"benchmarks.measure", *(f"benchmarks.lra.{name}" for name in ("lines", "plots", "tables"))}
     ),
     "benchmarks/lra/__main__.py": Arrows(
         {"jsonargparse"},
-        {"lightning", *(f"benchmarks.lra.{name}" for name in ("data", "scoring", "sets", "tasks", "training"))},
+        {"lightning", TORCH, "benchmarks.measure"}
+        | {f"benchmarks.lra.{name}" for name in ("data", "scoring", "sets", "tasks", "training")}
+        | {
+            f"benchmarks.lra.{name}"
+            for name in ("lines", "peers", "published", "reporting", "runtime", "speed", "tables")
+        },
     ),
     "benchmarks/lra/demo.py": Arrows(
         {TORCH, "lightning", "matplotlib", "torchmetrics", "masks", "benchmarks.lra.listops", OURS, f"{OURS}.nn"}

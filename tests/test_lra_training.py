@@ -20,7 +20,7 @@ pytest.importorskip("lightning", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
-from benchmarks.lra import training
+from benchmarks.lra import lines, training
 from benchmarks.lra.training import Experiment, Recipe, rate_at
 
 TINY = {
@@ -144,6 +144,9 @@ def test_a_test_prints_accuracy_floor_and_balanced_accuracy(
     assert "listops-small: accuracy" in printed
     assert "(root operator alone), balanced accuracy" in printed
     assert "40 samples, generated (by the published rules), not the official release" in printed
+    line = json.loads((tmp_path / "test.jsonl").read_text())
+    assert [*line] == lines.TEST_KEYS
+    assert (line["task"], line["is_lra"], line["steps"], line["mask"]) == ("listops-small", False, 8, TINY["mask"])
 
 
 def test_weights_go_from_one_resolution_to_the_next(

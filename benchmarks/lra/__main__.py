@@ -3,6 +3,8 @@
     generate   make the sets of a task by its rules, with many workers; goes on where it was interrupted
     floors     what a task's shortcut is worth on its generated test set
     fit, validate, test   train a model from a configuration, and test it: --config benchmarks/lra/configs/ours/pathx.yaml
+    speed      time training steps of the tasks, and attention alone at 128 to 65,536 tokens, beside other ways to attend
+    report     tables and plots of what `test` and `speed` have left
 
 Knows the command line. Must not know what a command does.
 """
@@ -12,9 +14,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonargparse
 
@@ -85,6 +87,77 @@ def floors(
         print(line)
 
 
+def speed(
+    *,
+    parts: Sequence[Literal["steps", "runtime"]] = ("steps", "runtime"),
+    tasks: Sequence[str] | None = None,
+    lengths: Sequence[int] | None = None,
+    providers: Sequence[str] | None = None,
+    mask: str = "butterfly",
+    repeats: int = 20,
+    quick: bool = False,
+    out: Path | None = None,
+) -> None:
+    """How fast the tasks train, and attention alone, beside other ways to attend and the FlashAttention paper.
+
+    Args:
+        parts: training steps of the five tasks, attention alone, or both
+        tasks: of the training steps; all five if not given
+        lengths: of attention alone, tokens, powers of two; 128 to 65,536 if not given
+        providers: blocksparse_flash, materialised, sdpa, flex; all if not given
+        mask: of the block-sparse training steps, as masks.build reads it
+        repeats: steps that are timed, and on a CPU calls
+        quick: tiny sizes, to see that everything runs
+        out: appended to; benchmarks/results/lra_speed.jsonl if not given, with quick out/lra/quick.jsonl
+    """
+    import torch
+
+    from .. import measure
+    from . import lines, published, runtime, tables
+    from . import speed as steps
+    from .peers import PROVIDERS
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    who = PROVIDERS if providers is None else providers
+    path = out if out is not None else ROOT / "quick.jsonl" if quick else lines.SPEED
+    sizes = {"length": 64, "batch": 2, "block_size": 16} if quick else {}
+    tiny = {"batch": 1, "heads": 2} if quick else {}
+    repeats, warmup, found = (1, 0, []) if quick else (repeats, 5, [])
+
+    def lines_of() -> Iterator[dict[str, Any]]:
+        for task in (tasks or published.STEPS) if "steps" in parts else ():
+            for each in (None, mask):
+                case = steps.case_of(task, mask=each, **sizes)
+                yield from steps.run(case, device, providers=who, warmup=warmup, n_steps=repeats)
+        for length in (lengths or ((128, 256) if quick else published.LENGTHS)) if "runtime" in parts else ():
+            yield from runtime.run(runtime.Shape(length, **tiny), device, providers=who, n_calls=repeats)
+
+    for line in lines_of():
+        measure.append(path, line, lines.SPEED_KEYS)
+        found.append(line)
+        print(tables.said(line), flush=True)
+    print("", *tables.speed_sections(found), sep="\n\n")
+
+
+def report(
+    *,
+    runs: Path = ROOT / "runs",
+    speed: Path = Path("benchmarks/results/lra_speed.jsonl"),
+    out: Path = Path("benchmarks/lra/report"),
+) -> None:
+    """Tables and plots of accuracies, learning curves, times and memory.
+
+    Args:
+        runs: the folder of the runs, each with its own
+        speed: lines of `speed`
+        out: the folder that report.md and its pictures are written into
+    """
+    from . import reporting
+
+    for path in reporting.write(runs, speed, out):
+        print(path)
+
+
 def _folder(root: str | None) -> str:
     return str(ROOT / "runs") if root is None else str(root)
 
@@ -99,9 +172,14 @@ def experiment(arguments: Sequence[str] | None) -> None:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from .data import LraData
+    from .lines import append_test
     from .training import Experiment
 
     class Command(LightningCLI):
+        def after_test(self) -> None:
+            if self.trainer.is_global_zero:
+                append_test(Path(self.trainer.default_root_dir), self.model.result, **self.model.test_facts())
+
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             parser.link_arguments("data.task", "model.task")
             parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
@@ -141,7 +219,7 @@ def experiment(arguments: Sequence[str] | None) -> None:
     )
 
 
-OWN: dict[str, Callable[..., Any]] = {"generate": generate, "floors": floors}
+OWN: dict[str, Callable[..., Any]] = {"generate": generate, "floors": floors, "speed": speed, "report": report}
 
 
 def main(given: Sequence[str] | None = None) -> None:

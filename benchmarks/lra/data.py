@@ -56,6 +56,11 @@ class Rules:
     settings: str = "release"
     stages: list[Stage] = field(default_factory=list)
 
+    @property
+    def are_published(self) -> bool:
+        """Whether what is tested has the rules of Long Range Arena."""
+        return (self.contour_length, self.settings) == (Rules.contour_length, Rules.settings)
+
 
 def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Source:
     """The source of a task that can be generated."""

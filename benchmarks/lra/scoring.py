@@ -11,9 +11,17 @@ from . import floors, listops, markers, pathfinder
 from .batches import ExampleRows, RecordRows
 from .data import LraData
 from .floors import Result
+from .tasks import LRA
 
 # training samples that the reader of markers learns from
 MOST_READ = 60_000
+
+
+def belongs(data: LraData) -> bool:
+    """Whether a test set is one of Long Range Arena, released or made by its rules: its task, whole and hard."""
+    if data.task.name not in LRA or data.source == "stand-in":
+        return False
+    return data.source == "official" or (data.rules.are_published and data.sizes.test >= data.task.sizes.test)
 
 
 def _labels(data: LraData, split: str) -> np.ndarray:

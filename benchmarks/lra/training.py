@@ -22,10 +22,11 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.utilities.data import dim_zero_cat
 
+from .. import measure
 from .batches import Batch
 from .floors import Result, pair_accuracy
 from .model import Architecture, Classifier
-from .scoring import score
+from .scoring import belongs, score
 from .tasks import find
 from .transfer import Growth, carry_over
 
@@ -112,6 +113,8 @@ class Experiment(lightning.LightningModule):
         self.validation_loss = MeanMetric()
         self.answers, self.pair_answers = Answers(), Answers()
         self.result: Result | None = None
+        # of the checkpoint that the weights come from
+        self.trained_steps = 0
         self._streams: list[dict[str, Any]] | None = None
 
     # ---- steps ----
@@ -164,6 +167,15 @@ class Experiment(lightning.LightningModule):
         if self.trainer.is_global_zero:
             print(result)
 
+    def test_facts(self) -> dict[str, Any]:
+        """What a line of results says of a test beside its Result: the data, the model, how long it was trained, where."""
+        data, architecture = self.trainer.datamodule, self.model.architecture  # type: ignore[attr-defined]
+        return {
+            "is_lra": belongs(data), "source": data.source, "mask": architecture.mask, "n_layers": architecture.n_layers,
+            "embed_dim": architecture.embed_dim, "weights": sum(weight.numel() for weight in self.model.parameters()),
+            "steps": self.trained_steps, "batch_size": data.batch_size, "device": measure.device_name(self.device),
+        }  # fmt: skip
+
     # ---- optimiser ----
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
@@ -204,6 +216,7 @@ class Experiment(lightning.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._streams = checkpoint["streams"]
+        self.trained_steps = checkpoint["global_step"]
 
     def on_train_start(self) -> None:
         # the last thing before the first step: dropout and hidden tokens go on where they were

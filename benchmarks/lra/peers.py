@@ -1,0 +1,97 @@
+"""Which ways to attend are compared?
+
+Knows ours, PyTorch's attention with and without a matrix of scores in memory, FlexAttention, and what each needs to be given
+a layout. Must not know models, shapes or clocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocksparse_flash import BlockLayout, attention
+
+from ..peers import compiled_flex
+
+# (q, k, v, dropout_p) to what they attend to
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+OURS, MATERIALISED, SDPA, FLEX = "blocksparse_flash", "materialised", "sdpa", "flex"
+PROVIDERS = (OURS, MATERIALISED, SDPA, FLEX)
+
+
+def materialised(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, mask: Tensor | None) -> Tensor:
+    """Every score in memory. mask bool, True attends; None is all."""
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return F.dropout(scores.softmax(dim=-1), dropout_p).to(v.dtype) @ v
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, mask: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, mask: Any) -> Tensor:
+    assert not dropout_p, "FlexAttention has no dropout"
+    return compiled_flex()(q, k, v, block_mask=mask)
+
+
+def _block_mask(layout: BlockLayout) -> Any:
+    from torch.nn.attention.flex_attention import noop_mask
+
+    from blocksparse_flash.interop import to_flex_attention
+
+    mask = to_flex_attention(layout)
+    if not len(layout.bitmasks):
+        # the lists say it all, as benchmarks.attention has them: nothing to ask about pairs
+        mask.mask_mod = noop_mask
+    return mask
+
+
+def _ours(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, layout: BlockLayout | None, backend: str) -> Tensor:
+    return attention(q, k, v, layout, dropout_p=dropout_p, backend=backend)
+
+
+def why_not(provider: str, layout: BlockLayout | None, device: torch.device) -> str | None:
+    """What keeps a provider from attending so on a device, or None."""
+    if provider != FLEX:
+        return None
+    if device.type != "cuda":
+        return "FlexAttention has a backward pass on CUDA devices only"
+    if layout is not None and any(side % 128 for side in layout.block_size):
+        return f"FlexAttention takes blocks of 128 tokens, not of {layout.block_size}"
+    return None
+
+
+def has_dropout(provider: str) -> bool:
+    """FlexAttention drops no weights."""
+    return provider != FLEX
+
+
+def attend_with(provider: str, layout: BlockLayout | None, device: torch.device, *, backend: str = "auto") -> Attend:
+    """How a provider attends with a layout, None for dense, what it needs for that made and on the device.
+
+    backend  of ours
+    raises   ValueError if there is no such provider
+    """
+    if provider not in PROVIDERS:
+        raise ValueError(f"providers must be of {', '.join(PROVIDERS)}, got {provider!r}")
+    if layout is not None:
+        layout = layout.to(device)
+    if provider == OURS:
+        return functools.partial(_ours, layout=layout, backend=backend)
+    if provider == FLEX:
+        # compiled for a few shapes, after which it would go on uncompiled, every pair in memory
+        torch.compiler.reset()
+    if layout is None:
+        call: Callable[..., Tensor] = {MATERIALISED: materialised, SDPA: _sdpa, FLEX: _flex}[provider]
+        return functools.partial(call, mask=None)
+    if provider == FLEX:
+        return functools.partial(_flex, mask=_block_mask(layout))
+    return functools.partial(materialised if provider == MATERIALISED else _sdpa, mask=layout.to_dense())

@@ -1,0 +1,68 @@
+"""Where do result lines lie, and what is made of them?
+
+Knows folders, and that tables and plots are made. Must not know how a table or a plot is made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import measure
+from . import plots, tables
+from .lines import TEST
+
+NAME = "report.md"
+
+
+def tests_of(runs: Path) -> list[dict[str, Any]]:
+    """The last test of every run under a folder, and the run's name, in the order of those."""
+    paths = sorted(runs.rglob(TEST))
+    return [{**measure.read(path)[-1], "run": path.parent.relative_to(runs).as_posix()} for path in paths]
+
+
+def curves_of(runs: Path) -> list[plots.Curve]:
+    """The learning curve of every run under a folder that has one."""
+    folders = sorted({path.parents[1] for path in runs.rglob("version_*/metrics.csv")})
+    curves = [plots.curve_of(folder, folder.relative_to(runs).as_posix()) for folder in folders]
+    return [curve for curve in curves if curve is not None]
+
+
+def _drawn(
+    tests: Sequence[dict[str, Any]], curves: Sequence[plots.Curve], speed: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Name -> figure, of what there is something to draw of."""
+    figures: dict[str, Any] = {}
+    if tests:
+        figures["accuracy"] = plots.accuracies(tests)
+    if curves:
+        figures["learning-curves"] = plots.learning_curves(curves, tests)
+    for size, alone in tables.sizes(speed).items():
+        name = re.sub("[^a-z0-9]+", "-", " ".join(map(str, size)).lower())
+        figures[f"length-{name}"] = plots.lengths(alone)
+    return figures
+
+
+def write(runs: Path, speed: Path, out: Path) -> list[Path]:
+    """Writes report.md and its pictures, and says which. Nothing to report is a ValueError."""
+    tests, curves = tests_of(runs), curves_of(runs)
+    lines = measure.read(speed) if speed.exists() else []
+    if not (tests or curves or lines):
+        raise ValueError(f"nothing to report: no {TEST} and no metrics.csv under {runs}, and no {speed}")
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, figure in _drawn(tests, curves, lines).items():
+        written.append(out / f"{name}.png")
+        figure.savefig(written[-1], dpi=120)
+    sections = [
+        "# Long Range Arena: results",
+        "Written by `python -m benchmarks.lra report`. A floor is what the task's shortcut is worth on the same samples.",
+        *tables.accuracy_sections(tests),
+        *tables.speed_sections(lines),
+        *(f"![{path.stem}]({path.name})" for path in written),
+    ]
+    written.append(out / NAME)
+    written[-1].write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    return written

@@ -1,0 +1,191 @@
+"""Does a report say what its lines say, and never call a stand-in Long Range Arena?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba", reason="needs the extra [lra]")
+pytest.importorskip("lightning", reason="needs the extra [lra]")
+pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
+
+from benchmarks.lra import __main__ as command
+from benchmarks.lra import lines, plots, reporting, scoring, tables
+from benchmarks.lra.data import LraData, Rules
+from benchmarks.lra.floors import Result
+from benchmarks.lra.published import STEPS
+from benchmarks.lra.tasks import Sizes
+
+RESULT = Result("pathx", 0.70, 0.54, "places of the markers", 0.66, 0.5, 20_000, "generated", 0.6)
+FACTS = {
+    "is_lra": True, "source": "generated", "mask": "butterfly | local(window=128)", "n_layers": 6, "embed_dim": 128,
+    "weights": 10, "steps": 6000, "batch_size": 64, "device": "cpu",
+}  # fmt: skip
+
+
+def timing(**changes: Any) -> dict[str, Any]:
+    line = {**dict.fromkeys(lines.SPEED_KEYS), **lines.untimed("ok")}
+    line |= {"bench": "lra_speed", "pattern": "dense", "provider": "materialised", "device": "a GPU", "documents": 1}
+    return {**line, "n": 1024, "batch": 32, "ms": 10.0, **changes}
+
+
+def runtime(**changes: Any) -> dict[str, Any]:
+    size = {"batch": 16, "heads": 8, "head_dim": 64}
+    return timing(bench="lra_runtime", direction="fwd+bwd", peak_bytes=2**30, **{**size, **changes})
+
+
+def sized(task: str, **changes: Any) -> dict[str, Any]:
+    """Of the published size, which is 1024 tokens only here and there."""
+    batch, documents, n = STEPS[task]
+    return timing(task=task, **{"batch": batch, "documents": documents, "n": n, **changes})
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two runs: one of Path-X, tested twice and taken up once, one of a stand-in."""
+    folder = tmp_path / "runs"
+    lines.append_test(folder / "ours" / "pathx", Result(**{**vars(RESULT), "accuracy": 0.123}), **FACTS)
+    lines.append_test(folder / "ours" / "pathx", RESULT, **FACTS)
+    text = Result("text", 0.9, 0.89, "most frequent label", 0.5, 0.5, 100, "synthetic stand-in, not Long Range Arena")
+    lines.append_test(folder / "toy", text, **{**FACTS, "is_lra": False, "source": "stand-in", "mask": None})
+    for run, source, version, rows in [
+        ("ours/pathx", "fresh", 0, "loss,step,validation_accuracy\n0.7,5,\n,9,0.5\n,19,0.1\n"),
+        ("ours/pathx", "fresh", 1, "loss,step,validation_accuracy\n,19,0.6\n"),
+        ("toy", "stand-in", 0, "step,validation_accuracy\n9,0.8\n"),
+    ]:
+        log = folder / run / f"version_{version}"
+        log.mkdir(parents=True)
+        (log / "metrics.csv").write_text(rows)
+        (log / "config.yaml").write_text(json.dumps({"data": {"task": "pathx", "source": source}}))
+    return folder
+
+
+def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp_path: Path) -> None:
+    speed = tmp_path / "speed.jsonl"
+    speed.write_text(json.dumps(runtime()) + "\n" + json.dumps(runtime(batch=1)) + "\n")
+    written = reporting.write(runs, speed, tmp_path / "out")
+    assert sorted(path.name for path in written) == [
+        *("accuracy.png", "learning-curves.png", "length-a-gpu-1-8-64.png", "length-a-gpu-16-8-64.png", "report.md"),
+    ]
+    assert all(path.stat().st_size for path in written)
+    text = (tmp_path / "out" / "report.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| pathx"))
+    assert "| 70.0% +- 0.3% | 54.0%, places of the markers | yes | 66.0% (50%) | 60.0% | 20,000 |" in row
+    assert "butterfly \\| local" in row and "12.3%" not in text
+    # once for times, once for memory, and not beside another batch
+    assert text.count("| PyTorch, A100 (paper) | 3.67 |") == text.count("| PyTorch, A100 (paper) | 1,184 |") == 1
+    assert text.count("| materialised, dense | 1,024 |") == 2
+
+
+def test_a_stand_in_is_never_called_long_range_arena(runs: Path, tmp_path: Path) -> None:
+    reporting.write(runs, tmp_path / "none.jsonl", tmp_path / "out")
+    before, after = (tmp_path / "out" / "report.md").read_text().split("## NOT Long Range Arena")
+    assert "| toy |" in after and "| toy |" not in before
+    assert "**no**" in after
+    figure = plots.learning_curves(reporting.curves_of(runs), reporting.tests_of(runs))
+    assert [axes.get_title() for axes in figure.axes] == [
+        "pathx, fresh data",
+        "pathx, stand-in data: NOT Long Range Arena",
+    ]
+
+
+def test_released_files_and_generated_data_have_tables_of_their_own() -> None:
+    both = [
+        {**vars(RESULT), **FACTS, "standard_error": 0.01, "run": "r", "source": s} for s in ("official", "generated")
+    ]
+    titles = [section for section in tables.accuracy_sections(both) if section.startswith("##")]
+    assert titles == [
+        "## Accuracy on the released files of Long Range Arena",
+        "## Accuracy on data made by the rules of Long Range Arena",
+        "## Published by the FlashAttention paper, per cent",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("task", "source", "changes", "is_lra"),
+    [
+        ("pathx", "generated", {}, True),
+        ("pathx", "fresh", {}, True),
+        ("text", "official", {}, True),
+        ("text", "stand-in", {}, False),
+        ("listops-small", "generated", {}, False),
+        ("pathfinder64", "generated", {}, False),
+        ("pathx", "generated", {"rules": Rules(contour_length=6)}, False),
+        ("pathx", "generated", {"rules": Rules(settings="documented")}, False),
+        ("pathx", "generated", {"sizes": Sizes(10, 10, 19_999)}, False),
+    ],
+)
+def test_what_is_long_range_arena(task: str, source: Any, changes: dict[str, Any], is_lra: bool) -> None:
+    assert scoring.belongs(LraData(task, source, **changes)) == is_lra
+
+
+def test_a_run_that_was_taken_up_has_one_curve(runs: Path) -> None:
+    assert reporting.curves_of(runs)[0] == plots.Curve("ours/pathx", "pathx, fresh data", True, {9: 0.5, 19: 0.6})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"task": "listops-small"},
+        {"task": "pathx", "rules": {"contour_length": 6}},
+        {"task": "text", "source": "stand-in"},
+    ],
+)
+def test_a_curve_says_what_is_not_long_range_arena(data: dict[str, Any], tmp_path: Path) -> None:
+    log = tmp_path / "version_0"
+    log.mkdir()
+    (log / "metrics.csv").write_text("step,validation_accuracy\n9,0.8\n")
+    (log / "config.yaml").write_text(json.dumps({"data": data}))
+    curve = plots.curve_of(tmp_path, "run")
+    assert curve is not None and not curve.is_lra
+    assert plots.learning_curves([curve], []).axes[0].get_title().endswith(": NOT Long Range Arena")
+
+
+def test_the_geometric_mean_is_over_dense_attention_with_its_scores_in_memory() -> None:
+    ours = {"provider": "blocksparse_flash", "backend": "triton"}
+    found = [sized(task) for task in tables.TASKS]
+    # 2, 2, 2, 2, 32: 2 * 16 ** (1 / 5) = 3.48
+    found += [sized(task, ms=10 / 32 if task == "text" else 5.0, **ours) for task in tables.TASKS]
+    found += [sized(task, ms=4.0, pattern="butterfly", **ours) for task in tables.TASKS]
+    rows = {row.split(" | ")[0][2:]: row for row in tables.steps_table(found).splitlines()}
+    assert rows["blocksparse_flash (triton), dense"].endswith(
+        "| 0.312 (32.00x) | 5 (2.00x) | 5 (2.00x) | 5 (2.00x) | **3.48x** | 2.4x |"
+    )
+    assert rows["blocksparse_flash (triton), butterfly"].endswith("| **2.50x** | 2.8x |")
+    assert rows["materialised, dense"].endswith("| **1.00x** |  |")
+
+
+def test_what_was_not_timed_has_no_share_in_a_mean() -> None:
+    found = [sized(task) for task in tables.TASKS]
+    ours = [sized(task, ms=5.0, provider="sdpa") for task in tables.TASKS]
+    missing = {**ours[0], **lines.untimed("out of memory")}
+    other_size = {**ours[0], "batch": 16}
+    for odd in (missing, other_size):
+        gained = tables.speedups([*found, odd, *ours[1:]])
+        assert set(gained["dense", "sdpa", None]) == set(tables.TASKS[1:])
+        assert "**2.00x**" not in tables.steps_table([*found, odd, *ours[1:]])
+    assert "| out of memory |" in tables.steps_table([*found, missing, *ours[1:]])
+
+
+def test_the_paper_stands_beside_its_own_sizes_only() -> None:
+    found = [
+        sized(task, provider=provider) for task in tables.TASKS for provider in ("materialised", "blocksparse_flash")
+    ]
+    tiny = [{**line, "n": 256} for line in found]
+    assert "2.4x" in tables.steps_table(found) and "2.4x" not in tables.steps_table(tiny)
+    assert tables.speed_sections(found)[0] == "## Training steps on a GPU"
+    assert tables.speed_sections(tiny)[0] == "## Training steps on a GPU, NOT the sizes of Long Range Arena"
+
+
+def test_nothing_to_report_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nothing to report: no test\.jsonl"):
+        reporting.write(tmp_path, tmp_path / "speed.jsonl", tmp_path / "out")
+
+
+def test_the_command_says_what_it_wrote(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    command.main(["report", "--runs", str(runs), "--speed", str(tmp_path / "none.jsonl"), "--out", str(out)])
+    assert str(out / "report.md") in capsys.readouterr().out
