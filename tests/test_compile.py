@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # and those after, where Gluon has other names
 BEFORE, *AFTER = OTHERS = ("3.6.0", "3.8.0", "3.9.0")
 
-# bytes that a kernel may spill whose sums leave too few registers for its addresses, a few of which each step loads anew:
-# (kernel, head_dim, whether it has lengths)
-ADDRESSES = {
-    ("hopper_backward_kernel", 128, False): 640,
-    ("hopper_backward_kernel", 128, True): 640,
+# what falls short: bytes that kernels of `hopper`, which runs by name only, spill at (head_dim, whether there are lengths).
+# Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
+KNOWN_SPILLS = {
+    ("hopper_backward_kernel", 128, False): 572,
+    ("hopper_backward_kernel", 128, True): 316,
     ("hopper_forward_kernel", 128, True): 64,
 }
 
@@ -61,7 +61,7 @@ def faults(record: Record) -> list[str]:
     call = record["call"]
     is_half = call["dtype"] in ("float16", "bfloat16")
     said = []
-    allowed = ADDRESSES.get((record["kernel"], call["head_dim"], bool(call.get("limited"))), 0)
+    allowed = KNOWN_SPILLS.get((record["kernel"], call["head_dim"], bool(call.get("limited"))), 0)
     if record["spills"] > allowed and is_half and call["head_dim"] in (64, 128):
         said.append(f"spills {record['spills']} bytes")
     if record["shared"] > record["shared_limit"]:
@@ -152,7 +152,10 @@ def test_each_fault_is_seen(change: dict[str, Any], word: str) -> None:
 def test_what_is_no_fault() -> None:
     """Nothing wrong with GOOD; spills of float32 and of other head dimensions are allowed, they are not fast paths."""
     assert faults(GOOD) == []
-    assert faults({**GOOD, "spills": 640, "kernel": "hopper_backward_kernel"}) == []
+    spilled = {**GOOD, "call": {**GOOD["call"], "head_dim": 128}, "kernel": "hopper_backward_kernel"}
+    assert faults({**spilled, "spills": 572}) == []
+    (fault,) = faults({**spilled, "spills": 573})
+    assert "spills 573 bytes" in fault
     assert faults({**GOOD, "spills": 4, "call": {"head_dim": 256, "dtype": "bfloat16"}}) == []
     assert (
         faults({**GOOD, "spills": 4, "wgmma": 0, "call": {"head_dim": 64, "dtype": "float32"}, "wgmma_waits": 0}) == []

@@ -179,8 +179,6 @@ def test_large_blocks_are_taken_apart(block_size: Any) -> None:
 def test_flex_attention_computes_with_it_what_the_reference_does(case: cases.Case) -> None:
     layout = case.build()
     batch, heads, q_len, kv_len = max(layout.shape[0], 2), max(layout.shape[1], 4), layout.q_len, layout.kv_len
-    if layout.shape[0] not in (1, batch) or layout.shape[1] not in (1, heads) or 0 in (q_len, kv_len):
-        pytest.skip("other axes than this test's")
     random = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(batch, heads, length, 16, generator=random, dtype=torch.float64)
