@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import optimize
 
-from blocksparse_flash import memory, prediction
+from blocksparse_flash import BlockLayout, memory, prediction
 from blocksparse_flash.call import Call
 from blocksparse_flash.prediction import Calibration, Device, Kernel, Rates
 
@@ -75,22 +75,36 @@ class Measured(NamedTuple):
 # ---- from lines to calls ----
 
 
+class Asked(NamedTuple):
+    """What a case of benchmarks.attention asks of attention."""
+
+    layout: BlockLayout | None
+    causal: bool
+    density: float
+
+
 @functools.cache
-def _layout(bench: str, name: str, length: int) -> tuple[object, bool]:
-    """(layout, causal) of a case of benchmarks.attention."""
+def asked(bench: str, name: str, length: int) -> Asked:
+    """The case that a line names."""
     sweep = None if bench == "attention" else bench
     for case in sweeps.cases(sweep, length):
-        if (case.bench, case.name, case.pattern.length) == (bench, name, length):
-            return case.pattern.layout(), case.pattern.causal
+        pattern = case.pattern
+        if (case.bench, case.name, pattern.length) == (bench, name, length):
+            return Asked(pattern.layout(), pattern.causal, pattern.density)
     raise ValueError(f"benchmarks.attention has no pattern {name} of {length} tokens in {bench}")
 
 
 def measured(line: Line) -> Measured:
     """The call that a line timed; its tensors hold nothing."""
-    layout, causal = _layout(line["bench"], line["pattern"], line["n"])
+    layout, causal, density = asked(line["bench"], line["pattern"], line["n"])
+    if abs(density - line["density"]) > 1e-6:
+        raise ValueError(
+            f"{line['bench']} {line['pattern']} of {line['n']} tokens has density {density:.6g}, but a line says "
+            f"{line['density']:.6g}: the pattern was another one when it was measured; measure it again"
+        )
     shape = line["batch"], line["heads"], line["n"], line["head_dim"]
     x = torch.empty(1, dtype=DTYPES[line["dtype"]]).expand(shape)
-    call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])  # type: ignore[arg-type]
+    call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
     moved = memory.forward(call) if line["direction"] == "fwd" else memory.backward(call)
     return Measured(line, call, moved.reads + moved.writes, moved.passes)
 

@@ -304,7 +304,7 @@ TABLE = {
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/lines.py": Arrows(set()),
     "benchmarks/calibrate.py": Arrows(
-        {NUMPY, TORCH, "scipy", *(f"{OURS}.{name}" for name in ("call", "memory", "prediction"))}
+        {NUMPY, TORCH, "scipy", OURS, *(f"{OURS}.{name}" for name in ("call", "memory", "prediction"))}
         | {"benchmarks.lines", "benchmarks.sweeps"}
     ),
     "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
