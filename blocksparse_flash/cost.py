@@ -170,7 +170,7 @@ def _times(
 def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -> Balance:
     """The balance of a call, with the rates that were measured on its GPU, or else generic ones."""
     if call.is_empty:
-        return Balance(0, 0.0, 0, 0.0, None if device is None else device.multiprocessors, None, None)
+        return Balance(0, 0.0, 0, 0.0, None, None, None)
     rows, cols = (side.tiles for side in call.sides)
     spread = int(rows.max()), float(rows.mean()), int(cols.max()), float(cols.mean())
     if device is None or not call.has_kernels:
