@@ -307,8 +307,15 @@ TABLE = {
         {NUMPY, TORCH, "scipy", OURS, *(f"{OURS}.{name}" for name in ("call", "memory", "prediction"))}
         | {"benchmarks.lines", "benchmarks.sweeps"}
     ),
+    "benchmarks/io.py": Arrows({TORCH, OURS, "benchmarks.measure", "benchmarks.patterns"}),
+    "benchmarks/bounds.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("call", "dispatch", "memory", "prediction"))}
+        | {"benchmarks.calibrate", "benchmarks.lines"}
+    ),
     "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
-    "benchmarks/report.py": Arrows({"benchmarks.lines", "benchmarks.plots"}),
+    "benchmarks/report.py": Arrows(
+        {f"{OURS}.prediction", *(f"benchmarks.{name}" for name in ("bounds", "lines", "plots"))}
+    ),
     "benchmarks/huggingface.py": Arrows(
         {TORCH, OURS, "masks", "transformers", f"{OURS}.huggingface", "benchmarks.measure"}
     ),
