@@ -46,7 +46,9 @@ class Prior(NamedTuple):
 
 
 # a tile's microseconds come from the lines, but two kernels of one direction are told apart by this alone
-PROGRAM, MASKING, ALONE, LAUNCH = Prior(1.0, 0.02), Prior(0.3, 0.05), Prior(1.5, 0.05), Prior(8.0, 0.05)
+PROGRAM, MASKING, LAUNCH = Prior(1.0, 0.02), Prior(0.3, 0.05), Prior(8.0, 0.05)
+# two programs of triton share a multiprocessor, hopper's one has it to itself
+ALONE = {"triton": Prior(1.5, 0.05), "hopper": Prior(1.0, 0.05)}
 TILE = 0.02
 
 # (backend, padded head_dim, direction) -> (side, programs of a line, microseconds of a tile) of each kernel that walks tiles.
@@ -146,9 +148,9 @@ def predicted(one: Measured, rates: Rates) -> float:
     return prediction.direction_ms(rates, one.call.sides, device, moved=one.moved, passes=one.passes)
 
 
-def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...]) -> Rates:
+def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str) -> Rates:
     """The rates of one device, backend, head_dim and direction."""
-    priors = [*(Prior(kernel.tile_us, TILE) for kernel in kernels), PROGRAM, MASKING, ALONE, LAUNCH]
+    priors = [*(Prior(kernel.tile_us, TILE) for kernel in kernels), PROGRAM, MASKING, ALONE[backend], LAUNCH]
     start = np.log([prior.value for prior in priors])
     firmness = np.array([prior.firmness for prior in priors])
 
@@ -166,13 +168,13 @@ def errors(lines: Sequence[Measured], rates: Rates) -> list[float]:
     return [predicted(one, rates) / one.line["ms"] - 1 for one in lines]
 
 
-def unseen_error(lines: Sequence[Measured], kernels: tuple[Kernel, ...]) -> float:
+def unseen_error(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str) -> float:
     """The worst error on lines that the fit has not seen, in FOLDS parts."""
     worst = 0.0
     for fold in range(min(FOLDS, len(lines))):
         seen = [one for index, one in enumerate(lines) if index % FOLDS != fold]
         unseen = [one for index, one in enumerate(lines) if index % FOLDS == fold]
-        worst = max([worst, *map(abs, errors(unseen, fit(seen, kernels)))])
+        worst = max([worst, *map(abs, errors(unseen, fit(seen, kernels, backend)))])
     return worst
 
 
@@ -182,13 +184,13 @@ def calibrate(lines: Sequence[Line]) -> list[Calibration]:
     for (device, backend, head_dim, direction), group in usable(lines).items():
         kernels = KERNELS[backend, head_dim, direction]
         found = [measured(line) for line in group]
-        rates = fit(found, kernels)
+        rates = fit(found, kernels, backend)
         off = errors(found, rates)
         sizes = [abs(error) for error in off]
         one = Calibration(
             DEVICES[device], backend, head_dim, direction, rates, len(found),
             tuple(dict.fromkeys(line["bench"] for line in group)), tuple(dict.fromkeys(line["commit"] for line in group)),
-            statistics.median(sizes), max(sizes), unseen_error(found, kernels),
+            statistics.median(sizes), max(sizes), unseen_error(found, kernels, backend),
         )  # fmt: skip
         made.append(one)
         print(f"\n{device}, {backend}, head_dim {head_dim}, {direction}: {rates}")

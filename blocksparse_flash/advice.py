@@ -173,7 +173,7 @@ def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
     ):
         if lost is not None and lost > UNEVEN and longest > LONG * mean:
             yield (
-                f"the longest {name} has {longest} tiles, the mean {mean:.3g}: the GPU waits for it, and takes {lost:.2f} times as "
+                f"the longest {name} has {longest} tiles, the mean {mean:.4g}: the GPU waits for it, and takes {lost:.2f} times as "
                 "long as with even work. More heads or batches in one call hide it; fewer tokens that attend, or are attended "
                 "to, everywhere shorten it"
             )

@@ -65,8 +65,8 @@ class Explanation:
             f"density      {self.density:.4g} of the layout's blocks",
             f"tiles        {tile}; {self.tile_density:.4g} of them are computed",
             f"   masked    {self.partial_share:.1%} of these, pair by pair; {self.fill:.1%} of the pairs computed attend",
-            f"forward      {self.flops / 1e9:.4g} GFLOP, {_moved(self.forward)}",
-            f"backward     {self.backward_flops / 1e9:.4g} GFLOP, {_moved(self.backward)}",
+            f"forward      {_amount(self.flops, 'FLOP')}, {_moved(self.forward)}",
+            f"backward     {_amount(self.backward_flops, 'FLOP')}, {_moved(self.backward)}",
             f"metadata     {self.metadata_bytes} bytes",
             *self._said_balance(),
             *self._said_time(),
@@ -77,7 +77,7 @@ class Explanation:
 
     def _said_balance(self) -> list[str]:
         of = self.balance
-        spread = f"rows: {of.longest_row} tiles at most, {of.mean_row:.3g} in the mean; columns: {of.longest_col} and {of.mean_col:.3g}"
+        spread = f"rows: {of.longest_row} tiles at most, {of.mean_row:.4g} in the mean; columns: {of.longest_col} and {of.mean_col:.4g}"
         lines = [f"balance      {spread}"]
         if of.multiprocessors is not None:
             lines.append(
@@ -94,27 +94,42 @@ class Explanation:
         if said.dense_forward_ms != said.forward_ms:
             lines.append(
                 f"   dense     forward {_ms(said.dense_forward_ms)}, backward {_ms(said.dense_backward_ms)}: "
-                f"{said.dense_forward_ms / said.forward_ms:.2g} and {said.dense_backward_ms / said.backward_ms:.2g} times as long"
+                f"{_two_digits(said.dense_forward_ms / said.forward_ms)} and "
+                f"{_two_digits(said.dense_backward_ms / said.backward_ms)} times as long"
             )
         lines.append(f"   by        {said.basis}")
         lines += [f"   not calibrated: {caveat}" for caveat in said.caveats]
         return lines
 
 
+def _two_digits(value: float) -> str:
+    """More would say more than a prediction knows.
+
+    >>> _two_digits(0.3456), _two_digits(17151.0)
+    ('0.35', '17000')
+    """
+    return f"{float(f'{value:.2g}'):.10g}"
+
+
 def _ms(value: float) -> str:
-    return f"{value:.2g} ms" if value < 100 else f"{value:.0f} ms"
+    return f"{_two_digits(value)} ms" if value < 1000 else f"{_two_digits(value / 1000)} s"
 
 
-def _bytes(count: int) -> str:
-    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+def _amount(count: int, unit: str) -> str:
+    """Four digits and a decimal prefix.
+
+    >>> _amount(2_097_152, "B")
+    '2.097 MB'
+    """
+    for size, prefix in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
         if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count} bytes"
+            return f"{count / size:.4g} {prefix}{unit}"
+    return f"{count} {unit}"
 
 
 def _moved(of: Moved) -> str:
-    held = "" if of.workspace is None else f", workspace {_bytes(of.workspace)}"
-    return f"reads {_bytes(of.reads)}, writes {_bytes(of.writes)}{held}"
+    held = "" if of.workspace is None else f", workspace {_amount(of.workspace, 'B')}"
+    return f"reads {_amount(of.reads, 'B')}, writes {_amount(of.writes, 'B')}{held}"
 
 
 def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], determinism: str) -> Explanation:

@@ -134,6 +134,7 @@ def test_a_measured_gpu_has_a_prediction_beside_dense(on: Any) -> None:
     assert 1.0 <= found.balance.forward < 1.3 and found.balance.multiprocessors == 132
     report = str(found)
     assert f"time         forward {said.forward_ms:.2g} ms, backward {said.backward_ms:.2g} ms" in report
+    assert "forward      151.9 GFLOP, reads 201.4 MB, writes 68.16 MB, workspace 0 B" in report
     assert "times as long" in report and "measurements on NVIDIA H200" in report and "not calibrated" not in report
     assert "on 132 multiprocessors" in report
 

@@ -189,7 +189,7 @@ def made_lines(*patterns: tuple[str, int]) -> list[calibrate.Measured]:
 def test_the_fit_finds_the_rates_that_made_the_lines() -> None:
     # short ones for the launch, many short programs for what a program costs, long ones for the tile
     lines = made_lines(("local", 512), ("local", 8192), ("butterfly", 8192), ("dense", 4096), ("dense", 8192))
-    rates = calibrate.fit(lines, (Kernel("rows", 1, 1.0),))
+    rates = calibrate.fit(lines, (Kernel("rows", 1, 1.0),), "triton")
     assert rates.kernels[0].tile_us == pytest.approx(3.0, rel=0.05)
     assert rates.program == pytest.approx(2.0, rel=0.2)
     assert max(map(abs, calibrate.errors(lines, rates))) < 0.03
@@ -197,7 +197,7 @@ def test_the_fit_finds_the_rates_that_made_the_lines() -> None:
 
 def test_of_one_line_the_rest_is_the_prior() -> None:
     (one,) = made_lines(("dense", 4096))
-    rates = calibrate.fit([one], (Kernel("rows", 1, 1.0),))
+    rates = calibrate.fit([one], (Kernel("rows", 1, 1.0),), "triton")
     assert max(map(abs, calibrate.errors([one], rates))) < 0.02
     assert rates.masking == pytest.approx(calibrate.MASKING.value) and 1.0 <= rates.alone < 2.0
     assert all(math.isfinite(value) for value in rates[1:])
