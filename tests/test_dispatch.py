@@ -29,10 +29,11 @@ def tiles_by_loop(mask: torch.Tensor) -> np.ndarray:
 def launched(lines: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
     """In which order kernels take up the lines of heads: those over twice the mean first, over all heads, then head by head.
 
-    lines  of each head, its (tiles, partial ones); every head has as many of them taken first as the one with the most long ones
+    lines  of each head, its (tiles, partial ones); of every head as many are taken first as of the one with the most long ones
     """
     longest_first = [sorted(head, key=lambda line: -line[0]) for head in lines]
-    n_long = max(sum(line[0] > 2 * sum(other[0] for other in head) / len(head) for line in head) for head in lines)
+    every = [line[0] for head in lines for line in head]
+    n_long = max(sum(tiles > 2 * sum(every) / len(every) for tiles, _ in head) for head in lines)
     first = [head[place] for place in range(n_long) for head in longest_first]
     return first + [line for head in longest_first for line in head[n_long:]]
 
@@ -55,6 +56,17 @@ def test_lines_of_a_plan_are_those_of_its_mask(case: cases.Case) -> None:
         # among lines of as many tiles the order is not told
         assert found.tiles.tolist() == [tiles for tiles, _ in expected]
         assert sorted(zip(*map(np.ndarray.tolist, found), strict=True)) == sorted(expected)
+
+
+def test_long_lines_of_all_heads_come_first() -> None:
+    """Two heads of 16 tile rows: 16, 12 and 1 tiles here, 14 and 10 there (its own block and nine others), so that each order is another one."""
+    blocks = torch.eye(16, dtype=torch.bool).repeat(2, 1, 1)
+    blocks[0, 3], blocks[0, 5, :12], blocks[1, 9, :14], blocks[1, 2, 7:] = True, True, True, True
+    plan = BlockLayout.from_block_mask(blocks, 2048, 2048, block_size=128).plan("cpu")
+    found = dispatch.of_records(plan.row_items.numpy(), batch=1, heads=2)
+    assert found.tiles[:4].tolist() == [16, 14, 12, 10] and found.tiles[4:].tolist() == [1] * 28
+    expected = launched([[(int(row.sum()), 0) for row in head] for head in blocks])
+    assert found.tiles.tolist() == [tiles for tiles, _ in expected] and not found.partial.any()
 
 
 @pytest.mark.parametrize("group", [2, 4])
