@@ -5,7 +5,7 @@ share s of stored blocks (FlashAttention, https://arxiv.org/abs/2205.14135, Prop
 between L2 and the multiprocessors, M being the shared memory of a program; device memory stands beside it: L2 holds 50 MB and
 more, so much less comes from there. Each kernel is profiled by itself, with empty caches.
 
-The command runs itself under `ncu`, which must be on the PATH and allowed to read the GPU's counters, and appends a JSON line for
+The command runs itself under `ncu`, which must be there and allowed to read the GPU's counters, and appends a JSON line for
 each density, head_dim, number of heads, direction to benchmarks/results/io.jsonl; `python -m benchmarks.report` tells and draws them.
 """
 
@@ -194,6 +194,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
+    parser.add_argument("--ncu", default="ncu", help="Nsight Compute's command, where it is not on the PATH")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/io.jsonl"), help="appended to")
     parser.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -210,9 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.profiled:
         profiled(options)
         return
-    ncu = shutil.which("ncu")
+    ncu = shutil.which(options.ncu)
     if ncu is None:
-        raise SystemExit("needs ncu, of Nsight Compute, on the PATH")
+        raise SystemExit(f"needs Nsight Compute, but there is no command {options.ncu}; --ncu says where it is")
     if not torch.cuda.is_available():
         raise SystemExit("needs a CUDA GPU")
     # missing in PyTorch's stubs

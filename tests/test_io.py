@@ -139,8 +139,8 @@ def test_what_cannot_be_read_is_refused_with_the_reason(text: str, words: str) -
 
 def test_without_ncu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io.shutil, "which", lambda name: None)
-    with pytest.raises(SystemExit, match="needs ncu"):
-        io.main([])
+    with pytest.raises(SystemExit, match="there is no command elsewhere/ncu; --ncu says where"):
+        io.main(["--ncu", "elsewhere/ncu"])
 
 
 @pytest.mark.parametrize(
