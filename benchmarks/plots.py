@@ -326,6 +326,40 @@ def masks(lines: Sequence[Line]) -> Any:
     return figure
 
 
+def io(lines: Sequence[Line], expected: dict[str, Callable[[Line], float]], measured: Callable[[Line], float]) -> Any:
+    """Curves: bytes moved over density, of each backend, beside what is `expected` of a line, both logarithmic.
+
+    measured  the bytes between L2 and the multiprocessors
+    """
+    heads = max(line["heads"] for line in lines)
+    lines = [line for line in lines if line["heads"] == heads]
+    where = f"{lines[0]['device']}, bf16, batch {lines[0]['batch']}, {heads} heads, {lines[0]['n']:,} tokens"
+    figure, panels = _panels(lines, f"Bytes moved against the share of stored blocks\n{where}")
+    for axis, found in panels:
+        for provider in measurements.measured(found):
+            mine = sorted(
+                (line for line in found if measurements.who(line) == provider), key=lambda line: line["density"]
+            )
+            places, hue, name = [line["density"] for line in mine], colour(provider), measurements.label(provider)
+            axis.plot(
+                places, [measured(line) for line in mine], marker="o", color=hue, label=f"L2 to multiprocessors, {name}"
+            )
+            memory = [line["dram_read_bytes"] + line["dram_write_bytes"] for line in mine]
+            axis.plot(
+                places, memory, marker="s", markersize=4, linestyle="--", color=hue, label=f"device memory, {name}"
+            )
+            for (what, of), style in zip(expected.items(), (":", "-."), strict=False):
+                axis.plot(
+                    places, [of(line) for line in mine], linestyle=style, color="#555555", label=f"{what}, {name}"
+                )
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("share of blocks stored")
+        axis.set_ylabel("bytes")
+    _legend(figure)
+    return figure
+
+
 def figures(attention: Sequence[Line], mask_lines: Sequence[Line]) -> dict[str, Any]:
     """Name -> Figure of everything that was measured; a sweep that was not run has none."""
     found: dict[str, Any] = {}

@@ -1,7 +1,8 @@
 """What do the measurements say? `python -m benchmarks.report` writes the tables of the README and draws the pictures.
 
-It reads benchmarks/results/attention.jsonl and masks.jsonl, and replaces in the README what stands between its markers;
-everything measured goes to results/attention.md. Knows Markdown. Must not know how anything is measured or drawn.
+It reads benchmarks/results/attention.jsonl, masks.jsonl and io.jsonl (which may not be there), and the table behind explain's
+predictions, and replaces in the README what stands between its markers; everything measured goes to results/attention.md and
+io.md. Knows Markdown. Must not know how anything is measured or drawn.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from blocksparse_flash import prediction
+
+from . import bounds, plots
 from . import lines as measurements
-from . import plots
 from .lines import Line, Setting
 
 RESULTS = Path(__file__).parent / "results"
@@ -250,12 +253,138 @@ def masks_section(lines: Sequence[Line]) -> str:
     )
 
 
+# ---- bytes ----
+
+
+def _io_groups(lines: Sequence[Line]) -> list[list[Line]]:
+    """The lines of one call each, over densities."""
+    found: dict[tuple[object, ...], list[Line]] = {}
+    for line in lines:
+        key = tuple(line[name] for name in ("device", "backend", "n", "batch", "heads", "head_dim", "direction"))
+        found.setdefault(key, []).append(line)
+    return [sorted(group, key=lambda line: line["density"]) for group in found.values()]
+
+
+def io_section(lines: Sequence[Line]) -> str:
+    """How the bytes that a call moves grow with density, beside the bound; empty without measurements."""
+    groups = [group for group in _io_groups(lines) if len(group) > 1]
+    if not groups:
+        return ""
+    rows = [
+        ["backend", "direction", "heads", "head_dim", "L2 to multiprocessors", "times the bound", "of what tiles load", "device memory"]
+    ]  # fmt: skip
+    for group in groups:
+        first, last = group[0], group[-1]
+        moved = bounds.linear(group, bounds.on_chip)
+        times, share = ([of(line) for line in group] for of in (_times_the_bound, _share_of_tiles))
+        memory = [(line["dram_read_bytes"] + line["dram_write_bytes"]) / 1e6 for line in (first, last)]
+        rows.append(
+            [
+                first["backend"], first["direction"], str(first["heads"]), str(first["head_dim"]),
+                f"{moved.at_zero / 1e6:,.0f} + {moved.slope / 1e6:,.0f} s MB, R^2 {moved.fit:.4f}",
+                f"{min(times):.2f} to {max(times):.2f}", f"{min(share):.2f} to {max(share):.2f}",
+                f"{memory[0]:,.0f} to {memory[1]:,.0f} MB",
+            ]
+        )  # fmt: skip
+    of = groups[0][0]
+    return "\n\n".join(
+        [
+            (
+                f"Bytes moved at {of['n']:,} tokens and a share s of stored blocks, {groups[0][0]['density']:.2g} to "
+                f"{groups[0][-1]['density']:.2g} (`python -m benchmarks.io`, {of['device']}, "
+                f"{measurements.versions(lines, 'torch', 'triton')}). The bound is N d + s N^2 d^2 / M numbers "
+                "([FlashAttention](https://arxiv.org/abs/2205.14135), Proposition 4, constant 1), M those that the shared memory of a "
+                "program holds. [All of them](benchmarks/results/io.md)."
+            ),
+            table(rows),
+            "![Bytes moved against density](benchmarks/results/io.png)",
+        ]
+    )
+
+
+def _times_the_bound(line: Line) -> float:
+    return bounds.on_chip(line) / bounds.theorem(line)
+
+
+def _share_of_tiles(line: Line) -> float:
+    return bounds.on_chip(line) / bounds.of_tiles(line)
+
+
+def every_byte(lines: Sequence[Line]) -> str:
+    """The text of results/io.md: every measurement of benchmarks.io."""
+    rows = [
+        ["backend", "direction", "heads", "head_dim", "density", "bound MB", "tiles load MB", "L2 to multiprocessors MB", "all of L2 MB",
+         "device memory, read MB", "written MB", "kernels"]
+    ]  # fmt: skip
+    for line in (line for group in _io_groups(lines) for line in group):
+        told = (
+            bounds.theorem(line), bounds.of_tiles(line), line["sm_bytes"], line["l2_bytes"], line["dram_read_bytes"],
+            line["dram_write_bytes"],
+        )  # fmt: skip
+        rows.append(
+            [
+                line["backend"], line["direction"], str(line["heads"]), str(line["head_dim"]), f"{line['density']:.4g}",
+                *("-" if value is None else f"{value / 1e6:,.1f}" for value in told), str(line["n_kernels"]),
+            ]
+        )  # fmt: skip
+    return (
+        "\n\n".join(
+            [
+                "# Bytes moved, all measurements",
+                (
+                    "Written by `python -m benchmarks.report` from io.jsonl. The bound is that of FlashAttention's Proposition 4 with "
+                    "constant 1; what tiles load is counted, as if each tile were read from L2 once by each program that computes it. "
+                    "On a GPU whose L2 has two halves, all of L2's bytes count what these ask of each other. `-`: not counted."
+                ),
+                table(rows),
+            ]
+        )
+        + "\n"
+    )
+
+
+# ---- predictions ----
+
+
+def prediction_section(calibrations: Sequence[prediction.Calibration]) -> str:
+    """How well explain predicts the measurements that it was fitted to."""
+    rows = [
+        [
+            "GPU",
+            "backend",
+            "direction",
+            "head_dim",
+            "measurements",
+            "median error",
+            "worst",
+            "worst of those left out of a fit",
+        ]
+    ]
+    rows += [
+        [
+            one.device.name, one.backend, one.direction, str(one.head_dim), str(one.n_lines), f"{one.median_error:.1%}",
+            f"{one.worst_error:.1%}", f"{one.unseen_error:.1%}",
+        ]
+        for one in calibrations
+    ]  # fmt: skip
+    return table(rows)
+
+
 # ---- the whole ----
 
 
-def sections(attention: Sequence[Line], masks: Sequence[Line]) -> dict[str, str]:
+def read(results: Path) -> dict[str, list[Line]]:
+    """The lines of each file of results; none of io.jsonl as long as there is none."""
+    files = {name: results / f"{name}.jsonl" for name in ("attention", "masks", "io")}
+    return {name: measurements.read(path) if path.exists() or name != "io" else [] for name, path in files.items()}
+
+
+def sections(lines: dict[str, list[Line]]) -> dict[str, str]:
     """What stands between which markers of the README."""
+    attention, masks = lines["attention"], lines["masks"]
     return {
+        "prediction": prediction_section(prediction.calibrations()),
+        "io": io_section(lines["io"]),
         "attention": attention_section(attention),
         "sweeps": sweeps_section(attention),
         "masks": masks_section(masks),
@@ -271,11 +400,17 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
-    attention, masks = (measurements.read(options.results / f"{name}.jsonl") for name in ("attention", "masks"))
-    text = replaced(options.readme.read_text(encoding="utf-8"), sections(attention, masks))
+    lines = read(options.results)
+    text = replaced(options.readme.read_text(encoding="utf-8"), sections(lines))
     options.readme.write_text(text, encoding="utf-8")
-    (options.results / "attention.md").write_text(everything(attention), encoding="utf-8")
-    for name, figure in plots.figures(attention, masks).items():
+    (options.results / "attention.md").write_text(everything(lines["attention"]), encoding="utf-8")
+    figures = plots.figures(lines["attention"], lines["masks"])
+    if lines["io"]:
+        (options.results / "io.md").write_text(every_byte(lines["io"]), encoding="utf-8")
+        figures["io"] = plots.io(
+            lines["io"], {"bound": bounds.theorem, "what tiles load": bounds.of_tiles}, bounds.on_chip
+        )
+    for name, figure in figures.items():
         # no date and no version: the same lines give the same file
         figure.savefig(options.results / f"{name}.png", dpi=100, metadata={"Software": None})
         print(options.results / f"{name}.png")

@@ -1,6 +1,7 @@
 """Attention over token-exact block-sparse masks, dense and sparse through one call."""
 
-from .functional import Explanation, attention, attention_with_lse, explain
+from .explanation import Explanation
+from .functional import attention, attention_with_lse, explain
 from .layout import BlockLayout
 from .merging import merge
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import contract, copy_engine, ops, reference
+from . import contract, copy_engine, explanation, ops, reference
+from .call import Call
+from .explanation import Explanation
 from .layout import BlockLayout
 
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
-# side of a plan's tiles, in tokens
-TILE = 128
 # Gluon, in which the Hopper kernels are written, changes from release to release: those that were tested
 TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
 NO_DROPOUT = "it has no dropout"
@@ -143,71 +141,6 @@ _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # ---- what would happen? ----
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a call of `attention` would do; prints as a report.
-
-    backend, reason  which one, and why
-    others           (backend, why not) of each of the others
-    tile             (queries, keys) of a plan's tiles, None for `reference`, which computes every pair
-    density          stored / all blocks of the layout, 1.0 without one
-    tile_density     computed / all tiles, `causal` included
-    flops            floating-point operations of the forward's two products over the computed tiles
-    metadata_bytes   of the plan's tensors
-    determinism      what is promised
-    """
-
-    backend: str
-    reason: str
-    others: tuple[tuple[str, str], ...]
-    tile: tuple[int, int] | None
-    density: float
-    tile_density: float
-    flops: int
-    metadata_bytes: int
-    determinism: str
-
-    def __str__(self) -> str:
-        tile = "none, every pair is computed" if self.tile is None else f"{self.tile[0]} queries x {self.tile[1]} keys"
-        lines = [f'backend      "{self.backend}": {self.reason}']
-        lines += [f'   not       "{name}": {why}' for name, why in self.others]
-        lines += [
-            f"density      {self.density:.4g} of the layout's blocks",
-            f"tiles        {tile}; {self.tile_density:.4g} of them are computed",
-            f"forward      {self.flops / 1e9:.4g} GFLOP",
-            f"metadata     {self.metadata_bytes} bytes",
-            f"determinism  {self.determinism}",
-        ]
-        return "\n".join(lines)
-
-
-def _cost(q: Tensor, v: Tensor, kv_len: int, layout: BlockLayout | None, causal: bool, backend: str) -> dict[str, Any]:
-    """The numbers of an Explanation, from the plan that the call would walk."""
-    batch, heads, q_len, head_dim = q.shape
-    n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
-    metadata_bytes = 0
-    share = 1.0
-    if backend != "reference" and 0 not in (batch, heads, q_len, kv_len):
-        if layout is not None:
-            plan = layout.plan(q.device, causal=causal)
-            metadata_bytes = sum(tensor.nbytes for tensor in plan)
-            records = plan.row_items
-            share = records[..., 2].sum().item() / (records[..., 0].numel() * n_cols)
-        elif causal:
-            # the last tile column which the last query of each tile row attends to, bottom-right
-            last_q = torch.arange(1, n_rows + 1).mul(TILE).clamp(max=q_len) - 1
-            share = ((last_q + kv_len - q_len).div(TILE, rounding_mode="floor") + 1).clamp(min=0).sum().item()
-            share /= n_rows * n_cols
-    pairs = q_len * kv_len if backend == "reference" else round(share * n_rows * n_cols) * TILE * TILE
-    return {
-        "tile": None if backend == "reference" else (TILE, TILE),
-        "density": 1.0 if layout is None else layout.density,
-        "tile_density": share,
-        "flops": 2 * batch * heads * pairs * (head_dim + v.shape[3]),
-        "metadata_bytes": metadata_bytes,
-    }
 
 
 def _why(backend: str, device: torch.device, is_asked_for: bool) -> str:
@@ -427,10 +360,11 @@ def explain(
     deterministic: bool | None = None,
     backend: str = "auto",
 ) -> Explanation:
-    """What `attention` would do with the same arguments: the backend and why, what it computes, what it promises.
+    """What `attention` would do with the same arguments: backend, tiles, bytes, balance, predicted time, and what to change.
 
     q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend  as `attention`
-    returns  Explanation; print it. Nothing is computed but the layout's plan, and no seed is drawn
+    returns  Explanation; print it. Nothing is computed but the layout's plan, which is read on the host, as are three tokens
+             of k and v; no seed is drawn
     raises   what `attention` would raise
 
     >>> q = k = v = torch.zeros(1, 1, 256, 64, dtype=torch.float64)
@@ -443,14 +377,13 @@ def explain(
     if unfit_for_hopper is None and not is_asked_for and q.device.type == "cuda" and not ops.is_worth_hopper(q, k):
         unfit_for_hopper = "a call this small ends sooner without it: its launch costs the host more"
     chosen = _choose(backend, q.device, dtype, unfit_for_hopper)
-    return Explanation(
-        backend=chosen,
+    others = (name for name in BACKENDS[1:] if name != chosen)
+    call = Call(
+        q, k, v, layout, causal, kv_lengths is not None, dropout_p, _is_deterministic(deterministic), dtype, chosen
+    )
+    return explanation.explained(
+        call,
         reason=_why(chosen, q.device, is_asked_for),
-        others=tuple(
-            (name, _why_other(name, q.device, dtype, is_asked_for, unfit_for_hopper))
-            for name in BACKENDS[1:]
-            if name != chosen
-        ),
-        **_cost(q, v, k.shape[2], layout, causal, chosen),
+        others=tuple((name, _why_other(name, q.device, dtype, is_asked_for, unfit_for_hopper)) for name in others),
         determinism=_promise(deterministic, chosen),
     )

@@ -101,11 +101,33 @@ TABLE = {
         {f"{OURS}.kernels.{name}" for name in ("eager", "forward", "backward", "hopper_forward", "hopper_backward")},
     ),
     "blocksparse_flash/contract.py": Arrows({TORCH, f"{OURS}.layout"}),
+    "blocksparse_flash/dispatch.py": Arrows({NUMPY}),
+    "blocksparse_flash/call.py": Arrows(
+        {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "dispatch", "layout", "plan"))}
+    ),
+    "blocksparse_flash/memory.py": Arrows({f"{OURS}.call", f"{OURS}.dispatch"}),
+    "blocksparse_flash/prediction.py": Arrows({f"{OURS}.dispatch"}),
+    "blocksparse_flash/cost.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("call", "dispatch", "memory", "plan", "prediction"))}
+    ),
+    "blocksparse_flash/advice.py": Arrows(
+        {TORCH, *(f"{OURS}.{name}" for name in ("call", "cost", "dispatch", "prediction"))}
+    ),
+    "blocksparse_flash/explanation.py": Arrows(
+        {f"{OURS}.{name}" for name in ("advice", "call", "cost", "dispatch", "memory", "prediction")}
+    ),
     "blocksparse_flash/functional.py": Arrows(
-        {TORCH, *(f"{OURS}.{name}" for name in ("contract", "copy_engine", "layout", "ops", "reference"))}, {TRITON}
+        {TORCH}
+        | {
+            f"{OURS}.{name}"
+            for name in ("call", "contract", "copy_engine", "explanation", "layout", "ops", "reference")
+        },
+        {TRITON},
     ),
     "blocksparse_flash/merging.py": Arrows({TORCH}),
-    "blocksparse_flash/__init__.py": Arrows({f"{OURS}.{name}" for name in ("functional", "layout", "merging")}),
+    "blocksparse_flash/__init__.py": Arrows(
+        {f"{OURS}.{name}" for name in ("explanation", "functional", "layout", "merging")}
+    ),
     "blocksparse_flash/crops.py": Arrows({TORCH, f"{OURS}.layout"}, {"masks"}),
     "blocksparse_flash/huggingface.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("crops", "functional", "layout"))}, {TORCH, "transformers"}
@@ -281,8 +303,19 @@ TABLE = {
     ),
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/lines.py": Arrows(set()),
+    "benchmarks/calibrate.py": Arrows(
+        {NUMPY, TORCH, "scipy", OURS, *(f"{OURS}.{name}" for name in ("call", "memory", "prediction"))}
+        | {"benchmarks.lines", "benchmarks.sweeps"}
+    ),
+    "benchmarks/io.py": Arrows({TORCH, OURS, "benchmarks.measure", "benchmarks.patterns"}),
+    "benchmarks/bounds.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("call", "dispatch", "memory", "prediction"))}
+        | {"benchmarks.calibrate", "benchmarks.lines"}
+    ),
     "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
-    "benchmarks/report.py": Arrows({"benchmarks.lines", "benchmarks.plots"}),
+    "benchmarks/report.py": Arrows(
+        {f"{OURS}.prediction", *(f"benchmarks.{name}" for name in ("bounds", "lines", "plots"))}
+    ),
     "benchmarks/huggingface.py": Arrows(
         {TORCH, OURS, "masks", "transformers", f"{OURS}.huggingface", "benchmarks.measure"}
     ),

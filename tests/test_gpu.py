@@ -14,7 +14,8 @@ from closeness import assert_as_accurate
 from torch import Tensor
 
 import masks
-from blocksparse_flash import BlockLayout, attention, attention_with_lse
+from benchmarks import measure
+from blocksparse_flash import BlockLayout, attention, attention_with_lse, explain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -265,3 +266,34 @@ def test_a_host_layout_is_copied_once() -> None:
     q = torch.randn(1, 1, 512, 64, device="cuda", dtype=torch.bfloat16)
     attention(q, q, q, layout)
     assert layout.plan(q.device) is layout.plan(q.device)
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_explain_tells_what_a_call_allocates_and_how_long_it_takes(backend: str, head_dim: int) -> None:
+    """Bytes as the allocator counts them; times where this GPU was measured, with room for one that is warm or shared."""
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    torch.use_deterministic_algorithms(False)
+    layout = masks.local(8192, window=512)
+    q = torch.randn(1, 16, 8192, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(1, 4, 8192, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+    found = explain(q, k, v, layout, backend=backend)
+    assert found.backend == backend and found.balance.multiprocessors is not None
+
+    out = attention(q, k, v, layout, backend=backend)
+    dout = torch.randn_like(out)
+    calls = {
+        "forward": lambda: attention(q, k, v, layout, backend=backend),
+        "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+    }
+    for name, call in calls.items():
+        call()
+        said = getattr(found, name)
+        # each tensor takes a multiple of 512 bytes
+        assert measure.peak_bytes(call) == pytest.approx(said.writes + said.workspace, rel=1e-3), name
+        predicted = found.prediction
+        if predicted is not None and not predicted.caveats:
+            took = measure.milliseconds(call)["ms"]
+            print(f"{backend} {head_dim} {name}: {took:.3f} ms, predicted {getattr(predicted, f'{name}_ms'):.3f}")
+            assert took / 2 < getattr(predicted, f"{name}_ms") < 2 * took, name

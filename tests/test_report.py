@@ -51,15 +51,20 @@ SWEPT = [
 
 def test_the_readme_says_what_was_measured() -> None:
     """If this fails, `python -m benchmarks.report` writes the README anew."""
-    attention, masks = (measurements.read(report.RESULTS / f"{name}.jsonl") for name in ("attention", "masks"))
+    lines = report.read(report.RESULTS)
     text = report.README.read_text(encoding="utf-8")
-    assert report.replaced(text, report.sections(attention, masks)) == text
-    assert (report.RESULTS / "attention.md").read_text(encoding="utf-8") == report.everything(attention)
+    assert report.replaced(text, report.sections(lines)) == text
+    assert (report.RESULTS / "attention.md").read_text(encoding="utf-8") == report.everything(lines["attention"])
+    written = report.RESULTS / "io.md"
+    assert written.exists() == bool(lines["io"])
+    if lines["io"]:
+        assert written.read_text(encoding="utf-8") == report.every_byte(lines["io"])
 
 
 def test_every_picture_that_is_named_exists() -> None:
-    attention, masks = (measurements.read(report.RESULTS / f"{name}.jsonl") for name in ("attention", "masks"))
-    assert [name for name in plots.figures(attention, masks) if not (report.RESULTS / f"{name}.png").exists()] == []
+    lines = report.read(report.RESULTS)
+    named = [*plots.figures(lines["attention"], lines["masks"]), *(["io"] if lines["io"] else [])]
+    assert [name for name in named if not (report.RESULTS / f"{name}.png").exists()] == []
 
 
 def test_markers_must_be_there_once() -> None:

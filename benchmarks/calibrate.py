@@ -1,0 +1,216 @@
+"""Which coefficients make explain's prediction fit the measurements? `python -m benchmarks.calibrate`
+
+Reads the result lines of benchmarks.attention and writes blocksparse_flash/calibration.json: for each GPU, backend, head_dim and
+direction the rates of the model in blocksparse_flash/prediction.py, by least squares on log(predicted / measured), so that short
+times count as much as long ones. A weak prior holds what the lines do not determine. Prints every line beside its prediction, and
+how far off a fit is on lines that it has not seen. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import optimize
+
+from blocksparse_flash import BlockLayout, memory, prediction
+from blocksparse_flash.call import Call
+from blocksparse_flash.prediction import Calibration, Device, Kernel, Rates
+
+from . import lines as measurements
+from . import sweeps
+from .lines import Line
+
+Array = NDArray[np.float64]
+
+# the GPUs of the result lines: multiprocessors, highest clock, and the bandwidth that a copy reaches
+DEVICES = {"NVIDIA H200": Device("NVIDIA H200", (9, 0), 132, 1980.0, 4300.0)}
+BENCHES = ("attention", "length", "density", "block-size")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# parts of which each in turn is not seen
+FOLDS = 5
+
+
+class Prior(NamedTuple):
+    """What a coefficient is taken for without measurements, and how firmly: residual = firmness * log(value / prior)."""
+
+    value: float
+    firmness: float
+
+
+# a tile's microseconds come from the lines, but two kernels of one direction are told apart by this alone
+PROGRAM, MASKING, LAUNCH = Prior(1.0, 0.02), Prior(0.3, 0.05), Prior(8.0, 0.05)
+# two programs of triton share a multiprocessor, hopper's one has it to itself
+ALONE = {"triton": Prior(1.5, 0.05), "hopper": Prior(1.0, 0.05)}
+TILE = 0.02
+
+# (backend, padded head_dim, direction) -> (side, programs of a line, microseconds of a tile) of each kernel that walks tiles.
+# triton: the tables of kernels/forward.py and backward.py on sm90, and the milliseconds of a dense call that they name
+KERNELS = {
+    ("triton", 128, "fwd"): (Kernel("rows", 1, 2.1),),
+    ("triton", 64, "fwd"): (Kernel("rows", 1, 1.3),),
+    ("triton", 128, "bwd"): (Kernel("cols", 2, 3.8), Kernel("rows", 2, 2.7)),
+    ("triton", 64, "bwd"): (Kernel("cols", 2, 2.4), Kernel("rows", 1, 1.3)),
+    ("hopper", 128, "fwd"): (Kernel("rows", 1, 1.7),),
+    ("hopper", 64, "fwd"): (Kernel("rows", 1, 1.2),),
+    ("hopper", 128, "bwd"): (Kernel("cols", 1, 5.0),),
+    ("hopper", 64, "bwd"): (Kernel("cols", 1, 2.9),),
+}
+
+
+class Measured(NamedTuple):
+    """A result line, and what the model must know of it."""
+
+    line: Line
+    call: Call
+    moved: int
+    passes: int
+
+
+# ---- from lines to calls ----
+
+
+class Asked(NamedTuple):
+    """What a case of benchmarks.attention asks of attention."""
+
+    layout: BlockLayout | None
+    causal: bool
+    density: float
+
+
+@functools.cache
+def asked(bench: str, name: str, length: int) -> Asked:
+    """The case that a line names."""
+    sweep = None if bench == "attention" else bench
+    for case in sweeps.cases(sweep, length):
+        pattern = case.pattern
+        if (case.bench, case.name, pattern.length) == (bench, name, length):
+            return Asked(pattern.layout(), pattern.causal, pattern.density)
+    raise ValueError(f"benchmarks.attention has no pattern {name} of {length} tokens in {bench}")
+
+
+def measured(line: Line) -> Measured:
+    """The call that a line timed; its tensors hold nothing."""
+    layout, causal, density = asked(line["bench"], line["pattern"], line["n"])
+    if abs(density - line["density"]) > 1e-6:
+        raise ValueError(
+            f"{line['bench']} {line['pattern']} of {line['n']} tokens has density {density:.6g}, but a line says "
+            f"{line['density']:.6g}: the pattern was another one when it was measured; measure it again"
+        )
+    shape = line["batch"], line["heads"], line["n"], line["head_dim"]
+    x = torch.empty(1, dtype=DTYPES[line["dtype"]]).expand(shape)
+    call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
+    moved = memory.forward(call) if line["direction"] == "fwd" else memory.backward(call)
+    return Measured(line, call, moved.reads + moved.writes, moved.passes)
+
+
+def usable(lines: Sequence[Line]) -> dict[tuple[str, str, int, str], list[Line]]:
+    """Our lines by (device, backend, head_dim, direction); says which cannot be used."""
+    found: dict[tuple[str, str, int, str], list[Line]] = {}
+    for line in lines:
+        if not measurements.is_ours(measurements.who(line)) or line["direction"] not in ("fwd", "bwd"):
+            continue
+        if line["bench"] not in BENCHES or line["dtype"] not in DTYPES:
+            continue
+        if line["device"] not in DEVICES:
+            print(f"{line['device']} is not in DEVICES of benchmarks/calibrate.py: its lines are not used")
+            continue
+        padded = prediction.padded_dim(line["backend"], line["head_dim"])
+        key = line["device"], line["backend"], padded, line["direction"]
+        if key[1:] not in KERNELS:
+            print(f"{key[1:]} is not in KERNELS of benchmarks/calibrate.py: its lines are not used")
+            continue
+        found.setdefault(key, []).append(line)
+    return found
+
+
+# ---- the fit ----
+
+
+def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:
+    """The rates that logarithms of coefficients stand for: each kernel's tile_us, then program, masking, alone, launch_us."""
+    *tiles, program, masking, alone, launch = np.exp(coefficients)
+    fitted = tuple(kernel._replace(tile_us=float(tile)) for kernel, tile in zip(kernels, tiles, strict=True))
+    # a program alone is never faster than its share
+    return Rates(fitted, float(program), float(masking), max(1.0, float(alone)), float(launch))
+
+
+def predicted(one: Measured, rates: Rates) -> float:
+    """Milliseconds."""
+    device = DEVICES[one.line["device"]]
+    return prediction.direction_ms(rates, one.call.sides, device, moved=one.moved, passes=one.passes)
+
+
+def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str) -> Rates:
+    """The rates of one device, backend, head_dim and direction."""
+    priors = [*(Prior(kernel.tile_us, TILE) for kernel in kernels), PROGRAM, MASKING, ALONE[backend], LAUNCH]
+    start = np.log([prior.value for prior in priors])
+    firmness = np.array([prior.firmness for prior in priors])
+
+    def residuals(coefficients: Array) -> Array:
+        rates = rates_of(coefficients, kernels)
+        misses = [np.log(predicted(one, rates) / one.line["ms"]) for one in lines]
+        return np.concatenate([misses, firmness * (coefficients - start)])
+
+    # the makespan has steps, which a small difference would see instead of the slope
+    return rates_of(optimize.least_squares(residuals, start, diff_step=1e-3, loss="soft_l1", f_scale=0.1).x, kernels)
+
+
+def errors(lines: Sequence[Measured], rates: Rates) -> list[float]:
+    """predicted / measured - 1 of each line."""
+    return [predicted(one, rates) / one.line["ms"] - 1 for one in lines]
+
+
+def unseen_error(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str) -> float:
+    """The worst error on lines that the fit has not seen, in FOLDS parts."""
+    worst = 0.0
+    for fold in range(min(FOLDS, len(lines))):
+        seen = [one for index, one in enumerate(lines) if index % FOLDS != fold]
+        unseen = [one for index, one in enumerate(lines) if index % FOLDS == fold]
+        worst = max([worst, *map(abs, errors(unseen, fit(seen, kernels, backend)))])
+    return worst
+
+
+def calibrate(lines: Sequence[Line]) -> list[Calibration]:
+    """A calibration for each device, backend, head_dim and direction of the lines; prints how well it fits."""
+    made = []
+    for (device, backend, head_dim, direction), group in usable(lines).items():
+        kernels = KERNELS[backend, head_dim, direction]
+        found = [measured(line) for line in group]
+        rates = fit(found, kernels, backend)
+        off = errors(found, rates)
+        sizes = [abs(error) for error in off]
+        one = Calibration(
+            DEVICES[device], backend, head_dim, direction, rates, len(found),
+            tuple(dict.fromkeys(line["bench"] for line in group)), tuple(dict.fromkeys(line["commit"] for line in group)),
+            statistics.median(sizes), max(sizes), unseen_error(found, kernels, backend),
+        )  # fmt: skip
+        made.append(one)
+        print(f"\n{device}, {backend}, head_dim {head_dim}, {direction}: {rates}")
+        for line, error in zip(group, off, strict=True):
+            print(f"  {line['bench']:10} {line['pattern']:14} {line['n']:8} {line['ms']:10.3f} ms  {error:+7.1%}")
+        print(f"  median {one.median_error:.1%}, worst {one.worst_error:.1%}, worst unseen {one.unseen_error:.1%}")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=Path, default=Path("benchmarks/results/attention.jsonl"))
+    parser.add_argument("--out", type=Path, default=prediction.CALIBRATION)
+    options = parser.parse_args(arguments)
+    made = calibrate(measurements.read(options.lines))
+    if not made:
+        raise SystemExit(f"no line of {options.lines} can be used")
+    options.out.write_text(prediction.to_json(made), encoding="utf-8")
+    print(f"\n{options.out}: {len(made)} calibrations")
+
+
+if __name__ == "__main__":
+    main()

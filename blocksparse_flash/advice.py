@@ -1,0 +1,179 @@
+"""What would make a call faster? Sentences, each with the number that it comes from.
+
+Knows calls and what cost.py found out about them. Must not know how a backend is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import prediction
+from .call import Call
+from .cost import Balance, Work
+from .dispatch import TILE
+from .prediction import Device, Prediction
+
+# below this share of attending pairs a tile is badly filled
+WELL_FILLED = 0.5
+# above this share of tiles nothing is gained by skipping the others, where no time is predicted
+NEARLY_DENSE = 0.95
+# times an even spread, and times the mean line, from which on a long line is worth a sentence
+UNEVEN, LONG = 1.15, 2.0
+
+
+def advice(
+    call: Call, done: Work, spread: Balance, device: Device | None, predicted: Prediction | None
+) -> tuple[str, ...]:
+    """What there is to say about a call that computes something; the largest losses first."""
+    if call.is_empty or call.backend == "reference":
+        return ()
+    said = [*_of_layout(call, done, predicted), *_of_heads(call)]
+    if call.has_kernels and device is not None:
+        said += [*_of_types(call, device), *_of_balance(call, spread, device)]
+    return tuple(said)
+
+
+# ---- the layout ----
+
+
+def _of_layout(call: Call, done: Work, predicted: Prediction | None) -> Iterator[str]:
+    layout = call.layout
+    if layout is None:
+        return
+    fill = done.attending / done.computed if done.computed else 1.0
+    if fill < WELL_FILLED:
+        why = "are scattered over them"
+        if min(layout.block_size) < TILE:
+            why = f"are scattered over them in blocks of {layout.block_size[0]} x {layout.block_size[1]}"
+        yield (
+            f"{fill:.0%} of the pairs that are computed attend: tiles of {TILE} x {TILE} are computed whole, and the pairs {why}. "
+            f"Blocks of {TILE} at multiples of {TILE}, or an order of the tokens that puts what attends side by side "
+            "(layout.permute), compute fewer tiles"
+        )
+    if predicted is not None and predicted.dense_forward_ms + predicted.dense_backward_ms <= (
+        predicted.forward_ms + predicted.backward_ms
+    ):
+        yield (
+            f"dense attention is no slower: {predicted.dense_forward_ms + predicted.dense_backward_ms:.2g} ms for forward and "
+            f"backward, {predicted.forward_ms + predicted.backward_ms:.2g} ms with this layout. Leave the layout out if the "
+            "model allows it"
+        )
+    elif predicted is None and done.tiles > NEARLY_DENSE * _tiles_without(call):
+        yield (
+            f"{done.tiles / _tiles_without(call):.0%} of the tiles of dense attention are computed: this layout saves next to nothing. "
+            "Leave it out if the model allows it"
+        )
+    if call.causal and layout.device.type == "cpu" and _is_causal(call):
+        yield (
+            "the layout never attends to the future, so causal=True changes nothing, and makes a second plan where the layout "
+            "is used without it too: leave it out"
+        )
+
+
+def _tiles_without(call: Call) -> int:
+    return int(call.dense_sides.rows.tiles.sum())
+
+
+def _is_causal(call: Call) -> bool:
+    assert call.layout is not None
+    try:
+        call.layout.assert_causal()
+    except ValueError:
+        return False
+    return True
+
+
+# ---- heads ----
+
+
+def _of_heads(call: Call) -> Iterator[str]:
+    repeats = _repeats(call.k)
+    if repeats > 1 and _repeats(call.v) % repeats == 0:
+        yield (
+            f"each head of k and v stands there {repeats} times: give each once, (batch, {call.kv_heads // repeats}, kv_len, "
+            "head_dim). Query heads share key heads without a copy, and dk and dv are summed inside the kernel"
+        )
+    if call.has_kernels:
+        for name, dim in dict.fromkeys((("head_dim", call.head_dim), ("v_head_dim", call.v_dim))):
+            padded = prediction.padded_dim(call.backend, dim)
+            if padded > dim:
+                yield (
+                    f"{name} {dim} is computed as {padded}: {1 - dim / padded:.0%} of each product with it is padding"
+                )
+
+
+def _repeats(tensor: Tensor) -> int:
+    """How many heads in a row are the same, by their strides or by three tokens of the first batch; 1: all differ."""
+    heads, length = tensor.shape[1], tensor.shape[2]
+    if heads == 1:
+        return 1
+    if tensor.stride(1) == 0:
+        return heads
+    if tensor.device.type == "meta":
+        return 1
+    with torch.no_grad():
+        # (heads, 3 * head_dim)
+        sample = tensor.detach()[0, :, [0, length // 2, length - 1]].flatten(1).cpu()
+    # of zeros, or of anything constant, nothing can be told
+    if (sample == sample[:1, :1]).all():
+        return 1
+    groups = (group for group in range(heads, 1, -1) if heads % group == 0)
+    return next((group for group in groups if _is_repeated(sample, group)), 1)
+
+
+def _is_repeated(sample: Tensor, group: int) -> bool:
+    """Whether each row is that of the first of its group; NaN is not."""
+    return bool((sample.unflatten(0, (-1, group)) == sample[::group, None]).all())
+
+
+# ---- types and strides ----
+
+
+def _of_types(call: Call, device: Device) -> Iterator[str]:
+    if call.dtype == torch.float32:
+        yield (
+            "float32 products are computed exactly, without the tensor cores, unless torch.backends.cuda.matmul.fp32_precision is "
+            '"tf32": bfloat16, or torch.autocast, is many times faster'
+        )
+    if not call.is_half or device.capability[0] < 9 or not call.unreadable:
+        return
+    tensors = {"q": call.q, "k": call.k, "v": call.v}
+    instead = "makes a copy of" if call.backend == "hopper" else "loads, without the copy engine,"
+    narrow = [name for name in call.unreadable if tensors[name].shape[3] % 8]
+    if narrow:
+        yield (
+            f"rows of {' and '.join(narrow)} are no multiple of 16 bytes: the backend {instead} them. A head dimension that is a "
+            "multiple of 8 has such rows"
+        )
+    strided = [name for name in call.unreadable if name not in narrow]
+    if strided:
+        yield (
+            f"strides or the address of {' and '.join(strided)} are no multiples of 16 bytes, or a stride is 0: the backend "
+            f"{instead} them. .contiguous() or .clone() has good ones"
+        )
+
+
+# ---- balance ----
+
+
+def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
+    n_programs = call.batch * call.heads * -(-call.q_len // TILE)
+    if n_programs < device.multiprocessors:
+        yield (
+            f"{n_programs} blocks of {TILE} queries for {device.multiprocessors} multiprocessors: the others wait. More heads or "
+            "batches in one call use them"
+        )
+        return
+    for lost, longest, mean, name in (
+        (spread.forward, spread.longest_row, spread.mean_row, "row"),
+        (spread.backward, spread.longest_col, spread.mean_col, "column"),
+    ):
+        if lost is not None and lost > UNEVEN and longest > LONG * mean:
+            yield (
+                f"the longest {name} has {longest} tiles, the mean {mean:.4g}: the GPU waits for it, and takes {lost:.2f} times as "
+                "long as with even work. More heads or batches in one call hide it; fewer tokens that attend, or are attended "
+                "to, everywhere shorten it"
+            )

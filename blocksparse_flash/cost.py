@@ -1,0 +1,185 @@
+"""What does a call compute, how evenly is that spread, and how long will it take? The numbers behind `explain`.
+
+Knows calls, tiles, the properties of a GPU, calibrations. Must not know how any of it is told.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from . import memory, prediction
+from .call import Call
+from .dispatch import TILE, Sides
+from .plan import Plan
+from .prediction import Calibration, Device, Kernel, Prediction, Rates
+
+# of the highest bandwidth that clock and bus of a memory allow, what a copy reaches (H200: 4.3 of 4.9 TB/s)
+COPY_SHARE = 0.875
+# of a GPU without measurements, to say how evenly work spreads: in tiles, no times
+GENERIC = Rates((Kernel("rows", 1, 1.0),), 1.0, 0.3, 1.0, 0.0)
+
+
+# ---- tiles and pairs ----
+
+
+def _pairs_of_plan(plan: Plan) -> int:
+    """Pairs that attend, over the batches and heads of a plan's own."""
+    items, ids, words = (tensor.cpu().numpy() for tensor in (plan.row_items, plan.row_ids, plan.words))
+    records = items.reshape(-1, items.shape[-1]).astype(np.int64)
+    begin, n_tiles, n_partial = records[:, 1], records[:, 2], records[:, 3]
+    # the partial ones of each line stand first
+    passed = np.cumsum(n_partial) - n_partial
+    entries = np.repeat(begin - passed, n_partial) + np.arange(n_partial.sum())
+    of_bitmask = np.bitwise_count(words.view(np.uint32)).sum(axis=(1, 2), dtype=np.int64)
+    return int(of_bitmask[ids[entries]].sum() + (n_tiles - n_partial).sum() * TILE * TILE)
+
+
+def _attending(call: Call) -> int:
+    """Pairs that attend, over all batches and heads."""
+    axes = call.batch * call.heads
+    if call.plan is not None:
+        shared = call.plan.row_items.shape[0] * call.plan.row_items.shape[1]
+        return axes // shared * _pairs_of_plan(call.plan)
+    if call.causal:
+        sees = np.arange(1, call.q_len + 1) + (call.kv_len - call.q_len)
+        return axes * int(sees.clip(0, call.kv_len).sum())
+    return axes * call.q_len * call.kv_len
+
+
+class Balance(NamedTuple):
+    """How evenly tiles are spread over the lines of all heads, and what that costs.
+
+    longest_row, mean_row  tiles of a block of 128 queries
+    longest_col, mean_col  of a block of 128 keys, for all the query heads that share a key head
+    multiprocessors        of the GPU; None on another device, as what follows
+    forward, backward      how many times longer the kernels take than with their work spread evenly over those
+    """
+
+    longest_row: int
+    mean_row: float
+    longest_col: int
+    mean_col: float
+    multiprocessors: int | None
+    forward: float | None
+    backward: float | None
+
+
+class Work(NamedTuple):
+    """Counts over all batches and heads: tiles, partial ones, all there could be, pairs computed, and pairs that attend."""
+
+    tiles: int
+    partial: int
+    grid: int
+    computed: int
+    attending: int
+
+
+def work(call: Call) -> Work:
+    """What a call computes."""
+    if call.is_empty:
+        return Work(0, 0, 0, 0, 0)
+    axes = call.batch * call.heads
+    grid = axes * -(-call.q_len // TILE) * -(-call.kv_len // TILE)
+    if call.backend == "reference":
+        pairs = axes * call.q_len * call.kv_len
+        return Work(grid, grid, grid, pairs, _attending(call))
+    rows = call.sides.rows
+    tiles, partial = int(rows.tiles.sum()), int(rows.partial.sum())
+    return Work(tiles, partial, grid, tiles * TILE * TILE, _attending(call))
+
+
+# ---- the GPU ----
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device | None:
+    """What a prediction must know of a GPU; None of another device."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    # both rates in kHz, memory moves twice a cycle
+    bandwidth = COPY_SHARE * 2 * found.memory_clock_rate * found.memory_bus_width / 8 * 1e-6
+    capability = found.major, found.minor
+    return Device(found.name, capability, found.multi_processor_count, found.clock_rate * 1e-3, bandwidth)
+
+
+def unmeasured(call: Call) -> str:
+    """Why nothing is known of how long such a call takes on any GPU; empty if something is."""
+    if not call.has_kernels:
+        return f'"{call.backend}" on {call.q.device} was not measured'
+    if call.is_empty:
+        return "there is nothing to compute"
+    if not call.is_half:
+        return f"{call.dtype} was not measured"
+    if call.dropout_p > 0:
+        return "dropout was not measured"
+    if call.deterministic and memory.uses_hopper_backward(call):
+        return "the deterministic backward of hopper was not measured"
+    return ""
+
+
+def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -> tuple[Prediction | None, str]:
+    """(the prediction, why there is none)."""
+    why = unmeasured(call)
+    if why or device is None:
+        return None, why
+    dim = max(call.head_dim, call.v_dim)
+    backends = {"fwd": call.backend, "bwd": "hopper" if memory.uses_hopper_backward(call) else "triton"}
+    padded = {direction: prediction.padded_dim(backend, dim) for direction, backend in backends.items()}
+    used = {
+        direction: prediction.find(table, device, backend, padded[direction], direction)
+        for direction, backend in backends.items()
+    }
+    forward, backward = used["fwd"], used["bwd"]
+    if forward is None or backward is None:
+        return None, (
+            f'"{call.backend}" was not measured at a head dimension of {padded["fwd"]} or wider on a GPU of compute '
+            f"capability {device.capability[0]}.{device.capability[1]}"
+        )
+
+    mine = _times(call, call.sides, device, forward, backward)
+    dense = mine if call.layout is None else _times(call, call.dense_sides, device, forward, backward)
+    said = [
+        *prediction.caveats(forward, device, padded["fwd"]),
+        *prediction.caveats(backward, device, padded["bwd"]),
+    ]
+    if call.has_kv_lengths:
+        said.append("kv_lengths are not looked at: as if all were kv_len")
+    if call.unreadable:
+        said.append(f"where the copy engine cannot read {' and '.join(call.unreadable)}, nothing was measured")
+    basis = prediction.basis((forward, backward))
+    return Prediction(*mine, *dense, basis=basis, caveats=tuple(dict.fromkeys(said))), ""
+
+
+def _times(
+    call: Call, sides: Sides, device: Device, forward: Calibration, backward: Calibration
+) -> tuple[float, float]:
+    """Milliseconds of forward and backward over these tiles."""
+
+    def one(found: Calibration, moved: memory.Moved) -> float:
+        rates, known = prediction.on_device(found, device), prediction.known(found, device)
+        return prediction.direction_ms(rates, sides, known, moved=moved.reads + moved.writes, passes=moved.passes)
+
+    return one(forward, memory.forward(call)), one(backward, memory.backward(call))
+
+
+def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -> Balance:
+    """The balance of a call, with the rates that were measured on its GPU, or else generic ones."""
+    if call.is_empty:
+        return Balance(0, 0.0, 0, 0.0, None, None, None)
+    rows, cols = (side.tiles for side in call.sides)
+    spread = int(rows.max()), float(rows.mean()), int(cols.max()), float(cols.mean())
+    if device is None or not call.has_kernels:
+        return Balance(*spread, None, None, None)
+    dim = max(call.head_dim, call.v_dim)
+    losses = []
+    for direction, side in (("fwd", "rows"), ("bwd", "cols")):
+        backend = call.backend if direction == "fwd" or memory.uses_hopper_backward(call) else "triton"
+        found = prediction.find(table, device, backend, prediction.padded_dim(backend, dim), direction)
+        generic = GENERIC._replace(kernels=(Kernel(side, 1, 1.0),))
+        losses.append(prediction.loss(generic if found is None else found.rates, call.sides, device.multiprocessors))
+    return Balance(*spread, device.multiprocessors, *losses)

@@ -1,0 +1,160 @@
+"""What does `explain` tell? Its report, and what it is made of.
+
+Knows the numbers of cost.py and memory.py, and advice. Must not know how a backend is chosen, nor how a number is found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import cost, memory, prediction
+from .advice import advice
+from .call import Call
+from .cost import Balance
+from .dispatch import TILE
+from .memory import Moved
+from .prediction import Prediction
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of `attention` would do; prints as a report.
+
+    backend, reason  which one, and why
+    others           (backend, why not) of each of the others
+    tile             (queries, keys) of a plan's tiles, None for `reference`, which computes every pair
+    density          stored / all blocks of the layout, 1.0 without one
+    tile_density     computed / all tiles, `causal` included
+    partial_share    of the computed tiles, how many are masked pair by pair
+    fill             of the pairs that are computed, how many attend; kv_lengths are not looked at
+    flops, backward_flops  floating-point operations of the forward's two products over the computed tiles, and of the backward's
+                     five
+    metadata_bytes   of the plan's tensors
+    forward, backward  `Moved`: bytes that are read, written and allocated
+    balance          `Balance`
+    prediction       `Prediction`: milliseconds on this GPU, beside dense; None where nothing of the kind was measured
+    unpredicted      why there is no prediction; empty if there is one
+    determinism      what is promised
+    advice           what would make the call faster, in sentences; may be empty
+    """
+
+    backend: str
+    reason: str
+    others: tuple[tuple[str, str], ...]
+    tile: tuple[int, int] | None
+    density: float
+    tile_density: float
+    partial_share: float
+    fill: float
+    flops: int
+    backward_flops: int
+    metadata_bytes: int
+    forward: Moved
+    backward: Moved
+    balance: Balance
+    prediction: Prediction | None
+    unpredicted: str
+    determinism: str
+    advice: tuple[str, ...]
+
+    def __str__(self) -> str:
+        tile = "none, every pair is computed" if self.tile is None else f"{self.tile[0]} queries x {self.tile[1]} keys"
+        lines = [f'backend      "{self.backend}": {self.reason}']
+        lines += [f'   not       "{name}": {why}' for name, why in self.others]
+        lines += [
+            f"density      {self.density:.4g} of the layout's blocks",
+            f"tiles        {tile}; {self.tile_density:.4g} of them are computed",
+            f"   masked    {self.partial_share:.1%} of these, pair by pair; {self.fill:.1%} of the pairs computed attend",
+            f"forward      {_amount(self.flops, 'FLOP')}, {_moved(self.forward)}",
+            f"backward     {_amount(self.backward_flops, 'FLOP')}, {_moved(self.backward)}",
+            f"metadata     {self.metadata_bytes} bytes",
+            *self._said_balance(),
+            *self._said_time(),
+            f"determinism  {self.determinism}",
+            *(f"advice       {sentence}" for sentence in self.advice),
+        ]
+        return "\n".join(lines)
+
+    def _said_balance(self) -> list[str]:
+        of = self.balance
+        spread = f"rows: {of.longest_row} tiles at most, {of.mean_row:.4g} in the mean; columns: {of.longest_col} and {of.mean_col:.4g}"
+        lines = [f"balance      {spread}"]
+        if of.multiprocessors is not None:
+            lines.append(
+                f"   costs     forward {of.forward:.2f}, backward {of.backward:.2f} times what evenly spread work would "
+                f"take on {of.multiprocessors} multiprocessors"
+            )
+        return lines
+
+    def _said_time(self) -> list[str]:
+        said = self.prediction
+        if said is None:
+            return [f"time         not predicted: {self.unpredicted}"]
+        lines = [f"time         forward {_ms(said.forward_ms)}, backward {_ms(said.backward_ms)}"]
+        if said.dense_forward_ms != said.forward_ms:
+            lines.append(
+                f"   dense     forward {_ms(said.dense_forward_ms)}, backward {_ms(said.dense_backward_ms)}: "
+                f"{_two_digits(said.dense_forward_ms / said.forward_ms)} and "
+                f"{_two_digits(said.dense_backward_ms / said.backward_ms)} times as long"
+            )
+        lines.append(f"   by        {said.basis}")
+        lines += [f"   not calibrated: {caveat}" for caveat in said.caveats]
+        return lines
+
+
+def _two_digits(value: float) -> str:
+    """More would say more than a prediction knows.
+
+    >>> _two_digits(0.3456), _two_digits(17151.0)
+    ('0.35', '17000')
+    """
+    return f"{float(f'{value:.2g}'):.10g}"
+
+
+def _ms(value: float) -> str:
+    return f"{_two_digits(value)} ms" if value < 1000 else f"{_two_digits(value / 1000)} s"
+
+
+def _amount(count: int, unit: str) -> str:
+    """Four digits and a decimal prefix.
+
+    >>> _amount(2_097_152, "B")
+    '2.097 MB'
+    """
+    for size, prefix in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.4g} {prefix}{unit}"
+    return f"{count} {unit}"
+
+
+def _moved(of: Moved) -> str:
+    held = "" if of.workspace is None else f", workspace {_amount(of.workspace, 'B')}"
+    return f"reads {_amount(of.reads, 'B')}, writes {_amount(of.writes, 'B')}{held}"
+
+
+def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], determinism: str) -> Explanation:
+    """The explanation of a call whose backend was chosen for `reason`, and not the `others`."""
+    done, device, table = cost.work(call), cost.device_of(call.q.device), prediction.calibrations()
+    predicted, unpredicted = cost.predict(call, device, table)
+    spread = cost.balance(call, device, table)
+    is_reference = call.backend == "reference"
+    return Explanation(
+        backend=call.backend,
+        reason=reason,
+        others=others,
+        tile=None if is_reference else (TILE, TILE),
+        density=1.0 if call.layout is None else call.layout.density,
+        tile_density=done.tiles / done.grid if done.grid else 1.0,
+        partial_share=done.partial / done.tiles if done.tiles else 0.0,
+        fill=done.attending / done.computed if done.computed else 1.0,
+        flops=2 * done.computed * (call.head_dim + call.v_dim),
+        backward_flops=2 * done.computed * (3 * call.head_dim + 2 * call.v_dim),
+        metadata_bytes=0 if call.plan is None or is_reference else sum(tensor.nbytes for tensor in call.plan),
+        forward=memory.forward(call),
+        backward=memory.backward(call),
+        balance=spread,
+        prediction=predicted,
+        unpredicted=unpredicted,
+        determinism=determinism,
+        advice=advice(call, done, spread, device, predicted),
+    )

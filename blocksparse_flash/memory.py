@@ -1,0 +1,121 @@
+"""Which bytes does a call read, write and hold? Tensors once each, whatever the tiles read of them again.
+
+Knows sizes, types, and what each backend allocates beside its outputs. Must not know seconds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .call import Call
+from .dispatch import TILE
+
+# of lse, delta and the sum of dq, bytes
+FLOAT = 4
+
+
+class Moved(NamedTuple):
+    """Bytes of one direction.
+
+    reads      tensors and metadata that are read, each once
+    writes     results
+    workspace  allocated beside the results, and freed at the end; None where PyTorch's operators allocate
+    passes     read and written by the launches before and after the one that walks the tiles; 0 where there are none
+    """
+
+    reads: int
+    writes: int
+    workspace: int | None
+    passes: int
+
+
+def _sizes(call: Call) -> dict[str, int]:
+    """Bytes of q, k, v, out, lse in the type of the products."""
+    size, queries, keys = (
+        call.dtype.itemsize,
+        call.batch * call.heads * call.q_len,
+        call.batch * call.kv_heads * call.kv_len,
+    )
+    return {
+        "q": size * queries * call.head_dim,
+        "k": size * keys * call.head_dim,
+        "v": size * keys * call.v_dim,
+        "out": size * queries * call.v_dim,
+        "lse": (8 if size == 8 else FLOAT) * queries,
+    }
+
+
+def _padded(count: int) -> int:
+    """Of a row of so many elements the copy engine wants a multiple of 8."""
+    return -(-count // 8) * 8
+
+
+def _copies(call: Call) -> int:
+    """Bytes of the copies that `hopper` makes of what the copy engine cannot read."""
+    sizes, dims = _sizes(call), {"q": call.head_dim, "k": call.head_dim, "v": call.v_dim}
+    return sum(sizes[name] // dims[name] * _padded(dims[name]) for name in call.unreadable)
+
+
+def _lists(call: Call, *sides: str) -> int:
+    """Bytes of a plan's lists of these directions, and of its bitmasks."""
+    if call.plan is None or call.backend == "reference":
+        return 0
+    return sum(
+        tensor.nbytes
+        for name, tensor in call.plan._asdict().items()
+        if name == "words" or name.partition("_")[0] in sides
+    )
+
+
+def forward(call: Call) -> Moved:
+    """Of a forward. With autocast the tensors it converts count as workspace."""
+    sizes = _sizes(call)
+    reads = sizes["q"] + sizes["k"] + sizes["v"] + _lists(call, "row")
+    writes = sizes["out"] + sizes["lse"]
+    workspace: int | None = None
+    if call.is_empty:
+        workspace = 0
+    elif call.backend in ("triton", "hopper"):
+        named = {"q": call.q, "k": call.k, "v": call.v}
+        workspace = sum(sizes[name] for name, tensor in named.items() if tensor.dtype != call.dtype)
+    if workspace is not None and call.backend == "hopper" and not call.is_empty:
+        # and the queue of rows
+        workspace += _copies(call) + FLOAT
+        if call.v_dim % 8:
+            workspace += sizes["out"] // call.v_dim * _padded(call.v_dim)
+    return Moved(reads, writes, workspace, 0)
+
+
+def backward(call: Call) -> Moved:
+    """Of a backward whose gradient of the output is contiguous."""
+    sizes = _sizes(call)
+    inputs = sizes["q"] + sizes["k"] + sizes["v"]
+    walked = ("col",) if uses_hopper_backward(call) and not call.deterministic else ("row", "col")
+    reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *walked)
+    if call.is_empty or call.backend not in ("triton", "hopper"):
+        return Moved(reads, inputs, 0 if call.is_empty else None, 0)
+    # lse and delta of each query, tiles filled up
+    statistics = 2 * FLOAT * call.batch * call.heads * -(-call.q_len // TILE) * TILE
+    passes = 2 * sizes["out"] + sizes["lse"] + statistics
+    if not uses_hopper_backward(call):
+        return Moved(reads, inputs, statistics, passes)
+    if call.deterministic:
+        # for two kernels, each in its own order
+        workspace, passes = 2 * statistics, passes + statistics
+    else:
+        rows = call.batch * call.heads * call.q_len
+        dq_sum, dq = FLOAT * rows * _padded(call.head_dim), call.dtype.itemsize * rows * _padded(call.head_dim)
+        workspace, passes = statistics + dq_sum, passes + 2 * dq_sum + dq
+        if call.head_dim % 8:
+            workspace += dq
+    workspace += _copies(call)
+    for name, dim in (("k", call.head_dim), ("v", call.v_dim), ("out", call.v_dim)):
+        # dk and dv are written in padded rows first; dout is copied into such
+        if dim % 8:
+            workspace += sizes[name] // dim * _padded(dim)
+    return Moved(reads, inputs, workspace, passes)
+
+
+def uses_hopper_backward(call: Call) -> bool:
+    """Wider heads have the portable backward."""
+    return call.backend == "hopper" and max(call.head_dim, call.v_dim) <= 128

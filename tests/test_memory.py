@@ -1,0 +1,125 @@
+"""memory.py: are the bytes those which the kernels' launchers allocate, and those which were measured on a GPU?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import masks
+from benchmarks import calibrate, report
+from benchmarks import lines as measurements
+from blocksparse_flash import memory
+from blocksparse_flash.call import Call
+
+pytest.importorskip("triton", reason="needs Triton")
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every storage that an operator makes."""
+
+    def __init__(self, *given: torch.Tensor) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        # held, so that no address comes twice
+        self.made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                self.known.add(tensor.untyped_storage().data_ptr())
+                self.made.append(tensor)
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.made)
+
+
+@pytest.fixture
+def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The files that launch, none of whose kernels runs."""
+    from blocksparse_flash.kernels import backward, forward, hopper_backward, hopper_forward, launch
+
+    found = {
+        "forward": forward,
+        "backward": backward,
+        "hopper_forward": hopper_forward,
+        "hopper_backward": hopper_backward,
+    }
+    for module in found.values():
+        module.prepare.cache_clear()
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: None)
+    monkeypatch.setattr(hopper_forward, "multiprocessors", lambda index: 132)
+    # no stand-in for a descriptor of memory on the host
+    for module in (hopper_forward, hopper_backward):
+        monkeypatch.setattr(module, "Describer", lambda seen, block: lambda tensor: tensor)
+    yield found
+    for module in found.values():
+        module.prepare.cache_clear()
+
+
+# head dimensions: whole rows of 16 bytes; rows that are padded, of one side and of both; wider than hopper's backward
+@pytest.mark.parametrize("dims", [(64, 64), (64, 60), (36, 20), (192, 192)])
+@pytest.mark.parametrize("backend", ["triton", "hopper", "hopper, deterministic"])
+@pytest.mark.parametrize("kind", ["plain", "layout", "strided"])
+def test_what_launchers_allocate(
+    launchers: dict[str, ModuleType], dims: tuple[int, int], backend: str, kind: str
+) -> None:
+    batch, heads, kv_heads, q_len, kv_len = 2, 4, 2, 200, 300
+    q = torch.zeros(batch, heads, q_len, dims[0], dtype=torch.bfloat16)
+    k = torch.zeros(batch, kv_heads, kv_len, dims[0], dtype=torch.bfloat16)
+    v = torch.zeros(batch, kv_heads, kv_len, dims[1], dtype=torch.bfloat16)
+    if kind == "strided":
+        # an address that is no multiple of 16 bytes
+        k = torch.zeros(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape)
+    layout = masks.local((q_len, kv_len), window=50, block_size=64) if kind == "layout" else None
+    call = Call(q, k, v, layout, False, False, 0.0, "deterministic" in backend, q.dtype, backend.partition(",")[0])
+    plan = [] if call.plan is None else list(call.plan)
+
+    prefix = "" if backend == "triton" else "hopper_"
+    forward: Callable[..., Any] = launchers[f"{prefix}forward"].forward
+    backward: Callable[..., Any] = launchers[f"{prefix}backward"].backward
+    with Allocations(q, k, v, *plan) as made:
+        out, lse = forward(q, k, v, plan, None, None, 0.1, False, 0.0)
+    said = memory.forward(call)
+    assert said.writes == out.nbytes + lse.nbytes
+    assert said.workspace == made.nbytes - said.writes
+
+    dout = torch.zeros_like(out)
+    options = {"deterministic": True} if call.deterministic else {}
+    with Allocations(q, k, v, out, lse, dout, *plan) as made:
+        grads = backward(dout, None, q, k, v, out, lse, plan, None, None, 0.1, False, 0.0, **options)
+    said = memory.backward(call)
+    assert said.writes == sum(grad.nbytes for grad in grads)
+    assert said.workspace == made.nbytes - said.writes
+    lists = [] if call.plan is None else call.plan
+    walked = lists[3:] if backend == "hopper" and memory.uses_hopper_backward(call) else lists
+    assert said.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *walked))
+
+
+def test_what_was_allocated_on_a_gpu() -> None:
+    """Result lines hold the peak of each call over what was there before: what it writes, and its workspace."""
+    groups = calibrate.usable(measurements.read(report.RESULTS / "attention.jsonl"))
+    lines = [line for group in groups.values() for line in group if line["bench"] == "attention"]
+    assert lines
+    for line in lines:
+        call = calibrate.measured(line).call
+        said = memory.forward(call) if line["direction"] == "fwd" else memory.backward(call)
+        assert said.workspace is not None
+        # the allocator gives out multiples of 512 bytes
+        assert said.writes + said.workspace == pytest.approx(line["peak_bytes"], rel=1e-4), line
+
+
+def test_nothing_is_known_of_what_pytorchs_operators_allocate() -> None:
+    q = torch.zeros(1, 2, 64, 16)
+    call = Call(q, q, q, None, False, False, 0.0, False, q.dtype, "eager")
+    assert memory.forward(call) == (3 * q.nbytes, q.nbytes + 4 * 2 * 64, None, 0)
+    empty = Call(q[:0], q[:0], q[:0], None, False, False, 0.0, False, q.dtype, "triton")
+    assert memory.forward(empty) == memory.backward(empty) == (0, 0, 0, 0)
