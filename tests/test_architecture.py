@@ -73,8 +73,11 @@ TABLE = {
     "blocksparse_flash/kernels/__init__.py": Arrows(set()),
     "blocksparse_flash/kernels/tile.py": Arrows({TRITON}),
     "blocksparse_flash/kernels/launch.py": Arrows({TORCH, TRITON, f"{OURS}.copy_engine"}),
-    "blocksparse_flash/kernels/forward.py": Arrows(
+    "blocksparse_flash/kernels/decode.py": Arrows(
         {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
+    ),
+    "blocksparse_flash/kernels/forward.py": Arrows(
+        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "decode"))},
     ),
     "blocksparse_flash/kernels/backward.py": Arrows(
         {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import decode
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Config,
@@ -233,6 +234,8 @@ def forward(
     dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous."""
+    if decode.takes(q.shape, k.shape[2], dropout_p):
+        return decode.forward(q, k, v, plan, kv_lengths, scale, causal)
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, heads, q_len, v.shape[3])
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
