@@ -159,7 +159,9 @@ def calls(arch: int) -> list[dict[str, Any]]:
         for head_dim, q_len in itertools.product((64, 128), (1, 8, 16, 64))
     ]
     few = {"dtype": half, "q_len": 1, "group": 4}
-    grid += [{"head_dim": 128, **few, **option} for option in ({"mode": "dense"}, {"mode": "causal"}, {"limited": True})]
+    grid += [
+        {"head_dim": 128, **few, **option} for option in ({"mode": "dense"}, {"mode": "causal"}, {"limited": True})
+    ]
     grid += [{"head_dim": head_dim, **few} for head_dim in (3, 40, 256)]
     grid += [{"head_dim": 128, **few, "dtype": torch.float32}, {"head_dim": 256, **few, "q_len": 64}]
     if arch >= 90:

@@ -282,6 +282,9 @@ TABLE = {
     "benchmarks/attention.py": Arrows(
         {TORCH, *(f"benchmarks.{name}" for name in ("correctness", "measure", "patterns", "peers", "sweeps"))}
     ),
+    "benchmarks/decode.py": Arrows(
+        {TORCH, OURS, "masks", *(f"benchmarks.{name}" for name in ("correctness", "measure", "peers"))}
+    ),
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/lines.py": Arrows(set()),
     "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
