@@ -52,7 +52,12 @@ def crop(found: BlockList, frame: Frame, q: Size, kv: Size) -> BlockList:
     is_kept = (first <= col) & (col < stop)
     found = BlockList((line * (stop - first) + col - first)[is_kept], found.ids[is_kept], found.bitmasks)
     frame = frame._replace(kv_len=min(stop * block_kv, frame.kv_len) - first * block_kv)
-    if q[0] % block_q:
+    if q[0] % block_q and frame.n_rows == 1:
+        # every block stays where it is, and its bitmask moves up
+        words = np.zeros_like(found.bitmasks)
+        words[:, :q_len] = found.bitmasks[:, q[0] : q[1]]
+        found = found._replace(bitmasks=words)
+    elif q[0] % block_q:
         found, frame = _gather_queries(found, frame, np.arange(*q)), frame._replace(q_len=q_len)
     if kv[0] % block_kv:
         return gather(found, frame, np.arange(q_len), np.arange(*kv) - first * block_kv)
