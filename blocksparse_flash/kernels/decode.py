@@ -73,22 +73,22 @@ class Chosen(NamedTuple):
 def config(n_rows: int, dim: int, element_size: int, *, shared_memory: int) -> Chosen:
     """The launch table: n_rows queries share their keys, dim is the larger padded head dimension.
 
-    What counts is how many bytes are on their way from memory: 2 programs of 3 x 32 KB a multiprocessor at 16 rows and
-    128. Nothing of this table was timed yet.
+    What counts is how many bytes are on their way from memory: at 16 rows and 128 in half types, 3 programs a
+    multiprocessor have 64 KB each. Compiled for sm80, sm86, sm90 and sm100, where half types do not spill; not timed yet.
     """
     small = shared_memory < 160 * 1024
     block_q = max(16, min(128, triton.next_power_of_2(n_rows)))
+    is_narrow = block_q <= 32
     if element_size == 4:
-        return Chosen(Config(min(block_q, 32), 32, 8 if block_q > 16 else 4, 1 if dim > 128 and small else 2), False)
-    if dim > 128:
-        return Chosen(
-            Config(min(block_q, 64), 32 if block_q <= 32 or small else 64, 4 if block_q <= 32 else 8, 2), False
-        )
-    if block_q == 128:
-        return Chosen(Config(128, 64, 8, 2 if small else 3), False)
-    if dim <= 64:
-        return Chosen(Config(block_q, 64, 4, 4), False)
-    return Chosen(Config(block_q, 64, 4, 2 if small else 3), False)
+        warps = 4 if block_q == 16 and dim <= 128 else 8
+        chosen = Config(min(block_q, 32), 32, warps, 1 if dim > 128 and small else 2)
+    elif dim > 128:
+        chosen = Config(block_q, 32, 4, 2 if small else 3) if is_narrow else Config(64, 32 if small else 64, 8, 2)
+    elif block_q == 128:
+        chosen = Config(128, 64, 8, 2 if small else 3)
+    else:
+        chosen = Config(block_q, 64, 4, 4 if dim <= 64 else 2 if small else 3)
+    return Chosen(chosen, tma=False)
 
 
 def takes(q_shape: tuple[int, ...], kv_len: int, dropout_p: float) -> bool:

@@ -2,7 +2,7 @@
 
 One program owns BLOCK_Q queries of one head and walks the tiles of its row: the partial ones (masked), then the full
 ones (neither masked nor bounds-checked). Empty tiles are never visited. With m the running maximum of the base-2 scores
-and l the running sum, a row without keys keeps l = 0 and writes out 0, lse -inf.
+and l the running sum, a row without keys keeps l = 0 and writes out 0, lse -inf. Few queries over many keys: decode.py.
 
 Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
 """
