@@ -14,7 +14,19 @@ import pytest
 import torch
 from cases import Case
 from closeness import assert_as_accurate
-from test_zoo import BFLOAT16, Call, Layout, assert_backend_is_accurate, inputs, name_of, run, sizes_of
+from test_zoo import (
+    BFLOAT16,
+    Call,
+    Layout,
+    assert_backend_is_accurate,
+    buried,
+    expected,
+    inputs,
+    kv_lengths,
+    name_of,
+    run,
+    sizes_of,
+)
 
 from blocksparse_flash import BlockLayout, attention_with_lse
 
@@ -111,9 +123,22 @@ def spread() -> list[Any]:
 
 @pytest.mark.parametrize(("layout", "call", "n_chunks"), spread(), indirect=["n_chunks"])
 def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call, n_chunks: int, device) -> None:
+    """The backward too, which does not know of chunks, where there are two."""
     _, _, q_len, kv_len = sizes_of(layout, call)
     assert decode.takes((1, 1, q_len, 1), kv_len, 0.0)
-    assert_backend_is_accurate("triton", layout, call, device)
+    if n_chunks == 2:
+        assert_backend_is_accurate("triton", layout, call, device)
+    else:
+        q, k, v, *_ = (buried(tensor.to(device)) for tensor in inputs(layout, call).values() if tensor.dim() == 4)
+        found = attention_with_lse(
+            *(q, k, v, layout.build() if isinstance(layout, Case) else None),
+            causal=call.causal,
+            scale=call.scale,
+            kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
+            backend="triton",
+        )
+        for name, result, references in zip(("out", "lse"), found, expected(layout, call, device), strict=False):
+            assert_as_accurate(result, *references, name=name)
     assert decode.prepare.cache_info().misses == 1
 
 
