@@ -16,6 +16,7 @@ Line = dict[str, Any]
 # what makes two lines measurements of the same thing: of those, the later one counts
 IDENTITY = (
     "bench", "provider", "backend", "pattern", "n", "batch", "heads", "head_dim", "dtype", "direction", "device", "block_size",
+    "q_len",
 )  # fmt: skip
 
 # (provider, backend) -> what a reader calls it, in the order of columns; ours first

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from . import memory, prediction
+from . import memory, ops, prediction
 from .call import Call
 from .dispatch import TILE, Sides
 from .plan import Plan
@@ -117,6 +117,8 @@ def unmeasured(call: Call) -> str:
         return f"{call.dtype} was not measured"
     if call.dropout_p > 0:
         return "dropout was not measured"
+    if call.q_len <= ops.FEW_QUERIES:
+        return "the kernels for few queries were not measured"
     if call.deterministic and memory.uses_hopper_backward(call):
         return "the deterministic backward of hopper was not measured"
     return ""

@@ -375,7 +375,7 @@ def explain(
     unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p)
     is_asked_for = backend != "auto"
     if unfit_for_hopper is None and not is_asked_for and q.device.type == "cuda" and not ops.is_worth_hopper(q, k):
-        unfit_for_hopper = "a call this small ends sooner without it: its launch costs the host more"
+        unfit_for_hopper = "a call this small, or of few queries, ends sooner without it"
     chosen = _choose(backend, q.device, dtype, unfit_for_hopper)
     others = (name for name in BACKENDS[1:] if name != chosen)
     call = Call(

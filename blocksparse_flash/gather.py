@@ -1,7 +1,7 @@
 """Which blocks does a mask have when its tokens stand elsewhere?
 
 Knows block lists (see blocks.py) and orders: order[i] is the token that comes to position i, NONE where none does. A
-shift, a crop and a permutation are all orders (orders.py makes them), and all go through `gather`.
+shift, a pad and a permutation are all orders (orders.py makes them), and all go through `gather`.
 Must not know torch, devices or layouts.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from . import blocks
 from .algebra import transpose
-from .blocks import Array, BlockList, Frame
+from .blocks import Array, BlockList, Frame, Size
 
 # the entry of an order for a position to which no token comes: nothing attends there
 NONE = -1
@@ -36,6 +36,32 @@ def gather(found: BlockList, frame: Frame, q_order: Array, kv_order: Array) -> B
         moved = _gather_queries(transpose(*found, **frame.sizes), turned, kv_order)
         found = transpose(*moved, **turned._replace(q_len=len(kv_order)).sizes)
     return found
+
+
+def crop(found: BlockList, frame: Frame, q: Size, kv: Size) -> BlockList:
+    """The canonical list of mask[q[0] : q[1], kv[0] : kv[1]].
+
+    O(nnz) where kv[0] begins a block; elsewhere as `gather`, of what stands in between.
+    """
+    block_q, block_kv = frame.block_size
+    q_len, kv_len = q[1] - q[0], kv[1] - kv[0]
+    if not q_len or not kv_len:
+        return blocks.full_list(found.keys[:0], frame.block_size)
+    first, stop = kv[0] // block_kv, -(-kv[1] // block_kv)
+    line, col = np.divmod(found.keys, frame.n_cols)
+    is_kept = (first <= col) & (col < stop)
+    found = BlockList((line * (stop - first) + col - first)[is_kept], found.ids[is_kept], found.bitmasks)
+    frame = frame._replace(kv_len=min(stop * block_kv, frame.kv_len) - first * block_kv)
+    if q[0] % block_q and frame.n_rows == 1:
+        # every block stays where it is, and its bitmask moves up
+        words = np.zeros_like(found.bitmasks)
+        words[:, :q_len] = found.bitmasks[:, q[0] : q[1]]
+        found = found._replace(bitmasks=words)
+    elif q[0] % block_q:
+        found, frame = _gather_queries(found, frame, np.arange(*q)), frame._replace(q_len=q_len)
+    if kv[0] % block_kv:
+        return gather(found, frame, np.arange(q_len), np.arange(*kv) - first * block_kv)
+    return blocks.canonical(*found, q_len=q_len, kv_len=kv_len, block_size=frame.block_size)
 
 
 def _is_identity(order: Array, length: int) -> bool:

@@ -18,7 +18,7 @@ from . import algebra, arguments, blocks, drawing, full_blocks, orders, predicat
 from .arguments import TENSORS
 from .blocks import FULL, Array, Axis, BlockList, Frame, Size
 from .description import Description, describe
-from .gather import gather
+from .gather import crop, gather
 from .plan import Plan, build_plan
 
 Integers = torch.Tensor | Array | list[int]
@@ -389,9 +389,16 @@ class BlockLayout:
 
         A crop that changes kv_len - q_len changes what causal=True means for it: `assert_causal` tells.
         """
-        return self._gathered(
-            orders.cropped(self.q_len, q_start, q_stop, "q"), orders.cropped(self.kv_len, kv_start, kv_stop, "kv")
-        )
+        q = orders.cropped(self.q_len, q_start, q_stop, "q")
+        kv = orders.cropped(self.kv_len, kv_start, kv_stop, "kv")
+        if q == (0, self.q_len) and kv == (0, self.kv_len):
+            return self
+        block_q = self.block_size[0]
+        rows = q[0] // block_q, -(-q[1] // block_q)
+        # of a layout only the rows that are there are read: a crop for each token decoded should cost no more
+        found, frame = storage.to_rows([getattr(self, name) for name in TENSORS], self._frame, rows)
+        found = crop(found, frame, (q[0] - rows[0] * block_q, q[1] - rows[0] * block_q), kv)
+        return self._like(found, q_len=q[1] - q[0], kv_len=kv[1] - kv[0])
 
     def pad(self, q: Size = (0, 0), kv: Size = (0, 0)) -> BlockLayout:
         """New tokens at the ends, q = (before, after) queries and kv = (before, after) keys; none of them attends."""

@@ -17,6 +17,8 @@ from . import copy_engine
 
 # elements of q and k from which on "auto" takes `hopper`
 WORTH_HOPPER = 1 << 20
+# up to as many queries never
+FEW_QUERIES = 64
 _NOTHING = nullcontext()
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, {saved}Tensor[] plan, Tensor? kv_lengths, Tensor? seed, "
@@ -40,8 +42,11 @@ def _on(device: torch.device) -> AbstractContextManager[None]:
 
 
 def is_worth_hopper(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether a call is large enough for "auto" to take `hopper`, whose launch costs the host more than that of `triton`."""
-    return q.numel() + k.numel() >= WORTH_HOPPER
+    """Whether "auto" should take `hopper`: its launch costs the host more than that of `triton`, its tiles are 128 queries.
+
+    `triton` splits the keys of few queries among programs.
+    """
+    return q.shape[2] > FEW_QUERIES and q.numel() + k.numel() >= WORTH_HOPPER
 
 
 def _kernels(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from . import arguments
-from .blocks import Array
+from .blocks import Array, Size
 from .gather import NONE
 
 # what names blocks of one axis: a slice, or indices in any order
@@ -32,8 +32,8 @@ def shifted(length: int, by: object, name: str) -> Array:
     return _window(-far, length - far, length)
 
 
-def cropped(length: int, start: object, stop: object, name: str) -> Array:
-    """The tokens start .. stop - 1; stop None is the end."""
+def cropped(length: int, start: object, stop: object, name: str) -> Size:
+    """first, stop of the tokens first .. stop - 1; a stop of None is the end."""
     first = arguments.integer(start, f"{name}_start")
     last = length if stop is None else arguments.integer(stop, f"{name}_stop")
     if not 0 <= first <= last <= length:
@@ -41,7 +41,7 @@ def cropped(length: int, start: object, stop: object, name: str) -> Array:
             f"{name}_start and {name}_stop must be 0 <= {name}_start <= {name}_stop <= {name}_len = {length}, "
             f"got {first} and {last}; pad() adds tokens"
         )
-    return np.arange(first, last)
+    return first, last
 
 
 def padded(length: int, sides: object, name: str) -> Array:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .blocks import BlockList, Frame, words_per_query
+from .blocks import BlockList, Frame, Size, distinct, ranges, words_per_query
 
 
 def to_tensors(found: BlockList, frame: Frame, device: torch.device | str) -> tuple[torch.Tensor, ...]:
@@ -42,3 +42,19 @@ def to_block_list(tensors: Sequence[torch.Tensor], frame: Frame) -> BlockList:
     nnz = int(flat[-1, -1])
     rows = np.repeat(np.arange(frame.leads * frame.n_rows), (flat[:, 1:] - flat[:, :-1]).reshape(-1))
     return BlockList(rows * frame.n_cols + indices[:nnz], ids[:nnz], bitmasks.view(np.uint32))
+
+
+def to_rows(tensors: Sequence[torch.Tensor], frame: Frame, rows: Size) -> tuple[BlockList, Frame]:
+    """Rows rows[0] .. rows[1] - 1 of every lead as a block list, with the bitmasks they use, and its frame. O(their nnz)."""
+    indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
+    first, stop = rows
+    ends = indptr.reshape(frame.leads, frame.n_rows + 1)[:, first : stop + 1].astype(np.int64)
+    counts = np.diff(ends, axis=1).reshape(-1)
+    source = ranges(ends[:, :-1].reshape(-1), counts)
+    keys = np.repeat(np.arange(len(counts)), counts) * frame.n_cols + indices[source]
+    looks = ids[source]
+    is_partial = looks >= 0
+    used, looks[is_partial] = distinct(looks[is_partial].astype(np.int64), len(bitmasks))
+    block_q = frame.block_size[0]
+    q_len = min(stop * block_q, frame.q_len) - first * block_q
+    return BlockList(keys, looks, bitmasks[used].view(np.uint32)), frame._replace(q_len=q_len)

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from blocksparse_flash.kernels import backward, forward, hopper_backward, hopper_forward, launch
+from blocksparse_flash.kernels import backward, decode, forward, hopper_backward, hopper_forward, launch
 from blocksparse_flash.plan import Plan
 
 # bytes of shared memory that a program may take
@@ -32,7 +32,7 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 100: 232448}
 
 
 def launches(arch: int, **call: Any) -> list[tuple[JITFunction, dict[str, Any]]]:
-    """(kernel, keyword arguments) of every launch of one forward and backward."""
+    """(kernel, keyword arguments) of every launch of one forward and backward, or of one decoding step."""
     caught: list[tuple[JITFunction, dict[str, Any]]] = []
 
     def catch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -43,6 +43,7 @@ def launches(arch: int, **call: Any) -> list[tuple[JITFunction, dict[str, Any]]]
         mock.patch.object(JITFunction, "run", catch),
         mock.patch.object(launch, "device_limits", lambda _: limits),
         mock.patch.object(hopper_forward, "multiprocessors", lambda _: 132),
+        mock.patch.object(decode, "multiprocessors", lambda _: 132),
     ):
         run_both(**call)
     return caught
@@ -54,6 +55,7 @@ def run_both(
     *,
     mode: str = "layout",
     length: int = 8192,
+    q_len: int | None = None,
     group: int = 1,
     limited: bool = False,
     dropout_p: float = 0.0,
@@ -61,11 +63,12 @@ def run_both(
     backend: str = "triton",
     deterministic: bool = False,
 ) -> None:
-    """Call the launchers of a backend; mode is "layout", "dense" or "causal"."""
+    """Call the launchers of a backend; mode is "layout", "dense" or "causal". With a few queries, q_len, the forward's."""
     heads = 2 * group
-    q, dout = (torch.empty(2, heads, length, head_dim, dtype=dtype) for _ in range(2))
+    q, dout = (torch.empty(2, heads, length if q_len is None else q_len, head_dim, dtype=dtype) for _ in range(2))
     k, v = (torch.empty(2, 2, length, head_dim, dtype=dtype) for _ in range(2))
-    items, indices = torch.zeros(1, 1, 8, 8, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    items = torch.zeros(1, 1, 8 if q_len is None else 1, 8, dtype=torch.int32)
+    indices = torch.zeros(9, dtype=torch.int32)
     plan = Plan(items, indices, indices, items, indices, indices, torch.zeros(3, 128, 4, dtype=torch.int32))
     lengths = torch.zeros(2, dtype=torch.int64) if limited else None
     seed = torch.zeros(1, dtype=torch.int64)
@@ -77,6 +80,8 @@ def run_both(
         hopper_backward.backward(dout, dlse, q, k, v, out, lse, *options, deterministic=deterministic)
         return
     out, lse = forward.forward(q, k, v, *options)
+    if q_len is not None:
+        return
     backward.backward(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *options)
 
 
@@ -135,7 +140,8 @@ def calls(arch: int) -> list[dict[str, Any]]:
     half = torch.bfloat16
     if SHARED_MEMORY[arch] < 160 * 1024:
         # the rows for little shared memory; all else is as on sm80
-        return [{"head_dim": dim, "dtype": dtype} for dim in (64, 128, 256) for dtype in (half, torch.float32)]
+        little = [{"head_dim": dim, "dtype": dtype} for dim in (64, 128, 256) for dtype in (half, torch.float32)]
+        return little + [{**call, "q_len": q_len} for call in little for q_len in (1, 64)]
     grid = [
         {"head_dim": head_dim, "dtype": half, "mode": mode}
         for head_dim, mode in itertools.product((64, 128), ("layout", "dense", "causal"))
@@ -147,6 +153,17 @@ def calls(arch: int) -> list[dict[str, Any]]:
     grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (3, 100)]
     grid += [{"head_dim": 64, "dtype": half, **option} for option in ({"group": 4}, {"limited": True}, {"dlse": True})]
     grid += [{"head_dim": head_dim, "dtype": half, "dropout_p": 0.1} for head_dim in (64, 128)]
+    # of a few queries: 4, 32, 64 and 256 rows that share their keys
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "q_len": q_len, "group": 4}
+        for head_dim, q_len in itertools.product((64, 128), (1, 8, 16, 64))
+    ]
+    few = {"dtype": half, "q_len": 1, "group": 4}
+    grid += [
+        {"head_dim": 128, **few, **option} for option in ({"mode": "dense"}, {"mode": "causal"}, {"limited": True})
+    ]
+    grid += [{"head_dim": head_dim, **few} for head_dim in (3, 40, 256)]
+    grid += [{"head_dim": 128, **few, "dtype": torch.float32}, {"head_dim": 256, **few, "q_len": 64}]
     if arch >= 90:
         # too small for descriptors: pointers
         grid += [{"head_dim": head_dim, "dtype": half, "length": 256} for head_dim in (64, 128)]

@@ -73,8 +73,11 @@ TABLE = {
     "blocksparse_flash/kernels/__init__.py": Arrows(set()),
     "blocksparse_flash/kernels/tile.py": Arrows({TRITON}),
     "blocksparse_flash/kernels/launch.py": Arrows({TORCH, TRITON, f"{OURS}.copy_engine"}),
-    "blocksparse_flash/kernels/forward.py": Arrows(
+    "blocksparse_flash/kernels/decode.py": Arrows(
         {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
+    ),
+    "blocksparse_flash/kernels/forward.py": Arrows(
+        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "decode"))},
     ),
     "blocksparse_flash/kernels/backward.py": Arrows(
         {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
@@ -108,7 +111,7 @@ TABLE = {
     "blocksparse_flash/memory.py": Arrows({f"{OURS}.call", f"{OURS}.dispatch"}),
     "blocksparse_flash/prediction.py": Arrows({f"{OURS}.dispatch"}),
     "blocksparse_flash/cost.py": Arrows(
-        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("call", "dispatch", "memory", "plan", "prediction"))}
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("call", "dispatch", "memory", "ops", "plan", "prediction"))}
     ),
     "blocksparse_flash/advice.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("call", "cost", "dispatch", "prediction"))}
@@ -300,6 +303,10 @@ TABLE = {
     "benchmarks/correctness.py": Arrows({TORCH, "benchmarks.patterns"}),
     "benchmarks/attention.py": Arrows(
         {TORCH, *(f"benchmarks.{name}" for name in ("correctness", "measure", "patterns", "peers", "sweeps"))}
+    ),
+    "benchmarks/decode.py": Arrows(
+        {TORCH, OURS, f"{OURS}.interop", "masks"}
+        | {f"benchmarks.{name}" for name in ("correctness", "measure", "peers")}
     ),
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/lines.py": Arrows(set()),

@@ -152,6 +152,7 @@ def test_where_nothing_was_measured_no_time_is_told(on: Any) -> None:
         (call(dropout_p=0.1), H200, "dropout was not measured"),
         (call(backend="hopper", deterministic=True), H200, "deterministic backward"),
         (call((0, 16, 16384, 128)), H200, "nothing to compute"),
+        (call((1, 16, 64, 128)), H200, "few queries"),
     ):
         found = on(asked, device)
         assert found.prediction is None and why in found.unpredicted

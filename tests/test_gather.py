@@ -99,6 +99,24 @@ def test_crops_and_pads_are_slices_and_borders(problem: Problem) -> None:
     assert layout.pad() == layout.crop() == layout
 
 
+def test_a_crop_reads_its_rows_only() -> None:
+    """A step of decoding takes one row of a long layout: it must not pay for the others."""
+    random = np.random.default_rng(0)
+    mask = random.random((2, 3, 300, 500)) < 0.3
+    mask[..., 100:200] = True
+    layout = dense(mask, (64, 32))
+    spoilt = layout.indices.clone(), layout.bitmask_ids.clone()
+    starts, stops = (layout.indptr[..., row].reshape(-1).tolist() for row in (2, 4))
+    is_read = torch.zeros(layout.nnz, dtype=torch.bool)
+    for start, stop in zip(starts, stops, strict=True):
+        is_read[start:stop] = True
+    for tensor in spoilt:
+        tensor[~is_read] = 10**9
+    other = BlockLayout._bare(layout.indptr, *spoilt, layout.bitmasks, *layout._frame[2:])
+    for q_start, q_stop in ((130, 131), (128, 256), (150, 200), (129, 255)):
+        assert_means(other.crop(q_start, q_stop, 32, 471), mask[:, :, q_start:q_stop, 32:471])
+
+
 @given(problems())
 def test_selecting_concatenates_blocks(problem: Problem) -> None:
     mask, random, (block_q, block_kv) = problem.mask, problem.random, problem.block_size

@@ -297,3 +297,128 @@ def test_explain_tells_what_a_call_allocates_and_how_long_it_takes(backend: str,
             took = measure.milliseconds(call)["ms"]
             print(f"{backend} {head_dim} {name}: {took:.3f} ms, predicted {getattr(predicted, f'{name}_ms'):.3f}")
             assert took / 2 < getattr(predicted, f"{name}_ms") < 2 * took, name
+
+
+# ---- decoding: a few queries, whose keys are split among programs ----
+
+
+def decoding(
+    q_len: int, kv_len: int, *, batch: int = 1, heads: int = 32, kv_heads: int = 8, head_dim: int = 128
+) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q = torch.randn(batch, heads, q_len, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(batch, kv_heads, kv_len, head_dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    return q, k, v
+
+
+def sparse(q_len: int, kv_len: int) -> BlockLayout:
+    """Bitmasks in the sinks, on both sides of the window and on the diagonal; full blocks at random."""
+    lengths = q_len, kv_len
+    return (
+        masks.sink_window(lengths, sinks=20, window=1000) | masks.random(lengths, density=0.1, seed=0)
+    ) & masks.causal(lengths)
+
+
+def assert_heads_are_right(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None,
+    sampled: list[tuple[int, int]],
+) -> None:
+    mask = None if layout is None else layout.to_dense()[0, 0].cuda()
+    group = q.shape[1] // k.shape[1]
+    for batch, head in sampled:
+        found = {}
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            one_q = q[batch, head].to(dtype)
+            one_k, one_v = (t[batch, head // group].to(dtype) for t in (k, v))
+            scores = (one_q @ one_k.T) * q.shape[3] ** -0.5
+            if mask is not None:
+                scores = scores.masked_fill(~mask, float("-inf"))
+            found[dtype] = scores.softmax(-1) @ one_v, scores.logsumexp(-1)
+        half, single, truth = (found[dtype] for dtype in (torch.bfloat16, torch.float32, torch.float64))
+        one = (slice(batch, batch + 1), slice(head, head + 1))
+        assert_as_accurate(out[one], half[0][None, None], truth[0][None, None], name=f"out of head {head}")
+        assert_as_accurate(lse[one], single[1][None, None], truth[1][None, None], name=f"lse of head {head}")
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 16, 64])
+@pytest.mark.parametrize("case", ["sparse", "dense"])
+def test_decoding_over_131072_keys(q_len: int, case: str) -> None:
+    q, k, v = decoding(q_len, 1 << 17, batch=2)
+    layout = sparse(q_len, 1 << 17) if case == "sparse" else None
+    out, lse = attention_with_lse(q, k, v, layout, backend="triton")
+    assert_heads_are_right(out, lse, q, k, v, layout, [(0, 0), (0, 13), (1, 31)])
+
+
+def test_decoding_with_offsets_past_2_to_the_31() -> None:
+    """17 kv heads of 1,048,576 x 128: 2.3e9 elements; the last head lies past 2^31."""
+    q, k, v = decoding(1, 1 << 20, heads=34, kv_heads=17)
+    assert k[0, :16].numel() >= 2**31
+    layout = sparse(1, 1 << 20)
+    out, lse = attention_with_lse(q, k, v, layout, backend="triton")
+    assert_heads_are_right(out, lse, q, k, v, layout, [(0, 0), (0, 33)])
+
+
+@pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_decoding_gives_equal_bits_every_time(head_dim: int, dtype: torch.dtype) -> None:
+    q, k, v = (t.to(dtype) for t in decoding(2, 20_000, batch=3, head_dim=head_dim))
+    lengths = torch.tensor([20_000, 0, 777], device="cuda")
+    layout = sparse(2, 20_000)
+    first = attention_with_lse(q, k, v, layout, kv_lengths=lengths, deterministic=True, backend="triton")
+    assert not first[0][1].any() and first[1][1].isneginf().all()
+    for _ in range(20):
+        again = attention_with_lse(q, k, v, layout, kv_lengths=lengths, deterministic=True, backend="triton")
+        assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("case", ["sparse", "dense"])
+def test_a_cuda_graph_replays_decoding(case: str) -> None:
+    """Into a cache with room, whose length the graph reads when it is replayed; and nothing waits for the GPU."""
+    q, k, v = decoding(1, 30_000, batch=2)
+    layout = sparse(1, 30_000).to("cuda") if case == "sparse" else None
+    lengths = torch.tensor([30_000, 20], device="cuda")
+
+    def step() -> tuple[Tensor, Tensor]:
+        return attention_with_lse(q, k, v, layout, kv_lengths=lengths, backend="triton")
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for turn in (1, 2):
+        for tensor in (q, k, v):
+            tensor.normal_()
+        lengths.copy_(torch.tensor([turn * 1000, 30_000 - turn]))
+        graph.replay()
+        assert all(map(torch.equal, captured, step()))
+
+
+def test_gradients_of_a_single_query() -> None:
+    q, k, v = (t.requires_grad_() for t in decoding(1, 5000, heads=4, kv_heads=2, head_dim=64))
+    layout = sparse(1, 5000)
+    dout = torch.randn_like(q)
+    found = torch.autograd.grad(attention(q, k, v, layout, backend="triton"), (q, k, v), dout)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    for name, actual, plain, truth in zip(
+        ("dq", "dk", "dv"),
+        found,
+        torch.autograd.grad(attention(q, k, v, layout, backend="reference"), (q, k, v), dout),
+        torch.autograd.grad(attention(*wide, layout, backend="reference"), wide, dout.double()),
+        strict=True,
+    ):
+        assert_as_accurate(actual, plain, truth, name=name)

@@ -65,6 +65,11 @@ class _Sizes(NamedTuple):
         return -(-self.kv_len // TILE)
 
     @property
+    def q_side(self) -> int:
+        """Queries of a tile: all there are, where they are fewer than a tile holds, as in decoding."""
+        return min(TILE, self.q_len)
+
+    @property
     def is_empty(self) -> bool:
         return 0 in (self.batch * self.heads, self.q_len, self.kv_len)
 
@@ -75,7 +80,7 @@ class _Group(NamedTuple):
     batch_idx, head_idx, rows  (items,) of each tile row; 0 for an axis which the plan shares
     n_partial, n_tiles  tiles of each row; the partial ones come first
     cols    (begin, end, first, last) -> (end - begin, last - first) tile columns `first` .. `last` of items `begin` .. `end`
-    limits  (begin, end, first, last) -> (end - begin, 128, 128 * (last - first)): +inf attends, -inf does not
+    limits  (begin, end, first, last) -> (end - begin, queries, 128 * (last - first)): +inf attends, -inf does not
     """
 
     batch_idx: Tensor
@@ -91,8 +96,8 @@ class _Span(NamedTuple):
     """Key tiles that meet the query tiles of a chunk in one matrix product.
 
     kv_tiles  (items * tiles,) where the key tiles are among all key tiles
-    shape     (sharing heads, rows, 128, keys) of the scores
-    limit     (rows, 128, keys of the partial tiles), or None
+    shape     (sharing heads, rows, queries, keys) of the scores
+    limit     (rows, queries, keys of the partial tiles), or None
     length_limit  broadcasts to shape, or None
     keep      of that shape, 0 or 1 / (1 - dropout_p), or None
     """
@@ -172,11 +177,12 @@ class _Walk:
                 memory[first] = group.limits(begin, end, first, min(last, group.n_partial))
             kv_pos = q_pos = None
             if self.kv_lengths is not None or self.dropout_p > 0:
-                # (rows, 1, keys) and (rows, 128, 1)
-                kv_pos, q_pos = _positions(cols)[:, None], _positions(group.rows[begin:end, None])[:, :, None]
+                # (rows, queries, 1) and (rows, 1, keys)
+                q_pos = _positions(group.rows[begin:end, None])[:, : sizes.q_side, None]
+                kv_pos = _positions(cols)[:, None]
             yield _Span(
                 kv_tiles=(first_kv_tile[:, :, None] + cols).flatten(),
-                shape=(*batch_idx.shape, TILE, TILE * (last - first)),
+                shape=(*batch_idx.shape, sizes.q_side, TILE * (last - first)),
                 limit=memory.get(first),
                 length_limit=self._length_limit(batch_idx, kv_pos),
                 keep=self._keep(batch_idx, head_idx, q_pos, kv_pos),
@@ -202,6 +208,7 @@ class _Walk:
 
     def _plan_groups(self, plan: list[Tensor]) -> Iterator[_Group]:
         row_items, row_indices, row_ids, *_, words = plan
+        words = words[:, : self.sizes.q_side]
         n_heads, n_rows = row_items.shape[1:3]
         # on a GPU this is the one synchronisation of a call
         items = row_items.cpu().numpy().reshape(-1, row_items.shape[3]).astype(np.int64)
@@ -251,7 +258,7 @@ class _Walk:
 
         def limits(begin: int, end: int, first: int, last: int) -> Tensor:
             kv_pos = _positions(cols(begin, end, first, last))[:, None]
-            q_pos = _positions(rows[begin:end, None])[:, :, None]
+            q_pos = _positions(rows[begin:end, None])[:, : self.sizes.q_side, None]
             return _limit(kv_pos <= q_pos + offset, self.dtype)
 
         zeros = torch.zeros_like(rows)
@@ -269,20 +276,20 @@ def _limit(attends: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unpacked(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """(rows, tiles, 128, 4) bitmask words -> (rows, 128, 128 * tiles) limits."""
+    """(rows, tiles, queries, 4) bitmask words -> (rows, queries, 128 * tiles) limits."""
     bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
-    # (rows, tiles, 128, 4, 32) -> (rows, 128, tiles, 4, 32); 0 and 1 become -inf and +inf
+    # (rows, tiles, queries, 4, 32) -> (rows, queries, tiles, 4, 32); 0 and 1 become -inf and +inf
     return bits.transpose(1, 2).to(dtype).flatten(2).sub_(0.5).mul_(torch.inf)
 
 
-def _tiles(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """(batch, heads, length, dim) -> (batch * heads * tiles, 128, dim), zeros past the end."""
+def _tiles(tensor: Tensor, dtype: torch.dtype, side: int = TILE) -> Tensor:
+    """(batch, heads, length, dim) -> (batch * heads * tiles, side, dim), zeros past the end."""
     batch, heads, length, dim = tensor.shape
-    n_tiles = -(-length // TILE)
+    n_tiles = -(-length // side)
     tensor = tensor.to(dtype)
-    if length % TILE:
-        tensor = F.pad(tensor, (0, 0, 0, n_tiles * TILE - length))
-    return tensor.reshape(batch * heads * n_tiles, TILE, dim)
+    if length % side:
+        tensor = F.pad(tensor, (0, 0, 0, n_tiles * side - length))
+    return tensor.reshape(batch * heads * n_tiles, side, dim)
 
 
 def _untiled(tiles: Tensor, like: Tensor) -> Tensor:
@@ -301,9 +308,9 @@ def _kv_tiles(tensor: Tensor, dtype: torch.dtype, kv_lengths: Tensor | None) -> 
 
 
 def _scores(q_chunk: Tensor, k_chunk: Tensor, scale: float, span: _Span) -> Tensor:
-    """(items, 128, keys) scaled scores, -inf for pairs that do not attend."""
+    """(items, queries, keys) scaled scores, -inf for pairs that do not attend."""
     # the product takes the factor for free; with beta=0 its first argument gives nothing but a shape
-    nothing = q_chunk.new_zeros(1, 1, 1).expand(len(q_chunk), TILE, k_chunk.shape[1])
+    nothing = q_chunk.new_zeros(1, 1, 1).expand(*q_chunk.shape[:2], k_chunk.shape[1])
     scores = torch.baddbmm(nothing, q_chunk, k_chunk.transpose(1, 2), beta=0, alpha=scale)
     by_head = scores.view(span.shape)
     if span.limit is not None:
@@ -344,7 +351,7 @@ def _gathered(tiles: Tensor, span: _Span) -> Tensor:
 
 
 class _Partial(NamedTuple):
-    """What a chunk of query tiles knows after some spans; everything by row, (items, 128, ...).
+    """What a chunk of query tiles knows after some spans; everything by row, (items, queries, ...).
 
     out      v weighted by exp(score - highest), divided by total already if is_divided
     highest  score, -inf before the first key
@@ -358,7 +365,8 @@ class _Partial(NamedTuple):
 
 
 def _attended(q_chunk: Tensor, k_tiles: Tensor, v_tiles: Tensor, scale: float, span: _Span) -> _Partial:
-    scores = _scores(q_chunk, _gathered(k_tiles, span), scale, span)
+    dtype = q_chunk.dtype
+    scores = _scores(q_chunk, _gathered(k_tiles, span).to(dtype), scale, span)
     highest = scores.amax(dim=-1, keepdim=True)
     weights = _weights(scores, _finite(highest), span)
     total = weights.sum(dim=-1, keepdim=True)
@@ -367,7 +375,7 @@ def _attended(q_chunk: Tensor, k_tiles: Tensor, v_tiles: Tensor, scale: float, s
         weights.div_(_nonzero(total))
     if span.keep is not None:
         weights.view(span.shape).mul_(span.keep)
-    return _Partial(torch.bmm(weights, _gathered(v_tiles, span)), highest, total, span.is_only)
+    return _Partial(torch.bmm(weights, _gathered(v_tiles, span).to(dtype)), highest, total, span.is_only)
 
 
 def _merged(a: _Partial, b: _Partial) -> _Partial:
@@ -415,10 +423,13 @@ def forward(
     lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
     if sizes.is_empty:
         return out, lse
-    q_tiles = _tiles(q, dtype)
+    q_tiles = _tiles(q, dtype, sizes.q_side)
     walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, like=q_tiles)
-    k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
-    out_tiles, lse_tiles = q_tiles.new_zeros(len(q_tiles), TILE, v.shape[3]), _tiles(lse[..., None], dtype)
+    # one row of tiles reads a key tile once a head: what it reads is converted, which may be little
+    stored = k.dtype if sizes.n_rows == 1 else dtype
+    k_tiles, v_tiles = (_kv_tiles(tensor, stored, kv_lengths) for tensor in (k, v))
+    out_tiles = q_tiles.new_zeros(*q_tiles.shape[:2], v.shape[3])
+    lse_tiles = _tiles(lse[..., None], dtype, sizes.q_side)
     for index, spans in walk:
         q_chunk = q_tiles.index_select(0, index)
         partials = (_attended(q_chunk, k_tiles, v_tiles, scale, span) for span in spans)
@@ -458,11 +469,11 @@ def backward(
         delta = delta - dlse.masked_fill(lse == -torch.inf, 0)
     # a row without keys: exp(s - inf) = 0 where exp(s + inf) would not be
     pivot = lse.masked_fill(lse == -torch.inf, torch.inf)
-    q_tiles = _tiles(q, dtype)
+    q_tiles = _tiles(q, dtype, sizes.q_side)
     walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, like=q_tiles)
     k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
     dout_tiles, delta_tiles, pivot_tiles = (
-        _tiles(tensor, dtype) for tensor in (dout, delta[..., None], pivot[..., None])
+        _tiles(tensor, dtype, sizes.q_side) for tensor in (dout, delta[..., None], pivot[..., None])
     )
     dq_tiles, dk_tiles, dv_tiles = (torch.zeros_like(tiles) for tiles in (q_tiles, k_tiles, v_tiles))
     for index, spans in walk:

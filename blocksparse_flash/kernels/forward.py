@@ -2,7 +2,7 @@
 
 One program owns BLOCK_Q queries of one head and walks the tiles of its row: the partial ones (masked), then the full
 ones (neither masked nor bounds-checked). Empty tiles are never visited. With m the running maximum of the base-2 scores
-and l the running sum, a row without keys keeps l = 0 and writes out 0, lse -inf.
+and l the running sum, a row without keys keeps l = 0 and writes out 0, lse -inf. Few queries over many keys: decode.py.
 
 Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
 """
@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import decode
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Config,
@@ -233,6 +234,8 @@ def forward(
     dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous."""
+    if decode.takes(q.shape, k.shape[2], dropout_p):
+        return decode.forward(q, k, v, plan, kv_lengths, scale, causal)
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, heads, q_len, v.shape[3])
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)

@@ -60,7 +60,7 @@ from .hopper_rows import (
     take_row,
 )
 from .launch import TILE as TILE_SIDE
-from .launch import Launch, Options, Seen, constants, options_of, see, see_walk, walk, walk_strides
+from .launch import Launch, Options, Seen, constants, multiprocessors, options_of, see, see_walk, walk, walk_strides
 from .tile import LN_2, TILE
 
 # whether pinning is free of spills
@@ -403,12 +403,6 @@ def hopper_forward_kernel(
 
 
 # ---- the launch ----
-
-
-@functools.cache
-def multiprocessors(index: int) -> int:
-    """How many the GPU has."""
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 class Prepared(NamedTuple):

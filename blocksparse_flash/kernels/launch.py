@@ -54,6 +54,12 @@ def device_limits(index: int | None) -> tuple[int, int]:
     return properties.major, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
+@functools.cache
+def multiprocessors(index: int | None) -> int:
+    """How many the GPU has; 1 for the interpreter."""
+    return 1 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+
+
 def padded_dim(head_dim: int) -> int:
     """Columns a program holds for `head_dim`: the next power of two, at least 16 (tensor cores want 16)."""
     return max(16, triton.next_power_of_2(head_dim))

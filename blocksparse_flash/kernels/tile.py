@@ -156,21 +156,30 @@ def load_words(words_ptr, o_word):
 
 
 @triton.jit
-def bitmask_pairs(words_ptr, i_bitmask, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, T: tl.constexpr):
-    """Which pairs of a part of a tile attend: [ROWS, COLS] bool, or [COLS, ROWS] if T. Starts are within the tile."""
+def query_pairs(words_ptr, i_bitmask, o_q, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Which of COLS keys of a tile the queries o_q attend to: [ROWS, COLS] bool. Queries and start are within the tile."""
     o_col = tl.arange(0, COLS)
     p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32) + kv_start // 32
-    o_word = (q_start + tl.arange(0, ROWS)) * (TILE // 32)
+    b_bits = tl.zeros([ROWS, COLS], tl.int32)
+    for i_word in tl.static_range(COLS // 32):
+        b_words = load_words(p_words, o_q * (TILE // 32) + i_word)
+        b_bits = tl.where((o_col // 32 == i_word)[None, :], b_words[:, None], b_bits)
+    return ((b_bits >> (o_col % 32)[None, :]) & 1) != 0
+
+
+@triton.jit
+def bitmask_pairs(words_ptr, i_bitmask, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, T: tl.constexpr):
+    """Which pairs of a part of a tile attend: [ROWS, COLS] bool, or [COLS, ROWS] if T. Starts are within the tile."""
     if T:
+        o_col = tl.arange(0, COLS)
+        p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32) + kv_start // 32
+        o_word = (q_start + tl.arange(0, ROWS)) * (TILE // 32)
         b_bits = tl.zeros([COLS, ROWS], tl.int32)
         for i_word in tl.static_range(COLS // 32):
             b_bits = tl.where((o_col // 32 == i_word)[:, None], load_words(p_words, o_word + i_word)[None, :], b_bits)
         return ((b_bits >> (o_col % 32)[:, None]) & 1) != 0
     else:
-        b_bits = tl.zeros([ROWS, COLS], tl.int32)
-        for i_word in tl.static_range(COLS // 32):
-            b_bits = tl.where((o_col // 32 == i_word)[None, :], load_words(p_words, o_word + i_word)[:, None], b_bits)
-        return ((b_bits >> (o_col % 32)[None, :]) & 1) != 0
+        return query_pairs(words_ptr, i_bitmask, q_start + tl.arange(0, ROWS), kv_start, ROWS, COLS)
 
 
 @triton.jit

@@ -1,0 +1,225 @@
+"""kernels/decode.py: is a row whose keys are split among programs the row, however many they are?
+
+Forward and backward against the one tolerance, as in test_zoo.py: inputs in NaN, new memory full of NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import plain
+import pytest
+import torch
+from cases import Case
+from closeness import assert_as_accurate
+from test_zoo import (
+    BFLOAT16,
+    Call,
+    Layout,
+    assert_backend_is_accurate,
+    buried,
+    expected,
+    inputs,
+    kv_lengths,
+    name_of,
+    run,
+    sizes_of,
+)
+
+from blocksparse_flash import BlockLayout, attention_with_lse
+
+decode = pytest.importorskip("blocksparse_flash.kernels.decode", reason="needs Triton")
+
+# one writes out itself; two; more than a row has steps, so that some are empty
+CHUNKS = (1, 2, 37)
+
+
+def sinks_and_window(q_len: int, kv_len: int) -> BlockLayout:
+    """Bitmasks in the first, the diagonal and the ragged last tile, and a query without keys, the third if there is one."""
+    ahead = kv_len - q_len
+    return BlockLayout.from_predicate(
+        lambda q_pos, kv_pos: (
+            ((kv_pos < 5) | (q_pos + ahead - kv_pos < 200)) & (kv_pos <= q_pos + ahead) & (q_pos != 2)
+        ),
+        q_len,
+        kv_len,
+        block_size=64,
+    )
+
+
+def random_pairs(q_len: int, kv_len: int, heads: int) -> BlockLayout:
+    """Each head its own keys; the first has none."""
+    mask = torch.rand(heads, q_len, kv_len, generator=torch.Generator().manual_seed(kv_len)) < 0.2
+    mask[0] = False
+    mask[1, :, 128:256] = True
+    return BlockLayout.from_dense(mask, block_size=(16, 32))
+
+
+def by_batch(q_len: int, kv_len: int) -> BlockLayout:
+    return BlockLayout.from_predicate(
+        lambda batch, head, q_pos, kv_pos: (kv_pos % (7 * batch + 2) == 0) & (q_pos >= 0),
+        q_len,
+        kv_len,
+        block_size=128,
+        batch=2,
+    )
+
+
+def full_blocks(q_len: int, kv_len: int) -> BlockLayout:
+    """Without bitmasks, and fewer tiles than programs."""
+    return BlockLayout.from_blocks([0, 0, 0], [0, 2, 3], q_len, kv_len, block_size=128)
+
+
+def selected(q_len: int, kv_len: int) -> BlockLayout:
+    """As if made on a device: more room than entries."""
+    return BlockLayout.from_topk(torch.tensor([[[[3, -1, 0, -1, 3, -1]]]]), q_len, kv_len, block_size=128)
+
+
+# kv_len 300, 500: the last tile is ragged; 512: it is not
+LAYOUTS: list[Layout] = [
+    Case("sinks-1", lambda: sinks_and_window(1, 500)),
+    Case("sinks-7", lambda: sinks_and_window(7, 500)),
+    Case("sinks-30", lambda: sinks_and_window(30, 512)),
+    Case("per-head-1", lambda: random_pairs(1, 300, 4)),
+    Case("per-head-17", lambda: random_pairs(17, 300, 4)),
+    Case("per-batch-3", lambda: by_batch(3, 300)),
+    Case("full-1", lambda: full_blocks(1, 512)),
+    Case("selected-2", lambda: selected(2, 500)),
+    Case("empty-1", lambda: BlockLayout.from_blocks([], [], 1, 300, block_size=64)),
+    (1, 300),
+    (1, 16),
+    (18, 300),
+]
+CALLS = [
+    Call(kv_heads=1, dtype=BFLOAT16),
+    Call(head_dim=1, v_dim=3),
+    Call(head_dim=40, v_dim=96, kv_heads=1),
+    Call(head_dim=128, dtype=torch.float16, has_kv_lengths=True),
+    Call(head_dim=32, causal=True, kv_heads=1, scale=-0.3),
+    Call(head_dim=256, kv_heads=1, dtype=BFLOAT16, causal=True, has_kv_lengths=True),
+    Call(head_dim=16, scale=0.0, has_kv_lengths=True),
+]
+
+
+@pytest.fixture
+def n_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(decode, "chunks", lambda *_: request.param)
+    decode.prepare.cache_clear()
+    yield request.param
+    decode.prepare.cache_clear()
+
+
+def spread() -> list[Any]:
+    """Every layout in every number of chunks, each time with another call."""
+    found = []
+    for index, layout in enumerate(LAYOUTS):
+        for turn, n_chunks in enumerate(CHUNKS):
+            call = CALLS[(3 * index + turn) % len(CALLS)]
+            found.append(pytest.param(layout, call, n_chunks, id=f"{name_of(layout)}-{call}-in-{n_chunks}"))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "call", "n_chunks"), spread(), indirect=["n_chunks"])
+def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call, n_chunks: int, device) -> None:
+    """The backward too, which does not know of chunks, where there are two."""
+    _, _, q_len, kv_len = sizes_of(layout, call)
+    assert decode.takes((1, 1, q_len, 1), kv_len, 0.0)
+    if n_chunks == 2:
+        assert_backend_is_accurate("triton", layout, call, device)
+    else:
+        q, k, v, *_ = (buried(tensor.to(device)) for tensor in inputs(layout, call).values() if tensor.dim() == 4)
+        found = attention_with_lse(
+            *(q, k, v, layout.build() if isinstance(layout, Case) else None),
+            causal=call.causal,
+            scale=call.scale,
+            kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
+            backend="triton",
+        )
+        for name, result, references in zip(("out", "lse"), found, expected(layout, call, device), strict=False):
+            assert_as_accurate(result, *references, name=name)
+    assert decode.prepare.cache_info().misses == 1
+
+
+# with 2 heads a program: around 16, 32, 64 and 128 rows, of which a program holds one, two or more blocks
+QUERIES = [1, 2, 3, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 63, 64]
+
+
+@pytest.mark.parametrize("index", range(len(QUERIES)), ids=[str(q_len) for q_len in QUERIES])
+@pytest.mark.parametrize("n_chunks", [3], indirect=True)
+def test_any_number_of_queries(index: int, n_chunks: int, device) -> None:
+    """With about the fewest keys that come here, by turns dense, causal, a layout for all heads and one for each."""
+    q_len, kind = QUERIES[index], index % 4
+    kv_len = max(100, decode.KEYS_PER_QUERY * q_len + index % 3)
+    layout = {2: sinks_and_window(q_len, kv_len), 3: random_pairs(q_len, kv_len, 4)}.get(kind)
+    generator = torch.Generator().manual_seed(q_len)
+    q, k, v = (
+        torch.randn(1, heads, length, 16, generator=generator).to(device)
+        for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
+    )
+    out, lse = attention_with_lse(q, k, v, layout, causal=kind == 1, backend="triton")
+    assert decode.prepare.cache_info().misses == 1
+    mask = None if layout is None else layout.to_dense().to(device)
+    dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
+    truths = plain.results(*(t.double() for t in (q, k, v, dout, dlse)), mask, causal=kind == 1)
+    plains = plain.results(q, k, v, dout, dlse, mask, causal=kind == 1)
+    for actual, name, same, truth in zip((out, lse), ("out", "lse"), plains, truths, strict=False):
+        assert_as_accurate(actual, same, truth[0], name=name)
+
+
+@pytest.mark.parametrize("n_chunks", [5], indirect=True)
+def test_every_run_gives_equal_bits(n_chunks: int, device) -> None:
+    layout, call = LAYOUTS[1], CALLS[0]
+    tensors = {name: tensor.to(device) for name, tensor in inputs(layout, call).items()}
+    first, again = (run("triton", layout, call, tensors, device) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+
+
+def test_dropout_is_that_of_the_forward(device) -> None:
+    """Fewer programs, and the same pairs are dropped."""
+    layout, call = LAYOUTS[0], Call(head_dim=32, dropout_p=0.4, kv_heads=1)
+    decode.prepare.cache_clear()
+    assert_backend_is_accurate("triton", layout, call, device)
+    assert decode.prepare.cache_info().misses == 0
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "dropout_p", "expected"),
+    [
+        (1, 16, 0.0, True),
+        (64, 1 << 20, 0.0, True),
+        (64, 1024, 0.0, True),
+        (65, 1 << 20, 0.0, False),
+        (64, 1023, 0.0, False),
+        (1, 15, 0.0, False),
+        (1, 1 << 20, 0.1, False),
+    ],
+)
+def test_what_is_split(q_len: int, kv_len: int, dropout_p: float, expected: bool) -> None:
+    assert decode.takes((8, 32, q_len, 128), kv_len, dropout_p) == expected
+
+
+@pytest.mark.parametrize(
+    ("n_tiles", "n_programs", "n_multiprocessors", "expected"),
+    [
+        # 8 sequences of 8 kv heads on an H200; one sequence; as many programs as multiprocessors and more
+        (112, 64, 132, 8),
+        (1024, 8, 132, 66),
+        (1024, 132, 132, 4),
+        (1024, 1000, 132, 1),
+        # never more than tiles, nor than the merge should add up
+        (5, 8, 132, 5),
+        (8192, 1, 132, 256),
+        (0, 8, 132, 1),
+    ],
+)
+def test_how_many_chunks(n_tiles: int, n_programs: int, n_multiprocessors: int, expected: int) -> None:
+    assert decode.chunks(n_tiles, n_programs, n_multiprocessors) == expected
+
+
+def test_rows_that_no_layout_of_the_zoo_has() -> None:
+    """The layouts here go where they should: the zoo's own are too square."""
+    assert not any(
+        decode.takes((1, 1, *case.build().shape[2:3], 1), case.build().shape[3], 0.0) for case in cases.LAYOUTS
+    )
