@@ -45,11 +45,11 @@ class Prior(NamedTuple):
     firmness: float
 
 
-# a tile's microseconds come from the lines, but two kernels of one direction are told apart by this alone
+# a tile's microseconds come from the lines; two kernels of one direction are told apart by their measured ratio
 PROGRAM, MASKING, LAUNCH = Prior(1.0, 0.02), Prior(0.3, 0.05), Prior(8.0, 0.05)
+TILE, RATIO = 0.02, 0.3
 # two programs of triton share a multiprocessor, hopper's one has it to itself
 ALONE = {"triton": Prior(1.5, 0.05), "hopper": Prior(1.0, 0.05)}
-TILE = 0.02
 
 # (backend, padded head_dim, direction) -> (side, programs of a line, microseconds of a tile) of each kernel that walks tiles.
 # triton: the tables of kernels/forward.py and backward.py on sm90, and the milliseconds of a dense call that they name
@@ -148,19 +148,27 @@ def predicted(one: Measured, rates: Rates) -> float:
     return prediction.direction_ms(rates, one.call.sides, device, moved=one.moved, passes=one.passes)
 
 
-def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str) -> Rates:
-    """The rates of one device, backend, head_dim and direction."""
+def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates | None = None) -> Rates:
+    """The rates of one device, backend, head_dim and direction.
+
+    near  where to begin; None: at the prior
+    """
     priors = [*(Prior(kernel.tile_us, TILE) for kernel in kernels), PROGRAM, MASKING, ALONE[backend], LAUNCH]
-    start = np.log([prior.value for prior in priors])
+    expected = np.log([prior.value for prior in priors])
     firmness = np.array([prior.firmness for prior in priors])
+    start = expected
+    if near is not None:
+        start = np.log([*(kernel.tile_us for kernel in near.kernels), *near[1:]])
 
     def residuals(coefficients: Array) -> Array:
         rates = rates_of(coefficients, kernels)
         misses = [np.log(predicted(one, rates) / one.line["ms"]) for one in lines]
-        return np.concatenate([misses, firmness * (coefficients - start)])
+        away = coefficients - expected
+        return np.concatenate([misses, firmness * away, RATIO * (away[1 : len(kernels)] - away[0])])
 
-    # the makespan has steps, which a small difference would see instead of the slope
-    return rates_of(optimize.least_squares(residuals, start, diff_step=1e-3, loss="soft_l1", f_scale=0.1).x, kernels)
+    # the makespan has steps, which a small difference would see instead of the slope, and below which nothing converges
+    options = {"diff_step": 1e-3, "loss": "soft_l1", "f_scale": 0.1, "ftol": 1e-4, "xtol": 1e-4}
+    return rates_of(optimize.least_squares(residuals, start, **options).x, kernels)
 
 
 def errors(lines: Sequence[Measured], rates: Rates) -> list[float]:
@@ -168,13 +176,13 @@ def errors(lines: Sequence[Measured], rates: Rates) -> list[float]:
     return [predicted(one, rates) / one.line["ms"] - 1 for one in lines]
 
 
-def unseen_error(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str) -> float:
+def unseen_error(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates) -> float:
     """The worst error on lines that the fit has not seen, in FOLDS parts."""
     worst = 0.0
     for fold in range(min(FOLDS, len(lines))):
         seen = [one for index, one in enumerate(lines) if index % FOLDS != fold]
         unseen = [one for index, one in enumerate(lines) if index % FOLDS == fold]
-        worst = max([worst, *map(abs, errors(unseen, fit(seen, kernels, backend)))])
+        worst = max([worst, *map(abs, errors(unseen, fit(seen, kernels, backend, near)))])
     return worst
 
 
@@ -190,7 +198,7 @@ def calibrate(lines: Sequence[Line]) -> list[Calibration]:
         one = Calibration(
             DEVICES[device], backend, head_dim, direction, rates, len(found),
             tuple(dict.fromkeys(line["bench"] for line in group)), tuple(dict.fromkeys(line["commit"] for line in group)),
-            statistics.median(sizes), max(sizes), unseen_error(found, kernels, backend),
+            statistics.median(sizes), max(sizes), unseen_error(found, kernels, backend, rates),
         )  # fmt: skip
         made.append(one)
         print(f"\n{device}, {backend}, head_dim {head_dim}, {direction}: {rates}")

@@ -101,10 +101,13 @@ def device_of(device: torch.device) -> Device | None:
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
+    # some GPUs (those that share the host's memory) and some versions of PyTorch do not tell them
+    clock, memory_clock, bus = (
+        getattr(found, name, 0) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")
+    )
     # both rates in kHz, memory moves twice a cycle
-    bandwidth = COPY_SHARE * 2 * found.memory_clock_rate * found.memory_bus_width / 8 * 1e-6
-    capability = found.major, found.minor
-    return Device(found.name, capability, found.multi_processor_count, found.clock_rate * 1e-3, bandwidth)
+    bandwidth = COPY_SHARE * 2 * memory_clock * bus / 8 * 1e-6
+    return Device(found.name, (found.major, found.minor), found.multi_processor_count, clock * 1e-3, bandwidth)
 
 
 def unmeasured(call: Call) -> str:
@@ -143,6 +146,9 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
             f"capability {device.capability[0]}.{device.capability[1]}"
         )
 
+    for one in (forward, backward):
+        if not prediction.can_scale(one, device):
+            return None, f"this {device.name} was never measured, and does not tell the clock and bandwidth to scale by"
     mine = _times(call, call.sides, device, forward, backward)
     dense = mine if call.layout is None else _times(call, call.dense_sides, device, forward, backward)
     said = [

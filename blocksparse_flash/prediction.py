@@ -27,7 +27,7 @@ MICRO = 1e-6
 
 
 class Device(NamedTuple):
-    """What a prediction must know of a GPU; bandwidth in GB/s, clock in MHz."""
+    """What a prediction must know of a GPU; bandwidth in GB/s, clock in MHz, 0 where it does not tell."""
 
     name: str
     capability: tuple[int, int]
@@ -204,6 +204,11 @@ def find(
 
 def _is_same(one: Device, other: Device) -> bool:
     return (one.name, one.multiprocessors) == (other.name, other.multiprocessors)
+
+
+def can_scale(found: Calibration, device: Device) -> bool:
+    """Whether enough is known of this GPU, unless it is the one that was measured."""
+    return _is_same(found.device, device) or (device.clock > 0 and device.bandwidth > 0)
 
 
 def on_device(found: Calibration, device: Device) -> Rates:

@@ -147,6 +147,8 @@ def test_dense_is_not_compared_with_itself(on: Any) -> None:
 def test_where_nothing_was_measured_no_time_is_told(on: Any) -> None:
     for asked, device, why in (
         (call(layout=window()), A100, "compute capability 8.0"),
+        (call(), H100._replace(clock=0.0), "does not tell the clock and bandwidth"),
+        (call(), H100._replace(bandwidth=0.0), "does not tell the clock and bandwidth"),
         (call((1, 16, 16384, 256)), H200, "head dimension of 256"),
         (call(dtype=torch.float32), H200, "torch.float32 was not measured"),
         (call(dropout_p=0.1), H200, "dropout was not measured"),
@@ -186,6 +188,19 @@ def test_a_gpu_is_known_by_its_properties(monkeypatch: pytest.MonkeyPatch) -> No
         cost.device_of.cache_clear()
     assert found is not None and found[:4] == H200[:4] and found.bandwidth == pytest.approx(4300, rel=0.01)
     assert cost.device_of(torch.device("cpu")) is None
+
+
+def test_a_gpu_may_tell_less_of_itself(monkeypatch: pytest.MonkeyPatch, on: Any) -> None:
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cost.device_of.cache_clear()
+    try:
+        found = cost.device_of(torch.device("cuda", 0))
+    finally:
+        cost.device_of.cache_clear()
+    assert found == H200._replace(clock=0.0, bandwidth=0.0)
+    # what was measured needs no more
+    assert on(call(), found).prediction == on(call(), H200).prediction
 
 
 # ---- advice ----

@@ -37,19 +37,28 @@ def groups() -> dict[tuple[str, str, int, str], list[measurements.Line]]:
 
 
 def test_every_measurement_is_predicted(groups: dict[Any, list[measurements.Line]]) -> None:
-    """By the committed table, within ALLOWED. If this fails, `python -m benchmarks.calibrate` fits it to the lines anew."""
+    """By the committed table: each one of the grid of patterns within ALLOWED, of the sweeps nine in ten.
+
+    If this fails, `python -m benchmarks.calibrate` fits the table to the lines anew.
+    """
     assert groups
-    sizes, bad = [], []
+    sizes: dict[bool, list[float]] = {True: [], False: []}
+    bad = []
     for (device, backend, head_dim, direction), lines in groups.items():
         found = prediction.find(prediction.calibrations(), calibrate.DEVICES[device], backend, head_dim, direction)
         assert found is not None and found.head_dim == head_dim, (backend, head_dim, direction)
         for line in lines:
             (error,) = calibrate.errors([calibrate.measured(line)], found.rates)
-            sizes.append(abs(error))
-            if abs(error) >= ALLOWED:
-                bad.append((backend, line["bench"], line["pattern"], line["n"], head_dim, direction, f"{error:+.0%}"))
-    print(f"{len(sizes)} measurements: off by {statistics.median(sizes):.1%} in the median, {max(sizes):.1%} at most")
+            is_grid = line["bench"] == "attention"
+            sizes[is_grid].append(abs(error))
+            if is_grid and abs(error) >= ALLOWED:
+                bad.append((backend, line["pattern"], line["n"], head_dim, direction, f"{error:+.0%}"))
+    for is_grid, off in sizes.items():
+        if off:
+            what = "the grid" if is_grid else "sweeps"
+            print(f"{len(off)} of {what}: off by {statistics.median(off):.1%} in the median, {max(off):.1%} at most")
     assert bad == []
+    assert sum(error >= ALLOWED for error in sizes[False]) <= len(sizes[False]) / 10
 
 
 def test_the_table_says_what_it_was_fitted_to(groups: dict[Any, list[measurements.Line]]) -> None:
@@ -193,6 +202,20 @@ def test_the_fit_finds_the_rates_that_made_the_lines() -> None:
     assert rates.kernels[0].tile_us == pytest.approx(3.0, rel=0.05)
     assert rates.program == pytest.approx(2.0, rel=0.2)
     assert max(map(abs, calibrate.errors(lines, rates))) < 0.03
+
+
+def test_two_kernels_share_the_time_as_they_were_measured_to() -> None:
+    """Lines tell their sum alone; nothing of it may go from one to the other for the sake of noise."""
+    kernels = calibrate.KERNELS["triton", 128, "bwd"]
+    true = TRUE._replace(kernels=tuple(kernel._replace(tile_us=1.3 * kernel.tile_us) for kernel in kernels))
+    lines = []
+    for index, (pattern, n) in enumerate([("local", 512), ("local", 8192), ("butterfly", 8192), ("dense", 4096)]):
+        one = calibrate.measured(line(pattern=pattern, n=n, direction="bwd"))
+        noise = 1.05 if index % 2 else 0.95
+        lines.append(one._replace(line={**one.line, "ms": noise * calibrate.predicted(one, true)}))
+    keys, queries = calibrate.fit(lines, kernels, "triton").kernels
+    assert keys.tile_us / queries.tile_us == pytest.approx(kernels[0].tile_us / kernels[1].tile_us, rel=0.1)
+    assert keys.tile_us == pytest.approx(1.3 * kernels[0].tile_us, rel=0.1)
 
 
 def test_of_one_line_the_rest_is_the_prior() -> None:
