@@ -137,7 +137,8 @@ def _members(group: Any) -> tuple[Any, torch.device]:
             )
         device_type, group = group.device_type, group.get_group()
     elif isinstance(group, dist.ProcessGroup):
-        device_type = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        # of a group that was given no backend, get_backend says "undefined"
+        device_type = "cuda" if "nccl" in str(dist.get_backend_config(group)) else "cpu"
     else:
         raise TypeError(f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}")
     return group, torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
