@@ -200,9 +200,12 @@ TABLE = {
     "blocksparse_flash/distributed/__init__.py": Arrows(
         {f"{OURS}.distributed.{name}" for name in ("context_plan", "functional", "nn")}
     ),
+    "benchmarks/context_providers.py": Arrows(
+        {NUMPY, TORCH, OURS, "benchmarks.patterns"}
+        | {f"{OURS}.distributed{name}" for name in ("", ".exchange", ".local", ".side")}
+    ),
     "benchmarks/context_parallel.py": Arrows(
-        {TORCH, OURS, "benchmarks.patterns"}
-        | {f"{OURS}.distributed{name}" for name in ("", ".exchange", ".local", ".messages", ".side")}
+        {TORCH, OURS, *(f"benchmarks.{name}" for name in ("context_providers", "measure", "patterns"))}
     ),
     "benchmarks/train_context_parallel.py": Arrows({TORCH, "masks", f"{OURS}.distributed"}),
     "masks/checks.py": Arrows({NUMPY, TORCH}),
