@@ -1,4 +1,4 @@
-"""What must hold of shared attention on GPUs, over NCCL? Checks that every rank of a gpu_ranks.Crew runs.
+"""What must hold of shared attention on GPUs, over NCCL? Checks that every rank of a crew.Crew runs.
 
 The truth of each is the reference in float64 on the whole sequence, which every rank computes for itself; equal bits are
 those of the same kernels in one process. Without GPUs the same checks run over gloo, to try them out.
@@ -24,7 +24,7 @@ import masks
 from benchmarks import train_context_parallel
 from blocksparse_flash import attention
 from blocksparse_flash import distributed as bd
-from tests import closeness, gpu_ranks
+from tests import closeness, crew
 from tests.context_cases import raised
 from tests.context_truth import NAMES, Whole, called, layout_of, orders, sharded
 
@@ -236,7 +236,7 @@ def misses_a_rank(what: str) -> None:
     bd.attention(q, k, v, plan)
     if dist.get_rank() == odd:
         if what == "killed":
-            gpu_ranks.kill_this_rank()
+            crew.kill_this_rank()
         if what == "never comes":
             time.sleep(600)
         # "wrong length": refused here, before anything is sent

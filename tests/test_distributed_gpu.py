@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from tests.context_truth import LAYOUTS
-from tests.gpu_ranks import Crew
+from tests.crew import Crew
 
 N_RANKS = {0: 0, 1: 1, 2: 2, 3: 2}.get(torch.cuda.device_count(), 4)
 pytestmark = pytest.mark.skipif(N_RANKS < 2, reason="needs two CUDA GPUs")
 CASES = "tests.context_gpu_cases"
+DEVICE = "cuda"
 ORDERS = ("contiguous", "zigzag", "balanced", "tuned", "uneven")
 # seconds: that a rank waits for another one, that a check may take, that one may take which compiles much
 PATIENCE, USUAL, LONG = 60, 45, 90
@@ -30,7 +31,7 @@ class Crews:
 
     def get(self) -> Crew:
         if self.crew is None or not self.crew.is_alive:
-            self.crew = Crew(N_RANKS, PATIENCE, self.folder)
+            self.crew = Crew(N_RANKS, DEVICE, PATIENCE, self.folder)
         return self.crew
 
 
@@ -109,7 +110,7 @@ SHORT, GRACE = 8, 30
 @pytest.mark.parametrize("what", ["killed", "never comes", "wrong length"])
 def test_a_failed_rank_is_an_error_on_the_others(tmp_path: Path, what: str) -> None:
     """Within the group's timeout: an exception, or the end of the process, with the reason in what it wrote."""
-    crew = Crew(N_RANKS, SHORT, tmp_path)
+    crew = Crew(N_RANKS, DEVICE, SHORT, tmp_path)
     n_awaited = N_RANKS - 1 if what == "never comes" else N_RANKS
     try:
         *answers, last = crew.run(CASES, "misses_a_rank", what, seconds=SHORT + GRACE, n_awaited=n_awaited)

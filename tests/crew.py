@@ -1,4 +1,4 @@
-"""How do tests run a check on one process a GPU? A Crew of ranks, each waiting for the next check by name.
+"""How do tests run a check on one process a GPU, or a few on the CPU? A Crew of ranks, each waiting for a check by name.
 
 A check is a function of a module, called on every rank with the same arguments. It has a time of its own: ranks that
 do not answer in time are killed, and the next crew starts afresh. Knows processes and pipes. Must not know attention.
@@ -39,11 +39,14 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def _rank(rank: int, n_ranks: int, port: int, timeout: float, log: str, pipe: Connection) -> None:
+def _rank(rank: int, n_ranks: int, device: str, port: int, timeout: float, log: str, pipe: Connection) -> None:
     """The life of a rank: join the group, then one check after another."""
     sys.stderr = Path(log).open("w", buffering=1)  # noqa: SIM115  for as long as the process lives
     os.dup2(sys.stderr.fileno(), 2)
-    is_cuda = torch.cuda.is_available()
+    is_cuda = device == "cuda"
+    if not is_cuda:
+        # checks ask torch where they run
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # NCCL waits a minute to write down what hung, which nobody reads here
     os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
@@ -66,16 +69,18 @@ def _rank(rank: int, n_ranks: int, port: int, timeout: float, log: str, pipe: Co
 
 
 class Crew:
-    """Ranks of one group. `timeout` is that of the group: how long a rank waits for another."""
+    """Ranks of one group, on "cuda" or "cpu". `timeout` is that of the group: how long a rank waits for another."""
 
-    def __init__(self, n_ranks: int, timeout: float, folder: Path) -> None:
+    def __init__(self, n_ranks: int, device: str, timeout: float, folder: Path) -> None:
         # CUDA does not survive a fork
         spawn = multiprocessing.get_context("spawn")
         port, self.logs = free_port(), [folder / f"rank{rank}.stderr" for rank in range(n_ranks)]
         self.pipes, self.processes = [], []
         for rank, log in enumerate(self.logs):
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_rank, args=(rank, n_ranks, port, timeout, str(log), theirs), daemon=True)
+            process = spawn.Process(
+                target=_rank, args=(rank, n_ranks, device, port, timeout, str(log), theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
