@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blocksparse_flash import BlockLayout, attention, distributed
-from blocksparse_flash.distributed import exchange
+from blocksparse_flash import BlockLayout, attention, distributed, functional
+from blocksparse_flash.distributed import exchange, rows
+from blocksparse_flash.distributed import functional as shared
 from blocksparse_flash.distributed.local import attend
+from blocksparse_flash.distributed.shipping import Walk
 from blocksparse_flash.distributed.side import sides
 
 from .patterns import BLOCK, Pattern
@@ -150,19 +152,24 @@ def parts(
     plan: distributed.ContextPlan, chunks: int | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The forward of exchange in two: (its messages alone, attention to what has arrived already)."""
-    n_chunks = chunks or max(n for n in range(1, 5) if k.shape[1] % n == 0)
-    keys = sides(plan.layers[0].tensors, plan.layers[0].counts, plan.n_ranks)[0]
+    layer = plan.layers[0]
+    (keys, *_), near = sides(layer.tensors, layer.counts, plan.n_ranks)
+    backend = functional._choose("auto", q.device, q.dtype)
+    n_chunks = shared.n_chunks(chunks, plan, 0, k, v)
     pieces = exchange.chunked(n_chunks, q, k, keys.plan)
-    backend = "triton" if q.device.type == "cuda" else "eager"
+    walk = Walk(q.shape[3] ** -0.5, backend, plan.group, plan.rank)
 
     def travel() -> list[Tensor]:
-        return [flight.arrived() for flight in exchange.send_keys(k, v, keys, pieces, plan.group)[1]]
+        return [flight.arrived() for flight in exchange.send_keys(k, v, keys, pieces, walk)[1]]
 
     arrived = travel()
 
     def compute() -> None:
+        if near:
+            attend(q, k, v, near, walk.scale, backend)
         for piece, part in zip(pieces, arrived, strict=True):
-            k_all, v_all = exchange.extended(k[:, piece.kv], v[:, piece.kv], keys, part)
-            attend(q[:, piece.q], k_all, v_all, piece.plan, q.shape[3] ** -0.5, backend)
+            k_all, v_all = exchange.extended(k[:, piece.kv], v[:, piece.kv], keys, part, backend)
+            mine = rows.picked(q[:, piece.q], keys.rows, backend) if near else q[:, piece.q]
+            attend(mine, k_all, v_all, piece.plan, walk.scale, backend)
 
     return travel, compute

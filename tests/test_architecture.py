@@ -79,6 +79,7 @@ TABLE = {
     "blocksparse_flash/kernels/backward.py": Arrows(
         {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
     ),
+    "blocksparse_flash/kernels/rows.py": Arrows({TORCH, TRITON, f"{OURS}.kernels.launch", f"{OURS}.kernels.tile"}),
     "blocksparse_flash/kernels/hopper.py": Arrows(
         {TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"}
     ),
@@ -172,14 +173,15 @@ TABLE = {
         {NUMPY, *(f"{OURS}.{name}" for name in ("blocks", "plan", "distributed.ownership", "distributed.traffic"))}
     ),
     "blocksparse_flash/distributed/agreement.py": Arrows({TORCH}),
-    "blocksparse_flash/distributed/messages.py": Arrows({TORCH}),
     "blocksparse_flash/distributed/local.py": Arrows({TORCH, f"{OURS}.ops"}),
+    "blocksparse_flash/distributed/rows.py": Arrows({TORCH, f"{OURS}.distributed.local"}, {f"{OURS}.kernels.rows"}),
+    "blocksparse_flash/distributed/messages.py": Arrows({TORCH, f"{OURS}.distributed.rows"}),
     "blocksparse_flash/distributed/side.py": Arrows({TORCH}),
     "blocksparse_flash/distributed/shipping.py": Arrows(
         {TORCH, f"{OURS}.merging", *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "side"))}
     ),
     "blocksparse_flash/distributed/exchange.py": Arrows(
-        {TORCH, *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "shipping", "side"))}
+        {TORCH, *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "rows", "shipping", "side"))}
     ),
     "blocksparse_flash/distributed/context_plan.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "plan"))}
@@ -202,12 +204,16 @@ TABLE = {
     ),
     "benchmarks/context_providers.py": Arrows(
         {NUMPY, TORCH, OURS, "benchmarks.patterns"}
-        | {f"{OURS}.distributed{name}" for name in ("", ".exchange", ".local", ".side")}
+        | {
+            f"{OURS}.distributed{name}"
+            for name in ("", ".exchange", ".functional", ".local", ".rows", ".shipping", ".side")
+        }
+        | {f"{OURS}.functional"}
     ),
     "benchmarks/context_parallel.py": Arrows(
         {TORCH, OURS, *(f"benchmarks.{name}" for name in ("context_providers", "measure", "patterns"))}
     ),
-    "benchmarks/train_context_parallel.py": Arrows({TORCH, "masks", f"{OURS}.distributed"}),
+    "benchmarks/train_context_parallel.py": Arrows({TORCH, OURS, "masks", f"{OURS}.distributed"}),
     "masks/checks.py": Arrows({NUMPY, TORCH}),
     "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),
     "masks/chunks.py": Arrows({NUMPY, "masks.canvas", "masks.checks"}),
