@@ -1,7 +1,7 @@
 """What do the measurements say? `python -m benchmarks.report` writes the tables of the README and draws the pictures.
 
-It reads benchmarks/results/attention.jsonl and masks.jsonl, and replaces in the README what stands between its markers;
-everything measured goes to results/attention.md. Knows Markdown. Must not know how anything is measured or drawn.
+It reads benchmarks/results/attention.jsonl, masks.jsonl and, if there is one, context_parallel.jsonl, and replaces in the README
+what stands between its markers; everything measured goes to results/attention.md and context_parallel.md. Knows Markdown. Must not know how anything is measured or drawn.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import context_report, plots
 from . import lines as measurements
-from . import plots
 from .lines import Line, Setting
+from .markdown import table
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
@@ -27,12 +28,6 @@ MASK_COLUMNS = {
 
 
 # ---- Markdown ----
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first row is its head."""
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
 
 def replaced(text: str, sections: dict[str, str]) -> str:
@@ -253,12 +248,13 @@ def masks_section(lines: Sequence[Line]) -> str:
 # ---- the whole ----
 
 
-def sections(attention: Sequence[Line], masks: Sequence[Line]) -> dict[str, str]:
+def sections(attention: Sequence[Line], masks: Sequence[Line], context: Sequence[Line]) -> dict[str, str]:
     """What stands between which markers of the README."""
     return {
         "attention": attention_section(attention),
         "sweeps": sweeps_section(attention),
         "masks": masks_section(masks),
+        "context": context_report.section(context),
     }
 
 
@@ -272,10 +268,13 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     attention, masks = (measurements.read(options.results / f"{name}.jsonl") for name in ("attention", "masks"))
-    text = replaced(options.readme.read_text(encoding="utf-8"), sections(attention, masks))
+    context = context_report.read(options.results / "context_parallel.jsonl")
+    text = replaced(options.readme.read_text(encoding="utf-8"), sections(attention, masks, context))
     options.readme.write_text(text, encoding="utf-8")
     (options.results / "attention.md").write_text(everything(attention), encoding="utf-8")
-    for name, figure in plots.figures(attention, masks).items():
+    if context:
+        (options.results / "context_parallel.md").write_text(context_report.everything(context), encoding="utf-8")
+    for name, figure in plots.figures(attention, masks, context).items():
         # no date and no version: the same lines give the same file
         figure.savefig(options.results / f"{name}.png", dpi=100, metadata={"Software": None})
         print(options.results / f"{name}.png")

@@ -213,6 +213,8 @@ TABLE = {
     "benchmarks/context_parallel.py": Arrows(
         {TORCH, OURS, *(f"benchmarks.{name}" for name in ("context_providers", "measure", "patterns"))}
     ),
+    "benchmarks/markdown.py": Arrows(set()),
+    "benchmarks/context_report.py": Arrows({"benchmarks.lines", "benchmarks.markdown"}),
     "benchmarks/train_context_parallel.py": Arrows({TORCH, OURS, "masks", f"{OURS}.distributed"}),
     "masks/checks.py": Arrows({NUMPY, TORCH}),
     "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),
@@ -291,7 +293,7 @@ TABLE = {
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/lines.py": Arrows(set()),
     "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
-    "benchmarks/report.py": Arrows({"benchmarks.lines", "benchmarks.plots"}),
+    "benchmarks/report.py": Arrows({f"benchmarks.{name}" for name in ("context_report", "lines", "markdown", "plots")}),
     "benchmarks/huggingface.py": Arrows(
         {TORCH, OURS, "masks", "transformers", f"{OURS}.huggingface", "benchmarks.measure"}
     ),

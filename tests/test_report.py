@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import context_report, measure, plots, report
 from benchmarks import lines as measurements
-from benchmarks import measure, plots, report
 
 TRITON, FLEX, CUDNN = ("blocksparse_flash", "triton"), ("flex", "triton"), ("cudnn", "cudnn")
 
@@ -53,7 +53,8 @@ def test_the_readme_says_what_was_measured() -> None:
     """If this fails, `python -m benchmarks.report` writes the README anew."""
     attention, masks = (measurements.read(report.RESULTS / f"{name}.jsonl") for name in ("attention", "masks"))
     text = report.README.read_text(encoding="utf-8")
-    assert report.replaced(text, report.sections(attention, masks)) == text
+    context = context_report.read(report.RESULTS / "context_parallel.jsonl")
+    assert report.replaced(text, report.sections(attention, masks, context)) == text
     assert (report.RESULTS / "attention.md").read_text(encoding="utf-8") == report.everything(attention)
 
 
