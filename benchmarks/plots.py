@@ -346,11 +346,14 @@ def context(lines: Sequence[Line]) -> Any:
         for i, (name, (label, hue)) in enumerate(CONTEXT_LOOKS.items()):
             mine = [line for line in shown if line["provider"] == name]
             places = [patterns.index(line["pattern"]) + 0.2 * (i - 1.5) for line in mine]
+            if not mine:
+                continue
             axis.bar(places, [line["speedup"] for line in mine], 0.18, color=hue, label=label)
             bounds = [line["speedup"] * line["ms"] / line["bound_ms"] for line in mine]
             axis.hlines(bounds, [place - 0.09 for place in places], [place + 0.09 for place in places], color="black")
         axis.axhline(ranks, color="#888888", linewidth=0.7, linestyle=":")
         axis.set_xticks(range(len(patterns)), patterns)
+        axis.set_xlim(-0.5, len(patterns) - 0.5)
         axis.set_title(f"{ranks} GPUs, {short(n)} tokens, {shown[0]['heads']} on {kv_heads} heads", fontsize=9)
     for axis in axes.flat[len(cases) :]:
         axis.set_visible(False)

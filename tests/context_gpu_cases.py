@@ -60,11 +60,15 @@ def whole(name: str, heads: tuple[int, int], length: int = LENGTH) -> Whole:
     return Whole(q, k, v, dout, dlse, wide, plain)
 
 
-def assert_as_one_process(plan: bd.ContextPlan, case: Whole, layout: str, bitwise: tuple[str, ...], **options) -> None:
+def assert_as_one_process(
+    plan: bd.ContextPlan, case: Whole, layout: str, bitwise: tuple[str, ...], backend: str = "auto", **options
+) -> None:
     """As accurate as one process, in these results equal to it bit by bit, and equal in every run."""
+    options["backend"] = backend
+    # deterministic, as the plan is
     with poisoned():
         found = sharded(plan, case, **options)
-    same = called(layout_of(layout, plan.length), list(case[:3]), list(case[3:5]), "auto")
+        same = called(layout_of(layout, plan.length), list(case[:3]), list(case[3:5]), backend)
     for name, actual, truth, plain, one in zip(NAMES, found, case.truth, case.same, same, strict=True):
         if name in bitwise:
             assert torch.equal(actual, plan.shard(one, dim=2)), f"{name} is not bitwise that of one process"
@@ -74,12 +78,13 @@ def assert_as_one_process(plan: bd.ContextPlan, case: Whole, layout: str, bitwis
         assert torch.equal(first, second), f"{name} differs between two runs"
 
 
-def exchange_equals_one_process(layout: str, order: str, kv_heads: int) -> None:
+def exchange_equals_one_process(layout: str, order: str, kv_heads: int, backend: str = "auto") -> None:
     order_of = orders(dist.get_world_size(), -(-LENGTH // 128))[order]
     options = {"order": order_of, "scheme": "exchange", "deterministic": True}
     plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=(HEADS, kv_heads), **options)
     # one message: chunks of heads may be too small for the copy engine, and then are summed in another order
-    assert_as_one_process(plan, whole(layout, (HEADS, kv_heads)), layout, ("out", "lse", "dq"), chunks=1)
+    case = whole(layout, (HEADS, kv_heads))
+    assert_as_one_process(plan, case, layout, ("out", "lse", "dq"), backend=backend, chunks=1)
 
 
 def ships_rows(layout: str, order: str, kv_heads: int) -> None:

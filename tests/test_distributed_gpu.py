@@ -6,16 +6,18 @@ A check has a time of its own. Where one fails its ranks end, and the next check
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.context_truth import LAYOUTS
-from tests.crew import Crew
+from tests.crew import Answer, Crew
 
 N_RANKS = {0: 0, 1: 1, 2: 2, 3: 2}.get(torch.cuda.device_count(), 4)
 pytestmark = pytest.mark.skipif(N_RANKS < 2, reason="needs two CUDA GPUs")
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 CASES = "tests.context_gpu_cases"
 DEVICE = "cuda"
 ORDERS = ("contiguous", "zigzag", "balanced", "tuned", "uneven")
@@ -55,6 +57,13 @@ def test_exchange_equals_one_process(crews: Crews, layout: str, order: str) -> N
     """Within tolerance, out, lse and dq bit by bit; grouped heads or not in turn, so that each layout meets both."""
     kv_heads = (4, 1)[(list(LAYOUTS).index(layout) + ORDERS.index(order)) % 2]
     assert_holds(crews, "exchange_equals_one_process", layout, order, kv_heads, seconds=LONG)
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize(("layout", "order", "kv_heads"), [("local", "contiguous", 4), ("butterfly", "zigzag", 1)])
+def test_exchange_runs_on_hopper(crews: Crews, layout: str, order: str, kv_heads: int) -> None:
+    """By name, its deterministic form: the same bits again."""
+    assert_holds(crews, "exchange_equals_one_process", layout, order, kv_heads, "hopper", seconds=LONG)
 
 
 @pytest.mark.parametrize(
@@ -105,20 +114,32 @@ def test_differences_are_named(crews: Crews) -> None:
 
 # seconds: of a group in which a rank fails, and what the watchdog takes to see it
 SHORT, GRACE = 8, 30
+FAILURES = ("killed", "never comes", "wrong length")
 
 
-@pytest.mark.parametrize("what", ["killed", "never comes", "wrong length"])
-def test_a_failed_rank_is_an_error_on_the_others(tmp_path: Path, what: str) -> None:
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+    """Failure -> what the ranks said. All at once, each in a crew of its own: they mostly wait."""
+
+    def fail(what: str) -> list[Answer]:
+        crew = Crew(N_RANKS, DEVICE, SHORT, tmp_path_factory.mktemp("failure"))
+        # nobody waits for the one that never comes
+        n_awaited = N_RANKS - 1 if what == "never comes" else N_RANKS
+        try:
+            return crew.run(CASES, "misses_a_rank", what, seconds=SHORT + GRACE, n_awaited=n_awaited)
+        finally:
+            crew.end()
+
+    with ThreadPoolExecutor(len(FAILURES)) as threads:
+        return dict(zip(FAILURES, threads.map(fail, FAILURES), strict=True))
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_failed_rank_is_an_error_on_the_others(failed: dict[str, list[Answer]], what: str) -> None:
     """Within the group's timeout: an exception, or the end of the process, with the reason in what it wrote."""
-    crew = Crew(N_RANKS, DEVICE, SHORT, tmp_path)
-    n_awaited = N_RANKS - 1 if what == "never comes" else N_RANKS
-    try:
-        *answers, last = crew.run(CASES, "misses_a_rank", what, seconds=SHORT + GRACE, n_awaited=n_awaited)
-    finally:
-        crew.end()
-    others = answers if n_awaited == N_RANKS else [*answers, last]
-    for rank, answer in enumerate(others):
+    answers = failed[what]
+    for rank, answer in enumerate(answers[: N_RANKS - 1]):
         assert answer.said and "no answer" not in answer.said, f"rank {rank} heard nothing: {answer}"
         assert any(word in answer.said.lower() for word in ("timeout", "timed out", "connection", "nccl")), answer
     if what != "never comes":
-        assert {"killed": "exit code -9", "wrong length": "tokens of rank"}[what] in last.said, last
+        assert {"killed": "exit code -9", "wrong length": "tokens of rank"}[what] in answers[-1].said, answers[-1]
