@@ -108,8 +108,13 @@ def scaled_loss(logits: Tensor, labels: Tensor, n_tokens: int, n_averaged: int) 
 
 def layout_of(name: str, options: argparse.Namespace) -> BlockLayout:
     """What the tokens of a layer see of those before them."""
-    seen = masks.local(options.length, window=options.window) if name == "local" else masks.butterfly(options.length)
-    return seen & masks.causal(options.length)
+    if name == "local":
+        return masks.local(options.length, window=(options.window, 0))
+    # `& masks.causal(length)` would list half of all blocks first
+    return BlockLayout.from_predicate(
+        lambda q_pos, kv_pos: kv_pos <= q_pos, options.length, options.length, block_size=128,
+        within=masks.butterfly(options.length), looks=lambda row, col: (row > col).astype("int64") - (row < col),
+    )  # fmt: skip
 
 
 def train(options: argparse.Namespace) -> list[float]:
