@@ -99,7 +99,7 @@ class Crew:
                     said = pipe.recv()
                 except EOFError:
                     process.join(5)
-                    said = f"ended with exit code {process.exitcode}: {log.read_text()[-1500:]}"
+                    said = f"ended with exit code {process.exitcode}: {log.read_text()[-4000:]}"
             found.append(Answer(said, time.monotonic() - begin))
         return found
 
