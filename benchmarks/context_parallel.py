@@ -1,246 +1,300 @@
 """How does attention scale over several GPUs? One JSON line a figure:
 
-torchrun --nproc-per-node 4 -m benchmarks.context_parallel --scaling strong --length 65536
+torchrun --nproc-per-node 2 -m benchmarks.context_parallel --lengths 65536 262144 --kv-heads 16 4
 
-Strong scaling shares one length among 1, 2, 4, ... ranks; weak scaling gives each rank --length tokens. In the same run:
+First the link between the GPUs is measured. Then each case is computed by one process on every GPU, and shared by all of
+them as context_providers.py says. Every output and gradient is compared with those of one process before it is timed; a
+wrong one is reported and not timed, and so is one that fails. fwd, bwd and step (both in a row) are the slowest rank's times,
+medians over samples of several calls in a row.
 
-    exchange    distributed.attention, needed keys in chunks of heads that travel while others are computed
-    ulysses     distributed.attention, whole heads
-    all_gather  every key to every rank, then the same kernels
-    flex        what PyTorch's context parallelism does: the same gather, FlexAttention with an equivalent mask_mod
+Beside each figure stands its bound, max(attention of the busiest rank, its received bytes / link): no scheme that moves so
+much and does not split the work otherwise can be faster. For exchange the forward is also timed in parts, messages alone and
+attention alone: overlap = (messages + attention - both) / the shorter one, where no queries travel.
 
-A time is the slowest rank's, the median of --runs. Every output is compared with one process before it is timed; a wrong one
-is reported and not timed. For exchange the forward is also timed in parts, messages alone and attention alone:
-overlap = (messages + attention - both) / the shorter one, where no queries travel. Without a GPU it runs on gloo, to try it out.
+Strong scaling shares --lengths tokens among all ranks; weak scaling gives so many to each. Without a GPU it runs on gloo, to
+try it out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import datetime
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blocksparse_flash import BlockLayout, attention, distributed
-from blocksparse_flash.distributed import exchange
-from blocksparse_flash.distributed.local import attend
-from blocksparse_flash.distributed.side import sides
+from blocksparse_flash import BlockLayout, attention
 
+from . import measure
+from .context_providers import PROVIDERS, CannotRun, Provider, parts, provider, whole_layout
 from .patterns import BLOCK, Pattern, patterns
 
-PROVIDERS = ("exchange", "ulysses", "all_gather", "flex")
 # of a result line, in this order
 KEYS = [
-    "bench", "scaling", "provider", "pattern", "density", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype", "chunks",
-    "direction", "ms", "efficiency", "messages_ms", "attention_ms", "overlap", "received_bytes", "bound_bytes",
-    "all_gather_bytes", "device", "torch",
+    "bench", "scaling", "provider", "pattern", "density", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype", "order",
+    "chunks", "priority", "direction", "ms", "one_ms", "speedup", "efficiency", "bound_ms", "bound_by", "messages_ms",
+    "attention_ms", "overlap", "received_bytes", "bound_bytes", "all_gather_bytes", "link_gb_s", "device", "torch", "triton",
+    "commit",
 ]  # fmt: skip
-
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-# ---- what is compared ----
-
-
-def table_mask(pattern: Pattern, first_query: int, device: str) -> Callable[..., Tensor]:
-    """The mask_mod of a pattern for queries counted from first_query: it looks its block up."""
-    table = torch.from_numpy(pattern.blocks).to(device)
-
-    def attends(batch: Tensor, head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:  # noqa: ARG001
-        q_pos = q_pos + first_query
-        there = table[q_pos // BLOCK, kv_pos // BLOCK]
-        return there & (kv_pos <= q_pos) if pattern.causal else there
-
-    return attends
+# of a line that says how fast the link is
+LINK_KEYS = ["bench", "what", "ranks", "bytes", "ms", "gb_s", "device", "torch", "triton", "commit"]
+DIRECTIONS = ("fwd", "bwd", "step")
+# off by more than so much of the largest value is wrong; bf16 is off by 0.01
+TOLERANCE = 0.03
+# each sample takes about so long, unless one call takes longer; the first calls build connections and compile
+SAMPLE_MS, WARM_UP = 10.0, 2
 
 
-def whole_layout(pattern: Pattern) -> BlockLayout:
-    """The pattern's pairs, dense ones too."""
-    length = BLOCK * len(pattern.blocks)
-    blocks = BlockLayout.from_block_mask(pattern.blocks, length, length, block_size=BLOCK)
-    if not pattern.causal:
-        return blocks
-    return BlockLayout.from_predicate(
-        lambda q_pos, kv_pos: kv_pos <= q_pos, length, length, block_size=BLOCK, within=blocks,
-        looks=lambda row, col: (row > col).astype("int64") - (row < col),
-    )  # fmt: skip
+class Ranks(NamedTuple):
+    """The group that computes, and one on the host by which it agrees on what to do next."""
 
+    group: Any
+    host: Any
+    device: str
 
-def gathered(k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """All keys and values, as PyTorch's context parallelism gathers them; differentiable."""
-    from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
+    @property
+    def is_first(self) -> bool:
+        return dist.get_rank(self.group) == 0
 
-    return flex_cp_allgather(k, v, 2, group.group_name)
-
-
-def providers(
-    pattern: Pattern, layout: BlockLayout, group: Any, options: argparse.Namespace, device: str
-) -> Iterator[tuple[str, Call, distributed.ContextPlan]]:
-    """(provider, call, plan) of everything asked for that can run here."""
-    heads = options.heads, options.kv_heads
-    rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
-    first = partial(distributed.plan, layout, group, heads=heads)
-    local = layout.q_len // n_ranks
-    for provider in options.providers:
-        if provider == "ulysses" and options.kv_heads % n_ranks:
-            continue
-        scheme = provider if provider in ("exchange", "ulysses") else "exchange"
-        plan = first(scheme=scheme, order=options.order if scheme == provider else "contiguous")
-        if scheme == provider:
-            yield provider, partial(_shared, plan, options.chunks), plan
-        elif layout.q_len % (n_ranks * BLOCK):
-            continue
-        elif provider == "all_gather":
-            rows = layout.select(rows=slice(rank * local // BLOCK, (rank + 1) * local // BLOCK)).to(device)
-            yield provider, partial(_from_all, rows, group), plan
-        elif device == "cuda":
-            yield provider, _flex(pattern, rank * local, local, layout.kv_len, group), plan
-
-
-def _shared(plan: distributed.ContextPlan, chunks: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return distributed.attention(q, k, v, plan, chunks=chunks)
-
-
-def _from_all(rows: BlockLayout, group: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    k, v = gathered(k, v, group)
-    return attention(q, k, v, rows)
-
-
-def _flex(pattern: Pattern, first_query: int, n_queries: int, kv_len: int, group: Any) -> Call:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    mask_mod = table_mask(pattern, first_query, "cuda")
-    mask = torch.compile(create_block_mask)(mask_mod, None, None, n_queries, kv_len, device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, *gathered(k, v, group), block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def parts(plan: distributed.ContextPlan, chunks: int | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, Any]:
-    """The forward of exchange in two: (its messages alone, attention to what has arrived already)."""
-    n_chunks = chunks or max(n for n in range(1, 5) if k.shape[1] % n == 0)
-    keys = sides(plan.layers[0].tensors, plan.layers[0].counts, plan.n_ranks)[0]
-    pieces = exchange.chunked(n_chunks, q, k, keys.plan)
-    backend = "triton" if q.device.type == "cuda" else "eager"
-
-    def travel() -> list[Tensor]:
-        return [flight.arrived() for flight in exchange.send_keys(k, v, keys, pieces, plan.group)[1]]
-
-    arrived = travel()
-
-    def compute() -> None:
-        for piece, part in zip(pieces, arrived, strict=True):
-            k_all, v_all = exchange.extended(k[:, piece.kv], v[:, piece.kv], keys, part)
-            attend(q[:, piece.q], k_all, v_all, piece.plan, q.shape[3] ** -0.5, backend)
-
-    return travel, compute
+    def worst(self, value: float) -> float:
+        """The largest value of any rank."""
+        found = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host)
+        return found.item()
 
 
 # ---- measuring ----
 
 
-def milliseconds(call: Callable[[], Any], group: Any, runs: int, device: str) -> float:
-    """Median over runs of the slowest rank's time."""
+def _sample(call: Callable[[], Any], n_calls: int, device: str) -> float:
+    if device != "cuda":
+        begin = time.perf_counter()
+        for _ in range(n_calls):
+            call()
+        return 1000 * (time.perf_counter() - begin) / n_calls
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(n_calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / n_calls
+
+
+def milliseconds(call: Callable[[], Any], ranks: Ranks, runs: int) -> float:
+    """Median over samples of the slowest rank's time. Every rank makes equally many calls."""
+    for _ in range(WARM_UP):
+        took = ranks.worst(_sample(call, 1, ranks.device))
+    n_calls = max(1, min(16, int(SAMPLE_MS / max(took, 1e-3))))
+    # what takes long is sampled less often
+    runs = runs if took < 10 * SAMPLE_MS else min(runs, 3)
     times = []
-    for _ in range(runs + 2):
-        dist.barrier(group)
-        if device == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            took = start.elapsed_time(end)
-        else:
-            begin = time.perf_counter()
-            call()
-            took = 1000 * (time.perf_counter() - begin)
-        slowest = torch.tensor([took], device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        times.append(slowest.item())
-    # two to warm up: the first message builds its connections
-    return statistics.median(times[2:])
+    for _ in range(runs):
+        dist.barrier(ranks.host)
+        times.append(ranks.worst(_sample(call, n_calls, ranks.device)))
+    return statistics.median(times)
 
 
-def worst_error(out: Tensor, whole: list[Tensor], layout: BlockLayout, plan: distributed.ContextPlan) -> float:
-    """The largest error of any rank against one process, relative to the largest value."""
-    q, k, v = whole
-    expected = plan.shard(attention(q, k, v, layout.to(out.device)), dim=2)
-    error = torch.zeros(1, device=out.device)
-    if out.numel():
-        error[0] = (out.float() - expected.float()).abs().max() / expected.float().abs().max()
-    dist.all_reduce(error, dist.ReduceOp.MAX, group=plan.group)
-    return error.item()
+def link(ranks: Ranks, n_bytes: int, runs: int, out: Path) -> float:
+    """GB/s that a rank receives when each sends n_bytes to all; recorded, and beside it from neighbour to neighbour."""
+    rank, n_ranks = dist.get_rank(ranks.group), dist.get_world_size(ranks.group)
+    message = torch.ones(n_bytes // (256 * n_ranks) * n_ranks, 128, dtype=torch.bfloat16, device=ranks.device)
+    into = torch.empty_like(message)
+    right, left = (rank + 1) % n_ranks, (rank - 1) % n_ranks
+
+    def all_to_all() -> None:
+        dist.all_to_all_single(into, message, group=ranks.group)
+
+    def around() -> None:
+        ways = [dist.P2POp(dist.isend, message, right, ranks.group), dist.P2POp(dist.irecv, into, left, ranks.group)]
+        for work in dist.batch_isend_irecv(ways):
+            work.wait()
+
+    rates = []
+    for what, call, moved in (
+        ("all_to_all", all_to_all, message.nbytes * (n_ranks - 1) // n_ranks),
+        ("send and receive", around, message.nbytes),
+    ):
+        ms = milliseconds(call, ranks, runs)
+        rates.append(moved / ms / 1e6)
+        line = {"bench": "link", "what": what, "ranks": n_ranks, "bytes": moved, "ms": ms, "gb_s": rates[-1]}
+        if ranks.is_first:
+            print(f"link: {what} of {moved / 2**20:.0f} MiB a rank: {ms:.3f} ms, {rates[-1]:.0f} GB/s", flush=True)
+            measure.append(out, line | measure.environment(torch.device(ranks.device)), LINK_KEYS)
+    return rates[0]
 
 
-def run(pattern: Pattern, group: Any, options: argparse.Namespace, device: str, alone: dict[Any, float]) -> None:
-    """Measure every provider on the ranks of a group; rank 0 prints and writes. alone: times of one rank, by what."""
-    n_ranks, layout = dist.get_world_size(group), whole_layout(pattern)
+def calls(call: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> dict[str, Callable[[], Any]]:
+    """What is timed, by direction; `step` keeps nothing from call to call."""
+    out = call(*inputs)
+    return {
+        "fwd": partial(call, *inputs),
+        "bwd": partial(torch.autograd.grad, out, inputs, dout, retain_graph=True),
+        "step": lambda: torch.autograd.grad(call(*inputs), inputs, dout),
+    }
+
+
+def results(call: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> dict[str, Tensor]:
+    out = call(*inputs)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, inputs, dout)), strict=True))
+
+
+def wrong(found: dict[str, Tensor], expected: dict[str, Tensor], one: Provider) -> str:
+    """Which results of this rank are off from those of one process, and by how much of the largest value; "" for none."""
+    said = []
+    for name, tensor in found.items():
+        wanted = one.plan.shard(expected[name], dim=2)
+        if tensor.numel():
+            error = ((tensor.float() - wanted.float()).abs().max() / wanted.float().abs().max()).item()
+            said += [f"{name} {error:.3g}"] if not error < TOLERANCE else []
+    return ", ".join(said)
+
+
+class Case(NamedTuple):
+    """One pattern, of all tokens: inputs (q, k, v, dout), what one process makes of them and how long it takes."""
+
+    pattern: Pattern
+    layout: BlockLayout
+    heads: tuple[int, int]
+    whole: list[Tensor]
+    expected: dict[str, Tensor]
+    one_ms: dict[str, float]
+    one_tiles: int
+
+
+def drawn(length: int, heads: tuple[int, int], head_dim: int, device: str) -> list[Tensor]:
+    """q, k, v, dout: the same on every rank."""
+    generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    torch.manual_seed(0)
-    whole = [
-        torch.randn(1, heads, layout.q_len, options.head_dim, device=device, dtype=dtype)
-        for heads in (options.heads, options.kv_heads, options.kv_heads)
+    return [
+        torch.randn(1, n, length, head_dim, generator=generator, device=device, dtype=dtype)
+        for n in (heads[0], heads[1], heads[1], heads[0])
     ]
-    for provider, call, plan in providers(pattern, layout, group, options, device):
-        q, k, v = (plan.shard(tensor, dim=2).requires_grad_() for tensor in whole)
-        out = call(q, k, v)
-        error = worst_error(out.detach(), whole, layout, plan)
-        if not error < 0.02:
-            if dist.get_rank(group) == 0:
-                print(f"{provider:10} {pattern.name:10} WRONG, relative error {error:.3g}; not timed", flush=True)
-            continue
-        costs, size = plan.layers[0].costs, options.head_dim * q.element_size()
-        received = costs.exchange if provider == "exchange" else costs.all_gather
-        if provider == "ulysses" and costs.ulysses is not None:
-            received = costs.ulysses
-        line = {
-            "bench": "context_parallel", "scaling": options.scaling, "provider": provider, "pattern": pattern.name,
-            "density": layout.density, "n": layout.q_len, "ranks": n_ranks, "heads": options.heads,
-            "kv_heads": options.kv_heads, "head_dim": options.head_dim, "dtype": "bf16" if device == "cuda" else "fp32",
-            "chunks": options.chunks, "received_bytes": int(received.max()) * size,
-            "bound_bytes": int(costs.bound.max()) * size, "all_gather_bytes": int(costs.all_gather.max()) * size,
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,
-            "messages_ms": None, "attention_ms": None, "overlap": None,
+
+
+def case_of(pattern: Pattern, alone: Pattern, kv_heads: int, ranks: Ranks, options: argparse.Namespace) -> Case:
+    """One process computes `pattern` for comparison, and is timed on `alone`, which is the same in strong scaling."""
+    heads = options.heads, kv_heads
+    layout, *whole = whole_layout(pattern), *drawn(pattern.length, heads, options.head_dim, ranks.device)
+    *inputs, dout = whole
+    expected = results(lambda q, k, v: attention(q, k, v, layout), [x.clone().requires_grad_() for x in inputs], dout)
+    if alone is not pattern:
+        layout_alone = whole_layout(alone)
+        *inputs, dout = drawn(alone.length, heads, options.head_dim, ranks.device)
+    else:
+        layout_alone = layout
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    timed = calls(lambda q, k, v: attention(q, k, v, layout_alone), inputs, dout)
+    one_ms = {direction: milliseconds(timed[direction], ranks, options.runs) for direction in DIRECTIONS}
+    return Case(pattern, layout, heads, whole, expected, one_ms, alone.nnz)
+
+
+def bound(direction: str, one: Provider, case: Case, n_bytes: int, link_gb_s: float) -> tuple[float, str]:
+    """The time that a scheme cannot go below, and what binds: "compute" or "link"."""
+    # what came as keys goes back as gradients
+    messages = n_bytes / link_gb_s / 1e6 * (2 if direction == "step" else 1)
+    compute = case.one_ms[direction] * one.tiles / case.one_tiles
+    return (messages, "link") if messages > compute else (compute, "compute")
+
+
+def lines(
+    case: Case, one: Provider, ranks: Ranks, options: argparse.Namespace, link_gb_s: float
+) -> Iterator[dict[str, Any]]:
+    """Measure a provider, whose results are right."""
+    *inputs, dout = (one.plan.shard(tensor, dim=2) for tensor in case.whole)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    costs, size = one.plan.layers[0].costs, options.head_dim * dout.element_size()
+    n_ranks = dist.get_world_size(ranks.group)
+    line = {
+        "bench": "context_parallel", "scaling": options.scaling, "provider": one.name, "pattern": case.pattern.name,
+        "density": case.pattern.density, "n": case.pattern.length, "ranks": n_ranks, "heads": case.heads[0],
+        "kv_heads": case.heads[1], "head_dim": options.head_dim, "dtype": "bf16" if ranks.device == "cuda" else "fp32",
+        "order": one.plan.order, "chunks": options.chunks, "priority": options.priority,
+        "received_bytes": one.received * size, "bound_bytes": int(costs.bound.max()) * size,
+        "all_gather_bytes": int(costs.all_gather.max()) * size, "link_gb_s": link_gb_s,
+        "messages_ms": None, "attention_ms": None, "overlap": None,
+    }  # fmt: skip
+    timed = calls(one.call, inputs, dout)
+    for direction in DIRECTIONS:
+        ms = milliseconds(timed[direction], ranks, options.runs)
+        speedup = case.one_ms[direction] / ms * (n_ranks if options.scaling == "weak" else 1)
+        least, binds = bound(direction, one, case, line["received_bytes"], link_gb_s)
+        found = line | {
+            "direction": direction, "ms": ms, "one_ms": case.one_ms[direction], "speedup": speedup,
+            "efficiency": speedup / n_ranks, "bound_ms": least, "bound_by": binds,
         }  # fmt: skip
-        backward = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
-        for direction, timed in (("fwd", partial(call, q, k, v)), ("bwd", backward)):
-            ms = milliseconds(timed, group, options.runs, device)
-            what = pattern.name, provider, direction
-            alone.setdefault(what, ms)
-            ideal = alone[what] / (n_ranks if options.scaling == "strong" else 1)
-            found = {**line, "direction": direction, "ms": ms, "efficiency": ideal / ms}
-            if provider == "exchange" and direction == "fwd" and n_ranks > 1 and not len(costs.shipped):
-                with torch.no_grad():
-                    travel, compute = (
-                        milliseconds(part, group, options.runs, device) for part in parts(plan, options.chunks, q, k, v)
-                    )
-                shorter = min(travel, compute)
-                found |= {"messages_ms": travel, "attention_ms": compute, "overlap": (travel + compute - ms) / shorter}
-            if dist.get_rank(group) == 0:
-                report(found, options.out)
+        if one.name == "exchange" and direction == "fwd" and not len(costs.shipped):
+            with torch.no_grad():
+                travel, compute = (
+                    milliseconds(part, ranks, options.runs) for part in parts(one.plan, options.chunks, *inputs)
+                )
+            overlap = (travel + compute - ms) / max(min(travel, compute), 1e-6)
+            found |= {"messages_ms": travel, "attention_ms": compute, "overlap": overlap}
+        yield found
 
 
-def report(line: dict[str, Any], path: Path) -> None:
-    """One JSON object with exactly KEYS, appended as a line, and a row for the reader."""
-    assert set(line) == set(KEYS), set(line) ^ set(KEYS)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps({key: line[key] for key in KEYS}) + "\n")
-    overlap = "" if line["overlap"] is None else f"  overlap {line['overlap']:.2f}"
-    print(
-        f"{line['provider']:10} {line['pattern']:10} {line['ranks']} ranks {line['direction']} {line['ms']:9.3f} ms  "
-        f"efficiency {line['efficiency']:.2f}  receives {line['received_bytes'] / 2**20:.4g} MiB, bound "
-        f"{line['bound_bytes'] / 2**20:.4g}{overlap}",
-        flush=True,
+def told(line: dict[str, Any]) -> str:
+    """A line for the reader."""
+    parts_of = ""
+    if line["overlap"] is not None:
+        parts_of = (
+            f"; messages {line['messages_ms']:.3f}, attention {line['attention_ms']:.3f}, overlap {line['overlap']:.2f}"
+        )
+    return (
+        f"  {line['provider']:10} {line['direction']:4} {line['ms']:9.3f} ms, {line['speedup']:.2f} times one process "
+        f"({line['one_ms']:.3f}), bound {line['speedup'] * line['ms'] / line['bound_ms']:.2f} "
+        f"by {line['bound_by']}; receives {line['received_bytes'] / 2**20:.4g} MiB{parts_of}"
     )
+
+
+def agreed(status: str, ranks: Ranks) -> str:
+    """What any rank has to complain of, rank after rank; "" for nothing."""
+    said: list[Any] = [None] * dist.get_world_size(ranks.host)
+    dist.all_gather_object(said, status, group=ranks.host)
+    return "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said) if what)
+
+
+def guarded(make: Callable[[], Any]) -> tuple[Any, str]:
+    """What make makes, or None and why not; whatever it is, the other providers are still measured."""
+    try:
+        return make(), ""
+    except CannotRun as error:
+        return None, f"cannot run: {error}"
+    except Exception as error:  # noqa: BLE001  told, and the ranks agree to go on
+        return None, f"{''.join(traceback.format_exception_only(error)).strip()[:600]}"
+
+
+def run(case: Case, name: str, ranks: Ranks, options: argparse.Namespace, link_gb_s: float) -> None:
+    """Build, check and measure one provider; rank 0 prints and writes."""
+
+    def checked() -> tuple[Provider, str]:
+        one = provider(
+            name, case.pattern, case.layout, ranks.group, case.heads, options.order, options.chunks, ranks.device
+        )
+        *inputs, dout = (one.plan.shard(tensor, dim=2) for tensor in case.whole)
+        return one, wrong(results(one.call, [x.requires_grad_() for x in inputs], dout), case.expected, one)
+
+    made, status = guarded(checked)
+    if made is not None and made[1]:
+        status = f"WRONG, relative errors: {made[1]}"
+    status = agreed(status, ranks)
+    if not status:
+        found, status = guarded(lambda: [*lines(case, made[0], ranks, options, link_gb_s)])
+        status = agreed(status, ranks)
+    if ranks.is_first and status:
+        print(f"  {name:10} not timed: {status}", flush=True)
+    elif ranks.is_first:
+        for line in found:
+            measure.append(options.out, line | measure.environment(torch.device(ranks.device)), KEYS)
+            print(told(line), flush=True)
 
 
 # ---- the command ----
@@ -249,45 +303,78 @@ def report(line: dict[str, Any], path: Path) -> None:
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scaling", choices=("strong", "weak"), default="strong")
-    parser.add_argument("--length", type=int, default=65536, help="tokens; of all ranks (strong) or of each (weak)")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[65536], help="tokens; of all ranks (strong) or of each (weak)"
+    )
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[16])
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--patterns", nargs="+", default=["local", "butterfly", "random", "bigbird", "causal"])
+    parser.add_argument("--patterns", nargs="+", default=["local", "butterfly", "random", "bigbird"])
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--order", default="contiguous", help="of exchange and ulysses, see distributed.plan")
     parser.add_argument("--chunks", type=int, help="messages of exchange; default: up to 4")
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--priority", choices=("high", "normal"), default="high", help="of the streams of messages")
+    parser.add_argument("--runs", type=int, default=5, help="samples of a measurement")
+    parser.add_argument("--link-mib", type=int, default=512, help="size of the messages that measure the link")
+    parser.add_argument("--seconds", type=float, default=600, help="no further measurement is begun after so long")
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results/context_parallel.jsonl"), help="appended to"
     )
     options = parser.parse_args(arguments)
-    if options.length < BLOCK or options.length % BLOCK:
-        parser.error(f"--length must be a multiple of {BLOCK}, got {options.length}")
-    if options.heads % options.kv_heads:
-        parser.error(f"--heads must be a multiple of --kv-heads, got {options.heads} and {options.kv_heads}")
+    for length in options.lengths:
+        if length < BLOCK or length % BLOCK:
+            parser.error(f"--lengths must be multiples of {BLOCK}, got {length}")
+    for kv_heads in options.kv_heads:
+        if kv_heads < 1 or options.heads % kv_heads:
+            parser.error(f"--heads must be a multiple of --kv-heads, got {options.heads} and {kv_heads}")
     known = [pattern.name for pattern in patterns(8 * BLOCK)]
     if not set(options.patterns) <= set(known):
         parser.error(f"--patterns must be among {known}, got {options.patterns}")
     return options
 
 
-def main() -> None:
-    options = parsed()
+def begun(options: argparse.Namespace) -> Ranks:
+    """All processes as one group. A hang ends after two minutes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
-    n_all = dist.get_world_size()
-    alone: dict[Any, float] = {}
-    counts = [2**i for i in range(n_all.bit_length()) if 2**i <= n_all]
-    groups = {n_ranks: dist.new_group(range(n_ranks)) for n_ranks in counts}
-    for n_ranks, group in groups.items():
-        length = options.length * (n_ranks if options.scaling == "weak" else 1)
-        for pattern in patterns(length):
-            if pattern.name in options.patterns and dist.get_rank() < n_ranks:
-                run(pattern, group, options, device, alone)
-        dist.barrier()
+    patience = datetime.timedelta(seconds=120)
+    if device != "cuda":
+        dist.init_process_group("gloo", timeout=patience)
+        return Ranks(dist.group.WORLD, dist.group.WORLD, device)
+    torch.cuda.set_device(dist.get_node_local_rank())
+    how = dist.ProcessGroupNCCL.Options()
+    how.is_high_priority_stream = options.priority == "high"
+    dist.init_process_group("nccl", timeout=patience, pg_options=how)
+    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo", timeout=patience), device)
+
+
+def main() -> None:
+    options, begin = parsed(), time.monotonic()
+    ranks = begun(options)
+    link_gb_s = link(ranks, options.link_mib * 2**20, options.runs, options.out)
+    n_ranks = dist.get_world_size(ranks.group)
+    for length in options.lengths:
+        # patterns of random blocks take seconds to draw: once for all kinds of heads
+        alone = [pattern for pattern in patterns(length) if pattern.name in options.patterns]
+        shared = alone
+        if options.scaling == "weak":
+            shared = [pattern for pattern in patterns(length * n_ranks) if pattern.name in options.patterns]
+        for kv_heads in options.kv_heads:
+            for one, pattern in zip(alone, shared, strict=True):
+                if ranks.worst(time.monotonic() - begin) > options.seconds:
+                    break
+                case = case_of(pattern, one, kv_heads, ranks, options)
+                if ranks.is_first:
+                    took = time.monotonic() - begin
+                    print(
+                        f"{pattern.name}, {pattern.length} tokens, {options.heads} on {kv_heads} heads ({took:.0f} s)",
+                        flush=True,
+                    )
+                for name in options.providers:
+                    if ranks.worst(time.monotonic() - begin) > options.seconds:
+                        break
+                    run(case, name, ranks, options, link_gb_s)
+    if ranks.is_first:
+        print(f"{time.monotonic() - begin:.0f} s", flush=True)
     dist.destroy_process_group()
 
 

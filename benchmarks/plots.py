@@ -41,6 +41,13 @@ MASK_LOOKS = {
     "dense": ("a bool for every pair, then blocks", "#999999"),
 }
 
+CONTEXT_LOOKS = {
+    "exchange": ("exchange of needed keys", "#08306b"),
+    "ulysses": ("Ulysses", "#4292c6"),
+    "all_gather": ("all-gather", "#999999"),
+    "flex": ("FlexAttention, all-gather", "#e69f00"),
+}
+
 
 def colour(provider: tuple[str, str]) -> str:
     return COLOURS.get(provider, "#000000")
@@ -360,7 +367,37 @@ def io(lines: Sequence[Line], expected: dict[str, Callable[[Line], float]], meas
     return figure
 
 
-def figures(attention: Sequence[Line], mask_lines: Sequence[Line]) -> dict[str, Any]:
+def context(lines: Sequence[Line]) -> Any:
+    """Speed-ups of a forward and backward over one GPU: a panel for each number of ranks, length and key heads."""
+    lines = [line for line in lines if line["direction"] == "step"]
+    cases = [*dict.fromkeys((line["ranks"], line["n"], line["kv_heads"]) for line in lines)]
+    across = min(len(cases), 2)
+    title = f"Forward and backward on several GPUs, times as fast as one; a dash is the bound ({lines[0]['device']}, {lines[0]['dtype']})"
+    figure, axes = _figure(-(-len(cases) // across), across, title)
+    for axis, (ranks, n, kv_heads) in zip(axes.flat, cases, strict=False):
+        shown = [line for line in lines if (line["ranks"], line["n"], line["kv_heads"]) == (ranks, n, kv_heads)]
+        patterns = [*dict.fromkeys(line["pattern"] for line in shown)]
+        for i, (name, (label, hue)) in enumerate(CONTEXT_LOOKS.items()):
+            mine = [line for line in shown if line["provider"] == name]
+            places = [patterns.index(line["pattern"]) + 0.2 * (i - 1.5) for line in mine]
+            if not mine:
+                continue
+            axis.bar(places, [line["speedup"] for line in mine], 0.18, color=hue, label=label)
+            bounds = [line["speedup"] * line["ms"] / line["bound_ms"] for line in mine]
+            axis.hlines(bounds, [place - 0.09 for place in places], [place + 0.09 for place in places], color="black")
+        axis.axhline(ranks, color="#888888", linewidth=0.7, linestyle=":")
+        axis.set_xticks(range(len(patterns)), patterns)
+        axis.set_xlim(-0.5, len(patterns) - 0.5)
+        axis.set_title(f"{ranks} GPUs, {short(n)} tokens, {shown[0]['heads']} on {kv_heads} heads", fontsize=9)
+    for axis in axes.flat[len(cases) :]:
+        axis.set_visible(False)
+    _legend(figure)
+    return figure
+
+
+def figures(
+    attention: Sequence[Line], mask_lines: Sequence[Line], context_lines: Sequence[Line] = ()
+) -> dict[str, Any]:
     """Name -> Figure of everything that was measured; a sweep that was not run has none."""
     found: dict[str, Any] = {}
     if of_speed := measurements.of_bench(attention, "attention"):
@@ -371,4 +408,6 @@ def figures(attention: Sequence[Line], mask_lines: Sequence[Line]) -> dict[str, 
         if swept := measurements.of_bench(attention, name):
             found[name] = draw(swept)
     found["masks"] = masks(mask_lines)
+    if shared := measurements.of_bench(context_lines, "context_parallel"):
+        found["context_parallel"] = context(shared)
     return found

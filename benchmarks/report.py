@@ -1,8 +1,8 @@
 """What do the measurements say? `python -m benchmarks.report` writes the tables of the README and draws the pictures.
 
-It reads benchmarks/results/attention.jsonl, masks.jsonl and io.jsonl (which may not be there), and the table behind explain's
-predictions, and replaces in the README what stands between its markers; everything measured goes to results/attention.md and
-io.md. Knows Markdown. Must not know how anything is measured or drawn.
+It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they are there, io.jsonl and context_parallel.jsonl, and the table
+behind explain's predictions, and replaces in the README what stands between its markers; everything measured goes to
+results/attention.md, io.md and context_parallel.md. Knows Markdown. Must not know how anything is measured or drawn.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 
 from blocksparse_flash import prediction
 
-from . import bounds, plots
+from . import bounds, context_report, plots
 from . import lines as measurements
 from .lines import Line, Setting
+from .markdown import table
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
@@ -30,12 +31,6 @@ MASK_COLUMNS = {
 
 
 # ---- Markdown ----
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first row is its head."""
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
 
 def replaced(text: str, sections: dict[str, str]) -> str:
@@ -374,9 +369,10 @@ def prediction_section(calibrations: Sequence[prediction.Calibration]) -> str:
 
 
 def read(results: Path) -> dict[str, list[Line]]:
-    """The lines of each file of results; none of io.jsonl as long as there is none."""
+    """The lines of each file of results; none of what was never measured."""
     files = {name: results / f"{name}.jsonl" for name in ("attention", "masks", "io")}
-    return {name: measurements.read(path) if path.exists() or name != "io" else [] for name, path in files.items()}
+    found = {name: measurements.read(path) if path.exists() or name != "io" else [] for name, path in files.items()}
+    return {**found, "context_parallel": context_report.read(results / "context_parallel.jsonl")}
 
 
 def sections(lines: dict[str, list[Line]]) -> dict[str, str]:
@@ -388,6 +384,7 @@ def sections(lines: dict[str, list[Line]]) -> dict[str, str]:
         "attention": attention_section(attention),
         "sweeps": sweeps_section(attention),
         "masks": masks_section(masks),
+        "context": context_report.section(lines["context_parallel"]),
     }
 
 
@@ -401,10 +398,13 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     lines = read(options.results)
+    context = lines["context_parallel"]
     text = replaced(options.readme.read_text(encoding="utf-8"), sections(lines))
     options.readme.write_text(text, encoding="utf-8")
     (options.results / "attention.md").write_text(everything(lines["attention"]), encoding="utf-8")
-    figures = plots.figures(lines["attention"], lines["masks"])
+    if context:
+        (options.results / "context_parallel.md").write_text(context_report.everything(context), encoding="utf-8")
+    figures = plots.figures(lines["attention"], lines["masks"], context)
     if lines["io"]:
         (options.results / "io.md").write_text(every_byte(lines["io"]), encoding="utf-8")
         figures["io"] = plots.io(

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from blocksparse_flash.kernels import backward, decode, forward, hopper_backward, hopper_forward, launch
+from blocksparse_flash.kernels import backward, decode, forward, hopper_backward, hopper_forward, launch, rows
 from blocksparse_flash.plan import Plan
 
 # bytes of shared memory that a program may take
@@ -63,7 +63,13 @@ def run_both(
     backend: str = "triton",
     deterministic: bool = False,
 ) -> None:
-    """Call the launchers of a backend; mode is "layout", "dense" or "causal". With a few queries, q_len, the forward's."""
+    """Call the launchers of a backend; mode is "layout", "dense" or "causal", or "rows" for those that move rows.
+
+    With a few queries, q_len, the forward's.
+    """
+    if mode == "rows":
+        run_rows(head_dim, dtype, length)
+        return
     heads = 2 * group
     q, dout = (torch.empty(2, heads, length if q_len is None else q_len, head_dim, dtype=dtype) for _ in range(2))
     k, v = (torch.empty(2, 2, length, head_dim, dtype=dtype) for _ in range(2))
@@ -83,6 +89,16 @@ def run_both(
     if q_len is not None:
         return
     backward.backward(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *options)
+
+
+def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
+    """Rows to a message, and sums of what comes back, in place."""
+    x = torch.empty(2, 4, length, head_dim, dtype=dtype)
+    message = torch.empty(length, 2, 4, 2 * head_dim, dtype=dtype)[..., head_dim:].permute(1, 2, 0, 3)
+    order, table = torch.zeros(length, dtype=torch.int64), torch.zeros(2, length, dtype=torch.int32)
+    rows.copy(x, message, order, None)
+    rows.copy(message, x, None, order)
+    rows.add(x, x, message, [x], table, order, 0)
 
 
 def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[ASTSource, dict[str, Any]]:
@@ -164,6 +180,7 @@ def calls(arch: int) -> list[dict[str, Any]]:
     ]
     grid += [{"head_dim": head_dim, **few} for head_dim in (3, 40, 256)]
     grid += [{"head_dim": 128, **few, "dtype": torch.float32}, {"head_dim": 256, **few, "q_len": 64}]
+    grid += [{"head_dim": head_dim, "dtype": half, "mode": "rows"} for head_dim in (64, 128)]
     if arch >= 90:
         # too small for descriptors: pointers
         grid += [{"head_dim": head_dim, "dtype": half, "length": 256} for head_dim in (64, 128)]

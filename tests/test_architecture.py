@@ -82,6 +82,7 @@ TABLE = {
     "blocksparse_flash/kernels/backward.py": Arrows(
         {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
     ),
+    "blocksparse_flash/kernels/rows.py": Arrows({TORCH, TRITON, f"{OURS}.kernels.launch", f"{OURS}.kernels.tile"}),
     "blocksparse_flash/kernels/hopper.py": Arrows(
         {TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"}
     ),
@@ -197,14 +198,15 @@ TABLE = {
         {NUMPY, *(f"{OURS}.{name}" for name in ("blocks", "plan", "distributed.ownership", "distributed.traffic"))}
     ),
     "blocksparse_flash/distributed/agreement.py": Arrows({TORCH}),
-    "blocksparse_flash/distributed/messages.py": Arrows({TORCH}),
     "blocksparse_flash/distributed/local.py": Arrows({TORCH, f"{OURS}.ops"}),
+    "blocksparse_flash/distributed/rows.py": Arrows({TORCH, f"{OURS}.distributed.local"}, {f"{OURS}.kernels.rows"}),
+    "blocksparse_flash/distributed/messages.py": Arrows({TORCH, f"{OURS}.distributed.rows"}),
     "blocksparse_flash/distributed/side.py": Arrows({TORCH}),
     "blocksparse_flash/distributed/shipping.py": Arrows(
         {TORCH, f"{OURS}.merging", *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "side"))}
     ),
     "blocksparse_flash/distributed/exchange.py": Arrows(
-        {TORCH, *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "shipping", "side"))}
+        {TORCH, *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "rows", "shipping", "side"))}
     ),
     "blocksparse_flash/distributed/context_plan.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "plan"))}
@@ -225,11 +227,20 @@ TABLE = {
     "blocksparse_flash/distributed/__init__.py": Arrows(
         {f"{OURS}.distributed.{name}" for name in ("context_plan", "functional", "nn")}
     ),
-    "benchmarks/context_parallel.py": Arrows(
-        {TORCH, OURS, "benchmarks.patterns"}
-        | {f"{OURS}.distributed{name}" for name in ("", ".exchange", ".local", ".messages", ".side")}
+    "benchmarks/context_providers.py": Arrows(
+        {NUMPY, TORCH, OURS, "benchmarks.patterns"}
+        | {
+            f"{OURS}.distributed{name}"
+            for name in ("", ".exchange", ".functional", ".local", ".rows", ".shipping", ".side")
+        }
+        | {f"{OURS}.functional"}
     ),
-    "benchmarks/train_context_parallel.py": Arrows({TORCH, "masks", f"{OURS}.distributed"}),
+    "benchmarks/context_parallel.py": Arrows(
+        {TORCH, OURS, *(f"benchmarks.{name}" for name in ("context_providers", "measure", "patterns"))}
+    ),
+    "benchmarks/markdown.py": Arrows(set()),
+    "benchmarks/context_report.py": Arrows({"benchmarks.lines", "benchmarks.markdown"}),
+    "benchmarks/train_context_parallel.py": Arrows({TORCH, OURS, "masks", f"{OURS}.distributed"}),
     "masks/checks.py": Arrows({NUMPY, TORCH}),
     "masks/canvas.py": Arrows({NUMPY, "masks.checks"}),
     "masks/chunks.py": Arrows({NUMPY, "masks.canvas", "masks.checks"}),
@@ -321,7 +332,8 @@ TABLE = {
     ),
     "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
     "benchmarks/report.py": Arrows(
-        {f"{OURS}.prediction", *(f"benchmarks.{name}" for name in ("bounds", "lines", "plots"))}
+        {f"{OURS}.prediction"}
+        | {f"benchmarks.{name}" for name in ("bounds", "context_report", "lines", "markdown", "plots")}
     ),
     "benchmarks/huggingface.py": Arrows(
         {TORCH, OURS, "masks", "transformers", f"{OURS}.huggingface", "benchmarks.measure"}

@@ -5,18 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import context_parallel, train_context_parallel
+from benchmarks import context_parallel, context_providers, train_context_parallel
 from benchmarks.patterns import patterns
 
 
 def test_defaults_are_what_the_help_says() -> None:
     options = context_parallel.parsed([])
-    assert (options.scaling, options.length, options.providers) == ("strong", 65536, list(context_parallel.PROVIDERS))
+    assert (options.scaling, options.lengths, options.providers) == (
+        "strong",
+        [65536],
+        list(context_providers.PROVIDERS),
+    )
     assert train_context_parallel.parsed(["--context", "4"]).context == 4
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--length", "100"], ["--kv-heads", "3"], ["--patterns", "spiral"], ["--providers", "ring"]]
+    "arguments", [["--lengths", "100"], ["--kv-heads", "3"], ["--patterns", "spiral"], ["--providers", "ring"]]
 )
 def test_what_cannot_run_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -27,10 +31,10 @@ def test_what_cannot_run_is_refused(arguments: list[str], capsys: pytest.Capture
 @pytest.mark.parametrize("pattern", list(patterns(1024)), ids=lambda pattern: pattern.name)
 def test_flex_gets_the_same_mask(pattern) -> None:
     """Every pair of the layout, and no other, for queries from the middle on."""
-    attends = context_parallel.table_mask(pattern, 512, "cpu")
+    attends = context_providers.table_mask(pattern, 512, "cpu")
     zero = torch.zeros((), dtype=torch.long)
     found = attends(zero, zero, torch.arange(512)[:, None], torch.arange(1024))
-    assert torch.equal(found, context_parallel.whole_layout(pattern).to_dense()[0, 0, 512:])
+    assert torch.equal(found, context_providers.whole_layout(pattern).to_dense()[0, 0, 512:])
 
 
 def test_labels_are_earlier_tokens() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import context_report, measure, plots, report
 from benchmarks import lines as measurements
-from benchmarks import measure, plots, report
 
 TRITON, FLEX, CUDNN = ("blocksparse_flash", "triton"), ("flex", "triton"), ("cudnn", "cudnn")
 
@@ -59,6 +59,10 @@ def test_the_readme_says_what_was_measured() -> None:
     assert written.exists() == bool(lines["io"])
     if lines["io"]:
         assert written.read_text(encoding="utf-8") == report.every_byte(lines["io"])
+    written, context = report.RESULTS / "context_parallel.md", lines["context_parallel"]
+    assert written.exists() == bool(context)
+    if context:
+        assert written.read_text(encoding="utf-8") == context_report.everything(context)
 
 
 def test_every_picture_that_is_named_exists() -> None:

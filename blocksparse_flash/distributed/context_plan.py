@@ -6,6 +6,7 @@ Knows layouts, owners, traffic, that all ranks must agree. Must not know how mes
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from .ownership import ORDERS, Pairs
 from .side import Side
 
 SCHEMES = ("auto", "exchange", "ulysses")
+# share of a rank's tiles in rows that need nothing from others, from which on these rows are computed apart
+LEAST_NEAR = 0.5
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class LayerPlan:
 
     layout   of all tokens, of the heads that this rank computes under "ulysses"; None under "exchange"
     tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
+    busiest  what the rank receives that receives most under "exchange", in heads * tokens
     costs    of every scheme, and why this one
     """
 
@@ -43,6 +47,7 @@ class LayerPlan:
     layout: BlockLayout | None
     tensors: list[Tensor]
     counts: list[int]
+    busiest: int
     costs: Costs
 
 
@@ -59,7 +64,7 @@ class ContextPlan:
     rearrange  int64 (length,): the tokens of the sequence, rank after rank; None: as they are
     restore    int64 (length,): where each token is when the shards lie one after another; None: where it was
     sizes      tokens of each rank
-    keeps_received, checks_calls  as `plan` was told by keep_received and check_calls
+    is_deterministic, keeps_received, checks_calls  as `plan` was told by deterministic, keep_received and check_calls
     layers     one for each layout
     """
 
@@ -74,6 +79,7 @@ class ContextPlan:
     restore: Tensor | None
     rearrange: Tensor | None
     sizes: list[int]
+    is_deterministic: bool
     keeps_received: bool
     checks_calls: bool
     layers: tuple[LayerPlan, ...]
@@ -137,7 +143,8 @@ def _members(group: Any) -> tuple[Any, torch.device]:
             )
         device_type, group = group.device_type, group.get_group()
     elif isinstance(group, dist.ProcessGroup):
-        device_type = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        # of a group that was given no backend, get_backend says "undefined"
+        device_type = "cuda" if "nccl" in str(dist.get_backend_config(group)) else "cpu"
     else:
         raise TypeError(f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}")
     return group, torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
@@ -210,16 +217,32 @@ def _pairs(tiles: BlockLayout) -> Pairs:
     return Pairs(*np.divmod(np.unique(row * max(tiles.n_cols, 1) + indices[: len(row)]), max(tiles.n_cols, 1)))
 
 
-def _side(tiles: BlockLayout, rows: Array, found: traffic.Lists, device: torch.device, by_rows: bool) -> Side:
-    """A Side whose kernels walk rows x found.tiles (by_rows: found.tiles x rows) of a layout in tiles."""
-    rows, cols = (found.tiles, rows) if by_rows else (rows, found.tiles)
-    plan = tiles.select(rows=rows, cols=cols).plan(device)
-    # where own tokens that others work on too are among those it works on
-    places = np.searchsorted(found.own, found.sent) if by_rows else found.sent[:0]
-    own, own_slots, sent, slots, among = (
-        torch.from_numpy(array).to(device) for array in (found.own, found.own_slots, found.sent, found.slots, places)
+def _table(found: traffic.Lists, touched: Array, n_tokens: int, rank: int) -> Array:
+    """As in Side: whose gradients are those of a token, and where."""
+    place: Array = np.zeros(n_tokens, np.int64)
+    place[touched] = np.arange(len(touched))
+    table: Array = np.full((len(found.send_counts), len(touched)), -1, np.int32)
+    table[rank, place[found.own]] = found.own_slots
+    bounds = np.cumsum([0, *found.send_counts])
+    for other, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        table[other, place[found.sent[begin:end]]] = np.arange(begin, end)
+    return table
+
+
+def _side(
+    tiles: BlockLayout, walked: traffic.Lists, lists: Sequence[Array], rows: Array | None, cols: Array | None,
+    device: torch.device,
+) -> Side:  # fmt: skip
+    """A Side whose kernels walk rows x cols of a layout in tiles, None: walked.tiles."""
+    plan = tiles.select(rows=walked.tiles if rows is None else rows, cols=walked.tiles if cols is None else cols)
+    arrays = (walked.own, walked.own_slots, walked.sent, walked.slots, *lists)
+    own, own_slots, sent, slots, places, mine, touched, table = (
+        torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays
     )
-    return Side(own, own_slots, sent, slots, among, list(plan), found.send_counts, found.receive_counts)
+    walk = list(plan.plan(device))
+    return Side(
+        own, own_slots, sent, slots, places, mine, touched, table, walk, walked.send_counts, walked.receive_counts
+    )
 
 
 def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
@@ -240,23 +263,48 @@ def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
     return BlockLayout(indptr, indices, ids, tiles.bitmasks, q_len=length, kv_len=length, block_size=TILE)
 
 
+def _far(row: Array, col: Array, owner: Array, rank: int) -> Array:
+    """Which tiles of rows of a rank are computed with what it receives: those that need it, or all.
+
+    Rows that need nothing from others are computed where keys lie, while messages travel. That pays if they are much of the
+    work; else it is simpler to compute all rows at once.
+    """
+    mine = owner[row] == rank
+    needs = np.zeros(len(owner), np.bool_)
+    needs[row[mine & (owner[col] != rank)]] = True
+    held = np.flatnonzero(owner == rank)
+    is_near = ~needs[row[mine]]
+    return held[needs[held]] if is_near.sum() > LEAST_NEAR * len(is_near) else held
+
+
 def _exchanged(
     tiles: BlockLayout, pairs: Pairs, shipped: Array, owner: Array, rank: int, n_ranks: int, device: torch.device
 ) -> tuple[list[Tensor], list[int]]:
-    """The flat sides of one layer on one rank: of keys, and of shipped queries if there are any."""
-    held, ships = np.flatnonzero(owner == rank), np.isin(pairs.row, shipped)
+    """The flat sides of one layer on one rank: of keys, of shipped queries if there are any; then the plan of near rows."""
+    length, held, ships = tiles.q_len, np.flatnonzero(owner == rank), np.isin(pairs.row, shipped)
+    n_tokens, nothing = int(traffic.tokens_of(held, length).sum()), np.zeros(0, np.int64)
     row, col = pairs.row[~ships], pairs.col[~ships]
+    far, stays = _far(row, col, owner, rank), _without(tiles, shipped)
     keys = traffic.moves(owner[row], col, owner)
-    lists = traffic.lists(col[owner[row] == rank], keys, owner, tiles.q_len, rank, n_ranks)
-    tensors, counts = _side(_without(tiles, shipped), held, lists, device, by_rows=False).flat()
+    found = traffic.lists(col[np.isin(row, far)], keys, owner, length, rank, n_ranks)
+    splits = len(far) < len(held)
+    # gradients from elsewhere come to every token
+    touched = np.union1d(found.own, found.sent) if splits and not len(shipped) else np.arange(n_tokens)
+    lists = (nothing, traffic.places(far, held, length), touched, _table(found, touched, n_tokens, rank))
+    tensors, counts = _side(stays, found, lists, far, None, device).flat()
     if len(shipped):
         row, col = pairs.row[ships], pairs.col[ships]
         queries = traffic.moves(owner[col], row, owner)
         # own ones even if no key here is theirs: this is where they are merged
         wanted = np.append(row[owner[col] == rank], shipped[owner[shipped] == rank])
-        lists = traffic.lists(wanted, queries, owner, tiles.q_len, rank, n_ranks)
-        more = _side(tiles, held, lists, device, by_rows=True).flat()
+        found = traffic.lists(wanted, queries, owner, length, rank, n_ranks)
+        # where own tokens that others work on too are among those it works on
+        lists = (np.searchsorted(found.own, found.sent), found.own, nothing, np.zeros((n_ranks, 0), np.int32))
+        more = _side(tiles, found, lists, None, held, device).flat()
         tensors, counts = tensors + more[0], counts + more[1]
+    if splits:
+        near = _without(stays, far).select(rows=held, cols=held)
+        tensors = tensors + list(near.plan(device))
     return tensors, counts
 
 
@@ -272,10 +320,12 @@ def _layer(
     layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, owner: Array, q_heads: int, rank: int,
     n_ranks: int, device: torch.device,
 ) -> LayerPlan:  # fmt: skip
+    # a number of Python's own: torch.compile reads it
+    busiest = int(costs.exchange.max())
     if costs.scheme == "ulysses":
-        return LayerPlan("ulysses", _heads_of(layout, q_heads, rank, n_ranks).to(device), [], [], costs)
+        return LayerPlan("ulysses", _heads_of(layout, q_heads, rank, n_ranks).to(device), [], [], busiest, costs)
     flat = _exchanged(tiles, pairs, costs.shipped, owner, rank, n_ranks, device)
-    return LayerPlan("exchange", None, *flat, costs)
+    return LayerPlan("exchange", None, *flat, busiest, costs)
 
 
 def _orders(owner: Array, length: int, n_ranks: int) -> tuple[Array, list[int]]:
@@ -334,6 +384,7 @@ def _built(
         restore=None if rearrange is None else rearrange.argsort(),
         rearrange=rearrange,
         sizes=sizes,
+        is_deterministic=flags["deterministic"],
         keeps_received=flags["keep_received"],
         checks_calls=flags["check_calls"],
         layers=layers,
@@ -363,7 +414,8 @@ def plan(
     scheme   "exchange" moves the needed keys, "ulysses" whole heads (key heads must be a multiple of the ranks); "auto"
              takes for each layer the one whose busiest rank receives fewer bytes
     deterministic  True: rows are never split between ranks, so that out and dq equal those of one process bit by bit.
-             Otherwise queries that reach most keys may travel instead of the keys. Two runs give equal bits anyway
+             Otherwise queries that reach most keys may travel instead of the keys; two runs give equal bits anyway, but
+             for dq of backend="hopper"
     keep_received  keep received keys and values for the backward; False receives them again, which costs time
     check_calls  True: before each call of attention the ranks compare what they were given, and raise together where one
              was given something else. For development: it waits for the device, and cannot be compiled

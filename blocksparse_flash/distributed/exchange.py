@@ -6,8 +6,9 @@ Knows tensors, index lists, plans of kernels as lists of tensors, a process grou
                 computed whole, tile by tile as one process would, so that out and dq equal those of one process
     backward    dk and dv of received tokens go back where they came from, and are added in the order of ranks, in float32
 
-Heads go in chunks, each a message of its own: while one is computed the next ones travel. The waiting is inside of the
-operator, where neither autograd nor a compiler can move it. Rows that reach everywhere are shipped (see shipping.py).
+Rows that need nothing from others, where they are many, are computed in place while messages travel. Heads go in chunks, each
+a message of its own: while one is computed the next ones travel. The waiting is inside of the operator, where neither autograd
+nor a compiler can move it. Rows that reach everywhere are shipped (see shipping.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import messages, shipping
+from . import messages, rows, shipping
 from .local import attend, attend_backward, statistics
 from .side import Side, sides
 
@@ -42,23 +43,23 @@ def chunked(n_chunks: int, q: Tensor, k: Tensor, plan: list[Tensor]) -> list[Chu
 
 
 def send_keys(
-    k: Tensor, v: Tensor, keys: Side, chunks: list[Chunk], group: Any
+    k: Tensor, v: Tensor, keys: Side, chunks: list[Chunk], walk: shipping.Walk
 ) -> tuple[Tensor, list[messages.Flight]]:
     """Keys and values on their way: (chunks, tokens, batch, heads of a chunk, features of k and v), and their flights."""
     n_heads = k.shape[1] // len(chunks)
     into = k.new_empty(len(chunks), sum(keys.receive), k.shape[0], n_heads, k.shape[3] + v.shape[3])
     flights: list[messages.Flight] = []
     for chunk, part in zip(chunks, into, strict=True):
-        message = messages.packed([k[:, chunk.kv], v[:, chunk.kv]], keys.sent)
-        flights.append(messages.Flight(message, part, keys.send, keys.receive, group))
+        message = messages.packed([k[:, chunk.kv], v[:, chunk.kv]], keys.sent, walk.backend)
+        flights.append(messages.Flight(message, part, keys.send, keys.receive, walk.group))
     return into, flights
 
 
-def extended(k: Tensor, v: Tensor, keys: Side, received: Tensor) -> tuple[Tensor, Tensor]:
+def extended(k: Tensor, v: Tensor, keys: Side, received: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """Own and received keys and values of a chunk, slot by slot."""
     parts = messages.unpacked(received, [k.shape[3], v.shape[3]])
     k, v = (
-        messages.joined(mine.index_select(2, keys.own), keys.own_slots, part, keys.slots)
+        messages.joined(mine, keys.own, keys.own_slots, part, keys.slots, backend)
         for mine, part in zip((k, v), parts, strict=True)
     )
     return k, v
@@ -72,28 +73,38 @@ def exchange_forward(
     """Attention of this rank's rows. Every rank of the group must call it.
 
     q, k, v   (batch, heads, n, dim) of the n tokens of this rank
-    tensors, counts  the flat forms of one Side, of keys, or of two, of keys and of shipped queries
+    tensors, counts  the flat forms of one Side, of keys, or of two, of keys and of shipped queries; then the plan of rows that
+              need nothing from others, if they are computed apart
     n_chunks  divides the heads of k
     keeps     whether received keys and values are returned, for the backward, which otherwise receives them again
     returns   out (batch, heads, n, v_dim), lse (batch, heads, n), what was received
     """
     process_group = messages.group_of(group)
     n_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    keys, *queries = sides(tensors, counts, n_ranks)
+    (keys, *queries), near = sides(tensors, counts, n_ranks)
     walk = shipping.Walk(scale, backend, process_group, rank)
-    shipped = [(side, shipping.send_queries(q, side, process_group)) for side in queries]
+    shipped = [(side, shipping.send_queries(q, side, walk)) for side in queries]
     chunks = chunked(n_chunks, q, k, keys.plan)
-    received, flights = send_keys(k, v, keys, chunks, process_group)
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=statistics(q))
+    received, flights = send_keys(k, v, keys, chunks, walk)
+    if near:
+        out, lse = attend(q, k, v, near, scale, backend)
+    else:
+        out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=statistics(q))
     for chunk, flight in zip(chunks, flights, strict=True):
-        k_all, v_all = extended(k[:, chunk.kv], v[:, chunk.kv], keys, flight.arrived())
-        found = attend(q[:, chunk.q], k_all, v_all, chunk.plan, scale, backend)
-        out[:, chunk.q], lse[:, chunk.q] = found
+        k_all, v_all = extended(k[:, chunk.kv], v[:, chunk.kv], keys, flight.arrived(), backend)
+        mine = rows.picked(q[:, chunk.q], keys.rows, backend) if near else q[:, chunk.q]
+        found = attend(mine, k_all, v_all, chunk.plan, scale, backend)
+        if near:
+            rows.copy(found[0], out[:, chunk.q], backend, put=keys.rows)
+            rows.copy(found[1][..., None], lse[:, chunk.q, :, None], backend, put=keys.rows)
+        elif n_chunks == 1:
+            out, lse = found
+        else:
+            out[:, chunk.q], lse[:, chunk.q] = found
     for side, flight in shipped:
-        rows, rows_lse = shipping.forward(q, k, v, side, flight, walk)
-        out.index_copy_(2, side.own, rows.to(out.dtype))
-        lse.index_copy_(2, side.own, rows_lse)
+        more, more_lse = shipping.forward(q, k, v, side, flight, walk)
+        out.index_copy_(2, side.own, more.to(out.dtype))
+        lse.index_copy_(2, side.own, more_lse)
     return out, lse, received if keeps else k.new_empty(0)
 
 
@@ -112,6 +123,11 @@ def _(
     )
 
 
+def _of_rows(x: Tensor, by_row: Tensor, tokens: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """These tokens of a tensor with features, and of one without."""
+    return rows.picked(x, tokens, backend), rows.picked(by_row[..., None], tokens, backend)[..., 0]
+
+
 @torch.library.custom_op("blocksparse_flash::exchange_backward", mutates_args=())
 def exchange_backward(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, received: Tensor,
@@ -120,35 +136,46 @@ def exchange_backward(
     """dq, dk, dv of `exchange_forward`'s q, k, v. Every rank of the group must call it."""
     process_group = messages.group_of(group)
     n_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    keys, *queries = sides(tensors, counts, n_ranks)
+    (keys, *queries), near = sides(tensors, counts, n_ranks)
     walk = shipping.Walk(scale, backend, process_group, rank)
     shipped = [shipping.Backward((q, out), (dout, dlse), lse, side, walk) for side in queries]
     chunks = chunked(n_chunks, q, k, keys.plan)
     flights: list[messages.Flight] = []
     if not keeps:
-        received, flights = send_keys(k, v, keys, chunks, process_group)
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dk, dv = (t.new_empty(t.shape, dtype=statistics(q)) for t in (k, v))
-    returns = []
+        received, flights = send_keys(k, v, keys, chunks, walk)
+    given = []
     for i, chunk in enumerate(chunks):
         arrived = received[i] if keeps else flights[i].arrived()
-        k_all, v_all = extended(k[:, chunk.kv], v[:, chunk.kv], keys, arrived)
-        douts, outs = (dout[:, chunk.q], dlse[:, chunk.q]), (out[:, chunk.q], lse[:, chunk.q])
-        dq[:, chunk.q], *dkv = attend_backward(douts, (q[:, chunk.q], k_all, v_all), outs, chunk.plan, scale, backend)
-        back = messages.packed(dkv, keys.slots)
-        mine = [grad.index_select(2, keys.own_slots) for grad in dkv]
-        returns.append((mine, messages.sent(back, keys.receive, keys.send, process_group)))
-    places = keys.sent.split(keys.send)
-    for chunk, (mine, flight) in zip(chunks, returns, strict=True):
-        grads = messages.unpacked(flight.arrived(), [k.shape[3], v.shape[3]])
-        for total, own, grad in zip((dk[:, chunk.kv], dv[:, chunk.kv]), mine, grads, strict=True):
-            messages.add_by_rank(total.zero_(), (keys.own, own), (places, grad.split(keys.send, dim=2)), rank)
-    for side, part in zip(queries, shipped, strict=True):
-        rows, dk_shipped, dv_shipped = part.finish(k, v)
-        dq.index_copy_(2, side.own, rows.to(dq.dtype))
-        dk.add_(dk_shipped)
-        dv.add_(dv_shipped)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+        k_all, v_all = extended(k[:, chunk.kv], v[:, chunk.kv], keys, arrived, backend)
+        douts, outs, mine = (dout[:, chunk.q], dlse[:, chunk.q]), (out[:, chunk.q], lse[:, chunk.q]), q[:, chunk.q]
+        if near:
+            douts, outs = (_of_rows(*pair, keys.rows, backend) for pair in (douts, outs))
+            mine = rows.picked(mine, keys.rows, backend)
+        dq_rows, *dkv = attend_backward(douts, (mine, k_all, v_all), outs, chunk.plan, scale, backend)
+        back = messages.packed(dkv, keys.slots, backend)
+        given.append((dq_rows, dkv, messages.sent(back, keys.receive, keys.send, process_group)))
+    # while gradients travel
+    if near:
+        dq, dk, dv = attend_backward((dout, dlse), (q, k, v), (out, lse), near, scale, backend)
+    else:
+        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    more = [(side, part.finish(k, v)) for side, part in zip(queries, shipped, strict=True)]
+    touched = None if len(keys.touched) == k.shape[2] else keys.touched
+    for chunk, (dq_rows, dkv, flight) in zip(chunks, given, strict=True):
+        if near:
+            rows.copy(dq_rows, dq[:, chunk.q], backend, put=keys.rows)
+        elif n_chunks == 1:
+            dq = dq_rows
+        else:
+            dq[:, chunk.q] = dq_rows
+        returned = messages.unpacked(flight.arrived(), [k.shape[3], v.shape[3]])
+        for j, (grad, mine, others) in enumerate(zip((dk, dv), dkv, returned, strict=True)):
+            total = grad[:, chunk.kv]
+            bases = ([total] if near else []) + [grads[1 + j][:, chunk.kv] for _, grads in more]
+            rows.add(total, mine, others, bases, keys.table, touched, rank, backend)
+    for side, (dq_rows, *_) in more:
+        dq.index_copy_(2, side.own, dq_rows.to(dq.dtype))
+    return dq, dk, dv
 
 
 @exchange_backward.register_fake

@@ -17,8 +17,9 @@ from .agreement import agreed
 from .context_plan import ContextPlan
 from .exchange import exchange_forward
 
-# a message takes some 30 microseconds however short it is, so more would not pay
-MOST_CHUNKS = 4
+# a message takes some 30 microseconds however short it is, and links reach their speed with some 16 MB: more messages, or
+# shorter ones, would not pay
+MOST_CHUNKS, LEAST_BYTES = 4, 16 << 20
 
 
 def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
@@ -44,9 +45,13 @@ def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) ->
         raise ValueError(f"q must be on the plan's device {plan.device}, got {q.device}: use .to(plan.device)")
 
 
-def _n_chunks(chunks: int | None, kv_heads: int) -> int:
+def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Tensor) -> int:
+    """How many messages: those asked for, or as many as pay for the rank that receives most, so that all ranks agree."""
+    kv_heads = plan.heads[1]
     if chunks is None:
-        return max(n for n in range(1, MOST_CHUNKS + 1) if kv_heads % n == 0)
+        # costs are keys and values of one head_dim
+        n_bytes = k.shape[0] * plan.layers[layer].busiest // 2 * (k.shape[3] + v.shape[3]) * k.element_size()
+        return max(n for n in range(1, MOST_CHUNKS + 1) if kv_heads % n == 0 and (n == 1 or n * LEAST_BYTES <= n_bytes))
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         raise TypeError(f"chunks must be an int or None, got {chunks!r}")
     if chunks < 1 or kv_heads % chunks:
@@ -57,9 +62,7 @@ def _n_chunks(chunks: int | None, kv_heads: int) -> int:
 class _Call(NamedTuple):
     scale: float
     n_chunks: int
-    # by its public name, and by the operators'
     backend: str
-    kernels: str
     autocast: torch.dtype | None
 
 
@@ -77,11 +80,9 @@ def _checked(
     autocast = functional._autocast(q)
     dtype, factor = contract.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
-    n_chunks = _n_chunks(chunks, plan.heads[1])
-    # not left to the operator, which would choose by the size of a rank's part: all ranks run the kernels of one process
-    backend = functional._choose(backend, q.device, dtype)
-    kernels = functional._for_operator(backend, q.device, dtype, None, None)
-    return _Call(factor, n_chunks, backend, kernels, autocast)
+    unfit_for_hopper = functional._unfit_for_hopper(q.device, q, k, v, dtype, 0.0)
+    chosen = functional._choose(backend, q.device, dtype, unfit_for_hopper)
+    return _Call(factor, n_chunks(chunks, plan, layer, k, v), chosen, autocast)
 
 
 def _agreed(
@@ -121,7 +122,11 @@ def _run(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _
     found = plan.layers[layer]
     if found.scheme == "ulysses":
         return ulysses.attend(q, k, v, plan, found.layout, call.scale, call.backend)
-    options = call.scale, call.n_chunks, plan.keeps_received, plan.group_name, call.kernels
+    backend = call.backend
+    if backend == "hopper" and (plan.is_deterministic or torch.are_deterministic_algorithms_enabled()):
+        # the same forward, with the backward of `triton`
+        backend = "hopper, deterministic"
+    options = call.scale, call.n_chunks, plan.keeps_received, plan.group_name, backend
     out, lse, _ = exchange_forward(q, k, v, found.tensors, found.counts, *options)
     return out, lse
 
@@ -173,8 +178,9 @@ def attention(
     plan     what `plan` made; its layout, order and scheme
     layer    which of the plan's layouts
     scale    factor on the scores; None is head_dim ** -0.5
-    chunks   messages into which the key heads are divided, so that one travels while another is computed; None: up to 4
-    backend  "auto", "triton" or "eager", as in blocksparse_flash.attention
+    chunks   messages into which the key heads are divided, so that one travels while another is computed; None: up to 4, of
+             16 MiB at least
+    backend  "auto", "hopper", "triton" or "eager", as in blocksparse_flash.attention
     returns  (batch, heads, plan.local_length, v_head_dim)
     raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the others then
              wait for it, until the timeout of the group ends their call with an error. With plan(..., check_calls=True)

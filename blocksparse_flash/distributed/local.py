@@ -35,6 +35,7 @@ def attend_backward(
     q, k, v = inputs
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    tensors = (tensor.contiguous() for tensor in (*douts, *inputs, *outs))
+    # some of the heads of a forward's results, which a backward takes as they were
+    out, lse = (tensor.contiguous() for tensor in outs)
     options = None, None, scale, False, 0.0, backend
-    return torch.ops.blocksparse_flash.attention_backward(*tensors, plan, *options)
+    return torch.ops.blocksparse_flash.attention_backward(*douts, *inputs, out, lse, plan, *options)

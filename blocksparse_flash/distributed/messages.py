@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import rows
+
 
 class Flight:
     """A message under way. The tensors live until it has arrived."""
@@ -40,12 +42,12 @@ def sent(message: Tensor, send: list[int], receive: list[int], group: Any) -> Fl
     return Flight(message, message.new_empty(sum(receive), *message.shape[1:]), send, receive, group)
 
 
-def packed(tensors: list[Tensor], tokens: Tensor) -> Tensor:
+def packed(tensors: list[Tensor], tokens: Tensor, backend: str) -> Tensor:
     """The message that holds these tokens of tensors of one dtype, side by side."""
     features = [tensor.shape[3] for tensor in tensors]
     message = tensors[0].new_empty(len(tokens), *tensors[0].shape[:2], sum(features))
-    for tensor, part in zip(tensors, message.split(features, dim=3), strict=True):
-        part.copy_(tensor.index_select(2, tokens).permute(2, 0, 1, 3))
+    for tensor, part in zip(tensors, unpacked(message, features), strict=True):
+        rows.copy(tensor, part, backend, taken=tokens)
     return message
 
 
@@ -54,10 +56,13 @@ def unpacked(message: Tensor, features: list[int]) -> list[Tensor]:
     return [part.permute(1, 2, 0, 3) for part in message.split(features, dim=3)]
 
 
-def joined(mine: Tensor, own_slots: Tensor, received: Tensor, slots: Tensor) -> Tensor:
-    """(batch, heads, slots, features), contiguous: own tokens at own_slots, received ones at slots."""
+def joined(
+    mine: Tensor, own: Tensor | None, own_slots: Tensor, received: Tensor, slots: Tensor, backend: str
+) -> Tensor:
+    """(batch, heads, slots, features), contiguous: `own` tokens of mine (None: all) at own_slots, received ones at slots."""
     whole = mine.new_empty(*mine.shape[:2], len(own_slots) + len(slots), mine.shape[3])
-    return whole.index_copy_(2, own_slots, mine).index_copy_(2, slots, received)
+    rows.copy(mine, whole, backend, taken=own, put=own_slots)
+    return rows.copy(received, whole, backend, put=slots)
 
 
 def add_at(total: Tensor, tokens: Tensor, part: Tensor) -> None:
@@ -75,7 +80,8 @@ def add_by_rank(
 
 def words(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The bits of float32 (or float64) values as numbers of another type, so that they can travel with it."""
-    return values.contiguous().view(dtype)
+    # a view must begin at a multiple of the wider type: no view of a message would do
+    return values.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 # ---- what autograd sees ----

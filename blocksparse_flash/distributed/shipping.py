@@ -28,13 +28,14 @@ class Walk(NamedTuple):
     rank: int
 
 
-def _everywhere(mine: Tensor, queries: Side, received: Tensor) -> Tensor:
-    return messages.joined(mine, queries.own_slots, received, queries.slots)
+def _everywhere(mine: Tensor, queries: Side, received: Tensor, backend: str) -> Tensor:
+    return messages.joined(mine, None, queries.own_slots, received, queries.slots, backend)
 
 
-def send_queries(q: Tensor, queries: Side, group: Any) -> messages.Flight:
+def send_queries(q: Tensor, queries: Side, walk: Walk) -> messages.Flight:
     """Queries on their way to the ranks whose keys they attend to."""
-    return messages.sent(messages.packed([q], queries.sent), queries.send, queries.receive, group)
+    message = messages.packed([q], queries.sent, walk.backend)
+    return messages.sent(message, queries.send, queries.receive, walk.group)
 
 
 def forward(
@@ -42,10 +43,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out, lse of the shipped tokens of this rank, queries.own, in the type of lse."""
     (received,) = messages.unpacked(flight.arrived(), [q.shape[3]])
-    q_all = _everywhere(q.index_select(2, queries.own), queries, received)
+    q_all = _everywhere(q.index_select(2, queries.own), queries, received, walk.backend)
     out, lse = attend(q_all, k, v, queries.plan, walk.scale, walk.backend)
     parts = [out, messages.words(lse[..., None], q.dtype)]
-    back = messages.sent(messages.packed(parts, queries.slots), queries.receive, queries.send, walk.group).arrived()
+    message = messages.packed(parts, queries.slots, walk.backend)
+    back = messages.sent(message, queries.receive, queries.send, walk.group).arrived()
     outs, lses = messages.unpacked(back, [part.shape[3] for part in parts])
     lses = messages.words(lses, lse.dtype)[..., 0]
 
@@ -80,19 +82,22 @@ class Backward:
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=3) - dlse.masked_fill(lse == -torch.inf, 0)
         self.mine = [q, dout, messages.words(torch.stack([lse, delta], dim=3), q.dtype)]
         self.queries, self.walk = queries, walk
-        message = messages.packed(self.mine, queries.sent_places)
+        message = messages.packed(self.mine, queries.sent_places, walk.backend)
         self.flight = messages.sent(message, queries.send, queries.receive, walk.group)
 
     def finish(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq of queries.own in the type of lse; dk and dv, which shipped rows give to the keys of this rank."""
         queries, walk, dtype = self.queries, self.walk, statistics(k)
         received = messages.unpacked(self.flight.arrived(), [part.shape[3] for part in self.mine])
-        q, dout, known = (_everywhere(mine, queries, part) for mine, part in zip(self.mine, received, strict=True))
+        q, dout, known = (
+            _everywhere(mine, queries, part, walk.backend) for mine, part in zip(self.mine, received, strict=True)
+        )
         lse, delta = messages.words(known, dtype).unbind(dim=3)
         # with an output of 0 the kernels take delta from dlse
         out = q.new_zeros(*q.shape[:3], v.shape[3])
         dq, dk, dv = attend_backward((dout, -delta), (q, k, v), (out, lse), queries.plan, walk.scale, walk.backend)
-        back = messages.sent(messages.packed([dq], queries.slots), queries.receive, queries.send, walk.group)
+        message = messages.packed([dq], queries.slots, walk.backend)
+        back = messages.sent(message, queries.receive, queries.send, walk.group)
         total = dq.new_zeros(*dq.shape[:2], len(queries.own), dq.shape[3], dtype=dtype)
         mine = torch.arange(len(queries.own), device=dq.device), dq.index_select(2, queries.own_slots)
         (parts,) = messages.unpacked(back.arrived(), [dq.shape[3]])

@@ -76,10 +76,10 @@ def lists(wanted: Array, found: Moves, owner: Array, length: int, rank: int, n_r
     received, sent = found.tile[comes], found.tile[goes]
     return Lists(
         tiles,
-        _places(mine, held, length),
-        _places(mine, tiles, length),
-        _places(sent, held, length),
-        _places(received, tiles, length),
+        places(mine, held, length),
+        places(mine, tiles, length),
+        places(sent, held, length),
+        places(received, tiles, length),
         tokens_by(found.receiver[goes], sent, length, n_ranks).tolist(),
         tokens_by(found.sender[comes], received, length, n_ranks).tolist(),
     )
@@ -90,7 +90,7 @@ def tokens_by(rank: Array, tile: Array, length: int, n_ranks: int) -> Array:
     return np.bincount(rank, weights=tokens_of(tile, length), minlength=n_ranks).astype(np.int64)
 
 
-def _places(tiles: Array, among: Array, length: int) -> Array:
+def places(tiles: Array, among: Array, length: int) -> Array:
     """Where the tokens of tiles are when those of `among`, ascending, lie one after another."""
     counts = tokens_of(among, length)
     starts = np.cumsum(counts) - counts

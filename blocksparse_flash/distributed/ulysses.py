@@ -51,5 +51,6 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's tokens. Every rank of the plan must call it."""
     q, k, v = _to_heads([q, k, v], plan)
-    out, lse = functional.attention_with_lse(q, k, v, layout, scale=scale, backend=backend)
+    deterministic = True if plan.is_deterministic else None
+    out, lse = functional.attention_with_lse(q, k, v, layout, scale=scale, deterministic=deterministic, backend=backend)
     return _to_tokens(out, plan), _to_tokens(lse[..., None], plan)[..., 0]

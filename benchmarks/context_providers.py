@@ -1,0 +1,175 @@
+"""Who shares attention over one sequence between GPUs? Ours in two schemes, and what others do.
+
+    exchange    distributed.attention, needed keys in chunks of heads that travel while others are computed
+    ulysses     distributed.attention, whole heads
+    all_gather  every key to every rank, then the same kernels
+    flex        what PyTorch's context parallelism does: the same gather, FlexAttention with an equivalent mask_mod
+
+Knows plans, a group, what each of them receives. Must not know how anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from blocksparse_flash import BlockLayout, attention, distributed, functional
+from blocksparse_flash.distributed import exchange, rows
+from blocksparse_flash.distributed import functional as shared
+from blocksparse_flash.distributed.local import attend
+from blocksparse_flash.distributed.shipping import Walk
+from blocksparse_flash.distributed.side import sides
+
+from .patterns import BLOCK, Pattern
+
+PROVIDERS = ("exchange", "ulysses", "all_gather", "flex")
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Provider(NamedTuple):
+    """`call` takes what `plan` gives this rank; `received` and `tiles` are of the busiest rank, in heads * tokens and tiles."""
+
+    name: str
+    call: Call
+    plan: distributed.ContextPlan
+    received: int
+    tiles: int
+
+
+class CannotRun(Exception):
+    """Why a provider has no answer to a case."""
+
+
+def table_mask(pattern: Pattern, first_query: int, device: str) -> Callable[..., Tensor]:
+    """The mask_mod of a pattern for queries counted from first_query: it looks its block up."""
+    table = torch.from_numpy(pattern.blocks).to(device)
+
+    def attends(batch: Tensor, head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:  # noqa: ARG001
+        q_pos = q_pos + first_query
+        there = table[q_pos // BLOCK, kv_pos // BLOCK]
+        return there & (kv_pos <= q_pos) if pattern.causal else there
+
+    return attends
+
+
+def whole_layout(pattern: Pattern) -> BlockLayout:
+    """The pattern's pairs, dense ones too."""
+    rows, cols = np.nonzero(pattern.blocks)
+    blocks = BlockLayout.from_blocks(rows, cols, pattern.length, pattern.length, block_size=BLOCK)
+    if not pattern.causal:
+        return blocks
+    return BlockLayout.from_predicate(
+        lambda q_pos, kv_pos: kv_pos <= q_pos, pattern.length, pattern.length, block_size=BLOCK, within=blocks,
+        looks=lambda row, col: (row > col).astype("int64") - (row < col),
+    )  # fmt: skip
+
+
+# PyTorch 2.13 calls them so
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Gather(torch.autograd.Function):
+    """(batch, heads, n, dim) of each rank to those of all ranks; the gradient is summed over ranks, in its own type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        n_ranks = dist.get_world_size(group)
+        found = x.new_empty(n_ranks * x.shape[0], *x.shape[1:])
+        _all_gather(found, x.contiguous(), group=group)
+        return torch.cat(found.chunk(n_ranks), dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        parts = grads[0].chunk(dist.get_world_size(ctx.group), dim=2)
+        total = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        _reduce_scatter(total, torch.cat(parts), group=ctx.group)
+        return total, None
+
+
+def gathered(k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """All keys and values, gathered as PyTorch's context parallelism does: one collective each; differentiable."""
+    return _Gather.apply(k, group), _Gather.apply(v, group)
+
+
+def provider(
+    name: str, pattern: Pattern, layout: BlockLayout, group: Any, heads: tuple[int, int], order: str,
+    chunks: int | None, device: str,
+) -> Provider:  # fmt: skip
+    """A provider of a case on this rank. Raises CannotRun where it has no answer."""
+    rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
+    if name in ("exchange", "ulysses"):
+        if name == "ulysses" and heads[1] % n_ranks:
+            raise CannotRun(f"{n_ranks} ranks do not divide {heads[1]} key heads")
+        plan = distributed.plan(layout, group, heads=heads, scheme=name, order=order)
+        costs = plan.layers[0].costs
+        received = costs.exchange if name == "exchange" or costs.ulysses is None else costs.ulysses
+        # whole heads of all tokens: every rank the same
+        tiles = costs.tiles.max() if name == "exchange" else costs.tiles.sum() // n_ranks
+        return Provider(name, partial(_shared, plan, chunks), plan, int(received.max()), int(tiles))
+    if layout.q_len % (n_ranks * BLOCK):
+        raise CannotRun(f"{n_ranks} ranks do not divide {layout.q_len // BLOCK} blocks")
+    plan = distributed.plan(layout, group, heads=heads, scheme="exchange", deterministic=True)
+    costs, local = plan.layers[0].costs, layout.q_len // n_ranks
+    if name == "all_gather":
+        rows = layout.select(rows=slice(rank * local // BLOCK, (rank + 1) * local // BLOCK)).to(device)
+        call: Call = partial(_from_all, rows, group)
+    elif device == "cuda":
+        call = _flex(pattern, rank * local, local, layout.kv_len, group)
+    else:
+        raise CannotRun("it needs a GPU")
+    return Provider(name, call, plan, int(costs.all_gather.max()), int(costs.tiles.max()))
+
+
+def _shared(plan: distributed.ContextPlan, chunks: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return distributed.attention(q, k, v, plan, chunks=chunks)
+
+
+def _from_all(rows: BlockLayout, group: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q, *gathered(k, v, group), rows)
+
+
+def _flex(pattern: Pattern, first_query: int, n_queries: int, kv_len: int, group: Any) -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # each mask is compiled for itself
+    torch.compiler.reset()
+    mask_mod = table_mask(pattern, first_query, "cuda")
+    mask = torch.compile(create_block_mask)(mask_mod, None, None, n_queries, kv_len, device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, *gathered(k, v, group), block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def parts(
+    plan: distributed.ContextPlan, chunks: int | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The forward of exchange in two: (its messages alone, attention to what has arrived already)."""
+    layer = plan.layers[0]
+    (keys, *_), near = sides(layer.tensors, layer.counts, plan.n_ranks)
+    backend = functional._choose("auto", q.device, q.dtype)
+    n_chunks = shared.n_chunks(chunks, plan, 0, k, v)
+    pieces = exchange.chunked(n_chunks, q, k, keys.plan)
+    walk = Walk(q.shape[3] ** -0.5, backend, plan.group, plan.rank)
+
+    def travel() -> list[Tensor]:
+        return [flight.arrived() for flight in exchange.send_keys(k, v, keys, pieces, walk)[1]]
+
+    arrived = travel()
+
+    def compute() -> None:
+        if near:
+            attend(q, k, v, near, walk.scale, backend)
+        for piece, part in zip(pieces, arrived, strict=True):
+            k_all, v_all = exchange.extended(k[:, piece.kv], v[:, piece.kv], keys, part, backend)
+            mine = rows.picked(q[:, piece.q], keys.rows, backend) if near else q[:, piece.q]
+            attend(mine, k_all, v_all, piece.plan, walk.scale, backend)
+
+    return travel, compute

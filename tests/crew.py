@@ -1,0 +1,131 @@
+"""How do tests run a check on one process a GPU, or a few on the CPU? A Crew of ranks, each waiting for a check by name.
+
+A check is a function of a module, called on every rank with the same arguments. It has a time of its own: ranks that
+do not answer in time are killed, and the next crew starts afresh. Knows processes and pipes. Must not know attention.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# seconds that a rank needs to import torch and to meet the others, on a busy machine
+START = 60
+
+
+class Answer(NamedTuple):
+    """What became of a rank: "" for a check that held, a traceback, or how its process ended; and after how long."""
+
+    said: str
+    seconds: float
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def _rank(rank: int, n_ranks: int, device: str, port: int, timeout: float, log: str, pipe: Connection) -> None:
+    """The life of a rank: join the group, then one check after another."""
+    sys.stderr = Path(log).open("w", buffering=1)  # noqa: SIM115  for as long as the process lives
+    os.dup2(sys.stderr.fileno(), 2)
+    is_cuda = device == "cuda"
+    if not is_cuda:
+        # checks ask torch where they run
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # NCCL waits a minute to write down what hung, which nobody reads here
+    os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    if is_cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if is_cuda else "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=n_ranks,
+        timeout=datetime.timedelta(seconds=timeout), device_id=torch.device("cuda", rank) if is_cuda else None,
+    )  # fmt: skip
+    pipe.send("")
+    while True:
+        module, function, arguments = pipe.recv()
+        try:
+            getattr(importlib.import_module(module), function)(*arguments)
+            if is_cuda:
+                torch.cuda.synchronize()
+            pipe.send("")
+        except Exception:  # noqa: BLE001  whatever it is, it is told
+            pipe.send(traceback.format_exc())
+
+
+class Crew:
+    """Ranks of one group, on "cuda" or "cpu". `timeout` is that of the group: how long a rank waits for another."""
+
+    def __init__(self, n_ranks: int, device: str, timeout: float, folder: Path) -> None:
+        # CUDA does not survive a fork
+        spawn = multiprocessing.get_context("spawn")
+        port, self.logs = free_port(), [folder / f"rank{rank}.stderr" for rank in range(n_ranks)]
+        self.pipes, self.processes = [], []
+        for rank, log in enumerate(self.logs):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(
+                target=_rank, args=(rank, n_ranks, device, port, timeout, str(log), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        for rank, answer in enumerate(self._answers(START)):
+            if answer.said:
+                self.end()
+                raise RuntimeError(f"rank {rank} did not start: {answer.said}")
+
+    def _answers(self, seconds: float, n_awaited: int | None = None) -> list[Answer]:
+        begin, found = time.monotonic(), []
+        for pipe, process, log in [*zip(self.pipes, self.processes, self.logs, strict=True)][:n_awaited]:
+            said = f"gave no answer within {seconds:.0f} s"
+            if pipe.poll(max(0.0, begin + seconds - time.monotonic())):
+                try:
+                    said = pipe.recv()
+                except EOFError:
+                    process.join(5)
+                    said = f"ended with exit code {process.exitcode}: {log.read_text()[-4000:]}"
+            found.append(Answer(said, time.monotonic() - begin))
+        return found
+
+    def run(
+        self, module: str, function: str, *arguments: Any, seconds: float, n_awaited: int | None = None
+    ) -> list[Answer]:
+        """The answers to a check of the first n_awaited ranks, None: of all. Where one does not hold, the ranks may have
+        lost step, and all end."""
+        for pipe in self.pipes:
+            pipe.send((module, function, arguments))
+        found = self._answers(seconds, n_awaited)
+        if any(answer.said for answer in found):
+            self.end()
+        return found
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+
+
+def kill_this_rank() -> None:
+    """As the kernel does when memory is short: no exception, no goodbye."""
+    os.kill(os.getpid(), signal.SIGKILL)
