@@ -99,7 +99,7 @@ def takes(q_shape: tuple[int, ...], kv_len: int, dropout_p: float) -> bool:
 def chunks(n_tiles: int, n_programs: int, n_multiprocessors: int) -> int:
     """Into how many chunks each row is split.
 
-    n_tiles     of an average row
+    n_tiles     of an average row: no more than these
     n_programs  there were, if no row were split
     """
     return max(1, min(PROGRAMS * n_multiprocessors // n_programs, n_tiles, MAX_CHUNKS))
@@ -288,7 +288,9 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], n_liste
     n_parts = -(-packed * q_len // chosen.config.block_q)
     n_programs = batch * heads // packed * n_parts
     n_tiles = n_listed // (items.shape[0] * items.shape[1]) if items else -(-kv_len // TILE_SIDE)
-    n_chunks = chunks(n_tiles, n_programs, multiprocessors(options.device))
+    # a part of 128 rows is written and read again, as 4 bytes a number: it should have seen two tiles of keys at least
+    n_worth = n_tiles // max(1, chosen.config.block_q // 64)
+    n_chunks = chunks(n_worth, n_programs, multiprocessors(options.device))
     n_rows = batch * heads * q_len
     rest = {
         "q_strides": q.strides[:3],
