@@ -283,7 +283,13 @@ TABLE = {
         {TORCH, *(f"benchmarks.{name}" for name in ("correctness", "measure", "patterns", "peers", "sweeps"))}
     ),
     "benchmarks/decode.py": Arrows(
-        {TORCH, OURS, "masks", *(f"benchmarks.{name}" for name in ("correctness", "measure", "peers"))}
+        {
+            TORCH,
+            OURS,
+            f"{OURS}.interop",
+            "masks",
+            *(f"benchmarks.{name}" for name in ("correctness", "measure", "peers")),
+        }
     ),
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/lines.py": Arrows(set()),
