@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from . import copy_engine
 
 # elements of q and k from which on "auto" takes `hopper`. H200, 2^20 elements, causal: a call keeps the host for 145
-# microseconds, that of `triton` for 71, and the GPU for 11.0 and 10.4; at 16 times as many the GPU is the slower one
+# microseconds, that of `triton` for 71, and the GPU for 11.0 and 10.4
 WORTH_HOPPER = 1 << 22
 # up to as many queries never
 FEW_QUERIES = 64

@@ -5,6 +5,7 @@ Forward and backward against the one tolerance, as in test_zoo.py: inputs in NaN
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,6 +175,28 @@ def test_every_run_gives_equal_bits(n_chunks: int, device) -> None:
     tensors = {name: tensor.to(device) for name, tensor in inputs(layout, call).items()}
     first, again = (run("triton", layout, call, tensors, device) for _ in range(2))
     assert all(map(torch.equal, first, again))
+
+
+# in one load, in a last one that is partly empty, in several
+@pytest.mark.parametrize(("n_chunks", "at_once"), [(2, 2), (5, 8), (37, 16), (64, 16)])
+def test_parts_are_merged_by_their_weight(n_chunks: int, at_once: int, device) -> None:
+    """Some chunks without keys, one row without any, and lse so far apart that only the largest counts."""
+    n_rows, v_dim = 5, 24
+    generator = torch.Generator().manual_seed(n_chunks)
+    parts = torch.randn(n_chunks, n_rows, v_dim, generator=generator)
+    lses = 3 * torch.randn(n_chunks, n_rows, generator=generator)
+    lses[:, 1] = -torch.inf
+    lses[::2, 2] = -torch.inf
+    lses[-1, 3] = 10_000.0
+    parts[lses.isneginf()] = 0.0
+    out, lse = torch.empty(n_rows, v_dim, device=device), torch.empty(n_rows, device=device)
+    sizes = {"n_rows": n_rows, "n_chunks": n_chunks, "V_DIM": v_dim, "DIM_V": 32, "CHUNKS": at_once}
+    decode.merge_kernel[(n_rows,)](parts.to(device), lses.to(device), out, lse, **sizes)
+    weights = (lses.double() * math.log(2)).softmax(0).nan_to_num(0.0)
+    expected_out = (weights[..., None] * parts).sum(0)
+    torch.testing.assert_close(out.cpu().double(), expected_out, rtol=1e-5, atol=1e-6)
+    expected_lse = (lses.double() * math.log(2)).logsumexp(0)
+    torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-6, atol=1e-6)
 
 
 def test_dropout_is_that_of_the_forward(device) -> None:
