@@ -332,6 +332,7 @@ TABLE = {
         {NUMPY, TORCH, "lightning", "torchmetrics", "benchmarks.measure"}
         | {f"benchmarks.lra.{name}" for name in ("batches", "floors", "model", "scoring", "tasks", "transfer")}
     ),
+    "benchmarks/lra/progress.py": Arrows({TORCH, "lightning"}),
     "benchmarks/lra/published.py": Arrows(set()),
     "benchmarks/lra/lines.py": Arrows({TORCH, "benchmarks.measure", "benchmarks.lra.floors"}),
     "benchmarks/lra/peers.py": Arrows({TORCH, OURS, "benchmarks.peers"}, {f"{OURS}.interop"}),

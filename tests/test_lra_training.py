@@ -21,6 +21,7 @@ pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
 from benchmarks.lra import lines, training
+from benchmarks.lra.progress import Deadline
 from benchmarks.lra.training import Experiment, Recipe, rate_at
 
 TINY = {
@@ -91,6 +92,19 @@ def losses(folder: Path) -> dict[int, float]:
     return found
 
 
+class AtStep(Deadline):
+    """A deadline that comes after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(at=math.inf)
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *more: Any, **named: Any) -> None:
+        if trainer.global_step == self.step:
+            self.at = 0.0
+        super().on_train_batch_end(trainer, *more, **named)
+
+
 def last(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
 
@@ -133,6 +147,38 @@ def test_an_interrupted_run_has_the_loss_curve_of_a_whole_one(
     ends = [last(tmp_path / name) for name in ("whole", "parts")]
     assert [end["global_step"] for end in ends] == [8, 8]
     assert all(torch.equal(ends[0]["state_dict"][name], weight) for name, weight in ends[1]["state_dict"].items())
+
+
+STAGED = {
+    "data": {
+        "source": "fresh",
+        "n_together": 3,
+        "rules": {"stages": [{"samples": 16, "batch_size": 8, "changes": {"max_depth": 3, "min_length": 5}}]},
+    }
+}
+AVERAGED = {"class_path": "EMAWeightAveraging", "init_args": {"decay": 0.5}}
+
+
+def test_a_run_that_its_deadline_stops_goes_on_as_if_it_had_not(tmp_path: Path, root: Path) -> None:
+    """Averaged weights are for tests: what goes on are the weights that were trained. Stopped within three steps that were
+    drawn together, after a stage with another batch size."""
+    more = {"default_root_dir": str(tmp_path / "whole"), "callbacks": [AVERAGED]}
+    run(tmp_path / "whole", root, **STAGED, trainer=more)
+    stop = {"class_path": "tests.test_lra_training.AtStep", "init_args": {"step": 5}}
+    report = {"class_path": "benchmarks.lra.progress.Progress", "init_args": {"every": 0.0, "floor": 0.3}}
+    more = {"default_root_dir": str(tmp_path / "parts"), "callbacks": [AVERAGED, report, stop]}
+    run(tmp_path / "parts", root, **STAGED, trainer=more)
+    assert last(tmp_path / "parts")["global_step"] == 5
+    more["callbacks"] = [AVERAGED, report]
+    run(tmp_path / "parts", root, "fit", "--ckpt_path", "last", **STAGED, trainer=more)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    ends = [last(tmp_path / name) for name in ("whole", "parts")]
+    for state in ("state_dict", "current_model_state"):
+        assert all(torch.equal(ends[0][state][name], weight) for name, weight in ends[1][state].items())
+    said = [json.loads(line) for line in (tmp_path / "parts" / "progress.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in said] == list(range(1, 9))
+    assert [line["samples"] for line in said] == [8, 16, 20, 24, 28, 32, 36, 40]
+    assert said[-1]["floor"] == 0.3
 
 
 def test_a_test_prints_accuracy_floor_and_balanced_accuracy(

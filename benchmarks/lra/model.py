@@ -33,6 +33,9 @@ class Architecture:
                 token, "padded mean": the sum over the real tokens by the length with padding, as Nystromformer has it
     pooled_dim  features between the two layers of the head; None is embed_dim
     order       of an image's pixels: "raster" (strict Long Range Arena) or "morton", squares within squares
+    repeats     how often the layers are gone through, with the same weights
+    first_tokens  vectors of tokens before training: "independent", or "smooth", where neighbouring numbers, as greys of
+                pixels are, have similar vectors
     """
 
     embed_dim: int = 128
@@ -49,6 +52,8 @@ class Architecture:
     dropout_p: float = 0.0
     attention_dropout_p: float = 0.0
     order: Literal["raster", "morton"] = "raster"
+    repeats: int = 1
+    first_tokens: Literal["independent", "smooth"] = "independent"
 
 
 @functools.cache
@@ -64,6 +69,13 @@ def layout_of(architecture: Architecture, length: int | None) -> BlockLayout | C
         return None
     of_length = functools.partial(_layout, architecture.mask, block_size=architecture.block_size)
     return of_length if length is None else of_length(length)
+
+
+def _smooth(n_tokens: int, width: int) -> Tensor:
+    """(n_tokens, width): each feature a cosine of the number, of random phase and at most a few periods."""
+    periods, phases = torch.randn(width) * 2, torch.rand(width)
+    numbers = torch.linspace(0, 1, n_tokens)[:, None]
+    return 2**0.5 * torch.cos(2 * torch.pi * (periods * numbers + phases))
 
 
 def _attended(tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -103,6 +115,9 @@ class Classifier(nn.Module):
         # one number more, for a hidden token
         self.tokens = nn.Embedding(task.n_tokens + 1, width)
         nn.init.normal_(self.tokens.weight, std=0.02 if architecture.positions == "learned" else 1.0)
+        if architecture.first_tokens == "smooth":
+            with torch.no_grad():
+                self.tokens.weight[:-1] = _smooth(task.n_tokens, width)
         self.cls = nn.Parameter(torch.zeros(width)) if has_cls else None
         self.positions = LearnedPositions(task.length + has_cls, width) if architecture.positions == "learned" else None
         # an image has always as many tokens; a document is cut to the longest of its batch
@@ -119,7 +134,7 @@ class Classifier(nn.Module):
                 head_dim=architecture.head_dim,
             )
             blocks.append(EncoderBlock(attention, hidden_dim=architecture.hidden_dim, dropout_p=architecture.dropout_p))
-        self.encoder = Encoder(blocks)
+        self.encoder = Encoder(blocks * architecture.repeats)
         pooled = width * (2 if architecture.pooling == "mean+max" else 1) * (1 if task.n_documents == 1 else 4)
         inner = width if architecture.pooled_dim is None else architecture.pooled_dim
         self.head = nn.Sequential(nn.Linear(pooled, inner), nn.GELU(), nn.Linear(inner, task.n_classes))
