@@ -98,9 +98,10 @@ class Progress(Callback):
         now = time.perf_counter()
         took = now - self._since
         self.samples += self._samples
+        names: tuple[str, ...] = ("validation_accuracy", "validation_loss")
         validated = {
             name: round(float(trainer.callback_metrics[name]), 4)
-            for name in ("validation_accuracy", "validation_loss")
+            for name in names
             if name in trainer.callback_metrics
         }
         line: dict[str, Any] = {
