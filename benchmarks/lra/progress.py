@@ -100,9 +100,7 @@ class Progress(Callback):
         self.samples += self._samples
         names: tuple[str, ...] = ("validation_accuracy", "validation_loss")
         validated = {
-            name: round(float(trainer.callback_metrics[name]), 4)
-            for name in names
-            if name in trainer.callback_metrics
+            name: round(float(trainer.callback_metrics[name]), 4) for name in names if name in trainer.callback_metrics
         }
         line: dict[str, Any] = {
             "step": trainer.global_step,
