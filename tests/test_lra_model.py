@@ -147,3 +147,27 @@ def test_every_task_has_a_model(name: str) -> None:
     with torch.device("meta"):
         classifier = Classifier(TASKS[name], Architecture(embed_dim=16, n_layers=1, hidden_dim=16))
     assert classifier.head[-1].out_features == TASKS[name].n_classes
+
+
+def test_repeated_layers_are_the_same_layers() -> None:
+    """Twice through two layers is what four layers with those weights do."""
+    task = TASKS["listops-small"]
+    once, twice = (
+        Classifier(task, Architecture(embed_dim=16, num_heads=1, n_layers=n_layers, repeats=repeats))
+        for n_layers, repeats in ((4, 1), (2, 2))
+    )
+    once.load_state_dict(twice.state_dict())
+    tokens, lengths = torch.randint(1, 16, (2, 1, 32)), torch.tensor([[32], [20]])
+    assert torch.equal(once(tokens, lengths), twice(tokens, lengths))
+    sizes = [sum(weight.numel() for weight in model.encoder.parameters()) for model in (once, twice)]
+    assert sizes[0] > 1.9 * sizes[1]
+
+
+def test_neighbouring_greys_begin_alike() -> None:
+    torch.manual_seed(0)
+    architecture = Architecture(embed_dim=64, num_heads=1, n_layers=1, first_tokens="smooth")
+    greys = Classifier(TASKS["pathfinder32"], architecture).tokens.weight[:-1]
+    near = torch.cosine_similarity(greys[:-1], greys[1:]).min()
+    assert near > 0.99
+    assert torch.cosine_similarity(greys[0], greys[255], dim=0) < 0.5
+    assert greys.std().item() == pytest.approx(1.0, abs=0.1)

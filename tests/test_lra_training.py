@@ -23,6 +23,7 @@ from benchmarks.lra import __main__ as command
 from benchmarks.lra import lines, training
 from benchmarks.lra.progress import Deadline
 from benchmarks.lra.training import Experiment, Recipe, rate_at
+from blocksparse_flash.nn import EncoderBlock
 
 TINY = {
     "embed_dim": 16,
@@ -231,6 +232,9 @@ def test_rates_follow_their_schedules() -> None:
     assert 0.05 * rate_at(999, rsqrt, -1) == pytest.approx(1.58e-3, rel=0.01)
     assert rate_at(3999, rsqrt, -1) == pytest.approx(1 / math.sqrt(4000))
     assert rate_at(499, rsqrt, -1) == pytest.approx(0.5 / math.sqrt(1000))
+    trapezoid = Recipe(warmup=10, cooldown=20, schedule="trapezoid")
+    found = [rate_at(step, trapezoid, 110) for step in (0, 9, 50, 90, 100, 110)]
+    assert found == pytest.approx([0.1, 1.0, 1.0, 1.0, 0.5, 0.0])
     constant = Recipe(warmup=0, schedule="constant")
     assert [rate_at(step, constant, -1) for step in (0, 5, 10**6)] == [1.0, 1.0, 1.0]
 
@@ -238,6 +242,21 @@ def test_rates_follow_their_schedules() -> None:
 def test_a_schedule_that_ends_needs_an_end(tmp_path: Path, root: Path) -> None:
     with pytest.raises(ValueError, match=r"set trainer\.max_steps"):
         run(tmp_path, root, trainer={"max_steps": -1, "max_epochs": 1})
+
+
+def test_a_profile_says_where_a_step_goes(tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = {"class_path": "benchmarks.lra.progress.Profile", "init_args": {"at": 2, "steps": 2, "rows": 3}}
+    run(tmp_path, root, trainer={"max_steps": 5, "callbacks": [profile], "default_root_dir": str(tmp_path)})
+    said = capsys.readouterr().out
+    assert len(re.findall(r"a step takes [\d.]+ ms under the profiler", said)) == 1
+    assert len(re.findall(r"^ +[\d.]+ ms +[\d.]+% +\d+ x ", said, re.MULTILINE)) == 3
+
+
+def test_layers_are_compiled_once_each_when_asked(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(EncoderBlock, "compile", lambda block, **options: compiled.append(options))
+    run(tmp_path, root, model={"architecture": {**TINY, "n_layers": 2, "repeats": 2}, "is_compiled": True})
+    assert compiled == [{"dynamic": False}] * 2
 
 
 def test_answers_are_in_the_order_of_the_samples() -> None:

@@ -204,7 +204,7 @@ class Experiment(lightning.LightningModule):
     def on_fit_start(self) -> None:
         if self.is_compiled:
             # layers are alike: one compilation serves them all
-            for block in self.model.encoder.blocks:
+            for block in dict.fromkeys(self.model.encoder.blocks):
                 block.compile(dynamic=False)
         # a checkpoint that training goes on from has its own weights
         if self.start is None or self.global_step:
