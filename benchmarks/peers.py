@@ -109,8 +109,11 @@ def sdpa(provider: str, backend: str, kernel: str) -> Peer:
 
 @functools.cache
 def compiled_flex() -> Callable[..., Tensor]:
+    from torch._functorch import config
     from torch.nn.attention.flex_attention import flex_attention
 
+    # else the backward may run only once, and could not be timed alone
+    config.donated_buffer = False
     # fullgraph: at the limit of recompilations an error, not a silent return to what is not compiled
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 

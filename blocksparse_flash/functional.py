@@ -22,6 +22,7 @@ BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
 TILE = 128
 # Gluon, in which the Hopper kernels are written, changes from release to release: those that were tested
 TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
+NO_DROPOUT = "it has no dropout"
 
 
 # ---- which backend? ----
@@ -60,7 +61,7 @@ def _unfit_for_hopper(
     if device.type != "cuda":
         return None
     if dropout_p > 0:
-        return "it has no dropout"
+        return NO_DROPOUT
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         # of rows that are no multiple of 16 bytes the kernels make a copy, autocast of another type: those fit
         if (
@@ -101,8 +102,7 @@ def _why_not(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_h
 
 
 # what "auto" may take on a GPU, best first
-# not yet "hopper": 45 of the 368 calls of its zoo have run on an H200, all of them right, the others not
-AUTO_ON_GPU = ("triton",)
+AUTO_ON_GPU = ("hopper", "triton")
 
 
 def _choose(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None = None) -> str:
@@ -121,6 +121,20 @@ def _choose(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_ho
         instead = _choose("auto", device, dtype, unfit_for_hopper)
         raise ValueError(f'backend="{backend}" cannot run this call: {why_not}. backend="auto" would use "{instead}"')
     return backend
+
+
+def _for_operator(
+    backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None, deterministic: bool | None
+) -> str:
+    """The name that the operators know a backend by.
+
+    Where "auto" is `hopper` that is "auto": the operator, which sees addresses and sizes where torch.compile does not, leaves
+    what is too small or lies badly to `triton`.
+    """
+    chosen = _choose(backend, device, dtype, unfit_for_hopper)
+    if chosen != "hopper":
+        return chosen
+    return f"{backend}, deterministic" if _is_deterministic(deterministic) else backend
 
 
 # under torch.compile the answer is computed once and becomes a constant of the graph. This is what
@@ -199,6 +213,8 @@ def _cost(q: Tensor, v: Tensor, kv_len: int, layout: BlockLayout | None, causal:
 def _why(backend: str, device: torch.device, is_asked_for: bool) -> str:
     if is_asked_for:
         return "asked for by name"
+    if backend == "hopper":
+        return f"q is on {device}, which runs the kernels for compute capability 9.0"
     if backend == "triton":
         return f"q is on {device}, which runs the Triton kernels"
     return f"the backend for every device and type, in memory proportional to the stored blocks; q is on {device}"
@@ -213,9 +229,9 @@ def _why_other(
         return why_not
     if is_asked_for:
         return "could run, but another was asked for by name"
-    if backend == "hopper":
-        return "could run, and faster, but has not passed all of its tests on a GPU yet: only by name"
-    if backend == "triton" and device.type == "cpu":
+    if backend == "triton" and device.type == "cuda":
+        return "could run, but slower than the kernels for this GPU"
+    if backend == "triton":
         return "on the CPU it runs in Triton's interpreter, which is for tests: only by name"
     if backend == "eager":
         return "could run, but slower than the kernels"
@@ -268,11 +284,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     autocast = _autocast(q)
     dtype, scale = contract.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast)
-    unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p) if backend == "hopper" else None
-    backend = _choose(backend, q.device, dtype, unfit_for_hopper)
-    if backend == "hopper" and _is_deterministic(deterministic):
-        # the same forward, with the backward of `triton`
-        backend = "hopper, deterministic"
+    if backend == "hopper":
+        unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p)
+    else:
+        unfit_for_hopper = NO_DROPOUT if dropout_p > 0 else None
+    backend = _for_operator(backend, q.device, dtype, unfit_for_hopper, deterministic)
     if autocast is None:
         return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend)
     # operators and reference choose the type of each product themselves
@@ -423,8 +439,10 @@ def explain(
     """
     dtype, _ = contract.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, _autocast(q))
     unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p)
-    chosen = _choose(backend, q.device, dtype, unfit_for_hopper)
     is_asked_for = backend != "auto"
+    if unfit_for_hopper is None and not is_asked_for and q.device.type == "cuda" and not ops.is_worth_hopper(q, k):
+        unfit_for_hopper = "a call this small ends sooner without it: its launch costs the host more"
+    chosen = _choose(backend, q.device, dtype, unfit_for_hopper)
     return Explanation(
         backend=chosen,
         reason=_why(chosen, q.device, is_asked_for),

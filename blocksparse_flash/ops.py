@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from . import copy_engine
+
+# elements of q and k from which on "auto" takes `hopper`
+WORTH_HOPPER = 1 << 20
 _NOTHING = nullcontext()
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, {saved}Tensor[] plan, Tensor? kv_lengths, Tensor? seed, "
@@ -35,21 +39,35 @@ def _on(device: torch.device) -> AbstractContextManager[None]:
     return torch.cuda.device(device)
 
 
-def _kernels(backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The forward and the backward of a backend; Triton is imported when first used."""
-    if backend == "triton":
+def is_worth_hopper(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether a call is large enough for "auto" to take `hopper`, whose launch costs the host more than that of `triton`."""
+    return q.numel() + k.numel() >= WORTH_HOPPER
+
+
+def _kernels(
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward and the backward of a backend; Triton is imported when first used.
+
+    "auto" is `hopper` where that runs the call as it is, and pays; else `triton`.
+    """
+    name, _, deterministic = backend.partition(", ")
+    if name == "auto":
+        takes = is_worth_hopper(q, k) and all(
+            tensor.shape[3] % 8 or copy_engine.can_read(tensor) for tensor in (q, k, v)
+        )
+        name = "hopper" if takes else "triton"
+    if name == "triton":
         from .kernels import backward, forward
 
         return forward.forward, backward.backward
-    if backend == "hopper":
+    if name == "hopper":
         from .kernels import hopper_backward, hopper_forward
 
+        if deterministic:
+            return hopper_forward.forward, functools.partial(hopper_backward.backward, deterministic=True)
         return hopper_forward.forward, hopper_backward.backward
-    if backend == "hopper, deterministic":
-        from .kernels import hopper_backward, hopper_forward
-
-        return hopper_forward.forward, functools.partial(hopper_backward.backward, deterministic=True)
-    assert backend == "eager", backend
+    assert name == "eager", backend
     from .kernels import eager
 
     return eager.forward, eager.backward
@@ -58,12 +76,13 @@ def _kernels(backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *rest, backend = arguments
     with _on(q.device):
-        return _kernels(backend)[0](q, k, v, *rest)
+        return _kernels(backend, q, k, v)[0](q, k, v, *rest)
 
 
 def _backward(dout: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *rest, backend = arguments
-    backward = _kernels(backend)[1]
+    _, q, k, v, *_, backend = arguments
+    rest = arguments[:-1]
+    backward = _kernels(backend, q, k, v)[1]
     with _on(dout.device):
         if not torch.is_autocast_enabled(dout.device.type):
             return backward(dout, *rest)

@@ -97,7 +97,7 @@ TABLE = {
     ),
     "blocksparse_flash/kernels/eager.py": Arrows({NUMPY, TORCH, f"{OURS}.philox"}),
     "blocksparse_flash/ops.py": Arrows(
-        {TORCH},
+        {TORCH, f"{OURS}.copy_engine"},
         {f"{OURS}.kernels.{name}" for name in ("eager", "forward", "backward", "hopper_forward", "hopper_backward")},
     ),
     "blocksparse_flash/contract.py": Arrows({TORCH, f"{OURS}.layout"}),

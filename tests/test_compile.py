@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # and those after, where Gluon has other names
 BEFORE, *AFTER = OTHERS = ("3.6.0", "3.8.0", "3.9.0")
 
-# what falls short: bytes that kernels of `hopper`, which runs by name only, spill at (head_dim, whether there are lengths).
+# what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths).
 # Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
 KNOWN_SPILLS = {
     ("hopper_backward_kernel", 128, False): 572,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -918,7 +919,8 @@ def on_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "dtype", "expected"),
     [
-        ((9, 0), torch.bfloat16, "triton"),
+        ((9, 0), torch.bfloat16, "hopper"),
+        ((9, 0), torch.float32, "triton"),
         ((10, 0), torch.bfloat16, "triton"),
         ((8, 0), torch.float16, "triton"),
         ((12, 1), torch.float32, "triton"),
@@ -984,11 +986,42 @@ def test_what_is_said_where_a_hopper_gpu_is(on_gpu):
     device, half = torch.device("cuda", 0), torch.bfloat16
     with on_gpu((9, 0)):
         assert functional._why("triton", device, False) == "q is on cuda:0, which runs the Triton kernels"
-        assert "only by name" in functional._why_other("hopper", device, half, False, None)
+        assert "compute capability 9.0" in functional._why("hopper", device, False)
+        assert "slower than the kernels for this GPU" in functional._why_other("triton", device, half, False, None)
         assert "was asked for by name" in functional._why_other("hopper", device, half, True, None)
     with on_gpu((9, 0), version="3.10.0"):
         assert "this is 3.10.0" in functional._why_other("hopper", device, half, False, None)
         assert functional._choose("auto", device, half) == "triton"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_only_auto_is_left_to_the_operator(on_gpu, deterministic):
+    device, half = torch.device("cuda", 0), torch.bfloat16
+    end = ", deterministic" if deterministic else ""
+    with on_gpu((9, 0)):
+        assert functional._for_operator("auto", device, half, None, deterministic) == "auto" + end
+        assert functional._for_operator("hopper", device, half, None, deterministic) == "hopper" + end
+        assert functional._for_operator("auto", device, half, functional.NO_DROPOUT, deterministic) == "triton"
+        assert functional._for_operator("auto", device, torch.float32, None, deterministic) == "triton"
+    with on_gpu((8, 0)):
+        assert functional._for_operator("auto", device, half, None, deterministic) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("length", "stride", "expected"),
+    # 2 * 8192 rows of 64: just enough; rows that begin anywhere
+    [(8192, 64, "hopper"), (8191, 64, "triton"), (8192, 65, "triton")],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_operator_takes_hopper_where_it_pays(length, stride, expected, deterministic):
+    pytest.importorskip("triton", reason="needs Triton")
+    q = torch.zeros(8192 * 65, dtype=torch.bfloat16).as_strided((1, 1, length, 64), (0, 0, stride, 1))
+    kernels = ops._kernels("auto, deterministic" if deterministic else "auto", q, q, q)
+    backward = kernels[1].func if isinstance(kernels[1], functools.partial) else kernels[1]
+    modules = {function.__module__.rpartition(".")[2] for function in (kernels[0], backward)}
+    assert modules == ({"hopper_forward", "hopper_backward"} if expected == "hopper" else {"forward", "backward"})
+    if expected == "hopper":
+        assert isinstance(kernels[1], functools.partial) == deterministic
 
 
 def test_only_hopper_promises_less_than_equal_bits():

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import masks
-from blocksparse_flash import BlockLayout, attention, attention_with_lse
+from blocksparse_flash import BlockLayout, attention, attention_with_lse, nn
 
 LENGTH = 160
 
@@ -78,6 +78,20 @@ def test_compiles_with_inductor(device: torch.device, layout: BlockLayout) -> No
     compiled = torch.compile(lambda q, k, v: attention(q * 2, k, v, layout) + 1, fullgraph=True)
     q, k, v = tensors(device)
     torch.testing.assert_close(compiled(q, k, v), attention(q * 2, k, v, layout) + 1)
+
+
+# on a GPU this captures CUDA graphs
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_layer_trains_under_max_autotune(device: torch.device, layout: BlockLayout) -> None:
+    torch.manual_seed(0)
+    layer = nn.SelfAttention(32, 2, layout).to(device)
+    compiled = torch.compile(layer, mode="max-autotune", fullgraph=True)
+    x = torch.randn(1, LENGTH, 32, device=device)
+    for _ in range(3):
+        found, expected = (
+            [out := call(x), *torch.autograd.grad(out.square().sum(), layer.parameters())] for call in (compiled, layer)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_no_layout_compiles_again(device: torch.device) -> None:

@@ -127,7 +127,7 @@ def measured(
 
 
 def backends(provider: str, device: torch.device) -> list[str]:
-    """Of ours: what "auto" chooses, and on Hopper the kernels that are run by name only."""
+    """Of ours: what "auto" chooses for short calls and, on Hopper, for long ones."""
     if provider != OURS:
         return ["auto"]
     q = torch.zeros(1, 1, 128, HEAD_DIM, dtype=torch.bfloat16, device=device)

@@ -57,7 +57,9 @@ def _n_chunks(chunks: int | None, kv_heads: int) -> int:
 class _Call(NamedTuple):
     scale: float
     n_chunks: int
+    # by its public name, and by the operators'
     backend: str
+    kernels: str
     autocast: torch.dtype | None
 
 
@@ -76,7 +78,10 @@ def _checked(
     dtype, factor = contract.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
     n_chunks = _n_chunks(chunks, plan.heads[1])
-    return _Call(factor, n_chunks, functional._choose(backend, q.device, dtype), autocast)
+    # not left to the operator, which would choose by the size of a rank's part: all ranks run the kernels of one process
+    backend = functional._choose(backend, q.device, dtype)
+    kernels = functional._for_operator(backend, q.device, dtype, None, None)
+    return _Call(factor, n_chunks, backend, kernels, autocast)
 
 
 def _agreed(
@@ -116,7 +121,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _
     found = plan.layers[layer]
     if found.scheme == "ulysses":
         return ulysses.attend(q, k, v, plan, found.layout, call.scale, call.backend)
-    options = call.scale, call.n_chunks, plan.keeps_received, plan.group_name, call.backend
+    options = call.scale, call.n_chunks, plan.keeps_received, plan.group_name, call.kernels
     out, lse, _ = exchange_forward(q, k, v, found.tensors, found.counts, *options)
     return out, lse
 
