@@ -74,9 +74,13 @@ def test_the_mask_is_the_one_that_is_named() -> None:
 
 
 def test_rotary_positions_of_an_image_are_its_pixels() -> None:
-    classifier = model(PICTURE)
-    assert classifier.places is not None
-    assert classifier.places[19].tolist() == [2, 3]
+    classifier = model(PICTURE, rope_base=50.0)
+    assert classifier.cos is not None
+    assert classifier.sin is not None
+    # pairs 0, 1 of 4 turn by the row, 2, 3 by the column
+    angles = torch.tensor([2.0, 2.0 / 50.0**0.5, 3.0, 3.0 / 50.0**0.5])
+    torch.testing.assert_close(classifier.cos[19], angles.cos())
+    torch.testing.assert_close(classifier.sin[19], angles.sin())
 
 
 def test_the_order_of_pixels_changes_nothing_but_what_the_mask_keeps() -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.nn import Encoder, EncoderBlock, LearnedPositions, SelfAttention
+from blocksparse_flash.nn import Encoder, EncoderBlock, LearnedPositions, RotaryTable, SelfAttention, rotary_table
 
 from .tasks import Task
 
@@ -98,6 +99,25 @@ def pool(x: Tensor, lengths: Tensor, pooling: str) -> Tensor:
     return largest if pooling == "max" else torch.cat([mean, largest], dim=1)
 
 
+class _Lookup(torch.autograd.Function):
+    """Rows (batch, length) of a table of few rows. Their gradient is a product with a one-hot matrix: torch's own adds the many tokens that
+    are one and the same, such as a black background, one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.n_rows = len(table)
+        return F.embedding(rows, table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        numbers = torch.arange(ctx.n_rows, device=rows.device, dtype=rows.dtype)
+        # (batch, n_rows, length): a product for each sample keeps a GPU busier than one long one
+        is_row = (rows[:, None] == numbers[:, None]).to(grad.dtype)
+        return (is_row @ grad).sum(dim=0), None
+
+
 class Classifier(nn.Module):
     """Tokens (batch, documents, length) and lengths (batch, documents) to logits (batch, labels).
 
@@ -105,7 +125,8 @@ class Classifier(nn.Module):
     """
 
     order: Tensor | None
-    places: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
 
     def __init__(self, task: Task, architecture: Architecture) -> None:
         super().__init__()
@@ -142,7 +163,7 @@ class Classifier(nn.Module):
         self._place_tokens()
 
     def _place_tokens(self) -> None:
-        """order: which pixel comes when; places: where it stands, a class token at the origin."""
+        """order: which pixel comes when; cos, sin: of where it stands, a class token at the origin."""
         order, places = torch.arange(self.task.length), None
         if self.task.grid is not None:
             if self.architecture.order == "morton":
@@ -159,20 +180,31 @@ class Classifier(nn.Module):
             )
         self.register_buffer("order", None if self.architecture.order == "raster" else order, persistent=False)
         is_rotary = self.architecture.positions == "rope"
-        self.register_buffer("places", places if is_rotary else None, persistent=False)
+        # computed once, not by every layer of every step
+        cos, sin = None, None
+        if is_rotary:
+            head_dim = self.encoder.blocks[0].attention.head_dim
+            length = self.task.length + (self.cls is not None)
+            cos, sin = rotary_table(
+                torch.arange(length) if places is None else places, self.architecture.rope_base, head_dim
+            )
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def encode(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """(batch, length) to (batch, length [+ 1 with a class token], embed_dim)."""
         if self.order is not None:
             tokens = tokens[:, self.order]
-        x = self.tokens(tokens.int())
+        x = _Lookup.apply(self.tokens.weight, tokens.int())
         if self.cls is not None:
             x = torch.cat([self.cls.expand(len(x), 1, -1), x], dim=1)
         if self.positions is not None:
             x = self.positions(x)
         # an image is full: a kernel need not ask where it ends
         kv_lengths = None if self.task.grid is not None else lengths + (self.cls is not None)
-        return self.encoder(x, kv_lengths, self.places)
+        length = x.shape[1]
+        table = None if self.cos is None or self.sin is None else RotaryTable(self.cos[:length], self.sin[:length])
+        return self.encoder(x, kv_lengths, table)
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         x = self.encode(tokens.flatten(0, 1), lengths.flatten())

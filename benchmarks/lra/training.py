@@ -24,6 +24,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from .. import measure
 from .batches import Batch
+from .compiling import compile_around_attention, compile_whole
 from .floors import Result, pair_accuracy
 from .model import Architecture, Classifier
 from .scoring import belongs, score
@@ -94,7 +95,7 @@ class Experiment(lightning.LightningModule):
     start         a checkpoint of another experiment whose weights this one begins with: another resolution, an easier
                   stage, self-pretraining
     growth        of learned positions that come from a smaller image: "tile" or "interpolate"
-    is_compiled   whether torch.compile fuses what a layer does around its attention; for samples that are all as long
+    is_compiled   whether torch.compile fuses what a layer does around its attention
     """
 
     def __init__(
@@ -203,9 +204,7 @@ class Experiment(lightning.LightningModule):
 
     def on_fit_start(self) -> None:
         if self.is_compiled:
-            # layers are alike: one compilation serves them all
-            for block in dict.fromkeys(self.model.encoder.blocks):
-                block.compile(dynamic=False)
+            self._compile()
         # a checkpoint that training goes on from has its own weights
         if self.start is None or self.global_step:
             return
@@ -213,6 +212,12 @@ class Experiment(lightning.LightningModule):
         weights = {name.removeprefix("model."): weight for name, weight in found["state_dict"].items()}
         fresh = carry_over(self.model, weights, grid=find(found["task"]).grid, growth=self.growth)
         print(f"weights of {self.start}, of {found['task']}; new: {', '.join(fresh) or 'none'}")
+
+    def _compile(self) -> None:
+        # an image has always as many tokens
+        fuse = compile_around_attention if self.task.grid is None else compile_whole
+        for block in dict.fromkeys(self.model.encoder.blocks):
+            fuse(block)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"] = self.task.name
