@@ -13,7 +13,7 @@ import masks
 pytest.importorskip("numba", reason="needs the extra [lra]")
 
 from benchmarks.lra import transfer
-from benchmarks.lra.model import Architecture, Classifier, pool
+from benchmarks.lra.model import Architecture, Classifier, lookup, pool
 from benchmarks.lra.tasks import TASKS, Sizes, Task
 
 TINY = Architecture(embed_dim=16, num_heads=2, n_layers=2, hidden_dim=16, mask="butterfly", block_size=16)
@@ -175,3 +175,19 @@ def test_neighbouring_greys_begin_alike() -> None:
     assert near > 0.99
     assert torch.cosine_similarity(greys[0], greys[255], dim=0) < 0.5
     assert greys.std().item() == pytest.approx(1.0, abs=0.1)
+
+
+def test_gradients_of_tokens_are_those_of_a_lookup() -> None:
+    classifier, x = model(WORDS), tokens(WORDS)
+    lengths = torch.full((3, 1), 64, dtype=torch.int32)
+    weight = classifier.tokens.weight
+    looked_up = classifier.tokens(x[:, 0].int())
+    x_gradient = torch.randn(looked_up.shape, generator=torch.Generator().manual_seed(2))
+    (expected,) = torch.autograd.grad(looked_up, weight, x_gradient)
+    found = lookup(weight, x[:, 0].int())
+    assert torch.equal(found, looked_up)
+    torch.testing.assert_close(torch.autograd.grad(found, weight, x_gradient)[0], expected)
+    classifier(x, lengths).sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad[-1].any()
+    assert weight.grad[int(x[0, 0, 0])].any()

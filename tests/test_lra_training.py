@@ -21,6 +21,7 @@ pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
 from benchmarks.lra import lines, training
+from benchmarks.lra.model import Architecture
 from benchmarks.lra.progress import Deadline
 from benchmarks.lra.training import Experiment, Recipe, rate_at
 from blocksparse_flash.nn import EncoderBlock
@@ -253,10 +254,28 @@ def test_a_profile_says_where_a_step_goes(tmp_path: Path, root: Path, capsys: py
 
 
 def test_layers_are_compiled_once_each_when_asked(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    monkeypatch.setattr(EncoderBlock, "compile", lambda block, **options: compiled.append(options))
-    run(tmp_path, root, model={"architecture": {**TINY, "n_layers": 2, "repeats": 2}, "is_compiled": True})
-    assert compiled == [{"dynamic": False}] * 2
+    """Compiled without changing the code, so that a run has the losses of one that is not compiled: bit for bit."""
+    asked = []
+
+    def noted(function: Any, **options: Any) -> Any:
+        asked.append((function.__name__, options))
+        return function
+
+    architecture = {**TINY, "n_layers": 2, "repeats": 2}
+    run(tmp_path / "as-it-is", root, model={"architecture": architecture})
+    monkeypatch.setattr(torch, "compile", noted)
+    run(tmp_path / "compiled", root, model={"architecture": architecture, "is_compiled": True})
+    assert asked == [("before", {"dynamic": True}), ("after", {"dynamic": True})] * 2
+    assert losses(tmp_path / "compiled") == losses(tmp_path / "as-it-is")
+
+
+def test_layers_of_images_are_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(EncoderBlock, "compile", lambda block, **options: asked.append(options))
+    experiment = Experiment("pathfinder32", Architecture(embed_dim=8, num_heads=1, n_layers=2, repeats=2, hidden_dim=8))
+    experiment.is_compiled = True
+    experiment.on_fit_start()
+    assert asked == [{"dynamic": False}] * 2
 
 
 def test_answers_are_in_the_order_of_the_samples() -> None:

@@ -32,9 +32,7 @@ def compile_around_attention(block: EncoderBlock) -> None:
 
     fused_before, fused_after = torch.compile(before, dynamic=True), torch.compile(after, dynamic=True)
 
-    def forward(
-        x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None
-    ) -> Tensor:
+    def forward(x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None) -> Tensor:
         return fused_after(x, attention.attend(*fused_before(x, positions), kv_lengths))
 
     block.forward = forward  # type: ignore[method-assign]

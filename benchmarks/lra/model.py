@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +118,11 @@ class _Lookup(torch.autograd.Function):
         return (is_row @ grad).sum(dim=0), None
 
 
+def lookup(table: Tensor, rows: Tensor) -> Tensor:
+    """(n_rows, width) and int (batch, length) to (batch, length, width), as F.embedding."""
+    return cast(Tensor, _Lookup.apply(table, rows))
+
+
 class Classifier(nn.Module):
     """Tokens (batch, documents, length) and lengths (batch, documents) to logits (batch, labels).
 
@@ -155,6 +160,7 @@ class Classifier(nn.Module):
                 head_dim=architecture.head_dim,
             )
             blocks.append(EncoderBlock(attention, hidden_dim=architecture.hidden_dim, dropout_p=architecture.dropout_p))
+        self.head_dim = blocks[0].attention.head_dim
         self.encoder = Encoder(blocks * architecture.repeats)
         pooled = width * (2 if architecture.pooling == "mean+max" else 1) * (1 if task.n_documents == 1 else 4)
         inner = width if architecture.pooled_dim is None else architecture.pooled_dim
@@ -181,13 +187,10 @@ class Classifier(nn.Module):
         self.register_buffer("order", None if self.architecture.order == "raster" else order, persistent=False)
         is_rotary = self.architecture.positions == "rope"
         # computed once, not by every layer of every step
-        cos, sin = None, None
+        cos, sin, base = None, None, self.architecture.rope_base
         if is_rotary:
-            head_dim = self.encoder.blocks[0].attention.head_dim
             length = self.task.length + (self.cls is not None)
-            cos, sin = rotary_table(
-                torch.arange(length) if places is None else places, self.architecture.rope_base, head_dim
-            )
+            cos, sin = rotary_table(torch.arange(length) if places is None else places, base, self.head_dim)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -195,7 +198,7 @@ class Classifier(nn.Module):
         """(batch, length) to (batch, length [+ 1 with a class token], embed_dim)."""
         if self.order is not None:
             tokens = tokens[:, self.order]
-        x = _Lookup.apply(self.tokens.weight, tokens.int())
+        x = lookup(self.tokens.weight, tokens.int())
         if self.cls is not None:
             x = torch.cat([self.cls.expand(len(x), 1, -1), x], dim=1)
         if self.positions is not None:

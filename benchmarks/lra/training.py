@@ -22,6 +22,8 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.utilities.data import dim_zero_cat
 
+from blocksparse_flash.nn import EncoderBlock
+
 from .. import measure
 from .batches import Batch
 from .compiling import compile_around_attention, compile_whole
@@ -217,6 +219,7 @@ class Experiment(lightning.LightningModule):
         # an image has always as many tokens
         fuse = compile_around_attention if self.task.grid is None else compile_whole
         for block in dict.fromkeys(self.model.encoder.blocks):
+            assert isinstance(block, EncoderBlock)
             fuse(block)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
