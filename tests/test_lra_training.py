@@ -245,6 +245,18 @@ def test_a_schedule_that_ends_needs_an_end(tmp_path: Path, root: Path) -> None:
         run(tmp_path, root, trainer={"max_steps": -1, "max_epochs": 1})
 
 
+def test_trained_weights_are_kept_where_no_checkpoint_came_before(tmp_path: Path, root: Path) -> None:
+    run(
+        tmp_path,
+        root,
+        checkpoint={"every_n_train_steps": 100},
+        trainer={"max_steps": 3, "callbacks": [AVERAGED], "default_root_dir": str(tmp_path)},
+    )
+    end = last(tmp_path)
+    assert end["global_step"] == 3
+    assert any(not torch.equal(end["state_dict"][name], weight) for name, weight in end["current_model_state"].items())
+
+
 def test_a_profile_says_where_a_step_goes(tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = {"class_path": "benchmarks.lra.progress.Profile", "init_args": {"at": 2, "steps": 2, "rows": 3}}
     run(tmp_path, root, trainer={"max_steps": 5, "callbacks": [profile], "default_root_dir": str(tmp_path)})

@@ -259,4 +259,7 @@ class Experiment(lightning.LightningModule):
         is_last = self.trainer.should_stop or self.global_step == self.trainer.max_steps
         keeper = self.trainer.checkpoint_callback
         if is_last and isinstance(keeper, ModelCheckpoint) and keeper.save_last and keeper.dirpath is not None:
-            self.trainer.save_checkpoint(Path(keeper.dirpath) / f"{keeper.CHECKPOINT_NAME_LAST}{keeper.FILE_EXTENSION}")
+            last = Path(keeper.dirpath) / f"{keeper.CHECKPOINT_NAME_LAST}{keeper.FILE_EXTENSION}"
+            self.trainer.save_checkpoint(last)
+            # a keeper that has saved nothing itself would write the averaged weights over them after the last hook
+            keeper._last_checkpoint_saved = str(last)
