@@ -39,7 +39,11 @@ def _positive(name: str, number: Any) -> int:
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines of rotary positions, each float32 (length, head_dim / 2); see `rotary_table`."""
+    """How far the features of each token turn: what `rotary_table` returns.
+
+    cos  float32 (length, head_dim / 2): cosines of the angles
+    sin  as cos: their sines
+    """
 
     cos: Tensor
     sin: Tensor
