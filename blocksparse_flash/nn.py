@@ -170,7 +170,11 @@ class SelfAttention(HoldsLayout):
         return rotary_table(positions, rope, self.head_dim)
 
     def project(self, x: Tensor, positions: Tensor | RotaryTable | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The first of the three parts of forward: queries, keys and values, (batch, heads, length, head_dim)."""
+        """The first of the three parts of forward: queries, keys and values, (batch, heads, length, head_dim).
+
+        x          (batch, length, embed_dim)
+        positions  as forward
+        """
         if positions is not None and self.rope is None:
             raise ValueError("positions were given, but rope is None and would not use them: rope=10000.0 does")
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
@@ -183,13 +187,17 @@ class SelfAttention(HoldsLayout):
         return turned(q, table), turned(k, table), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv_lengths: Tensor | None = None) -> Tensor:
-        """The second part: (batch, heads, length, head_dim), over the layout of that length."""
+        """The second part of forward: what the queries attend to, (batch, heads, length, head_dim).
+
+        q, k, v     (batch, heads, length, head_dim), as `project` gives them; the layout is the one of that length
+        kv_lengths  as forward
+        """
         dropout_p = self.dropout_p if self.training else 0.0
         layout = self.layout_for(q.shape[2])
         return attention(q, k, v, layout, causal=self.causal, kv_lengths=kv_lengths, dropout_p=dropout_p)
 
     def unite(self, heads: Tensor) -> Tensor:
-        """The third part: (batch, heads, length, head_dim) to (batch, length, embed_dim)."""
+        """The third part of forward: heads (batch, heads, length, head_dim) to (batch, length, embed_dim)."""
         return self.out(rearrange(heads, "batch heads length d -> batch length (heads d)"))
 
     def forward(
