@@ -7,7 +7,7 @@ patterns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -23,8 +23,10 @@ __all__ = [
     "EncoderBlock",
     "LearnedPositions",
     "MultiheadAttention",
+    "RotaryTable",
     "SelfAttention",
     "TransformerEncoderLayer",
+    "rotary_table",
 ]
 
 
@@ -36,20 +38,51 @@ def _positive(name: str, number: Any) -> int:
     return number
 
 
-def rotated(heads: Tensor, base: float, positions: Tensor) -> Tensor:
-    """Rotary positions: (batch, heads, length, head_dim), feature d turns with feature d + head_dim / 2.
+class RotaryTable(NamedTuple):
+    """How far the features of each token turn: what `rotary_table` returns.
 
-    A token at p turns the pair d by p * base ** (-2 d / head_dim), so that the score of a query and a key depends on their
-    distance. With positions of several axes, (length, axes), the first of equal parts of the pairs turns by the first axis,
-    and so on, each part as if it were all. Angles are float32: a half type cannot count tokens.
+    cos  float32 (length, head_dim / 2): cosines of the angles
+    sin  as cos: their sines
     """
-    n_pairs = heads.shape[-1] // 2
-    axes = positions.shape[1]
-    exponents = torch.arange(n_pairs // axes, device=heads.device, dtype=torch.float32) * (axes / n_pairs)
-    angles = (positions.float()[:, :, None] * base**-exponents).flatten(1)
-    cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
+    """By how much the features of a head turn at those positions, for the `positions` of SelfAttention and Encoder: computed
+    once, where positions alone are turned into it by every layer of every call.
+
+    positions  (length,) or (length, axes): where the tokens stand
+    base       as the layers' rope
+    head_dim   as the layers'
+
+    A token at p turns the pair d, features d and d + head_dim / 2, by p * base ** (-2 d / head_dim), so that the score of a
+    query and a key depends on their distance. With several axes the first of equal parts of the pairs turns by the first
+    axis, and so on, each part as if it were all. Angles are float32: a half type cannot count tokens.
+    """
+    places = positions[:, None] if positions.dim() == 1 else positions
+    if places.dim() != 2 or head_dim % (2 * places.shape[1]):
+        raise ValueError(
+            "positions must have shape (length,) or (length, axes), each axis turning pairs of features, so that head_dim is "
+            f"a multiple of 2 axes, got {tuple(positions.shape)} and head_dim={head_dim}"
+        )
+    n_pairs, axes = head_dim // 2, places.shape[1]
+    exponents = torch.arange(n_pairs // axes, device=places.device, dtype=torch.float32) * (axes / n_pairs)
+    angles = (places.float()[:, :, None] * base**-exponents).flatten(1)
+    return RotaryTable(angles.cos(), angles.sin())
+
+
+def turned(heads: Tensor, table: RotaryTable) -> Tensor:
+    """Rotary positions: (batch, heads, length, head_dim), each token's features turned as the table says."""
+    cos, sin = table.cos.to(heads.dtype), table.sin.to(heads.dtype)
     left, right = heads.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+def rotated(heads: Tensor, base: float, positions: Tensor) -> Tensor:
+    """`turned` by the table of those positions, (length, axes)."""
+    return turned(heads, rotary_table(positions, base, heads.shape[-1]))
 
 
 class SelfAttention(HoldsLayout):
@@ -112,30 +145,35 @@ class SelfAttention(HoldsLayout):
         self.out = nn.Linear(num_heads * self.head_dim, embed_dim, bias=False)
         self._place_layout()
 
-    def _positions(self, positions: Tensor | None, x: Tensor) -> Tensor:
-        """(length, axes), checked."""
+    def _table(self, rope: float, positions: Tensor | RotaryTable | None, x: Tensor) -> RotaryTable:
+        """How far each token's features turn, checked."""
         length = x.shape[1]
+        if isinstance(positions, RotaryTable):
+            if positions.cos.shape != (length, self.head_dim // 2) or positions.sin.shape != positions.cos.shape:
+                raise ValueError(
+                    f"positions must be a RotaryTable of shape (length={length}, head_dim / 2={self.head_dim // 2}), "
+                    f"got {tuple(positions.cos.shape)}: rotary_table(positions, rope, head_dim) makes it"
+                )
+            return positions
         if positions is None:
-            return torch.arange(length, device=x.device)[:, None]
+            return rotary_table(torch.arange(length, device=x.device), rope, self.head_dim)
         if positions.dim() not in (1, 2) or positions.shape[0] != length:
             raise ValueError(
                 f"positions must have shape (length={length},) or (length={length}, axes), got {tuple(positions.shape)}"
             )
-        places = positions[:, None] if positions.dim() == 1 else positions
-        if self.head_dim % (2 * places.shape[1]):
+        axes = 1 if positions.dim() == 1 else positions.shape[1]
+        if self.head_dim % (2 * axes):
             raise ValueError(
-                f"positions have {places.shape[1]} axes, each of which turns pairs of features, so head_dim must be a "
-                f"multiple of {2 * places.shape[1]}, got {self.head_dim}"
+                f"positions have {axes} axes, each of which turns pairs of features, so head_dim must be a "
+                f"multiple of {2 * axes}, got {self.head_dim}"
             )
-        return places
+        return rotary_table(positions, rope, self.head_dim)
 
-    def forward(self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """x (batch, length, embed_dim) to the same shape.
+    def project(self, x: Tensor, positions: Tensor | RotaryTable | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The first of the three parts of forward: queries, keys and values, (batch, heads, length, head_dim).
 
-        kv_lengths  int32 or int64 (batch,): tokens at and beyond kv_lengths[b] are padding, which nothing attends to;
-                    what comes out at those places means nothing
-        positions   where the tokens stand, for rope: numbers (length,), or (length, axes), such as rows and columns of
-                    pixels, in any unit; None is 0, 1, 2, ...
+        x          (batch, length, embed_dim)
+        positions  as forward
         """
         if positions is not None and self.rope is None:
             raise ValueError("positions were given, but rope is None and would not use them: rope=10000.0 does")
@@ -143,13 +181,36 @@ class SelfAttention(HoldsLayout):
             raise ValueError(f"x must have shape (batch, length, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
         heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
         q, k, v = heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
-        if self.rope is not None:
-            places = self._positions(positions, x)
-            q, k = rotated(q, self.rope, places), rotated(k, self.rope, places)
+        if self.rope is None:
+            return q, k, v
+        table = self._table(self.rope, positions, x)
+        return turned(q, table), turned(k, table), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv_lengths: Tensor | None = None) -> Tensor:
+        """The second part of forward: what the queries attend to, (batch, heads, length, head_dim).
+
+        q, k, v     (batch, heads, length, head_dim), as `project` gives them; the layout is the one of that length
+        kv_lengths  as forward
+        """
         dropout_p = self.dropout_p if self.training else 0.0
-        layout = self.layout_for(x.shape[1])
-        out = attention(q, k, v, layout, causal=self.causal, kv_lengths=kv_lengths, dropout_p=dropout_p)
-        return self.out(rearrange(out, "batch heads length d -> batch length (heads d)"))
+        layout = self.layout_for(q.shape[2])
+        return attention(q, k, v, layout, causal=self.causal, kv_lengths=kv_lengths, dropout_p=dropout_p)
+
+    def unite(self, heads: Tensor) -> Tensor:
+        """The third part of forward: heads (batch, heads, length, head_dim) to (batch, length, embed_dim)."""
+        return self.out(rearrange(heads, "batch heads length d -> batch length (heads d)"))
+
+    def forward(
+        self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None
+    ) -> Tensor:
+        """x (batch, length, embed_dim) to the same shape.
+
+        kv_lengths  int32 or int64 (batch,): tokens at and beyond kv_lengths[b] are padding, which nothing attends to;
+                    what comes out at those places means nothing
+        positions   where the tokens stand, for rope: numbers (length,), or (length, axes), such as rows and columns of
+                    pixels, in any unit; None is 0, 1, 2, ...; or their rotary_table, which layers can share
+        """
+        return self.unite(self.attend(*self.project(x, positions), kv_lengths))
 
     def extra_repr(self) -> str:
         if isinstance(self.layout, BlockLayout):
@@ -201,7 +262,9 @@ class EncoderBlock(nn.Module):
         )
         self.dropout = nn.Dropout(dropout_p)
 
-    def forward(self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None
+    ) -> Tensor:
         """x (batch, length, embed_dim) to the same shape; kv_lengths and positions as SelfAttention."""
         x = x + self.dropout(self.attention(self.attention_norm(x), kv_lengths, positions))
         return x + self.dropout(self.dense(self.dense_norm(x)))
@@ -225,7 +288,9 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(blocks[0].attention.embed_dim)
 
-    def forward(self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None
+    ) -> Tensor:
         """x (batch, length, embed_dim) to the same shape; kv_lengths and positions as SelfAttention."""
         for block in self.blocks:
             x = block(x, kv_lengths, positions)

@@ -380,10 +380,15 @@ TABLE = {
     ),
     "benchmarks/lra/model.py": Arrows({TORCH, OURS, f"{OURS}.nn", "benchmarks.lra.tasks"}, {"masks"}),
     "benchmarks/lra/transfer.py": Arrows({TORCH, "benchmarks.lra.model"}),
+    "benchmarks/lra/compiling.py": Arrows({TORCH, f"{OURS}.nn"}),
     "benchmarks/lra/training.py": Arrows(
-        {NUMPY, TORCH, "lightning", "torchmetrics", "benchmarks.measure"}
-        | {f"benchmarks.lra.{name}" for name in ("batches", "floors", "model", "scoring", "tasks", "transfer")}
+        {NUMPY, TORCH, "lightning", "torchmetrics", f"{OURS}.nn", "benchmarks.measure"}
+        | {
+            f"benchmarks.lra.{name}"
+            for name in ("batches", "compiling", "floors", "model", "scoring", "tasks", "transfer")
+        }
     ),
+    "benchmarks/lra/progress.py": Arrows({TORCH, "lightning"}),
     "benchmarks/lra/published.py": Arrows(set()),
     "benchmarks/lra/lines.py": Arrows({TORCH, "benchmarks.measure", "benchmarks.lra.floors"}),
     "benchmarks/lra/peers.py": Arrows({TORCH, OURS, "benchmarks.peers"}, {f"{OURS}.interop"}),

@@ -53,6 +53,46 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         Steps(10, 16, seed=0)
 
 
+def test_stages_have_steps_of_their_own_size() -> None:
+    stages = [(8, 4), (6, 2)]
+    whole = first(Steps(None, 3, seed=0, stages=stages), 7)
+    assert [len(step) for step in whole] == [4, 4, 2, 2, 2, 3, 3]
+    assert sum(whole, []) == list(range(20))  # noqa: RUF017 - a dozen numbers
+    for begin in (1, 2, 4, 6):
+        assert first(Steps(None, 3, seed=0, stages=stages, first_step=begin), 7 - begin) == whole[begin:]
+    with pytest.raises(ValueError, match="samples of a stage must be a multiple of its batch_size 4, got 6"):
+        Steps(None, 3, seed=0, stages=[(6, 4)])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_like_lengths_come_together(workers: int) -> None:
+    """Every sample once, in batches of which none overlaps another one in length; the same ones wherever they begin."""
+    rows = FreshRows([(0, SMALL)])
+
+    def loaded(begin: int, count: int) -> list[batches.Batch]:
+        steps = Steps(None, 6, seed=0, first_step=begin, stages=[(8, 4)])
+        loader = batches.training_loader(rows, steps, cut=16, n_together=4, workers=workers)
+        return list(itertools.islice(loader, count))
+
+    whole = loaded(0, 8)
+    assert [len(batch.labels) for batch in whole] == [4, 4, *[6] * 6]
+    assert sorted(place for batch in whole[:4] for place in batch.places.tolist()) == list(range(20))
+    spans = sorted((int(batch.lengths.min()), int(batch.lengths.max())) for batch in whole[4:])
+    assert all(longest <= shortest for (_, longest), (shortest, _) in itertools.pairwise(spans))
+    # not the short ones first
+    assert spans != [(int(batch.lengths.min()), int(batch.lengths.max())) for batch in whole[4:]]
+    for batch in whole:
+        assert batch.tokens.shape[2] == -(-int(batch.lengths.max()) // 16) * 16
+        drawn = SMALL.draw("fresh", batch.places.numpy())
+        assert (drawn["label"] == batch.labels.numpy()).all()
+        assert (drawn["tokens"][:, : batch.tokens.shape[2]] == batch.tokens[:, 0].numpy()).all()
+    for begin in (1, 4, 6):
+        for one, other in zip(loaded(begin, 8 - begin), whole[begin:], strict=True):
+            assert all(torch.equal(*parts) for parts in zip(one, other, strict=True))
+    with pytest.raises(ValueError, match="n_together must be 1 or more, got 0"):
+        batches.training_loader(rows, Steps(None, 6, seed=0), n_together=0)
+
+
 def test_records_become_batches() -> None:
     source = PathfinderSource(pathfinder.preset(32, contour_length=6))
     records = source.draw("train", np.arange(6))

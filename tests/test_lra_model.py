@@ -13,7 +13,7 @@ import masks
 pytest.importorskip("numba", reason="needs the extra [lra]")
 
 from benchmarks.lra import transfer
-from benchmarks.lra.model import Architecture, Classifier, pool
+from benchmarks.lra.model import Architecture, Classifier, lookup, pool
 from benchmarks.lra.tasks import TASKS, Sizes, Task
 
 TINY = Architecture(embed_dim=16, num_heads=2, n_layers=2, hidden_dim=16, mask="butterfly", block_size=16)
@@ -74,9 +74,13 @@ def test_the_mask_is_the_one_that_is_named() -> None:
 
 
 def test_rotary_positions_of_an_image_are_its_pixels() -> None:
-    classifier = model(PICTURE)
-    assert classifier.places is not None
-    assert classifier.places[19].tolist() == [2, 3]
+    classifier = model(PICTURE, rope_base=50.0)
+    assert classifier.cos is not None
+    assert classifier.sin is not None
+    # pairs 0, 1 of 4 turn by the row, 2, 3 by the column
+    angles = torch.tensor([2.0, 2.0 / 50.0**0.5, 3.0, 3.0 / 50.0**0.5])
+    torch.testing.assert_close(classifier.cos[19], angles.cos())
+    torch.testing.assert_close(classifier.sin[19], angles.sin())
 
 
 def test_the_order_of_pixels_changes_nothing_but_what_the_mask_keeps() -> None:
@@ -147,3 +151,43 @@ def test_every_task_has_a_model(name: str) -> None:
     with torch.device("meta"):
         classifier = Classifier(TASKS[name], Architecture(embed_dim=16, n_layers=1, hidden_dim=16))
     assert classifier.head[-1].out_features == TASKS[name].n_classes
+
+
+def test_repeated_layers_are_the_same_layers() -> None:
+    """Twice through two layers is what four layers with those weights do."""
+    task = TASKS["listops-small"]
+    once, twice = (
+        Classifier(task, Architecture(embed_dim=16, num_heads=1, n_layers=n_layers, repeats=repeats))
+        for n_layers, repeats in ((4, 1), (2, 2))
+    )
+    once.load_state_dict(twice.state_dict())
+    tokens, lengths = torch.randint(1, 16, (2, 1, 32)), torch.tensor([[32], [20]])
+    assert torch.equal(once(tokens, lengths), twice(tokens, lengths))
+    sizes = [sum(weight.numel() for weight in model.encoder.parameters()) for model in (once, twice)]
+    assert sizes[0] > 1.9 * sizes[1]
+
+
+def test_neighbouring_greys_begin_alike() -> None:
+    torch.manual_seed(0)
+    architecture = Architecture(embed_dim=64, num_heads=1, n_layers=1, first_tokens="smooth")
+    greys = Classifier(TASKS["pathfinder32"], architecture).tokens.weight[:-1]
+    near = torch.cosine_similarity(greys[:-1], greys[1:]).min()
+    assert near > 0.99
+    assert torch.cosine_similarity(greys[0], greys[255], dim=0) < 0.5
+    assert greys.std().item() == pytest.approx(1.0, abs=0.1)
+
+
+def test_gradients_of_tokens_are_those_of_a_lookup() -> None:
+    classifier, x = model(WORDS), tokens(WORDS)
+    lengths = torch.full((3, 1), 64, dtype=torch.int32)
+    weight = classifier.tokens.weight
+    looked_up = classifier.tokens(x[:, 0].int())
+    x_gradient = torch.randn(looked_up.shape, generator=torch.Generator().manual_seed(2))
+    (expected,) = torch.autograd.grad(looked_up, weight, x_gradient)
+    found = lookup(weight, x[:, 0].int())
+    assert torch.equal(found, looked_up)
+    torch.testing.assert_close(torch.autograd.grad(found, weight, x_gradient)[0], expected)
+    classifier(x, lengths).sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad[-1].any()
+    assert weight.grad[int(x[0, 0, 0])].any()

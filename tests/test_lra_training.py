@@ -21,7 +21,10 @@ pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
 from benchmarks.lra import lines, training
+from benchmarks.lra.model import Architecture
+from benchmarks.lra.progress import Deadline
 from benchmarks.lra.training import Experiment, Recipe, rate_at
+from blocksparse_flash.nn import EncoderBlock
 
 TINY = {
     "embed_dim": 16,
@@ -91,6 +94,19 @@ def losses(folder: Path) -> dict[int, float]:
     return found
 
 
+class AtStep(Deadline):
+    """A deadline that comes after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(at=math.inf)
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *more: Any, **named: Any) -> None:
+        if trainer.global_step == self.step:
+            self.at = 0.0
+        super().on_train_batch_end(trainer, *more, **named)
+
+
 def last(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
 
@@ -133,6 +149,38 @@ def test_an_interrupted_run_has_the_loss_curve_of_a_whole_one(
     ends = [last(tmp_path / name) for name in ("whole", "parts")]
     assert [end["global_step"] for end in ends] == [8, 8]
     assert all(torch.equal(ends[0]["state_dict"][name], weight) for name, weight in ends[1]["state_dict"].items())
+
+
+STAGED = {
+    "data": {
+        "source": "fresh",
+        "n_together": 3,
+        "rules": {"stages": [{"samples": 16, "batch_size": 8, "changes": {"max_depth": 3, "min_length": 5}}]},
+    }
+}
+AVERAGED = {"class_path": "EMAWeightAveraging", "init_args": {"decay": 0.5}}
+
+
+def test_a_run_that_its_deadline_stops_goes_on_as_if_it_had_not(tmp_path: Path, root: Path) -> None:
+    """Averaged weights are for tests: what goes on are the weights that were trained. Stopped within three steps that were
+    drawn together, after a stage with another batch size."""
+    more = {"default_root_dir": str(tmp_path / "whole"), "callbacks": [AVERAGED]}
+    run(tmp_path / "whole", root, **STAGED, trainer=more)
+    stop = {"class_path": "tests.test_lra_training.AtStep", "init_args": {"step": 5}}
+    report = {"class_path": "benchmarks.lra.progress.Progress", "init_args": {"every": 0.0, "floor": 0.3}}
+    more = {"default_root_dir": str(tmp_path / "parts"), "callbacks": [AVERAGED, report, stop]}
+    run(tmp_path / "parts", root, **STAGED, trainer=more)
+    assert last(tmp_path / "parts")["global_step"] == 5
+    more["callbacks"] = [AVERAGED, report]
+    run(tmp_path / "parts", root, "fit", "--ckpt_path", "last", **STAGED, trainer=more)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    ends = [last(tmp_path / name) for name in ("whole", "parts")]
+    for state in ("state_dict", "current_model_state"):
+        assert all(torch.equal(ends[0][state][name], weight) for name, weight in ends[1][state].items())
+    said = [json.loads(line) for line in (tmp_path / "parts" / "progress.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in said] == list(range(1, 9))
+    assert [line["samples"] for line in said] == [8, 16, 20, 24, 28, 32, 36, 40]
+    assert said[-1]["floor"] == 0.3
 
 
 def test_a_test_prints_accuracy_floor_and_balanced_accuracy(
@@ -185,6 +233,9 @@ def test_rates_follow_their_schedules() -> None:
     assert 0.05 * rate_at(999, rsqrt, -1) == pytest.approx(1.58e-3, rel=0.01)
     assert rate_at(3999, rsqrt, -1) == pytest.approx(1 / math.sqrt(4000))
     assert rate_at(499, rsqrt, -1) == pytest.approx(0.5 / math.sqrt(1000))
+    trapezoid = Recipe(warmup=10, cooldown=20, schedule="trapezoid")
+    found = [rate_at(step, trapezoid, 110) for step in (0, 9, 50, 90, 100, 110)]
+    assert found == pytest.approx([0.1, 1.0, 1.0, 1.0, 0.5, 0.0])
     constant = Recipe(warmup=0, schedule="constant")
     assert [rate_at(step, constant, -1) for step in (0, 5, 10**6)] == [1.0, 1.0, 1.0]
 
@@ -192,6 +243,51 @@ def test_rates_follow_their_schedules() -> None:
 def test_a_schedule_that_ends_needs_an_end(tmp_path: Path, root: Path) -> None:
     with pytest.raises(ValueError, match=r"set trainer\.max_steps"):
         run(tmp_path, root, trainer={"max_steps": -1, "max_epochs": 1})
+
+
+def test_trained_weights_are_kept_where_no_checkpoint_came_before(tmp_path: Path, root: Path) -> None:
+    run(
+        tmp_path,
+        root,
+        checkpoint={"every_n_train_steps": 100},
+        trainer={"max_steps": 3, "callbacks": [AVERAGED], "default_root_dir": str(tmp_path)},
+    )
+    end = last(tmp_path)
+    assert end["global_step"] == 3
+    assert any(not torch.equal(end["state_dict"][name], weight) for name, weight in end["current_model_state"].items())
+
+
+def test_a_profile_says_where_a_step_goes(tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = {"class_path": "benchmarks.lra.progress.Profile", "init_args": {"at": 2, "steps": 2, "rows": 3}}
+    run(tmp_path, root, trainer={"max_steps": 5, "callbacks": [profile], "default_root_dir": str(tmp_path)})
+    said = capsys.readouterr().out
+    assert len(re.findall(r"a step takes [\d.]+ ms under the profiler", said)) == 1
+    assert len(re.findall(r"^ +[\d.]+ ms +[\d.]+% +\d+ x ", said, re.MULTILINE)) == 3
+
+
+def test_layers_are_compiled_once_each_when_asked(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled without changing the code, so that a run has the losses of one that is not compiled: bit for bit."""
+    asked = []
+
+    def noted(function: Any, **options: Any) -> Any:
+        asked.append((function.__name__, options))
+        return function
+
+    architecture = {**TINY, "n_layers": 2, "repeats": 2}
+    run(tmp_path / "as-it-is", root, model={"architecture": architecture})
+    monkeypatch.setattr(torch, "compile", noted)
+    run(tmp_path / "compiled", root, model={"architecture": architecture, "is_compiled": True})
+    assert asked == [("before", {"dynamic": True}), ("after", {"dynamic": True})] * 2
+    assert losses(tmp_path / "compiled") == losses(tmp_path / "as-it-is")
+
+
+def test_layers_of_images_are_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(EncoderBlock, "compile", lambda block, **options: asked.append(options))
+    experiment = Experiment("pathfinder32", Architecture(embed_dim=8, num_heads=1, n_layers=2, repeats=2, hidden_dim=8))
+    experiment.is_compiled = True
+    experiment.on_fit_start()
+    assert asked == [{"dynamic": False}] * 2
 
 
 def test_answers_are_in_the_order_of_the_samples() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention
-from blocksparse_flash.nn import Encoder, EncoderBlock, LearnedPositions, SelfAttention
+from blocksparse_flash.nn import Encoder, EncoderBlock, LearnedPositions, RotaryTable, SelfAttention, rotary_table
 
 LENGTH = 80
 
@@ -96,6 +96,20 @@ def test_positions_may_have_any_unit_and_several_axes() -> None:
     assert torch.equal(layer(x, positions=index), layer(x))
     # a shift of all tokens changes nothing
     torch.testing.assert_close(layer(x, positions=places + 11.0), layer(x, positions=places), atol=1e-5, rtol=1e-5)
+
+
+def test_a_table_of_positions_gives_the_same_bits() -> None:
+    layer, x = module(rope=50.0), tokens()
+    places = torch.stack([torch.arange(LENGTH) // 8, torch.arange(LENGTH) % 8], dim=1)
+    # features of a head: 8
+    table = rotary_table(places, 50.0, 8)
+    assert torch.equal(layer(x, positions=table), layer(x, positions=places))
+    assert torch.equal(layer(x, positions=rotary_table(torch.arange(LENGTH), 50.0, 8)), layer(x))
+    short = RotaryTable(table.cos[:3], table.sin[:3])
+    with pytest.raises(ValueError, match=r"RotaryTable of shape \(length=80, head_dim / 2=4\), got \(3, 4\)"):
+        layer(x, positions=short)
+    with pytest.raises(ValueError, match="got \\(80, 2\\) and head_dim=6"):
+        rotary_table(places, 50.0, 6)
 
 
 def test_heads_may_be_wider_or_narrower_than_their_share() -> None:

@@ -8,7 +8,9 @@ the samples that were next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -151,12 +153,31 @@ class _Taken(Dataset[Any]):
     def __init__(self, rows: Rows, cut: int) -> None:
         self.rows, self.cut = rows, cut
 
-    def __getitem__(self, places: list[int]) -> Batch:
-        batch = self.rows.take(np.array(places, dtype=np.int64))
+    def _narrowed(self, batch: Batch) -> Batch:
         if self.cut == 0:
             return batch
         longest = -(-int(batch.lengths.max()) // self.cut) * self.cut
         return batch._replace(tokens=batch.tokens[:, :, :longest].contiguous())
+
+    def __getitem__(self, places: list[int]) -> Batch:
+        return self._narrowed(self.rows.take(np.array(places, dtype=np.int64)))
+
+
+class _TakenTogether(_Taken):
+    """A dataset whose item is the batches of several steps, each of samples about as long as one another.
+
+    Samples are sorted by length and dealt out in that order; which step has the short ones is drawn.
+    """
+
+    def __getitem__(self, steps: list[list[int]]) -> list[Batch]:  # type: ignore[override]
+        if len(steps) == 1:
+            return [super().__getitem__(steps[0])]
+        places = np.concatenate([np.array(step, dtype=np.int64) for step in steps])
+        together = self.rows.take(places)
+        by_length = together.lengths.sum(dim=1).sort(stable=True).indices
+        shuffled = torch.randperm(len(steps), generator=torch.Generator().manual_seed(int(places[0]))).tolist()
+        dealt = dict(zip(shuffled, by_length.split([len(steps[step]) for step in shuffled]), strict=True))
+        return [self._narrowed(Batch(*(part[dealt[step]] for part in together))) for step in range(len(steps))]
 
 
 class Steps(Sampler[list[int]]):
@@ -164,25 +185,46 @@ class Steps(Sampler[list[int]]):
 
     n           samples, each once an epoch, in an order of that epoch's own; None: 0, 1, 2, ... without end
     batch_size  samples of a step, of all processes together
+    stages      (samples, batch_size) of the first steps, where n is None: so many samples in steps of another size
     rank, world  this process, of how many: it takes every world-th sample of a step
     """
 
     def __init__(
-        self, n: int | None, batch_size: int, *, seed: int, first_step: int = 0, rank: int = 0, world: int = 1
+        self,
+        n: int | None,
+        batch_size: int,
+        *,
+        seed: int,
+        first_step: int = 0,
+        stages: Sequence[tuple[int, int]] = (),
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
-        if batch_size % world:
-            raise ValueError(f"batch_size must be a multiple of the {world} processes, got {batch_size}")
+        for size in (batch_size, *(size for _, size in stages)):
+            if size % world:
+                raise ValueError(f"batch_size must be a multiple of the {world} processes, got {size}")
         if n is not None and n < batch_size:
             raise ValueError(f"batch_size must be at most the {n} samples, got {batch_size}")
+        for samples, size in stages:
+            if samples % size:
+                raise ValueError(f"samples of a stage must be a multiple of its batch_size {size}, got {samples}")
         self.n, self.batch_size, self.seed, self.first_step = n, batch_size, seed, first_step
-        self.rank, self.world = rank, world
+        self.stages, self.rank, self.world = stages, rank, world
+
+    def _fresh(self, step: int) -> range:
+        """Places of a step of an endless stream."""
+        begin = 0
+        for samples, size in self.stages:
+            if step < samples // size:
+                return range(begin + step * size, begin + (step + 1) * size)
+            begin, step = begin + samples, step - samples // size
+        return range(begin + step * self.batch_size, begin + (step + 1) * self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         step, epoch, order = self.first_step, -1, torch.empty(0)
         while True:
             if self.n is None:
-                places = range(step * self.batch_size, (step + 1) * self.batch_size)
-                yield list(places[self.rank :: self.world])
+                yield list(self._fresh(step)[self.rank :: self.world])
             else:
                 steps_per_epoch = self.n // self.batch_size
                 if step // steps_per_epoch != epoch:
@@ -194,21 +236,55 @@ class Steps(Sampler[list[int]]):
             step += 1
 
 
-def _loader(rows: Rows, steps: Any, *, cut: int, workers: int) -> DataLoader[Batch]:
+class _Together(Sampler[list[list[int]]]):
+    """So many steps at a time; their first is a multiple of that."""
+
+    def __init__(self, steps: Steps, n_together: int) -> None:
+        self.steps, self.n_together = steps, n_together
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        each = iter(self.steps)
+        while True:
+            yield list(itertools.islice(each, self.n_together))
+
+
+class _OneByOne:
+    """Batches that a loader gives several at a time, without the first `n_skipped`."""
+
+    def __init__(self, loader: DataLoader[list[Batch]], n_skipped: int) -> None:
+        self.loader, self.n_skipped = loader, n_skipped
+
+    def __iter__(self) -> Iterator[Batch]:
+        return itertools.islice(itertools.chain.from_iterable(self.loader), self.n_skipped, None)
+
+
+def _loader(dataset: _Taken, steps: Any, *, workers: int) -> DataLoader[Any]:
     # a generator of its own: a loader without one draws from the global stream, which training draws from too
     return DataLoader(
-        _Taken(rows, cut),
+        dataset,
         sampler=steps,
         batch_size=None,
         num_workers=workers,
+        prefetch_factor=4 if workers else None,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),
     )
 
 
-def training_loader(rows: Rows, steps: Steps, *, cut: int = 0, workers: int = 0) -> DataLoader[Batch]:
-    """Batches of the steps, without end."""
-    return _loader(rows, steps, cut=cut, workers=workers)
+def training_loader(
+    rows: Rows, steps: Steps, *, cut: int = 0, workers: int = 0, n_together: int = 1
+) -> Iterable[Batch]:
+    """Batches of the steps, without end.
+
+    n_together  steps whose samples are drawn at once and dealt out by length, so that a batch has little padding; step n
+                has the same samples wherever the steps begin
+    """
+    if n_together < 1:
+        raise ValueError(f"n_together must be 1 or more, got {n_together}")
+    n_skipped = steps.first_step % n_together
+    begun = copy.copy(steps)
+    begun.first_step -= n_skipped
+    return _OneByOne(_loader(_TakenTogether(rows, cut), _Together(begun, n_together), workers=workers), n_skipped)
 
 
 def evaluation_loader(
@@ -217,8 +293,7 @@ def evaluation_loader(
     """Every sample once, in order; with several processes every world-th one."""
     mine = range(rank, len(rows), world)
     return _loader(
-        rows,
+        _Taken(rows, cut),
         [list(mine[begin : begin + batch_size]) for begin in range(0, len(mine), batch_size)],
-        cut=cut,
         workers=workers,
     )

@@ -34,13 +34,15 @@ CUT = 128
 class Stage:
     """A part of a curriculum: so many samples from easier rules.
 
-    samples  how many
-    changes  fields of the generator's preset, for Pathfinder such as {contour_length: 6, is_central: false,
-             seed_distances: [3, 10]}, for ListOps {max_depth: 5, min_length: 50, max_length: 300}
+    samples     how many
+    batch_size  of its steps; None is that of the data. Short samples fill a GPU in larger batches
+    changes     fields of the generator's preset, for Pathfinder such as {contour_length: 6, is_central: false,
+                seed_distances: [3, 10]}, for ListOps {max_depth: 5, min_length: 50, max_length: 300}
     """
 
     samples: int
     changes: dict[str, Any]
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class LraData(lightning.LightningDataModule):
     seed        of the order of the samples, and of what is generated
     rules       what is generated
     workers     processes that draw or read samples; None is one for each core but one
+    n_together  steps whose training samples are drawn at once and dealt out by length: batches with less padding
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class LraData(lightning.LightningDataModule):
         seed: int = 0,
         rules: Rules | None = None,
         workers: int | None = None,
+        n_together: int = 1,
     ) -> None:
         super().__init__()
         self.task, self.source, self.root, self.seed = find(task), source, Path(root), seed
@@ -150,6 +154,7 @@ class LraData(lightning.LightningDataModule):
         if self.rules.stages and source != "fresh":
             raise ValueError(f'stages are of a fresh stream, got source={source!r}: source="fresh" uses them')
         self.workers = max(0, (os.cpu_count() or 1) - 1) if workers is None else workers
+        self.n_together = n_together
         self.rows: dict[str, Rows] = {}
 
     @property
@@ -207,16 +212,26 @@ class LraData(lightning.LightningDataModule):
         """Images have no padding, and pairs of documents are cut together."""
         return 0 if self.task.grid is not None else CUT
 
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def _sizes_of_stages(self) -> list[tuple[int, int]]:
+        """(samples, batch_size) of the stages up to the last one with a batch size of its own."""
+        stages = self.rules.stages
+        own = [index for index, stage in enumerate(stages) if stage.batch_size is not None]
+        sized = stages[: own[-1] + 1] if own else []
+        return [(each.samples, self.batch_size if each.batch_size is None else each.batch_size) for each in sized]
+
+    def train_dataloader(self) -> Iterable[Batch]:
         rows = self.rows["train"]
         done = 0 if self.trainer is None else self.trainer.global_step * self.trainer.accumulate_grad_batches
         n = None if self.source == "fresh" else len(rows)
-        steps = batches.Steps(n, self.batch_size, seed=self.seed, first_step=done, **self._place())
-        return batches.training_loader(rows, steps, cut=self.cut, workers=self.workers)
+        stages = self._sizes_of_stages()
+        steps = batches.Steps(n, self.batch_size, seed=self.seed, first_step=done, stages=stages, **self._place())
+        return batches.training_loader(rows, steps, cut=self.cut, workers=self.workers, n_together=self.n_together)
 
     def _evaluation(self, split: str) -> DataLoader[Batch]:
+        # what is on disk is read in no time; processes would be started anew at every validation
+        workers = 0 if isinstance(self.rows[split], RecordRows) else self.workers
         return batches.evaluation_loader(
-            self.rows[split], self.batch_size, cut=self.cut, workers=self.workers, **self._place()
+            self.rows[split], self.batch_size, cut=self.cut, workers=workers, **self._place()
         )
 
     def val_dataloader(self) -> DataLoader[Batch]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.nn import Encoder, EncoderBlock, LearnedPositions, SelfAttention
+from blocksparse_flash.nn import Encoder, EncoderBlock, LearnedPositions, RotaryTable, SelfAttention, rotary_table
 
 from .tasks import Task
 
@@ -33,6 +34,9 @@ class Architecture:
                 token, "padded mean": the sum over the real tokens by the length with padding, as Nystromformer has it
     pooled_dim  features between the two layers of the head; None is embed_dim
     order       of an image's pixels: "raster" (strict Long Range Arena) or "morton", squares within squares
+    repeats     how often the layers are gone through, with the same weights
+    first_tokens  vectors of tokens before training: "independent", or "smooth", where neighbouring numbers, as greys of
+                pixels are, have similar vectors
     """
 
     embed_dim: int = 128
@@ -49,6 +53,8 @@ class Architecture:
     dropout_p: float = 0.0
     attention_dropout_p: float = 0.0
     order: Literal["raster", "morton"] = "raster"
+    repeats: int = 1
+    first_tokens: Literal["independent", "smooth"] = "independent"
 
 
 @functools.cache
@@ -64,6 +70,13 @@ def layout_of(architecture: Architecture, length: int | None) -> BlockLayout | C
         return None
     of_length = functools.partial(_layout, architecture.mask, block_size=architecture.block_size)
     return of_length if length is None else of_length(length)
+
+
+def _smooth(n_tokens: int, width: int) -> Tensor:
+    """(n_tokens, width): each feature a cosine of the number, of random phase and at most a few periods."""
+    periods, phases = torch.randn(width) * 2, torch.rand(width)
+    numbers = torch.linspace(0, 1, n_tokens)[:, None]
+    return 2**0.5 * torch.cos(2 * torch.pi * (periods * numbers + phases))
 
 
 def _attended(tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -86,6 +99,30 @@ def pool(x: Tensor, lengths: Tensor, pooling: str) -> Tensor:
     return largest if pooling == "max" else torch.cat([mean, largest], dim=1)
 
 
+class _Lookup(torch.autograd.Function):
+    """Rows (batch, length) of a table of few rows. Their gradient is a product with a one-hot matrix: torch's own adds the many tokens that
+    are one and the same, such as a black background, one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.n_rows = len(table)
+        return F.embedding(rows, table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        numbers = torch.arange(ctx.n_rows, device=rows.device, dtype=rows.dtype)
+        # (batch, n_rows, length): a product for each sample keeps a GPU busier than one long one
+        is_row = (rows[:, None] == numbers[:, None]).to(grad.dtype)
+        return (is_row @ grad).sum(dim=0), None
+
+
+def lookup(table: Tensor, rows: Tensor) -> Tensor:
+    """(n_rows, width) and int (batch, length) to (batch, length, width), as F.embedding."""
+    return cast(Tensor, _Lookup.apply(table, rows))
+
+
 class Classifier(nn.Module):
     """Tokens (batch, documents, length) and lengths (batch, documents) to logits (batch, labels).
 
@@ -93,7 +130,8 @@ class Classifier(nn.Module):
     """
 
     order: Tensor | None
-    places: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
 
     def __init__(self, task: Task, architecture: Architecture) -> None:
         super().__init__()
@@ -103,6 +141,9 @@ class Classifier(nn.Module):
         # one number more, for a hidden token
         self.tokens = nn.Embedding(task.n_tokens + 1, width)
         nn.init.normal_(self.tokens.weight, std=0.02 if architecture.positions == "learned" else 1.0)
+        if architecture.first_tokens == "smooth":
+            with torch.no_grad():
+                self.tokens.weight[:-1] = _smooth(task.n_tokens, width)
         self.cls = nn.Parameter(torch.zeros(width)) if has_cls else None
         self.positions = LearnedPositions(task.length + has_cls, width) if architecture.positions == "learned" else None
         # an image has always as many tokens; a document is cut to the longest of its batch
@@ -119,7 +160,8 @@ class Classifier(nn.Module):
                 head_dim=architecture.head_dim,
             )
             blocks.append(EncoderBlock(attention, hidden_dim=architecture.hidden_dim, dropout_p=architecture.dropout_p))
-        self.encoder = Encoder(blocks)
+        self.head_dim = blocks[0].attention.head_dim
+        self.encoder = Encoder(blocks * architecture.repeats)
         pooled = width * (2 if architecture.pooling == "mean+max" else 1) * (1 if task.n_documents == 1 else 4)
         inner = width if architecture.pooled_dim is None else architecture.pooled_dim
         self.head = nn.Sequential(nn.Linear(pooled, inner), nn.GELU(), nn.Linear(inner, task.n_classes))
@@ -127,7 +169,7 @@ class Classifier(nn.Module):
         self._place_tokens()
 
     def _place_tokens(self) -> None:
-        """order: which pixel comes when; places: where it stands, a class token at the origin."""
+        """order: which pixel comes when; cos, sin: of where it stands, a class token at the origin."""
         order, places = torch.arange(self.task.length), None
         if self.task.grid is not None:
             if self.architecture.order == "morton":
@@ -144,20 +186,28 @@ class Classifier(nn.Module):
             )
         self.register_buffer("order", None if self.architecture.order == "raster" else order, persistent=False)
         is_rotary = self.architecture.positions == "rope"
-        self.register_buffer("places", places if is_rotary else None, persistent=False)
+        # computed once, not by every layer of every step
+        cos, sin, base = None, None, self.architecture.rope_base
+        if is_rotary:
+            length = self.task.length + (self.cls is not None)
+            cos, sin = rotary_table(torch.arange(length) if places is None else places, base, self.head_dim)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def encode(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """(batch, length) to (batch, length [+ 1 with a class token], embed_dim)."""
         if self.order is not None:
             tokens = tokens[:, self.order]
-        x = self.tokens(tokens.int())
+        x = lookup(self.tokens.weight, tokens.int())
         if self.cls is not None:
             x = torch.cat([self.cls.expand(len(x), 1, -1), x], dim=1)
         if self.positions is not None:
             x = self.positions(x)
         # an image is full: a kernel need not ask where it ends
         kv_lengths = None if self.task.grid is not None else lengths + (self.cls is not None)
-        return self.encoder(x, kv_lengths, self.places)
+        length = x.shape[1]
+        table = None if self.cos is None or self.sin is None else RotaryTable(self.cos[:length], self.sin[:length])
+        return self.encoder(x, kv_lengths, table)
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         x = self.encode(tokens.flatten(0, 1), lengths.flatten())

@@ -22,8 +22,11 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.utilities.data import dim_zero_cat
 
+from blocksparse_flash.nn import EncoderBlock
+
 from .. import measure
 from .batches import Batch
+from .compiling import compile_around_attention, compile_whole
 from .floors import Result, pair_accuracy
 from .model import Architecture, Classifier
 from .scoring import belongs, score
@@ -36,13 +39,15 @@ class Recipe:
     """How the weights are found.
 
     schedule      after a linear warm-up of `warmup` steps: "cosine" or "linear" to 0 at the trainer's last step, "rsqrt"
-                  (the rate is learning_rate / sqrt(step), as in Long Range Arena), or "constant"
+                  (the rate is learning_rate / sqrt(step), as in Long Range Arena), "constant", or "trapezoid", which is
+                  constant, then linear to 0 during the last `cooldown` steps
     hidden_share  of the tokens hidden from self-pretraining, objective="guess"
     """
 
     learning_rate: float = 1e-3
-    schedule: Literal["cosine", "linear", "rsqrt", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "rsqrt", "constant", "trapezoid"] = "cosine"
     warmup: int = 500
+    cooldown: int = 0
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
@@ -55,6 +60,8 @@ def rate_at(step: int, recipe: Recipe, last_step: int) -> float:
     warm = min(1.0, (step + 1) / max(1, recipe.warmup))
     if recipe.schedule == "rsqrt":
         return warm / math.sqrt(max(step + 1, recipe.warmup, 1))
+    if recipe.schedule == "trapezoid":
+        return min(warm, max(0.0, (last_step - step) / max(1, recipe.cooldown)))
     left = 1 - max(0, step - recipe.warmup) / max(1, last_step - recipe.warmup)
     if recipe.schedule == "cosine":
         return warm * (1 - math.cos(math.pi * max(0.0, left))) / 2
@@ -90,6 +97,7 @@ class Experiment(lightning.LightningModule):
     start         a checkpoint of another experiment whose weights this one begins with: another resolution, an easier
                   stage, self-pretraining
     growth        of learned positions that come from a smaller image: "tile" or "interpolate"
+    is_compiled   whether torch.compile fuses what a layer does around its attention
     """
 
     def __init__(
@@ -100,11 +108,12 @@ class Experiment(lightning.LightningModule):
         *,
         start: Path | None = None,
         growth: Growth = "tile",
+        is_compiled: bool = False,
     ) -> None:
         super().__init__()
         self.task = find(task)
         self.recipe = Recipe() if recipe is None else recipe
-        self.start, self.growth = start, growth
+        self.start, self.growth, self.is_compiled = start, growth, is_compiled
         self.model = Classifier(self.task, Architecture() if architecture is None else architecture)
         # what the objective does not ask is not trained, and several GPUs do not wait for its gradients
         idle = self.model.guess if self.recipe.objective == "classify" else self.model.head
@@ -139,7 +148,8 @@ class Experiment(lightning.LightningModule):
 
     def validation_step(self, batch: Batch) -> None:
         # the streams of random numbers belong to training
-        with torch.random.fork_rng(enabled=self.recipe.objective == "guess"):
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
             torch.manual_seed(0)
             loss, logits = self.loss(batch)
         self.validation_loss.update(loss, len(batch.labels))
@@ -180,7 +190,7 @@ class Experiment(lightning.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         recipe, last_step = self.recipe, self.trainer.max_steps
-        if recipe.schedule in ("cosine", "linear") and last_step < 1:
+        if recipe.schedule in ("cosine", "linear", "trapezoid") and last_step < 1:
             raise ValueError(f"schedule={recipe.schedule!r} ends at the last step: set trainer.max_steps")
         optimizer = torch.optim.AdamW(
             [weight for weight in self.parameters() if weight.requires_grad],
@@ -195,6 +205,8 @@ class Experiment(lightning.LightningModule):
     # ---- beginning and going on ----
 
     def on_fit_start(self) -> None:
+        if self.is_compiled:
+            self._compile()
         # a checkpoint that training goes on from has its own weights
         if self.start is None or self.global_step:
             return
@@ -202,6 +214,13 @@ class Experiment(lightning.LightningModule):
         weights = {name.removeprefix("model."): weight for name, weight in found["state_dict"].items()}
         fresh = carry_over(self.model, weights, grid=find(found["task"]).grid, growth=self.growth)
         print(f"weights of {self.start}, of {found['task']}; new: {', '.join(fresh) or 'none'}")
+
+    def _compile(self) -> None:
+        # an image has always as many tokens
+        fuse = compile_around_attention if self.task.grid is None else compile_whole
+        for block in dict.fromkeys(self.model.encoder.blocks):
+            assert isinstance(block, EncoderBlock)
+            fuse(block)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"] = self.task.name
@@ -234,8 +253,13 @@ class Experiment(lightning.LightningModule):
                 torch.cuda.set_rng_state(state.cpu(), device)
         self._streams = None
 
-    def on_train_end(self) -> None:
-        # the last step need not be one after which a checkpoint is due
+    def on_train_epoch_end(self) -> None:
+        # the last step need not be one after which a checkpoint is due; after this hook averaged weights take the place of
+        # those that training goes on with
+        is_last = self.trainer.should_stop or self.global_step == self.trainer.max_steps
         keeper = self.trainer.checkpoint_callback
-        if isinstance(keeper, ModelCheckpoint) and keeper.save_last and keeper.dirpath is not None:
-            self.trainer.save_checkpoint(Path(keeper.dirpath) / f"{keeper.CHECKPOINT_NAME_LAST}{keeper.FILE_EXTENSION}")
+        if is_last and isinstance(keeper, ModelCheckpoint) and keeper.save_last and keeper.dirpath is not None:
+            last = Path(keeper.dirpath) / f"{keeper.CHECKPOINT_NAME_LAST}{keeper.FILE_EXTENSION}"
+            self.trainer.save_checkpoint(last)
+            # a keeper that has saved nothing itself would write the averaged weights over them after the last hook
+            keeper._last_checkpoint_saved = str(last)

@@ -1,0 +1,38 @@
+"""What of a layer does torch.compile fuse?
+
+Knows torch.compile and the parts of a layer. Must not know tasks, data or training.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse_flash.nn import EncoderBlock, RotaryTable
+
+
+def compile_whole(block: EncoderBlock) -> None:
+    """A layer whose input always has one shape. Layers that are alike share what was compiled."""
+    block.compile(dynamic=False)
+
+
+def compile_around_attention(block: EncoderBlock) -> None:
+    """A layer whose input has many lengths: what comes before its attention and after it, each compiled once for all lengths.
+
+    Attention itself is called as it is: its layout is one of a single length.
+    """
+    attention = block.attention
+
+    def before(x: Tensor, positions: Tensor | RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
+        return attention.project(block.attention_norm(x), positions)
+
+    def after(x: Tensor, heads: Tensor) -> Tensor:
+        x = x + block.dropout(attention.unite(heads))
+        return x + block.dropout(block.dense(block.dense_norm(x)))
+
+    fused_before, fused_after = torch.compile(before, dynamic=True), torch.compile(after, dynamic=True)
+
+    def forward(x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None) -> Tensor:
+        return fused_after(x, attention.attend(*fused_before(x, positions), kv_lengths))
+
+    block.forward = forward  # type: ignore[method-assign]
