@@ -25,6 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from blocksparse_flash.kernels import backward, forward, hopper_backward, hopper_forward, launch
+from blocksparse_flash.kernels.scores import TILE, Scores
 from blocksparse_flash.plan import Plan
 
 # bytes of shared memory that a program may take
@@ -60,8 +61,9 @@ def run_both(
     dlse: bool = False,
     backend: str = "triton",
     deterministic: bool = False,
+    scores: str = "",
 ) -> None:
-    """Call the launchers of a backend; mode is "layout", "dense" or "causal"."""
+    """Call the launchers of a backend; mode is "layout", "dense" or "causal", scores what `scores_of` reads."""
     heads = 2 * group
     q, dout = (torch.empty(2, heads, length, head_dim, dtype=dtype) for _ in range(2))
     k, v = (torch.empty(2, 2, length, head_dim, dtype=dtype) for _ in range(2))
@@ -76,8 +78,24 @@ def run_both(
         dlse = torch.empty_like(lse) if dlse else None
         hopper_backward.backward(dout, dlse, q, k, v, out, lse, *options, deterministic=deterministic)
         return
+    given: tuple[Any, ...] = ()
+    if scores:
+        options = (*options, scores_of(scores, heads, len(indices)))
+        # of slopes nobody learns
+        given = (["sinks" in scores, "learned" in scores, "bias" in scores],)
     out, lse = forward.forward(q, k, v, *options)
-    backward.backward(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *options)
+    backward.backward(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *options, *given)
+
+
+def scores_of(words: str, heads: int, n_tiles: int) -> Scores:
+    """Options of the scores by words: sinks, softcap, slopes (learned), bias of blocks of so many tokens."""
+    bias, index = None, list[torch.Tensor]()
+    if "bias" in words:
+        pieces = TILE // int(words.split("bias")[1])
+        of_tiles = torch.zeros(n_tiles, pieces, pieces, dtype=torch.int32)
+        bias, index = torch.zeros(1, heads, n_tiles), [of_tiles, of_tiles, torch.zeros(n_tiles, 1, dtype=torch.int64)]
+    sinks, slopes = (torch.zeros(heads) if word in words else None for word in ("sinks", "slopes"))
+    return Scores(sinks, slopes, bias, index, 30.0 if "softcap" in words else 0.0)
 
 
 def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[ASTSource, dict[str, Any]]:
@@ -147,6 +165,13 @@ def calls(arch: int) -> list[dict[str, Any]]:
     grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (3, 100)]
     grid += [{"head_dim": 64, "dtype": half, **option} for option in ({"group": 4}, {"limited": True}, {"dlse": True})]
     grid += [{"head_dim": head_dim, "dtype": half, "dropout_p": 0.1} for head_dim in (64, 128)]
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "scores": scores}
+        for head_dim in (64, 128)
+        for scores in ("softcap", "sinks softcap slopes learned bias16")
+    ]
+    grid += [{"head_dim": 64, "dtype": half, "scores": scores} for scores in ("sinks", "bias128")]
+    grid += [{"head_dim": 64, "dtype": half, "mode": "causal", "scores": "slopes"}]
     if arch >= 90:
         # too small for descriptors: pointers
         grid += [{"head_dim": head_dim, "dtype": half, "length": 256} for head_dim in (64, 128)]

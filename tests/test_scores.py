@@ -295,7 +295,7 @@ def test_opcheck(backend: str, device: torch.device) -> None:
     assert set(results.values()) == {"SUCCESS"}
     q, k, v, *given = (tensor.detach() for tensor in (q, k, v, *given))
     out, lse = operators.scored_attention_forward(q, k, v, *given, *lists, *rest)
-    for wanted in ([True, True, True], [False, True, False]):
+    for wanted in ([True, True, True], *([] if backend == "triton" else [[False, True, False]])):
         arguments = (torch.randn_like(out), None, q, k, v, *given, out, lse, *lists, *rest, wanted)
         results = torch.library.opcheck(operators.scored_attention_backward.default, arguments)
         assert set(results.values()) == {"SUCCESS"}

@@ -5,7 +5,8 @@ With p = exp(scale q k^T - lse), dp = dout v^T and delta = rowsum(dout * out) - 
 Three launches: the statistics of each query (lse, delta); dk and dv, one program a block of keys of a key head, walking
 the columns of the plan (for each query head of the group); dq, one program a block of queries, walking the rows. No
 atomics, no workspace beyond the statistics (8 bytes a query and head), and the same bits every time. Rows without keys
-(lse -inf) give zeros.
+(lse -inf) give zeros. What the options of the scores do to them (score_tile.py) is done again, and its derivative goes
+into ds; the gradients of slopes and biases are summed by the launch of dq, a row and a piece of a tile at a time.
 
 Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
 """
@@ -86,6 +87,8 @@ def config_keys(
     if element_size == 4:
         return Config(32, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
     if dim <= 128 and changed:
+        if major == 10 and dim <= 64:
+            return Config(32, 32, 8, 2)
         return Config(32, 64, 8, 2 if major == 9 else 1)
     if dim <= 128:
         if tma and not dropout:

@@ -2,7 +2,8 @@
 
 One program owns BLOCK_Q queries of one head and walks the tiles of its row: the partial ones (masked), then the full
 ones (neither masked nor bounds-checked). Empty tiles are never visited. With m the running maximum of the base-2 scores
-and l the running sum, a row without keys keeps l = 0 and writes out 0, lse -inf.
+and l the running sum, a row without keys keeps l = 0 and writes out 0, lse -inf. Options of the scores are compiled in
+where a call has them: they change a tile of scores before its mask (score_tile.py); a sink is where m and l start.
 
 Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
 """
