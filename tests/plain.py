@@ -72,7 +72,9 @@ def results(
     given = options | _as_reference_has(added, blocks)
     if q.dtype in (torch.float16, torch.bfloat16):
         wide = (tensor.detach().float() for tensor in (q, k, v))
-        others = [reference.attention(*wide, mask, **given)[0].to(q.dtype)]
+        others: list[Tensor | None] = [reference.attention(*wide, mask, **given)[0].to(q.dtype)]
+        # a gradient that is a sum over all pairs of a block or a head is little else than what rounding left of out
+        others += [None] if added else []
         found = _both(q, k, v, dout, dlse, mask, others, added, blocks, **options)
     else:
         backwards = _both(q.flip(-1), k.flip(-1), v, dout, dlse, mask, [], added, blocks, **options)
@@ -94,7 +96,7 @@ def _both(
     dout: Tensor,
     dlse: Tensor,
     mask: Tensor | None,
-    other_outs: list[Tensor],
+    other_outs: list[Tensor | None],
     added: Mapping[str, Tensor],
     blocks: Tensor | None,
     **options: Any,
@@ -109,7 +111,7 @@ def _both(
     out, lse = out.detach(), lse.detach()
     found = [[out, lse, *by_autograd]]
     for rounded in (out, *other_outs):
-        found.append([rounded, lse, *_textbook(leaves, rounded, lse, dout, dlse, mask, added, blocks, **options)])
+        found.append(_textbook(leaves, rounded, lse, dout, dlse, mask, added, blocks, **options))
     return found
 
 
@@ -123,7 +125,7 @@ def _as_reference_has(added: Mapping[str, Tensor], blocks: Tensor | None) -> dic
 
 def _textbook(
     leaves: list[Tensor],
-    out: Tensor,
+    out: Tensor | None,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor,
@@ -137,8 +139,10 @@ def _textbook(
     kv_lengths: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """The gradients of the leaves, by autograd too: constants in place of lse and delta leave the textbook's products to it."""
+) -> list[Tensor]:
+    """out, lse and the gradients of the leaves, by autograd too: constants in place of lse and delta leave the textbook's
+    products to it. Where out is not given, it is what kernels make: of weights that are rounded before they are normalised.
+    """
     q, k, v = leaves[:3]
     dtype, kv_len, group = lse.dtype, k.shape[2], q.shape[1] // max(1, k.shape[1])
     keys, values = k, v
@@ -157,10 +161,15 @@ def _textbook(
         scores = (q.to(dtype) * (scale * math.log2(math.e))) @ keys.to(dtype).mT
     total = lse.masked_fill(lse == -torch.inf, 0)[..., None] * math.log2(math.e)
     weights = torch.exp2((scores - total).masked_fill(~attends, -torch.inf))
-    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1) - dlse.masked_fill(lse == -torch.inf, 0)
     kept = weights
     if dropout_p > 0:
         kept = weights * reference._keep(seed, weights.shape, dropout_p) / (1 - dropout_p)
+    if out is None:
+        # the largest weight of a row becomes 1
+        largest = weights.detach().amax(dim=-1, keepdim=True)
+        largest = largest.masked_fill(largest == 0, 1)
+        out = ((kept.detach() / largest).to(v.dtype).to(dtype) @ values.detach().to(dtype) * largest).to(q.dtype)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1) - dlse.masked_fill(lse == -torch.inf, 0)
     # kernels keep dout v^T in float32
     product = kept @ values.to(dtype)
     results, grads = [product, weights.sum(dim=-1)], [dout.to(dtype), -delta]
@@ -168,4 +177,4 @@ def _textbook(
         # a key without a value: its weight has the gradient -delta alone
         results.append(torch.exp2(sinks[:, None] * math.log2(math.e) - total[..., 0]))
         grads.append(-delta)
-    return torch.autograd.grad(results, leaves, grads)
+    return [out, lse, *torch.autograd.grad(results, leaves, grads)]

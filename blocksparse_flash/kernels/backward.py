@@ -87,8 +87,8 @@ def config_keys(
     if element_size == 4:
         return Config(32, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
     if dim <= 128 and changed:
-        if major == 10 and dim <= 64:
-            return Config(32, 32, 8, 2)
+        if major == 10:
+            return Config(32, 32, 8 if dim <= 64 else 4, 2)
         return Config(32, 64, 8, 2 if major == 9 else 1)
     if dim <= 128:
         if tma and not dropout:
