@@ -8,7 +8,7 @@ Runs on every call, so each check is a plain comparison; a message is put togeth
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,6 +180,77 @@ def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, device: torch
             raise ValueError(
                 f"kv_lengths must be 0 to {kv_len}, the length of k, got {wrong}; kv_lengths.clamp(0, {kv_len}) is in range"
             )
+
+
+class ScoreOptions(NamedTuple):
+    """What a call does to its scores, if anything; as `attention` has it."""
+
+    sinks: Tensor | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    block_bias: Tensor | None
+
+
+def _check_for_heads(name: str, value: Any, heads: int, device: torch.device) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a float tensor ({heads},), got {type(value).__name__}; torch.as_tensor({name}, device=q.device) "
+            "makes one"
+        )
+    if not value.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {value.dtype}; {name}.float() is")
+    if value.shape != (heads,):
+        raise ValueError(
+            f"{name} must have shape ({heads},), one for each of q's heads, got {tuple(value.shape)}; expand it"
+        )
+    if value.device != device:
+        raise ValueError(f"{name} must be on q's device {device}, got {value.device}; {name}.to(q.device) moves it")
+
+
+def _check_block_bias(bias: Any, layout: BlockLayout | None, batch: int, heads: int, device: torch.device) -> None:
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"block_bias must be a float tensor, got {type(bias).__name__}; torch.as_tensor makes one")
+    if layout is None:
+        raise ValueError(
+            "block_bias must come with a layout, whose stored blocks it is for, got layout None; a layout of every block is "
+            "BlockLayout.from_block_mask(torch.ones(n_rows, n_cols, dtype=torch.bool), q_len, kv_len, block_size=128)"
+        )
+    if not bias.is_floating_point():
+        raise ValueError(f"block_bias must be floating point, got {bias.dtype}; block_bias.float() is")
+    nnz, is_shared = layout.capacity, layout.shape[:2] == (1, 1)
+    sizes = bias.shape[::-1]
+    fits = 1 <= bias.dim() <= 3 and sizes[0] == nnz
+    fits = fits and all(size in (1, most) for size, most in zip(sizes[1:], (heads, batch), strict=False))
+    if not fits or (bias.dim() > 1 and not is_shared):
+        expected = f"({nnz},)"
+        expected += (
+            f", ({heads}, {nnz}) or ({batch}, {heads}, {nnz})" if is_shared else " for a layout with heads or batches"
+        )
+        raise ValueError(
+            f"block_bias must have shape {expected}, one number for each stored block, got {tuple(bias.shape)}; it is aligned "
+            "with layout.indices"
+        )
+    if bias.device != device:
+        raise ValueError(
+            f"block_bias must be on q's device {device}, got {bias.device}; block_bias.to(q.device) moves it"
+        )
+
+
+def check_scores(options: ScoreOptions, q: Tensor, layout: BlockLayout | None) -> ScoreOptions:
+    """The options, the cap as a float; TypeError or ValueError if one does not fit. q and layout have been checked."""
+    sinks, softcap, alibi_slopes, block_bias = options
+    batch, heads = q.shape[:2]
+    if sinks is not None:
+        _check_for_heads("sinks", sinks, heads, q.device)
+    if softcap is not None:
+        softcap = _number("softcap", softcap)
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"softcap must be above 0 and finite, got {softcap}; softcap=None caps nothing")
+    if alibi_slopes is not None:
+        _check_for_heads("alibi_slopes", alibi_slopes, heads, q.device)
+    if block_bias is not None:
+        _check_block_bias(block_bias, layout, batch, heads, q.device)
+    return options._replace(softcap=softcap)
 
 
 def check(

@@ -12,8 +12,10 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from . import block_bias as biases
 from . import contract, copy_engine, explanation, ops, reference
 from .call import Call
+from .contract import ScoreOptions
 from .explanation import Explanation
 from .layout import BlockLayout
 
@@ -21,6 +23,7 @@ BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
 # Gluon, in which the Hopper kernels are written, changes from release to release: those that were tested
 TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
 NO_DROPOUT = "it has no dropout"
+NO_SCORES = "it has no sinks, softcap, alibi_slopes or block_bias"
 
 
 # ---- which backend? ----
@@ -53,13 +56,21 @@ def _why_not_on_hopper(index: int | None) -> str | None:
 
 
 def _unfit_for_hopper(
-    device: torch.device, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, dropout_p: float
+    device: torch.device,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtype: torch.dtype,
+    dropout_p: float,
+    scores: ScoreOptions | None,
 ) -> str | None:
     """What about a call on a GPU the Hopper kernels have no code for, or None. torch.compile traces this."""
     if device.type != "cuda":
         return None
     if dropout_p > 0:
         return NO_DROPOUT
+    if scores is not None:
+        return NO_SCORES
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         # of rows that are no multiple of 16 bytes the kernels make a copy, autocast of another type: those fit
         if (
@@ -214,20 +225,23 @@ def _attend(
     seed: int | Tensor | None,
     deterministic: bool | None,
     backend: str,
+    scores: ScoreOptions | None,
 ) -> tuple[Tensor, Tensor]:
     autocast = _autocast(q)
     dtype, scale = contract.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast)
+    if scores is not None:
+        scores = contract.check_scores(scores, q, layout)
     if backend == "hopper":
-        unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p)
+        unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p, scores)
     else:
-        unfit_for_hopper = NO_DROPOUT if dropout_p > 0 else None
+        unfit_for_hopper = NO_DROPOUT if dropout_p > 0 else NO_SCORES if scores is not None else None
     backend = _for_operator(backend, q.device, dtype, unfit_for_hopper, deterministic)
     if autocast is None:
-        return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend)
+        return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores)
     # operators and reference choose the type of each product themselves
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, autocast)) for tensor in (q, k, v))
-        return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend)
+        return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores)
 
 
 def _run(
@@ -241,11 +255,14 @@ def _run(
     dropout_p: float,
     seed: int | Tensor | None,
     backend: str,
+    scores: ScoreOptions | None,
 ) -> tuple[Tensor, Tensor]:
     """Layout to plan, seed to tensor, and on to the operator."""
+    if scores is not None:
+        scores = _for_kernels(scores, q)
     if q.numel() == 0 or k.numel() == 0:
         # no pairs, no work: outputs and gradients of the right shapes, none of which depends on a mask
-        return reference.attention(q, k, v, scale=scale)
+        return reference.attention(q, k, v, scale=scale, **_for_reference(scores, layout))
     if dropout_p == 0:
         seed = None
     elif seed is None:
@@ -262,12 +279,67 @@ def _run(
         if seed is not None:
             seed = seed.to(q.device)
         return reference.attention(
-            q, k, v, mask, causal=causal, scale=scale, kv_lengths=kv_lengths, dropout_p=dropout_p, seed=seed
+            q,
+            k,
+            v,
+            mask,
+            causal=causal,
+            scale=scale,
+            kv_lengths=kv_lengths,
+            dropout_p=dropout_p,
+            seed=seed,
+            **_for_reference(scores, layout),
         )
     plan: list[Tensor] = []
+    bias_index: list[Tensor] = []
+    if scores is not None and scores.block_bias is not None and layout is not None:
+        bias_index = list(layout.bias_index(q.device, causal=causal))
     if layout is not None:
         plan, causal = list(layout.plan(q.device, causal=causal)), False
-    return ops.attention_forward(q, k, v, plan, kv_lengths, seed, scale, causal, dropout_p, backend)
+    if scores is None:
+        return ops.attention_forward(q, k, v, plan, kv_lengths, seed, scale, causal, dropout_p, backend)
+    sinks, softcap, alibi_slopes, block_bias = scores
+    given = (q, k, v, sinks, alibi_slopes, block_bias, plan, bias_index, kv_lengths, seed, scale, causal, dropout_p)
+    return ops.scored_attention_forward(*given, 0.0 if softcap is None else softcap, backend)
+
+
+def _score_options(
+    sinks: Tensor | None, softcap: float | None, alibi_slopes: Tensor | None, block_bias: Tensor | None
+) -> ScoreOptions | None:
+    """The options together; None where there is none, so that a plain call carries one argument more."""
+    if sinks is None and softcap is None and alibi_slopes is None and block_bias is None:
+        return None
+    return ScoreOptions(sinks, softcap, alibi_slopes, block_bias)
+
+
+def _for_kernels(scores: ScoreOptions, q: Tensor) -> ScoreOptions:
+    """The options in the type of scores, a bias as (batch | 1, heads | 1, stored blocks)."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    sinks, softcap, alibi_slopes, bias = scores
+    if bias is not None:
+        bias = bias.to(dtype)
+        bias = bias.reshape((1,) * (3 - bias.dim()) + bias.shape)
+    sinks, alibi_slopes = (
+        None if tensor is None else tensor.to(dtype).contiguous() for tensor in (sinks, alibi_slopes)
+    )
+    return ScoreOptions(sinks, softcap, alibi_slopes, bias)
+
+
+def _for_reference(scores: ScoreOptions | None, layout: BlockLayout | None) -> dict[str, Any]:
+    """What the reference takes for the options."""
+    if scores is None:
+        return {}
+    sinks, softcap, alibi_slopes, bias = scores
+    if bias is not None and layout is not None:
+        bias = biases.dense(
+            bias,
+            layout.indptr,
+            layout.indices,
+            q_len=layout.q_len,
+            kv_len=layout.kv_len,
+            block_size=layout.block_size,
+        )
+    return {"sinks": sinks, "softcap": softcap, "alibi_slopes": alibi_slopes, "bias": bias}
 
 
 # ---- the public names ----
@@ -286,6 +358,10 @@ def attention(
     seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     backend: str = "auto",
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_bias: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T restricted to the layout) v: dense and block-sparse attention, differentiable.
 
@@ -310,13 +386,26 @@ def attention(
                faster, and its last bits change from run to run; all else has equal bits anyway
     backend    "auto", "hopper", "triton", "eager" or "reference"; a named one is obeyed or refused, see `explain`
     returns    (batch, heads, q_len, v_head_dim) in q's dtype, or in autocast's; a row without keys is 0
+
+    Options of the scores s = scale q k^T, applied in this order; float tensors on q's device, of any floating type,
+    computed in float32 and differentiable. Any of them goes with all of the above but backend "hopper".
+
+    softcap    c > 0: s becomes c * tanh(s / c), of magnitude below c (Gemma 2, section 2); None caps nothing
+    alibi_slopes  (heads,): then s -= slope * |q_pos + (kv_len - q_len) - kv_pos|, distances aligned as `causal` is (Press et
+               al. 2022, section 3, with their 2^(-8 i / heads) or others)
+    block_bias  then s += a number for each stored block, in the order of layout.indices: (layout.capacity,), or for a layout
+               without batches and heads (heads, capacity) or (batch, heads, capacity), 1 shared by all. Needs a layout
+    sinks      (heads,): one more logit a row, after scale and all else, of a key without a value: weights are exp(s) /
+               (exp(sink) + sum of exp(s)) (Xiao et al. 2024, section 3.3; gpt-oss). A row without keys is 0 still
+
     raises     TypeError, ValueError for arguments that do not fit, before anything is computed
 
     >>> q = k = v = torch.randn(1, 2, 512, 64)
     >>> attention(q, k, v, causal=True).shape
     torch.Size([1, 2, 512, 64])
     """
-    return _attend(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend)[0]
+    scores = _score_options(sinks, softcap, alibi_slopes, block_bias)
+    return _attend(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend, scores)[0]
 
 
 def attention_with_lse(
@@ -332,18 +421,25 @@ def attention_with_lse(
     seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     backend: str = "auto",
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each row's scaled scores, which is differentiable too.
 
     q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend  as `attention`
+    sinks, softcap, alibi_slopes, block_bias  as `attention`
     returns  out (batch, heads, q_len, v_head_dim), and lse (batch, heads, q_len), natural logarithm, float32 (float64 for
-             float64), before dropout; -inf for a row without keys
+             float64), before dropout; -inf for a row without keys. With sinks it includes them: log(exp(sink) + sum of exp(s)), and a row
+             without keys has its sink
 
     >>> q = k = v = torch.zeros(1, 1, 4, 16)
     >>> attention_with_lse(q, k, v, causal=True)[1].exp()
     tensor([[[1., 2., 3., 4.]]])
     """
-    return _attend(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend)
+    scores = _score_options(sinks, softcap, alibi_slopes, block_bias)
+    return _attend(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend, scores)
 
 
 def explain(
@@ -359,10 +455,15 @@ def explain(
     seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     backend: str = "auto",
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_bias: Tensor | None = None,
 ) -> Explanation:
     """What `attention` would do with the same arguments: backend, tiles, bytes, balance, predicted time, and what to change.
 
     q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend  as `attention`
+    sinks, softcap, alibi_slopes, block_bias  as `attention`
     returns  Explanation; print it. Nothing is computed but the layout's plan, which is read on the host, as are three tokens
              of k and v; no seed is drawn
     raises   what `attention` would raise
@@ -372,7 +473,10 @@ def explain(
     0.75
     """
     dtype, _ = contract.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, _autocast(q))
-    unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p)
+    scores = _score_options(sinks, softcap, alibi_slopes, block_bias)
+    if scores is not None:
+        contract.check_scores(scores, q, layout)
+    unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p, scores)
     is_asked_for = backend != "auto"
     if unfit_for_hopper is None and not is_asked_for and q.device.type == "cuda" and not ops.is_worth_hopper(q, k):
         unfit_for_hopper = "a call this small, or of few queries, ends sooner without it"

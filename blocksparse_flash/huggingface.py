@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import crops
-from .functional import attention_with_lse
+from .functional import attention
 from .layout import BlockLayout
 
 # not "blocksparse_flash": transformers takes every name with "flash" in it for a build of the package flash-attn
@@ -40,8 +40,7 @@ _HARMLESS = {
     "use_cache",
 }
 _WAYS_OUT = {
-    "softcap": "scores are not capped; a config whose attn_logit_softcapping is None does without",
-    "position_bias": "scores have no bias",
+    "position_bias": "a bias of pairs has no place in blocks",
     "output_attentions": "attention weights are never stored",
     "cache": "continuous batching keeps its cache in pages; model.generate does not",
     **dict.fromkeys(
@@ -414,6 +413,7 @@ def attention_function(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     deterministic: bool | None = None,
     **unread: Any,
 ) -> tuple[Tensor, None]:
@@ -425,7 +425,7 @@ def attention_function(
     attention_mask  what `attention_mask` made; None where transformers asked for none
     dropout, scaling, deterministic  dropout_p, scale and deterministic of `attention`
     is_causal, sliding_window  must agree with the mask
-    s_aux       (heads,): logits of sinks, which take their share of a row and give nothing
+    s_aux, softcap  sinks and softcap of `attention`
     returns     (batch, q_len, heads, v_head_dim), and no weights
     raises      ValueError for every argument among `unread` that would change the result, by name
     """
@@ -439,7 +439,7 @@ def attention_function(
         key, value = torch.take_along_dim(key, order, dim=2), torch.take_along_dim(value, order, dim=2)
         if mask.back is not None:
             query = torch.take_along_dim(query, order, dim=2)
-    out, lse = attention_with_lse(
+    out = attention(
         query,
         key,
         value,
@@ -449,10 +449,9 @@ def attention_function(
         kv_lengths=mask.kv_lengths,
         dropout_p=dropout,
         deterministic=deterministic,
+        sinks=s_aux,
+        softcap=softcap,
     )
-    if s_aux is not None:
-        # one more logit in the sum, and no value for it
-        out = (out * torch.sigmoid(lse - s_aux.to(lse.dtype)[:, None])[..., None]).to(out.dtype)
     if mask.back is not None:
         out = torch.take_along_dim(out, mask.back[:, None, :, None], dim=2)
     return out.transpose(1, 2).contiguous(), None

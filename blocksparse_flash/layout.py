@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import algebra, arguments, blocks, drawing, full_blocks, orders, predicate, selection, storage
+from . import algebra, arguments, block_bias, blocks, drawing, full_blocks, orders, predicate, selection, storage
 from .arguments import TENSORS
+from .block_bias import BiasIndex
 from .blocks import FULL, Array, Axis, BlockList, Frame, Size
 from .description import Description, describe
 from .gather import crop, gather
@@ -63,7 +64,7 @@ class BlockLayout:
     kv_len: int
     block_size: Size
     if TYPE_CHECKING:
-        # plans by (device, causal), sizes of the axes, and the hash; not part of the value, so not a field
+        # plans and indices of biases by (device, causal), sizes of the axes, and the hash; not part of the value, so not a field
         _cache: dict[str, Any]
 
     def __init__(
@@ -517,6 +518,31 @@ class BlockLayout:
             plans[device, causal] = elsewhere[0].to(device) if elsewhere else self._new_plan(device, causal)
         return plans[device, causal]
 
+    def bias_index(self, device: torch.device | str | int, *, causal: bool = False) -> BiasIndex:
+        """Where kernels that walk `plan(device, causal=causal)` find the bias of a stored block. Made once, then cached.
+
+        raises  ValueError while torch.compile traces, if it is not cached yet
+        """
+        device = _resolved(device)
+        found: dict[tuple[torch.device, bool], BiasIndex] = self._cache["bias_indices"]
+        if (device, causal) not in found:
+            if torch.compiler.is_compiling():
+                raise ValueError(
+                    f"layout has no index for block_bias on {device} and torch.compile cannot make one: "
+                    f"call layout.bias_index(q.device{', causal=True' if causal else ''}) before"
+                )
+            plan = self.plan(device, causal=causal)
+            found[device, causal] = block_bias.build(
+                self.indptr,
+                self.indices,
+                plan,
+                q_len=self.q_len,
+                kv_len=self.kv_len,
+                block_size=self.block_size,
+                device=device,
+            )
+        return found[device, causal]
+
     def __repr__(self) -> str:
         return drawing.text(self._block_list(), self._frame)
 
@@ -530,7 +556,7 @@ class BlockLayout:
             object.__setattr__(self, name, value)
         # the sizes of the axes as numbers: torch.compile guards the whole shape of a tensor that it meets
         axes = self.indptr.shape[0], self.indptr.shape[1]
-        object.__setattr__(self, "_cache", {"plans": {}, "axes": axes})
+        object.__setattr__(self, "_cache", {"plans": {}, "bias_indices": {}, "axes": axes})
 
     @classmethod
     def _bare(cls, *fields: Any) -> BlockLayout:

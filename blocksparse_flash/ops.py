@@ -1,4 +1,5 @@
-"""How does torch see the kernels? Two operators with fakes and autograd: attention_forward and attention_backward.
+"""How does torch see the kernels? Operators with fakes and autograd: attention_forward and attention_backward, and with the
+options of the scores scored_attention_forward and scored_attention_backward, so that a call without them does not pay.
 
 Knows: tensors, a plan as a list of tensors, which module implements a backend. Does not know: BlockLayout, validation.
 """
@@ -14,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import copy_engine
+from .kernels.scores import Scores
 
 # elements of q and k from which on "auto" takes `hopper`. H200, 2^20 elements, causal: a call keeps the host for 145
 # microseconds, that of `triton` for 71, and the GPU for 11.0 and 10.4
@@ -32,6 +34,21 @@ torch.library.define(
     "blocksparse_flash::attention_backward",
     f"(Tensor dout, Tensor? dlse, {_ARGUMENTS.format(saved='Tensor out, Tensor lse, ')})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+
+_SCORES = "Tensor? sinks, Tensor? alibi_slopes, Tensor? block_bias"
+_SCORED_ARGUMENTS = (
+    f"Tensor q, Tensor k, Tensor v, {_SCORES}, {{saved}}Tensor[] plan, Tensor[] bias_index, Tensor? kv_lengths, "
+    "Tensor? seed, float scale, bool causal, float dropout_p, float softcap, str backend"
+)
+torch.library.define(
+    "blocksparse_flash::scored_attention_forward", f"({_SCORED_ARGUMENTS.format(saved='')}) -> (Tensor out, Tensor lse)"
+)
+# wanted: whether the gradients of sinks, alibi_slopes and block_bias are, which are empty otherwise
+torch.library.define(
+    "blocksparse_flash::scored_attention_backward",
+    f"(Tensor dout, Tensor? dlse, {_SCORED_ARGUMENTS.format(saved='Tensor out, Tensor lse, ')}, bool[] wanted)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dalibi_slopes, Tensor dblock_bias)",
 )
 
 
@@ -97,12 +114,50 @@ def _backward(dout: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.
             return backward(dout, *rest)
 
 
+def _scored_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    plan: list[torch.Tensor],
+    bias_index: list[torch.Tensor],
+    *arguments: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    *rest, softcap, backend = arguments
+    return _forward(q, k, v, plan, *rest, Scores(sinks, slopes, bias, bias_index, softcap), backend)
+
+
+def _scored_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    plan: list[torch.Tensor],
+    bias_index: list[torch.Tensor],
+    *arguments: Any,
+) -> tuple[torch.Tensor, ...]:
+    *rest, softcap, backend, wanted = arguments
+    scores = Scores(sinks, slopes, bias, bias_index, softcap)
+    return _backward(dout, dlse, q, k, v, out, lse, plan, *rest, scores, wanted, backend)
+
+
 # not as decorators, which would take the functions away
 torch.library.impl("blocksparse_flash::attention_forward", "default", _forward)
 torch.library.impl("blocksparse_flash::attention_backward", "default", _backward)
+torch.library.impl("blocksparse_flash::scored_attention_forward", "default", _scored_forward)
+torch.library.impl("blocksparse_flash::scored_attention_backward", "default", _scored_backward)
 
 
 @torch.library.register_fake("blocksparse_flash::attention_forward")
+@torch.library.register_fake("blocksparse_flash::scored_attention_forward")
 def _forward_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,11 +173,23 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+@torch.library.register_fake("blocksparse_flash::scored_attention_backward")
+def _scored_backward_fake(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, ...]:
+    lse, wanted = arguments[4], arguments[-1]
+    given = (
+        tensor.new_empty(tensor.shape) if is_wanted else lse.new_empty(0)
+        for tensor, is_wanted in zip(arguments[:3], wanted, strict=True)
+    )
+    return *_backward_fake(dout, dlse, q, k, v), *given
+
+
 class _Gradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
+    def forward(ctx: Any, operator: Any, *arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return _attention_backward(*arguments)
+            return operator(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -135,7 +202,12 @@ class _Gradients(torch.autograd.Function):
 
 @torch.library.impl("blocksparse_flash::attention_backward", "Autograd")
 def _backward_with_autograd(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _Gradients.apply(*arguments)
+    return _Gradients.apply(_attention_backward, *arguments)
+
+
+@torch.library.impl("blocksparse_flash::scored_attention_backward", "Autograd")
+def _scored_backward_with_autograd(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    return _Gradients.apply(_scored_attention_backward, *arguments)
 
 
 class _Attention(torch.autograd.Function):
@@ -165,6 +237,39 @@ class _Attention(torch.autograd.Function):
         return *grads, *(None,) * 7
 
 
+class _ScoredAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        *arguments: Any,
+    ) -> Any:
+        plan, bias_index, kv_lengths, seed, *ctx.options = arguments
+        ctx.sizes = len(plan), len(bias_index)
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _scored_attention_forward(q, k, v, sinks, slopes, bias, *arguments)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, sinks, slopes, bias, out, lse, kv_lengths, seed, *plan, *bias_index)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        q, k, v, sinks, slopes, bias, out, lse, kv_lengths, seed, *lists = ctx.saved_tensors
+        plan, bias_index = lists[: ctx.sizes[0]], lists[ctx.sizes[0] :]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        wanted = list(ctx.needs_input_grad[3:6])
+        arguments = (q, k, v, sinks, slopes, bias, out, lse, plan, bias_index, kv_lengths, seed, *ctx.options, wanted)
+        *grads, dsinks, dslopes, dbias = _scored_attention_backward(dout, dlse, *arguments)
+        given = (grad if is_wanted else None for grad, is_wanted in zip((dsinks, dslopes, dbias), wanted, strict=True))
+        return *grads, *given, *(None,) * (4 + len(ctx.options))
+
+
 # an autograd kernel of our own: torch.library.register_autograd costs 76 microseconds a call, this 21 (torch 2.13)
 @torch.library.impl("blocksparse_flash::attention_forward", "Autograd")
 def _forward_with_autograd(
@@ -176,8 +281,22 @@ def _forward_with_autograd(
         return _attention_forward(q, k, v, *arguments)
 
 
+@torch.library.impl("blocksparse_flash::scored_attention_forward", "Autograd")
+def _scored_forward_with_autograd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wants = any(tensor is not None and tensor.requires_grad for tensor in arguments[:3]) and torch.is_grad_enabled()
+    if wants or _is_differentiated(q, k, v):
+        return _ScoredAttention.apply(q, k, v, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _scored_attention_forward(q, k, v, *arguments)
+
+
 _attention_forward = torch.ops.blocksparse_flash.attention_forward.default
 _attention_backward = torch.ops.blocksparse_flash.attention_backward.default
+# with the options of the scores: always through the dispatcher
+scored_attention_forward = _scored_attention_forward = torch.ops.blocksparse_flash.scored_attention_forward.default
+_scored_attention_backward = torch.ops.blocksparse_flash.scored_attention_backward.default
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

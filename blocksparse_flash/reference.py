@@ -24,6 +24,10 @@ def attention(
     kv_lengths: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T restricted to the attending pairs) v, and the log-sum-exp of those scores.
 
@@ -36,17 +40,21 @@ def attention(
     kv_lengths (batch,) keys at and beyond which do not exist; what they hold, even NaN, is not read
     dropout_p  probability to drop an attention weight; the kept ones are divided by 1 - dropout_p, lse is unaffected
     seed       int64, one element, on q's device; needed if dropout_p > 0
+    softcap    c > 0: scores s become c tanh(s / c)
+    alibi_slopes  (heads,): then slope * |q_pos + kv_len - q_len - kv_pos| is taken from scores
+    bias       broadcasts to (batch, heads, q_len, kv_len): then it is added to scores
+    sinks      (heads,): one more score for each row, of a key without a value; lse includes it
     returns    out (batch, heads, q_len, v_head_dim) in q's dtype, and lse (batch, heads, q_len), natural logarithm, float32
                (float64 for float64)
 
-    A row without keys gives out 0, lse -inf and gradients 0. Half types take scores and softmax in float32 and round the
+    A row without keys gives out 0, lse -inf (its sink, where there are sinks) and gradients 0. Half types take scores and softmax in float32 and round the
     weights to their own type before they meet v, as the kernels do.
     """
     if q.device.type not in ("cpu", "cuda") and not torch.amp.is_autocast_available(q.device.type):
-        return _attention(q, k, v, mask, causal, scale, kv_lengths, dropout_p, seed)
+        return _attention(q, k, v, mask, causal, scale, kv_lengths, dropout_p, seed, sinks, softcap, alibi_slopes, bias)
     # a caller's autocast would round the float32 scores of half types
     with torch.autocast(device_type=q.device.type, enabled=False):
-        return _attention(q, k, v, mask, causal, scale, kv_lengths, dropout_p, seed)
+        return _attention(q, k, v, mask, causal, scale, kv_lengths, dropout_p, seed, sinks, softcap, alibi_slopes, bias)
 
 
 def _attention(
@@ -59,6 +67,10 @@ def _attention(
     kv_lengths: Tensor | None,
     dropout_p: float,
     seed: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     scale = head_dim**-0.5 if scale is None else scale
@@ -72,20 +84,44 @@ def _attention(
 
     attends = _attending_pairs(q, kv_len, mask, causal, kv_lengths)
     score_dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(score_dtype) @ k.to(score_dtype).transpose(-1, -2) * scale).masked_fill(~attends, -torch.inf)
+    scores = q.to(score_dtype) @ k.to(score_dtype).transpose(-1, -2) * scale
+    scores = _changed(scores, softcap, alibi_slopes, bias).masked_fill(~attends, -torch.inf)
 
     # a row without keys: a finite pivot and a total of 1 avoid -inf - (-inf) and 0 / 0, in the backward too
     is_empty = ~attends.any(dim=-1, keepdim=True)
-    highest = scores.detach().amax(dim=-1, keepdim=True) if kv_len else scores.new_zeros(batch, heads, q_len, 1)
+    highest = (
+        scores.detach().amax(dim=-1, keepdim=True) if kv_len else scores.new_full((batch, heads, q_len, 1), -torch.inf)
+    )
+    if sinks is not None:
+        sinks = rearrange(sinks.to(score_dtype), "heads -> heads 1 1")
+        highest = torch.maximum(highest, sinks.detach())
+        is_empty = highest == -torch.inf
     pivot = highest.masked_fill(is_empty, 0)
     weights = torch.exp(scores - pivot)
-    total = weights.sum(dim=-1, keepdim=True).masked_fill(is_empty, 1)
+    total = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - pivot)
+    total = total.masked_fill(is_empty, 1)
     lse = (pivot + torch.log(total)).masked_fill(is_empty, -torch.inf).squeeze(-1)
 
     weights = weights / total
     if dropout_p > 0:
         weights = weights * _keep(seed, weights.shape, dropout_p) / (1 - dropout_p)
     return weights.to(v.dtype) @ v, lse
+
+
+def _changed(scores: Tensor, softcap: float | None, alibi_slopes: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What the options make of scaled scores (batch, heads, q_len, kv_len)."""
+    q_len, kv_len = scores.shape[2:]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        q_pos, kv_pos = (torch.arange(length, device=scores.device) for length in (q_len, kv_len))
+        distance = (q_pos[:, None] + (kv_len - q_len) - kv_pos).abs().to(scores.dtype)
+        scores = scores - alibi_slopes.to(scores.dtype)[:, None, None] * distance
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    return scores
 
 
 def _attending_pairs(q: Tensor, kv_len: int, mask: Tensor | None, causal: bool, kv_lengths: Tensor | None) -> Tensor:

@@ -25,6 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from blocksparse_flash.kernels import backward, decode, forward, hopper_backward, hopper_forward, launch, rows
+from blocksparse_flash.kernels.scores import TILE, Scores
 from blocksparse_flash.plan import Plan
 
 # bytes of shared memory that a program may take
@@ -62,10 +63,11 @@ def run_both(
     dlse: bool = False,
     backend: str = "triton",
     deterministic: bool = False,
+    scores: str = "",
 ) -> None:
     """Call the launchers of a backend; mode is "layout", "dense" or "causal", or "rows" for those that move rows.
 
-    With a few queries, q_len, the forward's.
+    scores is what `scores_of` reads. With a few queries, q_len, the forward's.
     """
     if mode == "rows":
         run_rows(head_dim, dtype, length)
@@ -85,10 +87,26 @@ def run_both(
         dlse = torch.empty_like(lse) if dlse else None
         hopper_backward.backward(dout, dlse, q, k, v, out, lse, *options, deterministic=deterministic)
         return
+    given: tuple[Any, ...] = ()
+    if scores:
+        options = (*options, scores_of(scores, heads, len(indices)))
+        # of slopes nobody learns
+        given = (["sinks" in scores, "learned" in scores, "bias" in scores],)
     out, lse = forward.forward(q, k, v, *options)
     if q_len is not None:
         return
-    backward.backward(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *options)
+    backward.backward(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *options, *given)
+
+
+def scores_of(words: str, heads: int, n_tiles: int) -> Scores:
+    """Options of the scores by words: sinks, softcap, slopes (learned), bias of blocks of so many tokens."""
+    bias, index = None, list[torch.Tensor]()
+    if "bias" in words:
+        pieces = TILE // int(words.split("bias")[1])
+        of_tiles = torch.zeros(n_tiles, pieces, pieces, dtype=torch.int32)
+        bias, index = torch.zeros(1, heads, n_tiles), [of_tiles, of_tiles, torch.zeros(n_tiles, 1, dtype=torch.int64)]
+    sinks, slopes = (torch.zeros(heads) if word in words else None for word in ("sinks", "slopes"))
+    return Scores(sinks, slopes, bias, index, 30.0 if "softcap" in words else 0.0)
 
 
 def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
@@ -181,6 +199,13 @@ def calls(arch: int) -> list[dict[str, Any]]:
     grid += [{"head_dim": head_dim, **few} for head_dim in (3, 40, 256)]
     grid += [{"head_dim": 128, **few, "dtype": torch.float32}, {"head_dim": 256, **few, "q_len": 64}]
     grid += [{"head_dim": head_dim, "dtype": half, "mode": "rows"} for head_dim in (64, 128)]
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "scores": scores}
+        for head_dim in (64, 128)
+        for scores in ("softcap", "sinks softcap slopes learned bias16")
+    ]
+    grid += [{"head_dim": 64, "dtype": half, "scores": scores} for scores in ("sinks", "bias128")]
+    grid += [{"head_dim": 64, "dtype": half, "mode": "causal", "scores": "slopes"}]
     if arch >= 90:
         # too small for descriptors: pointers
         grid += [{"head_dim": head_dim, "dtype": half, "length": 256} for head_dim in (64, 128)]

@@ -13,20 +13,52 @@ left of out; a softmax keeps all of that. Exponentials are powers of two, as on 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blocksparse_flash import reference
+from blocksparse_flash import BlockLayout, reference
 
 ORDERS = 4
 
 
+def block_of_pairs(layout: BlockLayout) -> Tensor:
+    """Which stored block each pair lies in: int64 (batch | 1, heads | 1, q_len, kv_len), layout.capacity where none is."""
+    (block_q, block_kv), capacity = layout.block_size, layout.capacity
+    found = torch.full(layout.shape, capacity)
+    for batch, head in torch.cartesian_prod(*map(torch.arange, layout.shape[:2])).tolist():
+        for row, (begin, end) in enumerate(layout.indptr[batch, head].unfold(0, 2, 1).tolist()):
+            for block in range(begin, end):
+                col = int(layout.indices[block])
+                rows = slice(row * block_q, (row + 1) * block_q)
+                found[batch, head, rows, col * block_kv : (col + 1) * block_kv] = block
+    return found
+
+
+def of_pairs(block_bias: Tensor, blocks: Tensor) -> Tensor:
+    """A bias of blocks as one of pairs, that broadcasts to (batch, heads, q_len, kv_len); blocks as block_of_pairs."""
+    padded = torch.nn.functional.pad(block_bias, (0, 1))
+    return padded[blocks.to(padded.device)] if padded.dim() == 1 else padded[..., blocks[0, 0].to(padded.device)]
+
+
 def results(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, mask: Tensor | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    mask: Tensor | None = None,
+    *,
+    added: Mapping[str, Tensor] | None = None,
+    blocks: Tensor | None = None,
+    **options: Any,
 ) -> list[list[Tensor]]:
     """The values that out, lse, dq, dk and dv may honestly take: for each a list, the reference's first.
+
+    added    sinks, alibi_slopes, block_bias, as far as there are: their gradients follow, in this order
+    blocks   of block_bias, as block_of_pairs
 
     By autograd through the reference, and by the textbook, in the type of q: of half types the textbook twice, with the
     reference's out and with one from float32 weights; of the others all twice, the products of q and k summed from the
@@ -36,21 +68,24 @@ def results(
     dout, dlse  gradients of out and lse; lse has at least float32, and is computed from q and k in that type
     options     those of reference.attention
     """
+    added = added or {}
+    given = options | _as_reference_has(added, blocks)
     if q.dtype in (torch.float16, torch.bfloat16):
         wide = (tensor.detach().float() for tensor in (q, k, v))
-        found = _both(
-            q, k, v, dout, dlse, mask, [reference.attention(*wide, mask, **options)[0].to(q.dtype)], **options
-        )
+        others: list[Tensor | None] = [reference.attention(*wide, mask, **given)[0].to(q.dtype)]
+        # a gradient that is a sum over all pairs of a block or a head is little else than what rounding left of out
+        others += [None] if added else []
+        found = _both(q, k, v, dout, dlse, mask, others, added, blocks, **options)
     else:
-        backwards = _both(q.flip(-1), k.flip(-1), v, dout, dlse, mask, [], **options)
+        backwards = _both(q.flip(-1), k.flip(-1), v, dout, dlse, mask, [], added, blocks, **options)
         for result in backwards:
             result[2], result[3] = result[2].flip(-1), result[3].flip(-1)
-        found = [*_both(q, k, v, dout, dlse, mask, [], **options), *backwards]
+        found = [*_both(q, k, v, dout, dlse, mask, [], added, blocks, **options), *backwards]
     outs, lses, *grads = map(list, zip(*found, strict=True))
     generator = torch.Generator().manual_seed(0)
     for _ in range(ORDERS):
         order = torch.randperm(q.shape[-1], generator=generator).to(q.device)
-        lses.append(reference.attention(q[..., order].detach(), k[..., order].detach(), v.detach(), mask, **options)[1])
+        lses.append(reference.attention(q[..., order].detach(), k[..., order].detach(), v.detach(), mask, **given)[1])
     return [outs, lses, *grads]
 
 
@@ -61,38 +96,54 @@ def _both(
     dout: Tensor,
     dlse: Tensor,
     mask: Tensor | None,
-    other_outs: list[Tensor],
+    other_outs: list[Tensor | None],
+    added: Mapping[str, Tensor],
+    blocks: Tensor | None,
     **options: Any,
 ) -> list[list[Tensor]]:
     """By autograd, by the textbook, and by the textbook with other outs."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    out, lse = reference.attention(*leaves, mask, **options)
+    added = {name: tensor.detach().requires_grad_() for name, tensor in added.items()}
+    out, lse = reference.attention(*leaves, mask, **options, **_as_reference_has(added, blocks))
+    leaves += added.values()
     dlse = dlse.to(lse.dtype)
     by_autograd = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     out, lse = out.detach(), lse.detach()
     found = [[out, lse, *by_autograd]]
     for rounded in (out, *other_outs):
-        found.append([rounded, lse, *_textbook(*leaves, rounded, lse, dout, dlse, mask, **options)])
+        found.append(_textbook(leaves, rounded, lse, dout, dlse, mask, added, blocks, **options))
     return found
 
 
+def _as_reference_has(added: Mapping[str, Tensor], blocks: Tensor | None) -> dict[str, Tensor]:
+    """The reference knows pairs, not blocks."""
+    given = dict(added)
+    if blocks is not None and "block_bias" in given:
+        given["bias"] = of_pairs(given.pop("block_bias"), blocks)
+    return given
+
+
 def _textbook(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
+    leaves: list[Tensor],
+    out: Tensor | None,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor,
     mask: Tensor | None,
+    added: Mapping[str, Tensor],
+    blocks: Tensor | None,
     *,
+    softcap: float | None = None,
     scale: float | None = None,
     causal: bool = False,
     kv_lengths: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv, by autograd too: constants in place of lse and delta leave the textbook's products to it."""
+) -> list[Tensor]:
+    """out, lse and the gradients of the leaves, by autograd too: constants in place of lse and delta leave the textbook's
+    products to it. Where out is not given, it is what kernels make: of weights that are rounded before they are normalised.
+    """
+    q, k, v = leaves[:3]
     dtype, kv_len, group = lse.dtype, k.shape[2], q.shape[1] // max(1, k.shape[1])
     keys, values = k, v
     if kv_lengths is not None:
@@ -101,13 +152,29 @@ def _textbook(
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
     attends = reference._attending_pairs(q, kv_len, mask, causal, kv_lengths)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = (q.to(dtype) * (scale * math.log2(math.e))) @ keys.to(dtype).mT
+    given = _as_reference_has(added, blocks)
+    sinks = given.pop("sinks", None)
+    if given or softcap is not None:
+        changed = [given.get(name) for name in ("alibi_slopes", "bias")]
+        scores = reference._changed((q.to(dtype) * scale) @ keys.to(dtype).mT, softcap, *changed) * math.log2(math.e)
+    else:
+        scores = (q.to(dtype) * (scale * math.log2(math.e))) @ keys.to(dtype).mT
     total = lse.masked_fill(lse == -torch.inf, 0)[..., None] * math.log2(math.e)
     weights = torch.exp2((scores - total).masked_fill(~attends, -torch.inf))
-    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1) - dlse.masked_fill(lse == -torch.inf, 0)
     kept = weights
     if dropout_p > 0:
         kept = weights * reference._keep(seed, weights.shape, dropout_p) / (1 - dropout_p)
+    if out is None:
+        # the largest weight of a row becomes 1
+        largest = weights.detach().amax(dim=-1, keepdim=True)
+        largest = largest.masked_fill(largest == 0, 1)
+        out = ((kept.detach() / largest).to(v.dtype).to(dtype) @ values.detach().to(dtype) * largest).to(q.dtype)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1) - dlse.masked_fill(lse == -torch.inf, 0)
     # kernels keep dout v^T in float32
     product = kept @ values.to(dtype)
-    return torch.autograd.grad((product, weights.sum(dim=-1)), (q, k, v), (dout.to(dtype), -delta))
+    results, grads = [product, weights.sum(dim=-1)], [dout.to(dtype), -delta]
+    if sinks is not None:
+        # a key without a value: its weight has the gradient -delta alone
+        results.append(torch.exp2(sinks[:, None] * math.log2(math.e) - total[..., 0]))
+        grads.append(-delta)
+    return [out, lse, *torch.autograd.grad(results, leaves, grads)]

@@ -59,9 +59,11 @@ TABLE = {
     ),
     "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
+    "blocksparse_flash/block_bias.py": Arrows({TORCH, f"{OURS}.blocks", f"{OURS}.plan"}),
     "blocksparse_flash/selection.py": Arrows({TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan"))}),
     "blocksparse_flash/layout.py": Arrows(
-        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "blocks", "description", "drawing"))}
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "block_bias", "blocks", "description"))}
+        | {f"{OURS}.drawing"}
         | {
             f"{OURS}.{name}"
             for name in ("full_blocks", "gather", "orders", "plan", "predicate", "selection", "storage")
@@ -72,15 +74,17 @@ TABLE = {
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
     "blocksparse_flash/kernels/__init__.py": Arrows(set()),
     "blocksparse_flash/kernels/tile.py": Arrows({TRITON}),
-    "blocksparse_flash/kernels/launch.py": Arrows({TORCH, TRITON, f"{OURS}.copy_engine"}),
+    "blocksparse_flash/kernels/scores.py": Arrows({TORCH}),
+    "blocksparse_flash/kernels/score_tile.py": Arrows({TRITON, f"{OURS}.kernels.tile"}),
+    "blocksparse_flash/kernels/launch.py": Arrows({TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.scores"}),
     "blocksparse_flash/kernels/decode.py": Arrows(
         {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
     ),
     "blocksparse_flash/kernels/forward.py": Arrows(
-        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "decode"))},
+        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "decode", "scores", "score_tile"))},
     ),
     "blocksparse_flash/kernels/backward.py": Arrows(
-        {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
+        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "scores", "score_tile"))},
     ),
     "blocksparse_flash/kernels/rows.py": Arrows({TORCH, TRITON, f"{OURS}.kernels.launch", f"{OURS}.kernels.tile"}),
     "blocksparse_flash/kernels/hopper.py": Arrows(
@@ -99,9 +103,12 @@ TABLE = {
             *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "hopper", "backward")),
         }
     ),
-    "blocksparse_flash/kernels/eager.py": Arrows({NUMPY, TORCH, f"{OURS}.philox"}),
+    "blocksparse_flash/kernels/eager_scores.py": Arrows({TORCH, f"{OURS}.kernels.scores"}),
+    "blocksparse_flash/kernels/eager.py": Arrows(
+        {NUMPY, TORCH, f"{OURS}.philox", f"{OURS}.kernels.scores", f"{OURS}.kernels.eager_scores"}
+    ),
     "blocksparse_flash/ops.py": Arrows(
-        {TORCH, f"{OURS}.copy_engine"},
+        {TORCH, f"{OURS}.copy_engine", f"{OURS}.kernels.scores"},
         {f"{OURS}.kernels.{name}" for name in ("eager", "forward", "backward", "hopper_forward", "hopper_backward")},
     ),
     "blocksparse_flash/contract.py": Arrows({TORCH, f"{OURS}.layout"}),
@@ -124,7 +131,7 @@ TABLE = {
         {TORCH}
         | {
             f"{OURS}.{name}"
-            for name in ("call", "contract", "copy_engine", "explanation", "layout", "ops", "reference")
+            for name in ("block_bias", "call", "contract", "copy_engine", "explanation", "layout", "ops", "reference")
         },
         {TRITON},
     ),
@@ -638,7 +645,7 @@ def test_public_names() -> None:
 def test_attention_has_its_exact_signature() -> None:
     expected = (
         "q, k, v, layout=None, *, causal=False, scale=None, kv_lengths=None, dropout_p=0.0, seed=None, "
-        "deterministic=None, backend='auto'"
+        "deterministic=None, backend='auto', sinks=None, softcap=None, alibi_slopes=None, block_bias=None"
     )
     for function in (blocksparse_flash.attention, blocksparse_flash.attention_with_lse, blocksparse_flash.explain):
         signature = inspect.signature(function)

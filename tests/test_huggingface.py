@@ -468,6 +468,21 @@ def test_sinks_take_their_share() -> None:
     assert_equal(ours, theirs, "eager")
 
 
+def test_scores_are_capped() -> None:
+    """Gemma 2 caps them, in windows and everywhere."""
+    family = "Gemma2ForCausalLM", {**GROUPED, "head_dim": 4, "sliding_window": 20, "attn_logit_softcapping": 0.02}
+    everywhere = torch.ones(2, LENGTH, dtype=torch.bool)
+    mapping = {
+        "full_attention": added(spelled_out(attends, everywhere, causal=True)),
+        "sliding_attention": added(spelled_out(attends, everywhere, causal=True, window=20)),
+    }
+    theirs = logits_and_gradients(model(family, "eager"), input_ids=ids(), attention_mask=mapping)
+    ours = logits_and_gradients(model(family, "blocksparse", LAYOUT), input_ids=ids())
+    assert_equal(ours, theirs, "eager")
+    uncapped = model(family, "blocksparse", LAYOUT, attn_logit_softcapping=None)
+    assert not torch.allclose(logits_and_gradients(uncapped, input_ids=ids())["logits"], ours["logits"])
+
+
 def test_masks_that_functions_add_are_looked_up_pair_by_pair() -> None:
     """What a model adds with or_mask_function may speak of one pair at a time."""
     from transformers.masking_utils import create_causal_mask
@@ -560,7 +575,7 @@ def forward(made: Any, **inputs: Any) -> Any:
     ("family", "changes", "inputs", "error", "message"),
     [
         ("Llama", {}, {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, TypeError, "from_huggingface"),
-        ("Llama", {}, {"softcap": 30.0}, ValueError, r"softcap, which is 30\.0"),
+        ("Llama", {}, {"position_bias": 30.0}, ValueError, r"position_bias, which is 30\.0"),
         ("Llama", {}, {"cu_seq_lens_q": torch.tensor([0, 9])}, ValueError, r"cu_seq_lens_q, which is a tensor of shape \(2,\).*position_ids that restart"),
         ("Llama", {}, {"bias_of_next_year": 1}, ValueError, "bias_of_next_year, which is 1: it is not known"),
         ("Llama", {"layout": 7}, {}, TypeError, r"config\.attention_layout must be a BlockLayout.*got int"),
@@ -598,13 +613,6 @@ def test_a_mask_and_a_layer_that_contradict_each_other_are_refused() -> None:
     module.config = transformers.LlamaConfig(attention_layout="causal", **SIZES)
     with pytest.raises(ValueError, match="4 queries and 5 keys have, but the model made no mask"):
         huggingface.attention_function(module, q, q.new_zeros(1, 1, 5, 8), q.new_zeros(1, 1, 5, 8), None)
-
-
-def test_capped_scores_are_refused() -> None:
-    family = "Gemma2ForCausalLM", {**GROUPED, "head_dim": 4, "sliding_window": 20}
-    with pytest.raises(ValueError, match="attn_logit_softcapping is None does without"):
-        model(family, "blocksparse", LAYOUT)(ids())
-    model(family, "blocksparse", LAYOUT, attn_logit_softcapping=None)(ids())
 
 
 def test_attention_weights_are_refused() -> None:

@@ -42,6 +42,11 @@ class Call:
     has_kv_lengths: bool = False
     dropout_p: float = 0.0
     scale: float | None = None
+    has_sinks: bool = False
+    softcap: float | None = None
+    has_slopes: bool = False
+    # of blocks, where there is a layout: "" none, "blocks" shared by all, "heads" one for each head, "batch" for each of all
+    bias: str = ""
 
     def __str__(self) -> str:
         words = [str(self.dtype).removeprefix("torch."), "mha" if self.kv_heads == 4 else "gqa", str(self.head_dim)]
@@ -49,7 +54,15 @@ class Call:
         words += [name for name in ("causal", "has_kv_lengths") if getattr(self, name)]
         words += [f"dropout{self.dropout_p}"] if self.dropout_p else []
         words += [f"scale{self.scale}"] if self.scale is not None else []
+        words += [name for name in ("has_sinks", "has_slopes") if getattr(self, name)]
+        words += [f"softcap{self.softcap}"] if self.softcap is not None else []
+        words += [f"bias_of_{self.bias}"] if self.bias else []
         return "-".join(words)
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether an option of the scores is among it, which `hopper` has not."""
+        return self.has_sinks or self.softcap is not None or self.has_slopes or bool(self.bias)
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -83,10 +96,27 @@ OPTIONS = [
     Call(head_dim=16, scale=-0.3),
     Call(head_dim=16, scale=0.0),
 ]
-CALLS = [*PRODUCT, *EXTRAS, *OPTIONS]
-# `hopper` has 16-bit types and no dropout
+# float16, as Triton's interpreter cuts bfloat16 off instead of rounding it: sums over all pairs of a block add that up
+SCORES = [
+    Call(head_dim=32, bias="blocks"),
+    Call(head_dim=64, bias="heads", dtype=torch.float16, kv_heads=1),
+    Call(head_dim=64, has_sinks=True, dtype=BFLOAT16),
+    Call(head_dim=32, bias="batch", has_sinks=True, softcap=2.0, has_slopes=True, causal=True),
+    Call(head_dim=32, softcap=1.5, kv_heads=1),
+    Call(head_dim=32, has_slopes=True, causal=True, dtype=torch.float16),
+    Call(
+        head_dim=64, bias="heads", has_sinks=True, softcap=3.0, has_slopes=True, has_kv_lengths=True, dropout_p=0.3,
+        dtype=torch.float16, kv_heads=1,
+    ),
+    Call(head_dim=16, bias="blocks", has_sinks=True, softcap=1.0, has_slopes=True, scale=-0.3, has_kv_lengths=True, kv_heads=1),
+    Call(head_dim=32, softcap=5.0, has_sinks=True, scale=0.0, dtype=torch.float16),
+    Call(head_dim=32, bias="batch", causal=True, has_kv_lengths=True, dropout_p=0.2),
+    Call(head_dim=32, has_sinks=True, has_kv_lengths=True, causal=True, kv_heads=1),
+]  # fmt: skip
+CALLS = [*PRODUCT, *EXTRAS, *OPTIONS, *SCORES]
+# `hopper` has 16-bit types, no dropout and no options of the scores
 HOPPER_CALLS = [
-    *(call for call in CALLS if call.dtype != FLOAT32 and not call.dropout_p),
+    *(call for call in CALLS if call.dtype != FLOAT32 and not call.dropout_p and not call.has_scores),
     Call(head_dim=128, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
     Call(head_dim=64, scale=-0.3, dtype=BFLOAT16),
     Call(head_dim=128, scale=0.0, dtype=torch.float16),
@@ -121,10 +151,12 @@ def calls_for(index: int, backend: str) -> list[Call]:
         return [HOPPER_CALLS[(index + 7 * turn) % len(HOPPER_CALLS)] for turn in range(3)]
     if backend == "eager":
         start = 4 * index % len(PRODUCT)
-        return [*PRODUCT[start : start + 4], others[index % len(others)]]
+        return [*PRODUCT[start : start + 4], others[index % len(others)], SCORES[index % len(SCORES)]]
+    # four: prime to the number of SCORES, so that neighbours differ
+    scores = [SCORES[4 * (index // 2) % len(SCORES)]] if index % 2 == 0 else []
     if index % 3 == 2:
-        return [others[index // 3 % len(others)]]
-    return [PRODUCT[(index // 3 * 2 + index % 3) % len(PRODUCT)]]
+        return [others[index // 3 % len(others)], *scores]
+    return [PRODUCT[(index // 3 * 2 + index % 3) % len(PRODUCT)], *scores]
 
 
 def zoo(which: str) -> list[tuple[str, Layout, Call]]:
@@ -193,8 +225,34 @@ def kv_lengths(layout: Layout, call: Call, device: torch.device) -> Tensor:
     return torch.tensor([max(0, kv_len - 3), min(kv_len, 9)], dtype=torch.int32, device=device)
 
 
+def added(layout: Layout, call: Call, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """sinks, alibi_slopes, block_bias, as far as the call has them."""
+    batch, heads, *_ = sizes_of(layout, call)
+    generator = torch.Generator().manual_seed(heads)
+    tensors = {}
+    if call.has_sinks:
+        tensors["sinks"] = torch.randn(heads, generator=generator)
+    if call.has_slopes:
+        tensors["alibi_slopes"] = 2.0 ** -torch.arange(3, heads + 3)
+    if call.bias and isinstance(layout, cases.Case):
+        built = layout.build()
+        shape = {"blocks": (), "heads": (heads,), "batch": (batch, heads)}[
+            call.bias if built.shape[:2] == (1, 1) else "blocks"
+        ]
+        tensors["block_bias"] = torch.randn(*shape, built.capacity, generator=generator)
+    # not in 16 bits: nobody's parameters of this kind are, and they would be rounded before anything is computed
+    dtype = torch.promote_types(dtype, FLOAT32)
+    return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+
+
+@lru_cache(maxsize=64)
+def blocks_of(layout: Layout) -> Tensor | None:
+    return plain.block_of_pairs(layout.build()) if isinstance(layout, cases.Case) else None
+
+
 def run(backend: str, layout: Layout, call: Call, tensors: dict[str, Tensor], device: torch.device) -> list[Tensor]:
-    """out, lse, dq, dk, dv."""
+    """out, lse, dq, dk, dv, and the gradients of what is added."""
+    options = {name: tensor.requires_grad_() for name, tensor in added(layout, call, call.dtype, device).items()}
     leaves = [tensors[name].requires_grad_() for name in ("q", "k", "v")]
     out, lse = attention_with_lse(
         *leaves,
@@ -207,15 +265,19 @@ def run(backend: str, layout: Layout, call: Call, tensors: dict[str, Tensor], de
         # the tests' poisoned memory asks for True, with which `hopper` has another backward
         deterministic=False,
         backend=backend,
+        softcap=call.softcap,
+        **options,
     )
-    grads = torch.autograd.grad((out, lse), leaves, (tensors["dout"], tensors["dlse"].to(lse.dtype)))
+    grads = torch.autograd.grad(
+        (out, lse), [*leaves, *options.values()], (tensors["dout"], tensors["dlse"].to(lse.dtype))
+    )
     return [out.detach(), lse.detach(), *grads]
 
 
 # the same call comes once for each backend
 @lru_cache(maxsize=64)
 def expected(layout: Layout, call: Call, device: torch.device) -> list[tuple[list[Tensor], Tensor]]:
-    """For each of NAMES the plain results in the call's type (lse in float32 at least), and float64's."""
+    """For each of `names` the plain results in the call's type (lse in float32 at least), and float64's."""
 
     def results(dtype: torch.dtype) -> list[list[Tensor]]:
         return plain.results(
@@ -226,6 +288,9 @@ def expected(layout: Layout, call: Call, device: torch.device) -> list[tuple[lis
             kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
             dropout_p=call.dropout_p,
             seed=torch.tensor([SEED], device=device),
+            added=added(layout, call, dtype, device),
+            blocks=blocks_of(layout) if call.bias else None,
+            softcap=call.softcap,
         )
 
     return [
@@ -238,8 +303,17 @@ def assert_backend_is_accurate(backend: str, layout: Layout, call: Call, device:
     tensors = {name: tensor.to(device) for name, tensor in inputs(layout, call).items()}
     tensors = {name: buried(tensor).detach() if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
     actual = run(backend, layout, call, tensors, device)
-    for name, result, references in zip(NAMES, actual, expected(layout, call, device), strict=True):
-        assert_as_accurate(result, *references, name=name)
+    names = [*NAMES, *(f"d{name}" for name in added(layout, call, call.dtype, device))]
+    for name, result, (plains, truth) in zip(names, actual, expected(layout, call, device), strict=True):
+        if result.dim() >= 3 and name != "dblock_bias":
+            assert_as_accurate(result, plains, truth, name=name)
+        else:
+            # a number a head or a block: as lse has one a row
+            assert_as_accurate(_as_rows(result), [_as_rows(plain) for plain in plains], _as_rows(truth), name=name)
+
+
+def _as_rows(values: Tensor) -> Tensor:
+    return values.reshape(1, -1, values.shape[-1])
 
 
 def test_is_as_accurate_as_the_reference(backend, layout, call, device):

@@ -80,7 +80,7 @@ def _checked(
     autocast = functional._autocast(q)
     dtype, factor = contract.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
-    unfit_for_hopper = functional._unfit_for_hopper(q.device, q, k, v, dtype, 0.0)
+    unfit_for_hopper = functional._unfit_for_hopper(q.device, q, k, v, dtype, 0.0, None)
     chosen = functional._choose(backend, q.device, dtype, unfit_for_hopper)
     return _Call(factor, n_chunks(chunks, plan, layer, k, v), chosen, autocast)
 

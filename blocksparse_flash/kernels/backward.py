@@ -5,7 +5,8 @@ With p = exp(scale q k^T - lse), dp = dout v^T and delta = rowsum(dout * out) - 
 Three launches: the statistics of each query (lse, delta); dk and dv, one program a block of keys of a key head, walking
 the columns of the plan (for each query head of the group); dq, one program a block of queries, walking the rows. No
 atomics, no workspace beyond the statistics (8 bytes a query and head), and the same bits every time. Rows without keys
-(lse -inf) give zeros.
+(lse -inf) give zeros. What the options of the scores do to them (score_tile.py) is done again, and its derivative goes
+into ds; the gradients of slopes and biases are summed by the launch of dq, a row and a piece of a tile at a time.
 
 Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
 """
@@ -13,6 +14,7 @@ Knows: a plan's tensors, strides, launch configurations. Does not know: layouts,
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,17 +27,22 @@ from .launch import (
     Launch,
     Options,
     Seen,
+    axis_strides,
     constants,
     describe,
     device_seed,
     options_of,
     padded_dim,
+    score_arguments,
     see,
+    see_scores,
     see_walk,
     walk,
     walk_strides,
     wants_descriptors,
 )
+from .score_tile import changed_scores, distances, store_sums
+from .scores import Scores, sums_shape
 from .tile import (
     LOG2_E,
     TILE,
@@ -59,17 +66,30 @@ from .tile import (
 STATISTICS_ROWS = 32
 
 
-def config_keys(dim: int, element_size: int, *, major: int, tma: bool, dropout: bool, shared_memory: int) -> Config:
+def config_keys(
+    dim: int,
+    element_size: int,
+    *,
+    major: int,
+    tma: bool,
+    dropout: bool,
+    shared_memory: int,
+    changed: bool = False,
+) -> Config:
     """The launch table of dk and dv: block_kv is owned, block_q walked.
 
     H200, (1, 2048 / dim, 16384, dim) bf16 dense, milliseconds. 128, tma: 64x64 4 warps 2 stages (two programs a
     multiprocessor) 7.5; 64x128 8 warps 8.9, 32x64 8.9, 64x64 8 warps 16.5. 64, tma: 64x64 4 warps 3 stages 9.4;
     2 stages 9.4, 128x64 9.0 to 9.7 but it spills, 64x128 8 warps 12.2. Pointers and dropout: more than 32x64 spills,
     4 warps spill without wgmma, 8 warps make ptxas serialise it (C7515). float32: 4 warps spill. sm100, where nothing was
-    run: what is nearest and does not spill.
+    run, and changed scores, which were not: what is nearest and does not spill.
     """
     if element_size == 4:
         return Config(32, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
+    if dim <= 128 and changed:
+        if major == 10:
+            return Config(32, 32, 8 if dim <= 64 else 4, 2)
+        return Config(32, 64, 8, 2 if major == 9 else 1)
     if dim <= 128:
         if tma and not dropout:
             if major == 10 and dim <= 64:
@@ -81,7 +101,16 @@ def config_keys(dim: int, element_size: int, *, major: int, tma: bool, dropout: 
     return Config(32, 32, 4, 1) if shared_memory < 160 * 1024 else Config(32, 64, 8, 2)
 
 
-def config_queries(dim: int, element_size: int, *, major: int, tma: bool, dropout: bool, shared_memory: int) -> Config:
+def config_queries(
+    dim: int,
+    element_size: int,
+    *,
+    major: int,
+    tma: bool,
+    dropout: bool,
+    shared_memory: int,
+    changed: bool = False,
+) -> Config:
     """The launch table of dq: block_q is owned, block_kv walked.
 
     As at `config_keys`. 128, tma: 64x64 4 warps 2 stages 5.4; 3 stages 5.9, 128x64 8 warps 5.5, 128x64 4 warps 14.0.
@@ -90,6 +119,10 @@ def config_queries(dim: int, element_size: int, *, major: int, tma: bool, dropou
     small = shared_memory < 160 * 1024
     if element_size == 4:
         return Config(64, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
+    if dim <= 128 and changed:
+        if major >= 9:
+            return Config(128, 64, 8, 3) if dim <= 64 else Config(64, 32, 8 if major == 10 else 4, 2)
+        return Config(64, 32, 4, 2) if dim <= 64 else Config(64, 64, 8, 2)
     if dim <= 128 and dropout:
         return Config(64, 64, 8, 2)
     if dim <= 64:
@@ -156,20 +189,21 @@ def load_statistics(statistics_ptr, i_axis, q_start, n_padded, ROWS: tl.constexp
 def keys_kernel(
     # inputs
     q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
-    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr,
+    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous
     dk_ptr, dv_ptr,
     # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, dout_strides, items_strides,
+    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
     # sizes: n_heads key heads, n_axes = batch * n_heads, n_lines = tile columns (blocks of keys without a layout)
-    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale,
+    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
     # compile time
     SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
     HAS_LAYOUT: tl.constexpr = items_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
+    CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_Q
     if HAS_LAYOUT:
         i_axis, p_record, i_part = find_record(
@@ -191,10 +225,16 @@ def keys_kernel(
     b_dk_lost = tl.zeros([BLOCK_KV, DIM], tl.float32)
     b_dv = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
     b_dv_lost = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
+    factor = scale_log2
+    if CHANGED:
+        factor = 1.0
 
     for i_member in tl.range(0, GROUP):
         i_head = i_kv_head * GROUP + i_member
         i_q_axis = i_batch * n_heads * GROUP + i_head
+        slope = 0.0
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + i_head) * LOG2_E
         # steps of BLOCK_Q queries: the partial tiles of the column, then the full ones
         if HAS_LAYOUT:
             p_member = p_record
@@ -224,10 +264,15 @@ def keys_kernel(
             b_lse, b_delta = load_statistics(statistics_ptr, i_q_axis, q_start, n_padded, BLOCK_Q)
             # [BLOCK_KV, BLOCK_Q]
             b_scores = product(b_k, tl.trans(b_q), PRECISION)
+            if CHANGED:
+                b_scores, b_tanh = changed_scores(
+                    b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head,
+                    i_step // STEPS, q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, True,
+                )
             if LIMITED:
                 m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
                 b_scores = tl.where(m_kv[:, None], b_scores, float("-inf"))
-            b_p = tl.math.exp2(b_scores * scale_log2 - b_lse[None, :])
+            b_p = tl.math.exp2(b_scores * factor - b_lse[None, :])
             if is_partial:
                 i_bitmask = 0
                 if HAS_LAYOUT:
@@ -252,6 +297,8 @@ def keys_kernel(
                 b_dv, b_dv_lost = add_product(b_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
                 b_dp = product(b_v, tl.trans(b_dout), PRECISION)
             b_ds = b_p * (b_dp - b_delta[None, :])
+            if cap is not None:
+                b_ds = b_ds * (1.0 - b_tanh * b_tanh)
             b_dk, b_dk_lost = add_product(b_ds.to(b_q.dtype), b_q, b_dk, b_dk_lost, PRECISION)
 
     b_dk = b_dk * scale
@@ -264,20 +311,21 @@ def keys_kernel(
 def queries_kernel(
     # inputs
     q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
-    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr,
-    # output, contiguous
-    dq_ptr,
+    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    # outputs, contiguous; sums_ptr: of ds, dslopes_ptr: of -ds * distance a query
+    dq_ptr, sums_ptr, dslopes_ptr,
     # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, dout_strides, items_strides,
+    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
     # sizes: n_axes = batch * heads, n_lines = tile rows (blocks of queries without a layout)
-    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale,
+    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
     # compile time
     SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
     HAS_LAYOUT: tl.constexpr = items_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
+    CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_KV
     if HAS_LAYOUT:
         i_axis, p_record, i_part = find_record(
@@ -300,6 +348,14 @@ def queries_kernel(
     b_lse, b_delta = load_statistics(statistics_ptr, i_axis, q_start, n_padded, BLOCK_Q)
     b_dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
     b_dq_lost = tl.zeros([BLOCK_Q, DIM], tl.float32)
+    factor = scale_log2
+    slope = 0.0
+    if CHANGED:
+        factor = 1.0
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + i_head) * LOG2_E
+        if dslopes_ptr is not None:
+            b_dslope = tl.zeros([BLOCK_Q], tl.float32)
 
     # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones, as in the forward
     if HAS_LAYOUT:
@@ -324,11 +380,16 @@ def queries_kernel(
         b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
         # [BLOCK_Q, BLOCK_KV]
         b_scores = product(b_q, tl.trans(b_k), PRECISION)
+        if CHANGED:
+            b_scores, b_tanh = changed_scores(
+                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head, i_step // STEPS,
+                q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, False,
+            )
         b_dp = product(b_dout, tl.trans(b_v), PRECISION)
         if LIMITED and HAS_LAYOUT:
             m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
             b_scores = tl.where(m_kv[None, :], b_scores, float("-inf"))
-        b_p = tl.math.exp2(b_scores * scale_log2 - b_lse[:, None])
+        b_p = tl.math.exp2(b_scores * factor - b_lse[:, None])
         if is_partial:
             i_bitmask = 0
             if HAS_LAYOUT:
@@ -342,9 +403,21 @@ def queries_kernel(
             m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
             b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
+        if dslopes_ptr is not None:
+            b_dslope -= tl.sum(b_ds * distances(q_start, kv_start, kv_len - q_len, BLOCK_Q, BLOCK_KV, False), 1)
+        if sums_ptr is not None:
+            store_sums(
+                sums_ptr, sums_strides, i_batch, i_head, i_step // STEPS, q_start, kv_start, b_ds,
+                PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+            )
+        if cap is not None:
+            b_ds = b_ds * (1.0 - b_tanh * b_tanh)
         b_dq, b_dq_lost = add_product(b_ds.to(b_k.dtype), b_k, b_dq, b_dq_lost, PRECISION)
     o_axis = i_axis.to(tl.int64) * q_len
     store_tile(dq_ptr + o_axis * HEAD_DIM, q_start, q_len, b_dq * scale, HEAD_DIM, BLOCK_Q, DIM)
+    if dslopes_ptr is not None:
+        o_q = q_start + tl.arange(0, BLOCK_Q)
+        tl.store(dslopes_ptr + o_axis + o_q, b_dslope, mask=o_q < q_len)
 # fmt: on
 
 
@@ -379,6 +452,20 @@ class Prepared(NamedTuple):
     dim: int
     dim_v: int
     n_padded: int
+    bias_sums: tuple[int, ...] | None
+
+
+def bias_sums_shape(
+    batch: int, heads: int, items: Seen | None, chosen: Config, options: Options
+) -> tuple[int, ...] | None:
+    """The shape of what the launch of dq adds up for the gradient of a bias, None where that is not wanted."""
+    scores = options.scores
+    if scores is None or scores.pieces is None or items is None or not scores.wanted[2]:
+        return None
+    shared = (batch if items.shape[0] == 1 else 1, heads if items.shape[1] == 1 else 1)
+    tables = scores.tables[0]
+    assert tables is not None
+    return sums_shape(shared, tables.shape[2], scores.pieces, (chosen.block_q, chosen.block_kv))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -403,12 +490,13 @@ def prepare(
         "tma": tma,
         "dropout": options.dropout_p > 0,
         "shared_memory": options.shared_memory,
+        "changed": options.changes_scores,
     }
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **asked)
     queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **asked)
 
     def walking(
-        kernel: Any, chosen: Config, items: Seen | None, heads: int, length: int, block: int, scale: float
+        kernel: Any, chosen: Config, items: Seen | None, heads: int, length: int, block: int, **added: Any
     ) -> Launch:
         n_lines = items.shape[2] if items else -(-length // block)
         split = TILE_SIDE // block if items else 1
@@ -424,20 +512,23 @@ def prepare(
             "q_len": q_len,
             "kv_len": kv_len,
             "n_padded": n_padded,
-            "scale": scale,
             **fixed,
+            **added,
             **chosen.arguments,
         }
         return Launch(kernel, (n_lines * split * batch * heads,), rest)
 
     keys = queries = None
+    shape = bias_sums_shape(batch, heads, rows[0], queries_config, options)
     scale = options.scale
     if batch * kv_heads * kv_len:
         # the walked queries carry the sign
-        keys = walking(keys_kernel, keys_config, cols[0], kv_heads, kv_len, keys_config.block_kv, abs(scale))
+        added = {"scale": abs(scale), **score_arguments(options, 1)}
+        keys = walking(keys_kernel, keys_config, cols[0], kv_heads, kv_len, keys_config.block_kv, **added)
     if batch * heads * q_len:
-        queries = walking(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, scale)
-    return Prepared(statistics, keys, keys_config, queries, queries_config, tma, dim, dim_v, n_padded)
+        added = {"scale": scale, **score_arguments(options, 0), "sums_strides": shape and axis_strides(shape)}
+        queries = walking(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
+    return Prepared(statistics, keys, keys_config, queries, queries_config, tma, dim, dim_v, n_padded, shape)
 
 
 def operands(
@@ -467,15 +558,27 @@ def backward(
     scale: float,
     causal: bool,
     dropout_p: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv, contiguous and in q's type. out and lse are the forward's."""
+    scores: Scores | None = None,
+    wanted: Sequence[bool] = (),
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv, contiguous and in q's type. out and lse are the forward's.
+
+    With options of the scores also the gradients of sinks, slopes and bias, as far as `wanted` (bool for each), else empty.
+    """
     # not empty_like, which keeps strides
     dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     seed = device_seed(seed, q.device)
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths, seed)
+    slopes = rows = cols = sums = dslopes = None
+    if scores is not None:
+        slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)
+        options = options._replace(scores=see_scores(scores, rows, cols, wanted=wanted))
     ready = prepare(see(q), see(k), see(v), see(dout), see_walk(plan, 0), see_walk(plan, 3), options)
+    if scores is not None:
+        dslopes = torch.empty_like(lse) if wanted[1] else None
+        sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)
     statistics = torch.empty(*q.shape[:2], ready.n_padded, 2, dtype=torch.float32, device=q.device)
     if lse.numel() > 0:
         ready.statistics(out, dout, lse, dlse, statistics, None)
@@ -483,8 +586,11 @@ def backward(
     tensors, made = {"q": q, "k": k, "v": v, "dout": dout}, dict[Any, Any]()
     if ready.keys is not None:
         refs = operands(ready, ready.keys_config, tensors, made)
-        ready.keys(*refs, statistics, *walk(plan, 3), kv_lengths, seed, dk, dv)
+        ready.keys(*refs, statistics, *walk(plan, 3), kv_lengths, seed, slopes, cols, dk, dv)
     if ready.queries is not None:
         refs = operands(ready, ready.queries_config, tensors, made)
-        ready.queries(*refs, statistics, *walk(plan, 0), kv_lengths, seed, dq)
-    return dq, dk, dv
+        ready.queries(*refs, statistics, *walk(plan, 0), kv_lengths, seed, slopes, rows, dq, sums, dslopes)
+    if scores is None:
+        return dq, dk, dv
+    delta = statistics[:, :, : q.shape[2], 1]
+    return dq, dk, dv, *scores.gradients(wanted, lse, delta, dslopes, sums)

@@ -11,6 +11,7 @@ s = scale q k^T, per row of queries:
     backward   p = exp(s - lse),  dp = dout v^T,  ds = p (dp - delta),  delta = rowsum(dout out) - dlse
                dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout
 
+Options of the scores (scores.py) change s before the mask; a sink is a partial result that every row starts from.
 Dropout multiplies p by keep / (1 - dropout_p) where it meets v, and dp likewise. Half types are computed in float32.
 
 Only stored tiles are computed. Memory is O(tokens) for the float32 copies and the gradients, plus a bounded chunk. Each
@@ -27,8 +28,9 @@ Two facts about CPUs decide how masks are applied (Xeon with AVX-512, torch 2.13
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import philox
+from .eager_scores import Change, Changes
+from .scores import Scores
 
 TILE = 128
 # what a plan takes from the index of a partial tile
@@ -79,6 +83,7 @@ class _Group(NamedTuple):
 
     batch_idx, head_idx, rows  (items,) of each tile row; 0 for an axis which the plan shares
     n_partial, n_tiles  tiles of each row; the partial ones come first
+    begins  of each row among the listed tiles, or None without a plan
     cols    (begin, end, first, last) -> (end - begin, last - first) tile columns `first` .. `last` of items `begin` .. `end`
     limits  (begin, end, first, last) -> (end - begin, queries, 128 * (last - first)): +inf attends, -inf does not
     """
@@ -88,6 +93,7 @@ class _Group(NamedTuple):
     rows: Tensor
     n_partial: int
     n_tiles: int
+    begins: Tensor | None
     cols: Callable[[int, int, int, int], Tensor]
     limits: Callable[[int, int, int, int], Tensor]
 
@@ -100,6 +106,7 @@ class _Span(NamedTuple):
     limit     (rows, queries, keys of the partial tiles), or None
     length_limit  broadcasts to shape, or None
     keep      of that shape, 0 or 1 / (1 - dropout_p), or None
+    change    what the options of the scores do, or None
     """
 
     kv_tiles: Tensor
@@ -107,6 +114,7 @@ class _Span(NamedTuple):
     limit: Tensor | None
     length_limit: Tensor | None
     keep: Tensor | None
+    change: Change | None
     is_only: bool
 
 
@@ -121,9 +129,11 @@ class _Walk:
         seed: Tensor | None,
         causal: bool,
         dropout_p: float,
+        changes: Changes | None,
         *,
         like: Tensor,
     ) -> None:
+        self.changes = changes
         self.sizes, self.seed, self.dropout_p = sizes, seed, dropout_p
         self.device, self.dtype = like.device, like.dtype
         is_on_cpu = like.device.type == "cpu"
@@ -176,7 +186,8 @@ class _Walk:
                 memory.clear()
                 memory[first] = group.limits(begin, end, first, min(last, group.n_partial))
             kv_pos = q_pos = None
-            if self.kv_lengths is not None or self.dropout_p > 0:
+            needs_distance = self.changes is not None and self.changes.needs_positions
+            if self.kv_lengths is not None or self.dropout_p > 0 or needs_distance:
                 # (rows, queries, 1) and (rows, 1, keys)
                 q_pos = _positions(group.rows[begin:end, None])[:, : sizes.q_side, None]
                 kv_pos = _positions(cols)[:, None]
@@ -186,6 +197,7 @@ class _Walk:
                 limit=memory.get(first),
                 length_limit=self._length_limit(batch_idx, kv_pos),
                 keep=self._keep(batch_idx, head_idx, q_pos, kv_pos),
+                change=self._change(group, slice(begin, end), (first, last), batch_idx, head_idx, q_pos, kv_pos),
                 is_only=group.n_tiles <= self.tiles_at_once,
             )
 
@@ -205,6 +217,25 @@ class _Walk:
         batch_idx, head_idx = batch_idx[:, :, None, None], head_idx[:, :, None, None]
         is_kept = philox.keep_mask(self.seed.to(self.device), batch_idx, head_idx, q_pos, kv_pos, self.dropout_p)
         return is_kept.to(self.dtype).mul_(1 / (1 - self.dropout_p))
+
+    def _change(
+        self,
+        group: _Group,
+        rows: slice,
+        steps: tuple[int, int],
+        batch_idx: Tensor,
+        head_idx: Tensor,
+        q_pos: Tensor | None,
+        kv_pos: Tensor | None,
+    ) -> Change | None:
+        if self.changes is None:
+            return None
+        entries = distance = None
+        if group.begins is not None:
+            entries = group.begins[rows, None] + torch.arange(*steps, device=self.device)
+        if self.changes.needs_positions and q_pos is not None and kv_pos is not None:
+            distance = (q_pos + (self.sizes.kv_len - self.sizes.q_len) - kv_pos).abs().to(self.dtype)
+        return self.changes.of_span(batch_idx, head_idx, entries, distance)
 
     def _plan_groups(self, plan: list[Tensor]) -> Iterator[_Group]:
         row_items, row_indices, row_ids, *_, words = plan
@@ -231,7 +262,7 @@ class _Walk:
                 steps = torch.arange(first, last, device=self.device)
                 return _unpacked(words[row_ids[begins[begin:end, None] + steps].to(torch.int64)], self.dtype)
 
-            yield _Group(batch_idx, head_idx, rows, n_partial, n_tiles, cols, limits)
+            yield _Group(batch_idx, head_idx, rows, n_partial, n_tiles, begins, cols, limits)
 
     def _dense_groups(self, causal: bool) -> Iterator[_Group]:
         sizes = self.sizes
@@ -262,7 +293,7 @@ class _Walk:
             return _limit(kv_pos <= q_pos + offset, self.dtype)
 
         zeros = torch.zeros_like(rows)
-        return _Group(zeros, zeros, rows, n_tiles - n_full, n_tiles, cols, limits)
+        return _Group(zeros, zeros, rows, n_tiles - n_full, n_tiles, None, cols, limits)
 
 
 def _positions(tiles: Tensor) -> Tensor:
@@ -307,18 +338,19 @@ def _kv_tiles(tensor: Tensor, dtype: torch.dtype, kv_lengths: Tensor | None) -> 
     return _tiles(tensor, dtype)
 
 
-def _scores(q_chunk: Tensor, k_chunk: Tensor, scale: float, span: _Span) -> Tensor:
-    """(items, queries, keys) scaled scores, -inf for pairs that do not attend."""
+def _scores(q_chunk: Tensor, k_chunk: Tensor, scale: float, span: _Span) -> tuple[Tensor, Tensor | None]:
+    """(items, queries, keys) scores, -inf for pairs that do not attend; and the tanh of a cap, by head."""
     # the product takes the factor for free; with beta=0 its first argument gives nothing but a shape
     nothing = q_chunk.new_zeros(1, 1, 1).expand(*q_chunk.shape[:2], k_chunk.shape[1])
     scores = torch.baddbmm(nothing, q_chunk, k_chunk.transpose(1, 2), beta=0, alpha=scale)
     by_head = scores.view(span.shape)
+    tanh = None if span.change is None else span.change.apply(by_head)
     if span.limit is not None:
         partial = by_head[..., : span.limit.shape[-1]]
         torch.minimum(partial, span.limit, out=partial)
     if span.length_limit is not None:
         torch.minimum(by_head, span.length_limit, out=by_head)
-    return scores
+    return scores, tanh
 
 
 def _weights(scores: Tensor, pivot: Tensor, span: _Span) -> Tensor:
@@ -364,18 +396,21 @@ class _Partial(NamedTuple):
     is_divided: bool
 
 
-def _attended(q_chunk: Tensor, k_tiles: Tensor, v_tiles: Tensor, scale: float, span: _Span) -> _Partial:
+def _attended(
+    q_chunk: Tensor, k_tiles: Tensor, v_tiles: Tensor, scale: float, span: _Span, *, is_all: bool
+) -> _Partial:
+    """What a span alone gives; is_all: nothing else will be merged with it."""
     dtype = q_chunk.dtype
-    scores = _scores(q_chunk, _gathered(k_tiles, span).to(dtype), scale, span)
+    scores, _ = _scores(q_chunk, _gathered(k_tiles, span).to(dtype), scale, span)
     highest = scores.amax(dim=-1, keepdim=True)
     weights = _weights(scores, _finite(highest), span)
     total = weights.sum(dim=-1, keepdim=True)
-    if span.is_only:
+    if is_all:
         # as the reference does, which rounds less than dividing the product
         weights.div_(_nonzero(total))
     if span.keep is not None:
         weights.view(span.shape).mul_(span.keep)
-    return _Partial(torch.bmm(weights, _gathered(v_tiles, span).to(dtype)), highest, total, span.is_only)
+    return _Partial(torch.bmm(weights, _gathered(v_tiles, span).to(dtype)), highest, total, is_all)
 
 
 def _merged(a: _Partial, b: _Partial) -> _Partial:
@@ -383,6 +418,14 @@ def _merged(a: _Partial, b: _Partial) -> _Partial:
     decay_a, decay_b = torch.exp(a.highest - _finite(highest)), torch.exp(b.highest - _finite(highest))
     out = b.out.mul_(decay_b).addcmul_(a.out, decay_a)
     return _Partial(out, highest, b.total.mul_(decay_b).addcmul_(a.total, decay_a), is_divided=False)
+
+
+def _sunk(sinks: Tensor, index: Tensor, sizes: _Sizes, v_dim: int) -> _Partial:
+    """What query tiles know of their sinks, before the first key. (A sink of -inf is none: `_merged` gives it no weight.)"""
+    highest = sinks[index // sizes.n_rows % sizes.heads][:, None, None].expand(-1, sizes.q_side, 1)
+    return _Partial(
+        highest.new_zeros(len(index), sizes.q_side, v_dim), highest, torch.ones_like(highest), is_divided=False
+    )
 
 
 def _add_tiles(total: Tensor, index: Tensor, tiles: Tensor) -> None:
@@ -407,6 +450,7 @@ def forward(
     scale: float,
     causal: bool,
     dropout_p: float,
+    scores: Scores | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Block-sparse attention.
 
@@ -421,10 +465,14 @@ def forward(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+    sinks = None if scores is None else scores.sinks
+    if sinks is not None:
+        lse.copy_(sinks[:, None].expand_as(lse))
     if sizes.is_empty:
         return out, lse
     q_tiles = _tiles(q, dtype, sizes.q_side)
-    walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, like=q_tiles)
+    changes = None if scores is None else Changes(scores, (sizes.batch, sizes.heads), plan, like=q_tiles)
+    walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
     # one row of tiles reads a key tile once a head: what it reads is converted, which may be little
     stored = k.dtype if sizes.n_rows == 1 else dtype
     k_tiles, v_tiles = (_kv_tiles(tensor, stored, kv_lengths) for tensor in (k, v))
@@ -432,7 +480,11 @@ def forward(
     lse_tiles = _tiles(lse[..., None], dtype, sizes.q_side)
     for index, spans in walk:
         q_chunk = q_tiles.index_select(0, index)
-        partials = (_attended(q_chunk, k_tiles, v_tiles, scale, span) for span in spans)
+        partials: Iterable[_Partial] = (
+            _attended(q_chunk, k_tiles, v_tiles, scale, span, is_all=span.is_only and sinks is None) for span in spans
+        )
+        if sinks is not None:
+            partials = itertools.chain([_sunk(sinks, index, sizes, v.shape[3])], partials)
         merged = functools.reduce(_merged, partials)
         total = _nonzero(merged.total)
         out_tiles.index_copy_(0, index, merged.out if merged.is_divided else merged.out.div_(total))
@@ -454,13 +506,17 @@ def backward(
     scale: float,
     causal: bool,
     dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    scores: Scores | None = None,
+    wanted: Sequence[bool] = (False, False, False),
+) -> tuple[Tensor, ...]:
     """Gradients of `forward`'s q, k and v, given those of its out and lse (None is zero); the rest as there.
 
-    returns  dq, dk, dv of the shapes and dtypes of q, k, v, contiguous
+    returns  dq, dk, dv of the shapes and dtypes of q, k, v, contiguous; with options of the scores also the gradients of
+             sinks, slopes and bias, empty where they are not wanted
     """
     sizes = _Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     if sizes.is_empty:
+        assert scores is None, "the reference answers for no keys"
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dtype = lse.dtype
     delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1)
@@ -470,7 +526,10 @@ def backward(
     # a row without keys: exp(s - inf) = 0 where exp(s + inf) would not be
     pivot = lse.masked_fill(lse == -torch.inf, torch.inf)
     q_tiles = _tiles(q, dtype, sizes.q_side)
-    walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, like=q_tiles)
+    changes = None
+    if scores is not None:
+        changes = Changes(scores, (sizes.batch, sizes.heads), plan, like=q_tiles, wanted=(wanted[1], wanted[2]))
+    walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
     k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
     dout_tiles, delta_tiles, pivot_tiles = (
         _tiles(tensor, dtype, sizes.q_side) for tensor in (dout, delta[..., None], pivot[..., None])
@@ -483,7 +542,8 @@ def backward(
         dq_chunk = torch.zeros_like(q_chunk)
         for span in spans:
             k_chunk = _gathered(k_tiles, span)
-            weights = _weights(_scores(q_chunk, k_chunk, scale, span), pivot_chunk, span)
+            found, tanh = _scores(q_chunk, k_chunk, scale, span)
+            weights = _weights(found, pivot_chunk, span)
             dscores = torch.bmm(dout_chunk, _gathered(v_tiles, span).transpose(1, 2))
             kept = weights
             if span.keep is not None:
@@ -491,7 +551,20 @@ def backward(
                 dscores.view(span.shape).mul_(span.keep)
             _add_tiles(dv_tiles, span.kv_tiles, torch.bmm(kept.transpose(1, 2), dout_chunk))
             dscores.sub_(delta_chunk).mul_(weights)
+            if changes is not None and span.change is not None:
+                distance_sums = changes.collect(span.change, dscores.view(span.shape))
+                if changes.distance_sums is not None and distance_sums is not None:
+                    # a query tile comes once in a chunk
+                    changes.distance_sums[index] += distance_sums
+                if tanh is not None:
+                    dscores.view(span.shape).mul_(tanh.square_().neg_().add_(1))
             _add_tiles(dk_tiles, span.kv_tiles, torch.bmm(dscores.transpose(1, 2), q_chunk))
             dq_chunk.baddbmm_(dscores, k_chunk)
         dq_tiles.index_copy_(0, index, dq_chunk)
-    return _untiled(dq_tiles.mul_(scale), q), _untiled(dk_tiles.mul_(scale), k), _untiled(dv_tiles, v)
+    grads = _untiled(dq_tiles.mul_(scale), q), _untiled(dk_tiles.mul_(scale), k), _untiled(dv_tiles, v)
+    if scores is None or changes is None:
+        return grads
+    of_slopes = changes.distance_sums
+    if of_slopes is not None:
+        of_slopes = _untiled(of_slopes, lse[..., None])[..., 0]
+    return *grads, *scores.gradients(wanted, lse, delta, of_slopes, changes.bias_sums)

@@ -2,7 +2,8 @@
 
 One program owns BLOCK_Q queries of one head and walks the tiles of its row: the partial ones (masked), then the full
 ones (neither masked nor bounds-checked). Empty tiles are never visited. With m the running maximum of the base-2 scores
-and l the running sum, a row without keys keeps l = 0 and writes out 0, lse -inf. Few queries over many keys: decode.py.
+and l the running sum, a row without keys keeps l = 0 and writes out 0, lse -inf. Few queries over many keys: decode.py. Options of the scores are compiled in
+where a call has them: they change a tile of scores before its mask (score_tile.py); a sink is where m and l start.
 
 Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
 """
@@ -27,14 +28,19 @@ from .launch import (
     describe,
     device_seed,
     options_of,
+    score_arguments,
     see,
+    see_scores,
     see_walk,
     walk,
     walk_strides,
     wants_descriptors,
 )
+from .score_tile import changed_scores
+from .scores import Scores
 from .tile import (
     LN_2,
+    LOG2_E,
     TILE,
     WITHOUT_SIGN,
     add_product,
@@ -50,18 +56,28 @@ from .tile import (
 )
 
 
-def config(dim: int, element_size: int, *, major: int, tma: bool, dropout: bool, shared_memory: int) -> Config:
+def config(
+    dim: int,
+    element_size: int,
+    *,
+    major: int,
+    tma: bool,
+    dropout: bool,
+    shared_memory: int,
+    changed: bool = False,
+) -> Config:
     """The launch table: dim is the larger padded head dimension.
 
     H200, (1, 2048 / dim, 16384, dim) bf16 dense, TFLOP/s. 128, tma: 128x64 4 warps 2 stages (two programs a
     multiprocessor) 551; 8 warps 3 stages 484, 128x128 8 warps 482, 128x32 441. 64, tma: 128x64 4 warps 3 stages 438;
     4 stages 428, 8 warps 427, 128x128 324. Dropout needs the registers of 8 warps. Pointers: 8 warps at 128, 4 spill.
-    float32: 4 warps spill. sm100, where nothing was run: what is nearest and does not spill.
+    float32: 4 warps spill. sm100, where nothing was run, and changed scores (softcap, ALiBi, bias), which were not: what is
+    nearest and does not spill.
     """
     small = shared_memory < 160 * 1024
     if element_size == 4:
         return Config(64, 32, 8, 2) if dim <= 64 else Config(32, 32, 8, 1 if dim > 128 and small else 2)
-    if dim <= 128 and dropout:
+    if dim <= 128 and (dropout or changed):
         return Config(128, 64, 8, 2)
     if dim <= 64:
         return Config(128, 64, 8 if major == 10 else 4, 3)
@@ -77,19 +93,21 @@ def config(dim: int, element_size: int, *, major: int, tma: bool, dropout: bool,
 def forward_kernel(
     # inputs
     q_ref, k_ref, v_ref, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr,
+    sinks_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous
     out_ptr, lse_ptr,
     # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, items_strides,
+    q_strides, k_strides, v_strides, items_strides, tables_strides,
     # sizes: n_axes = batch * heads, n_lines = tile rows (blocks of queries without a layout)
-    n_heads, n_axes, n_lines, q_len, kv_len, scale_log2, threshold, keep_scale,
+    n_heads, n_axes, n_lines, q_len, kv_len, scale_log2, threshold, keep_scale, cap,
     # compile time
     SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
     HAS_LAYOUT: tl.constexpr = items_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
+    CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_KV
     if HAS_LAYOUT:
         i_axis, p_record, i_part = find_record(
@@ -116,6 +134,17 @@ def forward_kernel(
     # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
     b_max = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
+    if sinks_ptr is not None:
+        # a key without a value, which every row meets first; a sink of -inf is none
+        sink = tl.load(sinks_ptr + i_head) * LOG2_E
+        b_max = tl.maximum(b_max, sink)
+        b_sum += tl.where(sink == float("-inf"), 0.0, 1.0)
+    factor = scale_log2
+    slope = 0.0
+    if CHANGED:
+        factor = 1.0
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + i_head) * LOG2_E
 
     # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones
     if HAS_LAYOUT:
@@ -140,6 +169,11 @@ def forward_kernel(
         b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
         # [BLOCK_Q, BLOCK_KV]
         b_scores = product(b_q, tl.trans(b_k), PRECISION)
+        if CHANGED:
+            b_scores, _ = changed_scores(
+                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head, i_step // STEPS,
+                q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, False,
+            )
         if is_partial:
             i_bitmask = 0
             if HAS_LAYOUT:
@@ -152,8 +186,8 @@ def forward_kernel(
         if LIMITED and HAS_LAYOUT:
             m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
             b_scores = tl.where(m_kv[None, :], b_scores, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * scale_log2)
-        b_p = tl.math.exp2(b_scores * scale_log2 - b_new_max[:, None])
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * factor)
+        b_p = tl.math.exp2(b_scores * factor - b_new_max[:, None])
         b_decay = tl.math.exp2(b_max - b_new_max)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_out = b_out * b_decay[:, None]
@@ -203,6 +237,7 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], options
         tma=tma,
         dropout=options.dropout_p > 0,
         shared_memory=options.shared_memory,
+        changed=options.changes_scores,
     )
     n_lines = items.shape[2] if items else -(-q_len // chosen.block_q)
     split = TILE_SIDE // chosen.block_q if items else 1
@@ -217,6 +252,7 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], options
         "q_len": q_len,
         "kv_len": kv_len,
         **fixed,
+        **score_arguments(options, 0),
         **chosen.arguments,
     }
     return Prepared(Launch(forward_kernel, (n_lines * split * batch * heads,), rest), chosen, tma, dim, dim_v)
@@ -232,9 +268,11 @@ def forward(
     scale: float,
     causal: bool,
     dropout_p: float,
+    scores: Scores | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous."""
-    if decode.takes(q.shape, k.shape[2], dropout_p):
+    # the options of the scores are compiled into this kernel, not into that of decoding
+    if scores is None and decode.takes(q.shape, k.shape[2], dropout_p):
         return decode.forward(q, k, v, plan, kv_lengths, scale, causal)
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, heads, q_len, v.shape[3])
@@ -243,10 +281,14 @@ def forward(
         return out, lse
     seed = device_seed(seed, q.device)
     options = options_of(q, scale, causal, dropout_p, kv_lengths, seed)
+    added: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if scores is not None:
+        added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
+        options = options._replace(scores=see_scores(scores, added[2]))
     ready = prepare(see(q), see(k), see(v), see_walk(plan, 0), options)
     refs: tuple[Any, ...] = (q, k, v)
     if ready.tma:
         block_q, block_kv = ready.chosen.block_q, ready.chosen.block_kv
         refs = describe(q, block_q, ready.dim), describe(k, block_kv, ready.dim), describe(v, block_kv, ready.dim_v)
-    ready.launch(*refs, *walk(plan, 0), kv_lengths, seed, out, lse)
+    ready.launch(*refs, *walk(plan, 0), kv_lengths, seed, *added, out, lse)
     return out, lse

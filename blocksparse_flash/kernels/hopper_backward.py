@@ -485,7 +485,7 @@ def backward(
     dropout_p: float,
     *,
     deterministic: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, contiguous and in q's type. out and lse are the forward's."""
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
     if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import copy_engine
+from .scores import Scores
 
 LOG2_E = 1.4426950408889634
 # side of a plan's tile, in tokens
@@ -106,6 +107,28 @@ def wants_descriptors(major: int, *tensors: Seen) -> bool:
     return all(copy_engine.takes(t.dtype.itemsize, t.shape, t.strides, t.is_aligned) for t in tensors)
 
 
+class SeenScores(NamedTuple):
+    """What a launch must know of the options of the scores.
+
+    tables  the biases that each kernel reads, by direction
+    wanted  which of the gradients of sinks, slopes and bias are
+    """
+
+    softcap: float
+    pieces: tuple[int, int] | None
+    changes: bool
+    tables: tuple[Seen | None, ...]
+    others: tuple[Seen | None, ...]
+    wanted: tuple[bool, ...]
+
+
+def see_scores(scores: Scores, *tables: torch.Tensor | None, wanted: Sequence[bool] = ()) -> SeenScores:
+    """The facts about the options of the scores, and about the tables that go with them."""
+    changes = scores.softcap > 0 or scores.alibi_slopes is not None or scores.block_bias is not None
+    others = see(scores.sinks), see(scores.alibi_slopes)
+    return SeenScores(scores.softcap, scores.pieces, changes, tuple(map(see, tables)), others, tuple(wanted))
+
+
 class Options(NamedTuple):
     """What a launch must know besides q, k, v, dout and the plan; `others`, of further tensors, only tell calls apart."""
 
@@ -117,6 +140,12 @@ class Options(NamedTuple):
     major: int
     shared_memory: int
     others: tuple[Seen | None, ...]
+    scores: SeenScores | None = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether something is done to scores between product and mask."""
+        return self.scores is not None and self.scores.changes
 
 
 def options_of(q: torch.Tensor, scale: float, causal: bool, dropout_p: float, *others: torch.Tensor | None) -> Options:
@@ -175,12 +204,32 @@ def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options
     }
 
 
+def score_arguments(options: Options, direction: int) -> dict[str, Any]:
+    """The arguments of a kernel that the options of the scores give, and one of `constants` that a cap changes."""
+    arguments: dict[str, Any] = {"cap": None, "tables_strides": None, "PIECE_Q": 0, "PIECE_KV": 0}
+    scores = options.scores
+    if scores is None:
+        return arguments
+    if scores.softcap > 0:
+        # c tanh(s / c), in base 2
+        arguments |= {"cap": scores.softcap * LOG2_E, "scale_log2": abs(options.scale) / scores.softcap}
+    tables = scores.tables[direction]
+    if scores.pieces is not None and tables is not None:
+        arguments["tables_strides"] = axis_strides(tables.shape)
+        arguments["PIECE_Q"], arguments["PIECE_KV"] = scores.pieces
+    return arguments
+
+
 def walk_strides(items: Seen | None) -> tuple[int, int]:
     """(batch, head) strides of a plan's records; 0 along an axis that all share, or without a plan."""
-    if items is None:
-        return 0, 0
-    batch, heads, _, _ = items.shape
-    return (items.strides[0] if batch > 1 else 0, items.strides[1] if heads > 1 else 0)
+    return (0, 0) if items is None else axis_strides(items.shape)
+
+
+def axis_strides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(batch, head) strides of a contiguous tensor; 0 along an axis of size 1, which all share."""
+    batch, heads, *rest = shape
+    size = math.prod(rest)
+    return (heads * size if batch > 1 else 0, size if heads > 1 else 0)
 
 
 def see_walk(plan: list[torch.Tensor], first: int) -> tuple[Seen | None, bool]:

@@ -1,0 +1,114 @@
+"""What else than a product goes into a score, and what do its gradients come to? The tensors of it, in plain PyTorch.
+
+With s = scale q k^T: s = c tanh(s / c), then s -= slope * |q_pos + kv_len - q_len - kv_pos|, then s += bias of the block; and
+one more logit a row, the sink, in the sum of exponentials only.
+
+Knows: tensors, the tables by which tiles find the bias of their pairs (block_bias.py). Must not know: Triton, autograd, layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# side of a plan's tile, in tokens
+TILE = 128
+LOG2_E = math.log2(math.e)
+
+
+class Scores(NamedTuple):
+    """The options of a call's scores; float32, or float64 for float64.
+
+    sinks, alibi_slopes  (heads,) or None
+    block_bias  (batch | 1, heads | 1, stored blocks) or None
+    bias_index  the tensors of a block_bias.BiasIndex; empty without a bias
+    softcap     c > 0, or 0.0 for none
+    """
+
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    block_bias: Tensor | None
+    bias_index: list[Tensor]
+    softcap: float
+
+    @property
+    def pieces(self) -> tuple[int, int] | None:
+        """Tokens of a piece of a tile, queries and keys, which has one bias."""
+        if self.block_bias is None:
+            return None
+        _, down, across = self.bias_index[0].shape
+        return TILE // down, TILE // across
+
+    def tables(self, direction: int, *, base_2: bool) -> Tensor | None:
+        """The bias of each piece of each tile that the rows (0) or the columns (1) of a plan list.
+
+        base_2   as multiples of log(2)
+        returns  (batch | 1, heads | 1, listed tiles, pieces, pieces), contiguous; 0 where no block is stored
+        """
+        if self.block_bias is None:
+            return None
+        index = self.bias_index[direction]
+        padded = F.pad(self.block_bias * LOG2_E if base_2 else self.block_bias, (0, 1))
+        return padded.index_select(2, index.flatten()).reshape(*padded.shape[:2], *index.shape)
+
+    def new_sums(self, shape: tuple[int, ...]) -> Tensor:
+        """Room for what the pairs of each grain of each tile of the rows add to the gradient of a bias; see `sums_shape`."""
+        assert self.block_bias is not None
+        sums = self.block_bias.new_empty(shape)
+        # no tile, of which a block that the plan has dropped takes its gradient
+        sums[:, :, -1].zero_()
+        return sums
+
+    def bias_gradient(self, sums: Tensor) -> Tensor:
+        """The gradient of block_bias from such sums: always the same additions in the same order."""
+        assert self.block_bias is not None
+        places = self.bias_index[2]
+        _, down, across = self.bias_index[0].shape
+        of_pieces = sums.reshape(*sums.shape[:3], down, sums.shape[3] // down, across, sums.shape[4] // across)
+        flat = of_pieces.sum(dim=(4, 6)).flatten(2)
+        of_blocks = flat.index_select(2, places.flatten()).reshape(*flat.shape[:2], *places.shape).sum(dim=3)
+        for axis in (0, 1):
+            if self.block_bias.shape[axis] == 1:
+                of_blocks = of_blocks.sum(dim=axis, keepdim=True)
+        return of_blocks
+
+    def sinks_gradient(self, lse: Tensor, delta: Tensor) -> Tensor:
+        """The gradient of the sinks; lse, delta (batch, heads, q_len), where delta = rowsum(dout out) - dlse.
+
+        A sink has the weight exp(sink - lse) and no value, so that dout v^T is 0 for it.
+        """
+        assert self.sinks is not None
+        # a sink of -inf is none: 0 also where lse is -inf as well
+        weight = torch.exp(self.sinks[:, None] - lse).nan_to_num(0.0)
+        return -(weight * delta).sum(dim=(0, 2), dtype=torch.float64).to(self.sinks.dtype)
+
+    def slopes_gradient(self, sums: Tensor) -> Tensor:
+        """The gradient of the slopes, from sums of -ds * distance, (batch, heads, q_len)."""
+        assert self.alibi_slopes is not None
+        return sums.sum(dim=(0, 2), dtype=torch.float64).to(self.alibi_slopes.dtype)
+
+    def gradients(
+        self, wanted: Sequence[bool], lse: Tensor, delta: Tensor, of_slopes: Tensor | None, of_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of sinks, slopes and bias, empty where they are not wanted."""
+        dsinks = self.sinks_gradient(lse, delta) if wanted[0] else lse.new_empty(0)
+        dslopes = lse.new_empty(0) if of_slopes is None else self.slopes_gradient(of_slopes)
+        return dsinks, dslopes, lse.new_empty(0) if of_bias is None else self.bias_gradient(of_bias)
+
+
+def sums_shape(
+    shared: tuple[int, int], n_tiles: int, pieces: tuple[int, int], step: tuple[int, int]
+) -> tuple[int, int, int, int, int]:
+    """(batch | 1, heads | 1, tiles + 1, grains, grains): a grain is a piece, or all of a step within it.
+
+    shared   (batch, heads) of the call, 1 for an axis along which the tiles themselves differ
+    n_tiles  that the rows of a plan list
+    step     tokens, queries and keys, that a program adds up at a time
+    """
+    grain = min(pieces[0], step[0]), min(pieces[1], step[1])
+    return (*shared, n_tiles + 1, TILE // grain[0], TILE // grain[1])
