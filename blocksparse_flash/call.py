@@ -31,6 +31,7 @@ class Call:
     deterministic: bool
     dtype: torch.dtype
     backend: str
+    has_score_options: bool = False
 
     @property
     def batch(self) -> int:

@@ -120,6 +120,8 @@ def unmeasured(call: Call) -> str:
         return f"{call.dtype} was not measured"
     if call.dropout_p > 0:
         return "dropout was not measured"
+    if call.has_score_options:
+        return "sinks, softcap, alibi_slopes and block_bias were not measured"
     if call.q_len <= ops.FEW_QUERIES:
         return "the kernels for few queries were not measured"
     if call.deterministic and memory.uses_hopper_backward(call):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -482,9 +483,8 @@ def explain(
         unfit_for_hopper = "a call this small, or of few queries, ends sooner without it"
     chosen = _choose(backend, q.device, dtype, unfit_for_hopper)
     others = (name for name in BACKENDS[1:] if name != chosen)
-    call = Call(
-        q, k, v, layout, causal, kv_lengths is not None, dropout_p, _is_deterministic(deterministic), dtype, chosen
-    )
+    promised = _is_deterministic(deterministic)
+    call = Call(q, k, v, layout, causal, kv_lengths is not None, dropout_p, promised, dtype, chosen, scores is not None)
     return explanation.explained(
         call,
         reason=_why(chosen, q.device, is_asked_for),
