@@ -945,6 +945,10 @@ def test_auto_on_a_gpu(on_gpu, capability, dtype, expected):
         ({"version": "3.10.0"}, "it was tested with Triton 3.6, 3.7, 3.8, 3.9, this is 3.10.0"),
         ({"interpret": True}, "interpreter"),
         ({"dropout_p": 0.1}, "it has no dropout"),
+        (
+            {"scores": functional.ScoreOptions(None, 30.0, None, None)},
+            "it has no sinks, softcap, alibi_slopes or block_bias",
+        ),
         ({"dtype": torch.float32}, "it needs float16 or bfloat16, got torch.float32"),
         ({"start": 1}, "strides and an address of k that are multiples of 16 bytes"),
         ({"stride": 65}, "strides and an address of k that are multiples of 16 bytes"),
@@ -958,7 +962,7 @@ def test_what_the_hopper_kernels_cannot_run_is_refused_with_the_reason(on_gpu, c
     k = torch.zeros(600, dtype=dtype)[change.get("start", 0) :].as_strided(q.shape, (1, 1, change.get("stride", 64), 1))
     with on_gpu(change.get("capability", (9, 0)), change.get("version", "3.7.1"), change.get("interpret", False)):
         device = torch.device("cuda", 0)
-        unfit = functional._unfit_for_hopper(device, q, k, q, dtype, change.get("dropout_p", 0.0))
+        unfit = functional._unfit_for_hopper(device, q, k, q, dtype, change.get("dropout_p", 0.0), change.get("scores"))
         with pytest.raises(ValueError, match=f'"hopper" cannot run this call: .*{words}.*would use "triton"'):
             functional._choose("hopper", device, dtype, unfit)
         assert functional._choose("auto", device, dtype, unfit) == "triton"
