@@ -63,7 +63,7 @@ def _unfit_for_hopper(
     v: Tensor,
     dtype: torch.dtype,
     dropout_p: float,
-    scores: ScoreOptions | None,
+    scores: ScoreOptions | None = None,
 ) -> str | None:
     """What about a call on a GPU the Hopper kernels have no code for, or None. torch.compile traces this."""
     if device.type != "cuda":

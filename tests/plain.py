@@ -22,6 +22,7 @@ from torch import Tensor
 from blocksparse_flash import BlockLayout, reference
 
 ORDERS = 4
+ROUNDINGS = 8
 
 
 def block_of_pairs(layout: BlockLayout) -> Tensor:
@@ -72,9 +73,10 @@ def results(
     given = options | _as_reference_has(added, blocks)
     if q.dtype in (torch.float16, torch.bfloat16):
         wide = (tensor.detach().float() for tensor in (q, k, v))
-        others: list[Tensor | None] = [reference.attention(*wide, mask, **given)[0].to(q.dtype)]
-        # a gradient that is a sum over all pairs of a block or a head is little else than what rounding left of out
-        others += [None] if added else []
+        others: list[Tensor | int] = [reference.attention(*wide, mask, **given)[0].to(q.dtype)]
+        # a gradient that is a sum over all pairs of a block or a head may be little else than what rounding left of out, in
+        # which one rounding is near by accident
+        others += range(ROUNDINGS) if added else []
         found = _both(q, k, v, dout, dlse, mask, others, added, blocks, **options)
     else:
         backwards = _both(q.flip(-1), k.flip(-1), v, dout, dlse, mask, [], added, blocks, **options)
@@ -96,7 +98,7 @@ def _both(
     dout: Tensor,
     dlse: Tensor,
     mask: Tensor | None,
-    other_outs: list[Tensor | None],
+    other_outs: list[Tensor | int],
     added: Mapping[str, Tensor],
     blocks: Tensor | None,
     **options: Any,
@@ -125,7 +127,7 @@ def _as_reference_has(added: Mapping[str, Tensor], blocks: Tensor | None) -> dic
 
 def _textbook(
     leaves: list[Tensor],
-    out: Tensor | None,
+    out: Tensor | int,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor,
@@ -141,7 +143,8 @@ def _textbook(
     seed: Tensor | None = None,
 ) -> list[Tensor]:
     """out, lse and the gradients of the leaves, by autograd too: constants in place of lse and delta leave the textbook's
-    products to it. Where out is not given, it is what kernels make: of weights that are rounded before they are normalised.
+    products to it. For a number out is what kernels make: of weights that are rounded before they are normalised, with a
+    maximum so far; the number draws how much larger it will be.
     """
     q, k, v = leaves[:3]
     dtype, kv_len, group = lse.dtype, k.shape[2], q.shape[1] // max(1, k.shape[1])
@@ -164,10 +167,10 @@ def _textbook(
     kept = weights
     if dropout_p > 0:
         kept = weights * reference._keep(seed, weights.shape, dropout_p) / (1 - dropout_p)
-    if out is None:
-        # the largest weight of a row becomes 1
+    if isinstance(out, int):
         largest = weights.detach().amax(dim=-1, keepdim=True)
-        largest = largest.masked_fill(largest == 0, 1)
+        later = torch.rand(largest.shape, generator=torch.Generator().manual_seed(out)).to(largest)
+        largest = largest.masked_fill(largest == 0, 1) * torch.exp2(later)
         out = ((kept.detach() / largest).to(v.dtype).to(dtype) @ values.detach().to(dtype) * largest).to(q.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1) - dlse.masked_fill(lse == -torch.inf, 0)
     # kernels keep dout v^T in float32

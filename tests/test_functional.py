@@ -947,6 +947,10 @@ def test_auto_on_a_gpu(on_gpu, capability, dtype, expected):
         ({"version": "3.10.0"}, "it was tested with Triton 3.6, 3.7, 3.8, 3.9, this is 3.10.0"),
         ({"interpret": True}, "interpreter"),
         ({"dropout_p": 0.1}, "it has no dropout"),
+        (
+            {"scores": functional.ScoreOptions(None, 30.0, None, None)},
+            "it has no sinks, softcap, alibi_slopes or block_bias",
+        ),
         ({"dtype": torch.float32}, "it needs float16 or bfloat16, got torch.float32"),
         ({"start": 1}, "strides and an address of k that are multiples of 16 bytes"),
         ({"stride": 65}, "strides and an address of k that are multiples of 16 bytes"),

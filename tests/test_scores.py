@@ -400,15 +400,5 @@ def test_a_wrong_option_is_refused_and_told_the_way_out(name: str, function: Any
         assert part in str(error.value)
 
 
-def test_hopper_refuses_them_with_the_reason() -> None:
-    """The rest of a call that it could run: on a GPU, without dropout."""
-    q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
-    scores = functional.ScoreOptions(torch.zeros(1), None, None, None)
-    device = torch.device("cuda")
-    assert functional._unfit_for_hopper(device, q, q, q, q.dtype, 0.0, None) is None
-    why = functional._unfit_for_hopper(device, q, q, q, q.dtype, 0.0, scores)
-    assert why == "it has no sinks, softcap, alibi_slopes or block_bias"
-
-
 def test_what_is_not_asked_for_is_not_carried() -> None:
     assert functional._score_options(None, None, None, None) is None
