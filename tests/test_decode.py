@@ -227,9 +227,9 @@ def test_what_is_split(q_len: int, kv_len: int, dropout_p: float, expected: bool
     ("n_tiles", "n_programs", "n_multiprocessors", "expected"),
     [
         # 8 sequences of 8 kv heads on an H200; one sequence; as many programs as multiprocessors and more
-        (112, 64, 132, 8),
-        (1024, 8, 132, 66),
-        (1024, 132, 132, 4),
+        (112, 64, 132, 6),
+        (1024, 8, 132, 49),
+        (1024, 132, 132, 3),
         (1024, 1000, 132, 1),
         # never more than tiles, nor than the merge should add up
         (5, 8, 132, 5),

@@ -964,7 +964,7 @@ def test_what_the_hopper_kernels_cannot_run_is_refused_with_the_reason(on_gpu, c
     k = torch.zeros(600, dtype=dtype)[change.get("start", 0) :].as_strided(q.shape, (1, 1, change.get("stride", 64), 1))
     with on_gpu(change.get("capability", (9, 0)), change.get("version", "3.7.1"), change.get("interpret", False)):
         device = torch.device("cuda", 0)
-        unfit = functional._unfit_for_hopper(device, q, k, q, dtype, change.get("dropout_p", 0.0), None)
+        unfit = functional._unfit_for_hopper(device, q, k, q, dtype, change.get("dropout_p", 0.0), change.get("scores"))
         with pytest.raises(ValueError, match=f'"hopper" cannot run this call: .*{words}.*would use "triton"'):
             functional._choose("hopper", device, dtype, unfit)
         assert functional._choose("auto", device, dtype, unfit) == "triton"
