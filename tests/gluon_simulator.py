@@ -353,9 +353,9 @@ class Simulation:
         source = path.read_text(encoding="utf-8")
         for change in self.changes:
             if change.module == name:
-                assert source.count(change.old) == 1, (
-                    f"{change.old!r} is {source.count(change.old)} times in {path.name}"
-                )
+                # not an AssertionError, which would pass for a fault that was seen
+                if source.count(change.old) != 1:
+                    raise ValueError(f"{change.old!r} is {source.count(change.old)} times in {path.name}")
                 source = source.replace(change.old, change.new)
         # dataclasses look their module up
         full_name = importlib.import_module(f"blocksparse_flash.kernels.{name}").__name__
