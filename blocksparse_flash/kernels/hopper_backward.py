@@ -515,5 +515,6 @@ def backward(
         other = portable.prepare(*seen, see_walk(plan, 0), see_walk(plan, 3), options)
         refs = portable.operands(other, other.queries_config, {"q": q, "k": k, "v": v, "dout": dout}, {})
         assert other.queries is not None
-        other.queries(*refs, pairs, *walk(plan, 0), kv_lengths, seed, dq)
+        # neither slopes nor tables, and no sums for them
+        other.queries(*refs, pairs, *walk(plan, 0), kv_lengths, seed, None, None, dq, None, None)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
