@@ -24,6 +24,7 @@ BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
 # Gluon, in which the Hopper kernels are written, changes from release to release: those that were tested
 TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
 NO_DROPOUT = "it has no dropout"
+SMALL = "a call this small, or of few queries, ends sooner without it"
 NO_SCORES = "it has no sinks, softcap, alibi_slopes or block_bias"
 
 
@@ -479,8 +480,8 @@ def explain(
         contract.check_scores(scores, q, layout)
     unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p, scores)
     is_asked_for = backend != "auto"
-    if unfit_for_hopper is None and not is_asked_for and q.device.type == "cuda" and not ops.is_worth_hopper(q, k):
-        unfit_for_hopper = "a call this small, or of few queries, ends sooner without it"
+    if unfit_for_hopper is None and not is_asked_for and not ops.is_worth_hopper(q.shape[2], q.numel() + k.numel()):
+        unfit_for_hopper = SMALL
     chosen = _choose(backend, q.device, dtype, unfit_for_hopper)
     others = (name for name in BACKENDS[1:] if name != chosen)
     promised = _is_deterministic(deterministic)

@@ -59,12 +59,12 @@ def _on(device: torch.device) -> AbstractContextManager[None]:
     return torch.cuda.device(device)
 
 
-def is_worth_hopper(q: torch.Tensor, k: torch.Tensor) -> bool:
+def is_worth_hopper(q_len: int, n_elements: int) -> bool:
     """Whether "auto" should take `hopper`: its launch costs the host more than that of `triton`, its tiles are 128 queries.
 
-    `triton` splits the keys of few queries among programs.
+    `triton` splits the keys of few queries among programs. n_elements: of q and k.
     """
-    return q.shape[2] > FEW_QUERIES and q.numel() + k.numel() >= WORTH_HOPPER
+    return q_len > FEW_QUERIES and n_elements >= WORTH_HOPPER
 
 
 def _kernels(
@@ -76,7 +76,7 @@ def _kernels(
     """
     name, _, deterministic = backend.partition(", ")
     if name == "auto":
-        takes = is_worth_hopper(q, k) and all(
+        takes = is_worth_hopper(q.shape[2], q.numel() + k.numel()) and all(
             tensor.shape[3] % 8 or copy_engine.can_read(tensor) for tensor in (q, k, v)
         )
         name = "hopper" if takes else "triton"

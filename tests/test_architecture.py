@@ -224,7 +224,7 @@ TABLE = {
         {f"{OURS}.distributed.context_plan"},
     ),
     "blocksparse_flash/distributed/functional.py": Arrows(
-        {TORCH, f"{OURS}.contract", f"{OURS}.functional"}
+        {TORCH, f"{OURS}.contract", f"{OURS}.functional", f"{OURS}.ops"}
         | {f"{OURS}.distributed.{name}" for name in ("agreement", "context_plan", "dtensors", "exchange", "ulysses")}
     ),
     "blocksparse_flash/distributed/dtensors.py": Arrows({TORCH}, {f"{OURS}.distributed.context_plan"}),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import contract, functional
+from .. import contract, functional, ops
 from . import dtensors, ulysses
 from .agreement import agreed
 from .context_plan import ContextPlan
@@ -81,6 +81,10 @@ def _checked(
     dtype, factor = contract.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
     unfit_for_hopper = functional._unfit_for_hopper(q.device, q, k, v, dtype, 0.0, None)
+    # by the size of the whole: all ranks run the kernels that one process would
+    n_elements = q.shape[0] * plan.length * q.shape[3] * sum(plan.heads)
+    if backend == "auto" and unfit_for_hopper is None and not ops.is_worth_hopper(plan.length, n_elements):
+        unfit_for_hopper = functional.SMALL
     chosen = functional._choose(backend, q.device, dtype, unfit_for_hopper)
     return _Call(factor, n_chunks(chunks, plan, layer, k, v), chosen, autocast)
 
