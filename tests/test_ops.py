@@ -82,6 +82,8 @@ def test_compiles_with_inductor(device: torch.device, layout: BlockLayout) -> No
 
 # on a GPU this captures CUDA graphs, and inductor warns that float32 products could be TF32
 @pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")
+# the operators are not captured, and here a part between them may be nothing
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_layer_trains_under_max_autotune(device: torch.device, layout: BlockLayout) -> None:
     torch.manual_seed(0)
