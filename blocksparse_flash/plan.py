@@ -5,6 +5,7 @@ Knows: block lists (NumPy) and tensors. Does not know: BlockLayout, patterns, ba
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -71,11 +72,11 @@ def build_plan(
     edge = 2 * ((row == n_rows - 1) & (q_len % TILE != 0)) + ((col == n_cols - 1) & (kv_len % TILE != 0))
     words = words.reshape(-1, TILE, TILE // 32)
     ids = np.where((ids < 0) & (edge > 0), len(words) + edge - 1, ids)
-    words = np.concatenate([words.view(np.int32), _edge_words(q_len, kv_len)])
+    words = np.concatenate([words.view(np.int32), _edge_words(_last(q_len), _last(kv_len))])
 
     sides = []
-    for major, minor, n_major in ((row, col, n_rows), (col, row, n_cols)):
-        sides += _walk(axis, major, minor, ids, batch=batch, heads=heads, n_major=n_major)
+    for major, minor, n_major, n_minor in ((row, col, n_rows, n_cols), (col, row, n_cols, n_rows)):
+        sides += _walk(axis, major, minor, ids, batch=batch, heads=heads, n_major=n_major, n_minor=n_minor)
     arrays = [
         side if residue is None else _padded(side, residue)
         for side, residue in zip(sides, (None, 1, 3, None, 1, 3), strict=True)
@@ -94,21 +95,40 @@ def of_any_length(plan: Plan) -> Plan:
     return plan
 
 
-def _edge_words(q_len: int, kv_len: int) -> np.ndarray:
-    """Bitmasks of the pairs that exist in a tile at the right edge, at the bottom edge, in the corner: (3, 128, 4)."""
-    q_exists, kv_exists = (np.arange(TILE) < ((n - 1) % TILE + 1 if n else 0) for n in (q_len, kv_len))
+def _last(length: int) -> int:
+    """Tokens of the last tile."""
+    return (length - 1) % TILE + 1 if length else 0
+
+
+@functools.lru_cache(maxsize=256)
+def _edge_words(n_queries: int, n_keys: int) -> np.ndarray:
+    """Bitmasks of the pairs that exist in a tile at the right edge, at the bottom edge, in the corner: (3, 128, 4).
+
+    n_queries, n_keys  of a last tile; read only
+    """
+    q_exists, kv_exists = (np.arange(TILE) < n for n in (n_queries, n_keys))
     every = np.ones(TILE, dtype=bool)
     pairs = [np.outer(q, kv) for q, kv in ((every, kv_exists), (q_exists, every), (q_exists, kv_exists))]
     return np.packbits(np.stack(pairs), axis=-1, bitorder="little").view(np.int32)
 
 
 def _walk(
-    axis: np.ndarray, major: np.ndarray, minor: np.ndarray, ids: np.ndarray, *, batch: int, heads: int, n_major: int
+    axis: np.ndarray,
+    major: np.ndarray,
+    minor: np.ndarray,
+    ids: np.ndarray,
+    *,
+    batch: int,
+    heads: int,
+    n_major: int,
+    n_minor: int,
 ) -> list[np.ndarray]:
     """Records, indices and bitmask ids of one direction."""
     is_full = ids < 0
-    order = np.lexsort((minor, is_full, major, axis))
-    line = (axis * n_major + major)[order]
+    line = axis * n_major + major
+    # one key of 64 bits: 7 microseconds for 2,048 blocks that come sorted by rows, as they do, where lexsort takes 44 of four
+    order = np.argsort((2 * line + is_full) * n_minor + minor, kind="stable")
+    line = line[order]
     n_lines = batch * heads * n_major
     work = np.bincount(line, minlength=n_lines)
     n_partial = np.bincount(line[~is_full[order]], minlength=n_lines)
