@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from blocksparse_flash import memory
-from blocksparse_flash.call import Call
-from blocksparse_flash.dispatch import TILE
-from blocksparse_flash.prediction import padded_dim
+from blocksparse_flash.explanation import memory
+from blocksparse_flash.explanation.call import Call
+from blocksparse_flash.explanation.dispatch import TILE
+from blocksparse_flash.explanation.prediction import padded_dim
 
 from .calibrate import KERNELS
 from .lines import Line

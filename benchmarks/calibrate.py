@@ -1,7 +1,7 @@
 """Which coefficients make explain's prediction fit the measurements? `python -m benchmarks.calibrate`
 
-Reads the result lines of benchmarks.attention and writes blocksparse_flash/calibration.json: for each GPU, backend, head_dim and
-direction the rates of the model in blocksparse_flash/prediction.py, by least squares on log(predicted / measured), so that short
+Reads the result lines of benchmarks.attention and writes blocksparse_flash/explanation/calibration.json: for each GPU, backend, head_dim and
+direction the rates of the model in blocksparse_flash/explanation/prediction.py, by least squares on log(predicted / measured), so that short
 times count as much as long ones. A weak prior holds what the lines do not determine. Prints every line beside its prediction, and
 how far off a fit is on lines that it has not seen. Needs no GPU.
 """
@@ -20,9 +20,10 @@ import torch
 from numpy.typing import NDArray
 from scipy import optimize
 
-from blocksparse_flash import BlockLayout, memory, prediction
-from blocksparse_flash.call import Call
-from blocksparse_flash.prediction import Calibration, Device, Kernel, Rates
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.explanation import memory, prediction
+from blocksparse_flash.explanation.call import Call
+from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel, Rates
 
 from . import lines as measurements
 from . import sweeps
@@ -105,7 +106,8 @@ def measured(line: Line) -> Measured:
             f"{line['density']:.6g}: the pattern was another one when it was measured; measure it again"
         )
     shape = line["batch"], line["heads"], line["n"], line["head_dim"]
-    x = torch.empty(1, dtype=DTYPES[line["dtype"]]).expand(shape)
+    # a shape and strides, which the copy engine could read
+    x = torch.empty(shape, dtype=DTYPES[line["dtype"]], device="meta")
     call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
     moved = memory.forward(call) if line["direction"] == "fwd" else memory.backward(call)
     return Measured(line, call, moved.reads + moved.writes, moved.passes)

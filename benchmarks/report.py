@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from blocksparse_flash import prediction
+from blocksparse_flash.explanation import prediction
 
 from . import bounds, context_report, plots
 from . import lines as measurements

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from . import block_bias as biases
 from . import contract, copy_engine, explanation, ops, reference
-from .call import Call
 from .contract import ScoreOptions
 from .explanation import Explanation
+from .explanation.call import Call
 from .layout import BlockLayout
 
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")

@@ -112,26 +112,36 @@ TABLE = {
         {f"{OURS}.kernels.{name}" for name in ("eager", "forward", "backward", "hopper_forward", "hopper_backward")},
     ),
     "blocksparse_flash/contract.py": Arrows({TORCH, f"{OURS}.layout"}),
-    "blocksparse_flash/dispatch.py": Arrows({NUMPY}),
-    "blocksparse_flash/call.py": Arrows(
-        {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "dispatch", "layout", "plan"))}
+    "blocksparse_flash/explanation/dispatch.py": Arrows({NUMPY}),
+    "blocksparse_flash/explanation/call.py": Arrows(
+        {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "explanation.dispatch", "layout", "plan"))}
     ),
-    "blocksparse_flash/memory.py": Arrows({f"{OURS}.call", f"{OURS}.dispatch"}),
-    "blocksparse_flash/prediction.py": Arrows({f"{OURS}.dispatch"}),
-    "blocksparse_flash/cost.py": Arrows(
-        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("call", "dispatch", "memory", "ops", "plan", "prediction"))}
+    "blocksparse_flash/explanation/memory.py": Arrows({f"{OURS}.explanation.{name}" for name in ("call", "dispatch")}),
+    "blocksparse_flash/explanation/prediction.py": Arrows({f"{OURS}.explanation.dispatch"}),
+    "blocksparse_flash/explanation/cost.py": Arrows(
+        {NUMPY, TORCH, f"{OURS}.ops", f"{OURS}.plan"}
+        | {f"{OURS}.explanation.{name}" for name in ("call", "dispatch", "memory", "prediction")}
     ),
-    "blocksparse_flash/advice.py": Arrows(
-        {TORCH, *(f"{OURS}.{name}" for name in ("call", "cost", "dispatch", "prediction"))}
+    "blocksparse_flash/explanation/advice.py": Arrows(
+        {TORCH, *(f"{OURS}.explanation.{name}" for name in ("call", "cost", "dispatch", "prediction"))}
     ),
-    "blocksparse_flash/explanation.py": Arrows(
-        {f"{OURS}.{name}" for name in ("advice", "call", "cost", "dispatch", "memory", "prediction")}
+    "blocksparse_flash/explanation/__init__.py": Arrows(
+        {f"{OURS}.explanation.{name}" for name in ("advice", "call", "cost", "dispatch", "memory", "prediction")}
     ),
     "blocksparse_flash/functional.py": Arrows(
         {TORCH}
         | {
             f"{OURS}.{name}"
-            for name in ("block_bias", "call", "contract", "copy_engine", "explanation", "layout", "ops", "reference")
+            for name in (
+                "block_bias",
+                "contract",
+                "copy_engine",
+                "explanation",
+                "explanation.call",
+                "layout",
+                "ops",
+                "reference",
+            )
         },
         {TRITON},
     ),
@@ -329,17 +339,17 @@ TABLE = {
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/lines.py": Arrows(set()),
     "benchmarks/calibrate.py": Arrows(
-        {NUMPY, TORCH, "scipy", OURS, *(f"{OURS}.{name}" for name in ("call", "memory", "prediction"))}
+        {NUMPY, TORCH, "scipy", OURS, *(f"{OURS}.explanation.{name}" for name in ("call", "memory", "prediction"))}
         | {"benchmarks.lines", "benchmarks.sweeps"}
     ),
     "benchmarks/io.py": Arrows({TORCH, OURS, "benchmarks.measure", "benchmarks.patterns"}),
     "benchmarks/bounds.py": Arrows(
-        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("call", "dispatch", "memory", "prediction"))}
+        {NUMPY, TORCH, *(f"{OURS}.explanation.{name}" for name in ("call", "dispatch", "memory", "prediction"))}
         | {"benchmarks.calibrate", "benchmarks.lines"}
     ),
     "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
     "benchmarks/report.py": Arrows(
-        {f"{OURS}.prediction"}
+        {f"{OURS}.explanation.prediction"}
         | {f"benchmarks.{name}" for name in ("bounds", "context_report", "lines", "markdown", "plots")}
     ),
     "benchmarks/huggingface.py": Arrows(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from blocksparse_flash import BlockLayout, dispatch
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.explanation import dispatch
 from tests import cases
 
 TILE = dispatch.TILE

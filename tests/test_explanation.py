@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import masks
-from blocksparse_flash import BlockLayout, cost, explain, explanation, prediction
-from blocksparse_flash.call import Call
-from blocksparse_flash.prediction import Device
+from blocksparse_flash import BlockLayout, explain, explanation
+from blocksparse_flash.explanation import cost, prediction
+from blocksparse_flash.explanation.call import Call
+from blocksparse_flash.explanation.prediction import Device
 from tests import cases
 
 H200 = Device("NVIDIA H200", (9, 0), 132, 1980.0, 4300.0)

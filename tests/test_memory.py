@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 import masks
 from benchmarks import calibrate, report
 from benchmarks import lines as measurements
-from blocksparse_flash import memory
-from blocksparse_flash.call import Call
+from blocksparse_flash.explanation import memory
+from blocksparse_flash.explanation.call import Call
 
 pytest.importorskip("triton", reason="needs Triton")
 

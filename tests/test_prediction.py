@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks import calibrate, measure, report
 from benchmarks import lines as measurements
-from blocksparse_flash import dispatch, prediction
-from blocksparse_flash.dispatch import Lines, Sides
-from blocksparse_flash.prediction import Calibration, Device, Kernel, Rates
+from blocksparse_flash.explanation import dispatch, prediction
+from blocksparse_flash.explanation.dispatch import Lines, Sides
+from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel, Rates
 
 # how far off a prediction may be
 ALLOWED = 0.20

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..copy_engine import can_read
+from ..layout import BlockLayout
+from ..plan import Plan
 from . import dispatch
-from .copy_engine import can_read
-from .layout import BlockLayout
-from .plan import Plan
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from . import memory, ops, prediction
+from .. import ops
+from ..plan import Plan
+from . import memory, prediction
 from .call import Call
 from .dispatch import TILE, Sides
-from .plan import Plan
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
 
 # of the highest bandwidth that clock and bus of a memory allow, what a copy reaches (H200: 4.3 of 4.9 TB/s)
