@@ -74,7 +74,14 @@ class Config:
 
 @functools.cache
 def config(dim: int) -> Config:
-    """The launch table: dim is the larger padded head dimension."""
+    """The launch table: dim is the larger padded head dimension.
+
+    What binds (Nsight Compute, H200, 16,384 tokens, hidden size 2048, bf16, of the cycles): shared memory. 128 dense 78 %, with 151
+    million bank conflicts (rows 2 i and 2 i + 1 of a float32 dq, stored in pairs, meet in the same banks of a swizzle of 128 bytes),
+    tensor cores 66 %; 128 butterfly 65 and 54 %; 64 dense 65 and 45 %, 179 million conflicts. Tried:
+    persistent programs that take columns from a queue, with warps that add and scale dq: 128 dense 531 TFLOP/s for 558, butterfly
+    348 for 420; 64 dense 434 for 401, butterfly 341 for 335.
+    """
     return Config(stages=2 if dim == 128 else 3)
 
 
