@@ -516,8 +516,8 @@ def test_dropout_and_scale_are_those_of_the_model(monkeypatch: pytest.MonkeyPatc
         asked.append(options)
         return real(*arguments, **options)
 
-    real = huggingface.attention_with_lse
-    monkeypatch.setattr(huggingface, "attention_with_lse", spy)
+    real = huggingface.attention
+    monkeypatch.setattr(huggingface, "attention", spy)
     made = model("Llama", "blocksparse", LAYOUT, attention_dropout=0.3)
     for layer in made.model.layers:
         layer.self_attn.scaling = 0.125

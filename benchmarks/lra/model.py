@@ -75,7 +75,8 @@ def layout_of(architecture: Architecture, length: int | None) -> BlockLayout | C
 def _smooth(n_tokens: int, width: int) -> Tensor:
     """(n_tokens, width): each feature a cosine of the number, of random phase and at most a few periods."""
     periods, phases = torch.randn(width) * 2, torch.rand(width)
-    numbers = torch.linspace(0, 1, n_tokens)[:, None]
+    # not linspace, which transformers replaces for a while: on the meta device it may then be lost for good
+    numbers = torch.arange(n_tokens)[:, None] / (n_tokens - 1)
     return 2**0.5 * torch.cos(2 * torch.pi * (periods * numbers + phases))
 
 
