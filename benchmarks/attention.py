@@ -33,9 +33,6 @@ from . import correctness, measure, sweeps
 from .patterns import Pattern
 from .peers import Call, Peer, Shape, peers
 
-# what a peer may say to what it cannot compute; ours has no excuse
-REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
-
 
 class Run(NamedTuple):
     """What is equal in all measurements of one head_dim."""
@@ -78,22 +75,6 @@ def facts(bench: str, name: str, pattern: Pattern, peer: Peer, run: Run) -> dict
     }  # fmt: skip
 
 
-def guarded(peer: Peer, said: str, work: Callable[[], None]) -> None:
-    """Does the work; what does not fit, and what a peer refuses, is printed with its reason, and the next one goes on."""
-    try:
-        work()
-    except torch.OutOfMemoryError:
-        print(f"{said}: out of memory; not timed", flush=True)
-    except REFUSALS as error:
-        if peer.is_ours:
-            raise
-        reason = str(error).strip().partition("\n")[0] or "no reason given"
-        print(f"{said}: refused, {type(error).__name__}: {reason}; not timed", flush=True)
-    # what the failed call held is free again only after its frames are gone
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def is_right(call: Call, tensors: list[Tensor], pattern: Pattern, said: str) -> bool:
     """Whether output and gradients are right; says so if they are not."""
     q, k, v = tensors
@@ -114,7 +95,7 @@ def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
         said = f"{peer.provider:22} {peer.backend:6} {case.name:14} {case.pattern.length:8} head_dim {run.head_dim:3}"
         refusal = peer.refuses(case.pattern, run.shape)
         if refusal is None:
-            guarded(peer, said, functools.partial(time_one, case, peer, run, said))
+            measure.guarded(said, peer.is_ours, functools.partial(time_one, case, peer, run, said))
         else:
             print(f"{said}: {refusal}; not timed", flush=True)
 
@@ -167,7 +148,7 @@ def change(among: Iterable[Peer], run: Run, length: int, *, steps: int = 20) -> 
         said = f"{peer.provider:22} {peer.backend:6} {length:8} head_dim {run.head_dim:3}"
         refusal = peer.refuses(sweeps.changing(length, seed=0), run.shape)
         if refusal is None:
-            guarded(peer, said, functools.partial(_time_steps, peer, run, length, steps, said))
+            measure.guarded(said, peer.is_ours, functools.partial(_time_steps, peer, run, length, steps, said))
 
 
 def _time_steps(peer: Peer, run: Run, length: int, steps: int, said: str) -> None:

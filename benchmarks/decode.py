@@ -28,7 +28,7 @@ from blocksparse_flash import BlockLayout, attention, interop
 
 from . import measure
 from .correctness import TOLERANCE
-from .peers import compiled_flex
+from .peers import Call, compiled_flex
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 128
 KEYS = [
@@ -36,10 +36,6 @@ KEYS = [
     "direction", "ms", "ms_p20", "ms_p80", "gb_per_s", "copy_share", "peak_bytes", "setup_ms", "device", "torch", "triton",
     "commit",
 ]  # fmt: skip
-# what a peer may say to what it cannot compute; ours has no excuse
-REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
-
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Case(NamedTuple):
@@ -194,7 +190,8 @@ def lines(case: Case, provider: Provider, device: str, copied: float) -> Iterato
 def run(case: Case, provider: Provider, device: str, copied: float, out: Path) -> None:
     """Measures and writes; what does not fit, and what a peer refuses, is printed with its reason."""
     said = f"{provider.name:18} {case.pattern:6} batch {case.batch} q_len {case.q_len:2} kv_len {case.kv_len:8}"
-    try:
+
+    def work() -> None:
         for line in lines(case, provider, device, copied):
             measure.append(out, line, KEYS)
             print(
@@ -202,15 +199,8 @@ def run(case: Case, provider: Provider, device: str, copied: float, out: Path) -
                 f"{line['gb_per_s']:6.0f} GB/s {line['copy_share']:6.1%} of a copy",
                 flush=True,
             )
-    except torch.OutOfMemoryError:
-        print(f"{said} out of memory; not timed", flush=True)
-    except REFUSALS as error:
-        if provider.name == "blocksparse_flash":
-            raise
-        reason = str(error).strip().partition("\n")[0] or "no reason given"
-        print(f"{said} refused, {type(error).__name__}: {reason}; not timed", flush=True)
-    # what the failed call held is free again only after its frames are gone
-    measure.release(torch.device(device))
+
+    measure.guarded(said, provider.name == "blocksparse_flash", work)
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+# what a peer may say to what it cannot compute; ours has no excuse
+REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
 # of a result line, in this order
 KEYS = [
     "bench",
@@ -105,6 +107,21 @@ def release(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def guarded(said: str, is_ours: bool, work: Callable[[], None]) -> None:
+    """Does the work; what does not fit, and what a peer refuses, is printed with its reason, and the next one goes on."""
+    try:
+        work()
+    except torch.OutOfMemoryError:
+        print(f"{said}: out of memory; not timed", flush=True)
+    except REFUSALS as error:
+        if is_ours:
+            raise
+        reason = str(error).strip().partition("\n")[0] or "no reason given"
+        print(f"{said}: refused, {type(error).__name__}: {reason}; not timed", flush=True)
+    # what the failed call held is free again only after its frames are gone
+    release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def commit() -> str:

@@ -143,9 +143,12 @@ def _for_operator(
     what is too small or lies badly to `triton`.
     """
     chosen = _choose(backend, device, dtype, unfit_for_hopper)
-    if chosen != "hopper":
-        return chosen
-    return f"{backend}, deterministic" if _is_deterministic(deterministic) else backend
+    return _promising(backend, deterministic) if chosen == "hopper" else chosen
+
+
+def _promising(hopper: str, deterministic: bool | None) -> str:
+    """The operators' name of `hopper`, or of the "auto" that may be it, with or without equal bits of dq."""
+    return f"{hopper}, deterministic" if _is_deterministic(deterministic) else hopper
 
 
 # under torch.compile the answer is computed once and becomes a constant of the graph. This is what

@@ -80,7 +80,7 @@ def _described(
 def describe(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:
     """A descriptor which loads [rows, dim] of one head; past the end of a length or head_dim it reads zero.
 
-    What the class checks was checked once for all tensors of a kind: that takes the host 8 microseconds, this 2.
+    What the class checks was checked once for all tensors of a kind: that takes the host 2.8 microseconds, this 0.9.
     """
     made = object.__new__(TensorDescriptor)
     made.__dict__ = {**_described(tensor.shape, tensor.stride(), tensor.dtype, rows, dim), "base": tensor}

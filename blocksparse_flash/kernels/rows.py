@@ -3,8 +3,8 @@
     copy    target[:, :, put] = source[:, :, taken]
     add     total[:, :, rows] = sums over ranks, in their order and in float32, of rows which a table names
 
-PyTorch's index_select and index_copy_ look at every element's index and take three times as long, and sums by them keep a
-float32 tensor of the whole. Tensors are (batch, heads, rows, features) with a last stride of 1. Knows pointers, strides,
+With PyTorch's index_select and index_copy_ a row is read and written several times on its way, and sums keep a float32 tensor
+of the whole. Tensors are (batch, heads, rows, features) with a last stride of 1. Knows pointers, strides,
 index lists. Does not know ranks' messages, layouts, autograd.
 """
 
