@@ -1028,6 +1028,13 @@ def test_the_operator_takes_hopper_where_it_pays(length, stride, expected, deter
         assert isinstance(kernels[1], functools.partial) == deterministic
 
 
+@pytest.mark.parametrize(("q_len", "expected"), [(64, "forward"), (65, "hopper_forward")])
+def test_few_queries_are_left_to_triton_however_many_keys(q_len, expected):
+    pytest.importorskip("triton", reason="needs Triton")
+    k = torch.zeros(1, 1, 65536, 64, dtype=torch.bfloat16)
+    assert ops._kernels("auto", k[:, :, :q_len], k, k)[0].__module__.rpartition(".")[2] == expected
+
+
 def test_only_hopper_promises_less_than_equal_bits():
     assert "but those of dq" in functional._promise(False, "hopper")
     for deterministic, backend in ((True, "hopper"), (False, "triton"), (False, "eager")):
