@@ -332,6 +332,8 @@ class Simulation:
             **{name: getattr(self.language, name) for name in names},
             **dict.fromkeys(("gl", "mbarrier", "tma"), self.language),
             "pin": lambda values: values,
+            # where in a buffer values lie is not simulated
+            "store_spread": lambda tile, values: tile.store(values),
             "accumulator": lambda columns: None,
             "TensorDescriptor": Descriptor,
             "Launch": self._launch,

@@ -48,6 +48,7 @@ from .hopper import (
     padded_dim,
     readable,
     store_async,
+    store_spread,
     writable,
 )
 from .launch import LOG2_E, Launch, Options, Seen, options_of, see, see_walk, walk, walk_strides
@@ -264,7 +265,7 @@ def descend(
         # the step before has left the buffer
         tma.store_wait(0)
         dq_tile = dq_ring.index(WHO)
-        dq_tile.reshape([DQ_ROWS, DQ_DIM]).store(b_dq)
+        store_spread(dq_tile.reshape([DQ_ROWS, DQ_DIM]), b_dq)
         fence_async_shared()
         if BY_ROWS:
             add_async(dq_desc, [i_batch, i_head, q_start + WHO * DQ_ROWS, 0], dq_tile)
