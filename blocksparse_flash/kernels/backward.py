@@ -24,13 +24,14 @@ import triton.language as tl
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Config,
+    Describer,
     Launch,
     Options,
     Seen,
     axis_strides,
     constants,
-    describe,
     device_seed,
+    operands,
     options_of,
     padded_dim,
     score_arguments,
@@ -441,16 +442,13 @@ def prepare_statistics(dout: Seen, n_padded: int) -> Launch:
 
 
 class Prepared(NamedTuple):
-    """The launches, and what their tensors must look like; None for a gradient without elements."""
+    """The launches, None for a gradient without elements; and what describes q, k, v and dout to them, if anything."""
 
     statistics: Launch
     keys: Launch | None
-    keys_config: Config
+    keys_describers: tuple[Describer, ...] | None
     queries: Launch | None
-    queries_config: Config
-    tma: bool
-    dim: int
-    dim_v: int
+    queries_describers: tuple[Describer, ...] | None
     n_padded: int
     bias_sums: tuple[int, ...] | None
 
@@ -495,6 +493,10 @@ def prepare(
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **asked)
     queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **asked)
 
+    def describers_of(chosen: Config) -> tuple[Describer, ...]:
+        blocks = ((chosen.block_q, dim), (chosen.block_kv, dim), (chosen.block_kv, dim_v), (chosen.block_q, dim_v))
+        return tuple(Describer(seen, (1, 1, *block)) for seen, block in zip((q, k, v, dout), blocks, strict=True))
+
     def walking(
         kernel: Any, chosen: Config, items: Seen | None, heads: int, length: int, block: int, **added: Any
     ) -> Launch:
@@ -528,20 +530,8 @@ def prepare(
     if batch * heads * q_len:
         added = {"scale": scale, **score_arguments(options, 0), "sums_strides": shape and axis_strides(shape)}
         queries = walking(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
-    return Prepared(statistics, keys, keys_config, queries, queries_config, tma, dim, dim_v, n_padded, shape)
-
-
-def operands(
-    ready: Prepared, chosen: Config, tensors: dict[str, torch.Tensor], made: dict[Any, Any]
-) -> tuple[Any, ...]:
-    """q, k, v, dout as a launch of such a configuration wants them; what was `made` for another one is used again."""
-    if not ready.tma:
-        return tuple(tensors.values())
-    rows = {"q": chosen.block_q, "k": chosen.block_kv, "v": chosen.block_kv, "dout": chosen.block_q}
-    for name, tensor in tensors.items():
-        if (name, rows[name]) not in made:
-            made[name, rows[name]] = describe(tensor, rows[name], ready.dim if name in "qk" else ready.dim_v)
-    return tuple(made[key] for key in rows.items())
+    describers = [describers_of(chosen) if tma else None for chosen in (keys_config, queries_config)]
+    return Prepared(statistics, keys, describers[0], queries, describers[1], n_padded, shape)
 
 
 def backward(
@@ -583,12 +573,11 @@ def backward(
     if lse.numel() > 0:
         ready.statistics(out, dout, lse, dlse, statistics, None)
 
-    tensors, made = {"q": q, "k": k, "v": v, "dout": dout}, dict[Any, Any]()
     if ready.keys is not None:
-        refs = operands(ready, ready.keys_config, tensors, made)
+        refs = operands(ready.keys_describers, q, k, v, dout)
         ready.keys(*refs, statistics, *walk(plan, 3), kv_lengths, seed, slopes, cols, dk, dv)
     if ready.queries is not None:
-        refs = operands(ready, ready.queries_config, tensors, made)
+        refs = operands(ready.queries_describers, q, k, v, dout)
         ready.queries(*refs, statistics, *walk(plan, 0), kv_lengths, seed, slopes, rows, dq, sums, dslopes)
     if scores is None:
         return dq, dk, dv

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..copy_engine import can_read
-from .launch import Seen
+from . import launch
 from .tile import TILE
 
 # Triton 3.8 renamed the copies
@@ -162,28 +162,10 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])
 
 
-class Describer:
-    """Makes the descriptors of tensors of one kind, which move one kind of block.
+class Describer(launch.Describer):
+    """The same for Gluon, where a descriptor says how its block lies in shared memory."""
 
-    Past the end of any axis a descriptor reads zero and writes nothing.
-    """
+    kind = TensorDescriptor
 
-    def __init__(self, seen: Seen, block: tuple[int, ...]) -> None:
-        strides = list(seen.strides)
-        # the stride of an axis of size 1 is arbitrary, the descriptor wants a valid one
-        for axis in range(len(strides) - 1):
-            if seen.shape[axis] == 1:
-                strides[axis] = 8 * -(-seen.shape[-1] // 8)
-        self._arguments = (list(seen.shape), strides, list(block), shared_layout(block, seen.dtype))
-        self._fields: dict[str, Any] | None = None
-
-    def __call__(self, tensor: Any) -> TensorDescriptor:
-        if self._fields is None:
-            made = TensorDescriptor(tensor, *self._arguments)
-            # without the tensor, which would never be freed
-            self._fields = {**made.__dict__, "base": None}
-            return made
-        # what the class checks was checked: 0.8 microseconds instead of 3.3
-        made = object.__new__(TensorDescriptor)
-        made.__dict__ = {**self._fields, "base": tensor}
-        return made
+    def layout(self, block: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        return (shared_layout(block, dtype),)

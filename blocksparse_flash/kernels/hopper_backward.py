@@ -50,7 +50,7 @@ from .hopper import (
     store_async,
     writable,
 )
-from .launch import LOG2_E, Launch, Options, Seen, options_of, see, see_walk, walk, walk_strides
+from .launch import LOG2_E, Launch, Options, Seen, operands, options_of, see, see_walk, walk, walk_strides
 from .launch import TILE as TILE_SIDE
 from .tile import TILE, dense_queries, find_line, find_record
 
@@ -520,7 +520,7 @@ def backward(
     else:
         dq = q.new_empty(q.shape)
         other = portable.prepare(*seen, see_walk(plan, 0), see_walk(plan, 3), options)
-        refs = portable.operands(other, other.queries_config, {"q": q, "k": k, "v": v, "dout": dout}, {})
+        refs = operands(other.queries_describers, q, k, v, dout)
         assert other.queries is not None
         # neither slopes nor tables, and no sums for them
         other.queries(*refs, pairs, *walk(plan, 0), kv_lengths, seed, None, None, dq, None, None)
