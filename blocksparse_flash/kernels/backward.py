@@ -555,8 +555,8 @@ def backward(
 
     With options of the scores also the gradients of sinks, slopes and bias, as far as `wanted` (bool for each), else empty.
     """
-    # not empty_like, which keeps strides
-    dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+    # not empty_like, which keeps strides; a shape that is given as one takes the host twice as long
+    dq, dk, dv = q.new_empty(*q.shape), k.new_empty(*k.shape), v.new_empty(*v.shape)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     seed = device_seed(seed, q.device)
@@ -565,11 +565,13 @@ def backward(
     if scores is not None:
         slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)
         options = options._replace(scores=see_scores(scores, rows, cols, wanted=wanted))
-    ready = prepare(see(q), see(k), see(v), see(dout), see_walk(plan, 0), see_walk(plan, 3), options)
+    walked = see_walk(plan, 0)
+    across = see(plan[3]) if plan else None, walked[1]
+    ready = prepare(see(q), see(k), see(v), see(dout), walked, across, options)
     if scores is not None:
         dslopes = torch.empty_like(lse) if wanted[1] else None
         sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)
-    statistics = torch.empty(*q.shape[:2], ready.n_padded, 2, dtype=torch.float32, device=q.device)
+    statistics = q.new_empty(*q.shape[:2], ready.n_padded, 2, dtype=torch.float32)
     if lse.numel() > 0:
         ready.statistics(out, dout, lse, dlse, statistics, None)
 

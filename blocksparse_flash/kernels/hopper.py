@@ -17,7 +17,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..copy_engine import can_read
+from .. import copy_engine
 from . import launch
 from .tile import TILE
 
@@ -148,12 +148,20 @@ def padded_dim(head_dim: int) -> int:
 def writable(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
     """New memory for (batch, heads, length, head_dim), its rows padded so that the copy engine can write them."""
     *front, head_dim = shape
+    if head_dim % 8 == 0:
+        # a slice takes the host as long as the memory
+        return tensor.new_empty(*shape, dtype=dtype)
     return tensor.new_empty(*front, -(-head_dim // 8) * 8, dtype=dtype)[..., :head_dim]
+
+
+@functools.lru_cache(maxsize=4096)
+def _lies_well(seen: launch.Seen) -> bool:
+    return seen.strides[-1] == 1 and copy_engine.takes(seen.dtype.itemsize, seen.shape, seen.strides, seen.is_aligned)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor where the copy engine can read it, else a copy of which it can."""
-    return tensor if can_read(tensor) else writable(tensor, tensor.shape).copy_(tensor)
+    return tensor if _lies_well(launch.see(tensor)) else writable(tensor, tensor.shape).copy_(tensor)
 
 
 @functools.cache

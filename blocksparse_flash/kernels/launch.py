@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -130,7 +131,7 @@ class Options(NamedTuple):
     device: int | None
     major: int
     shared_memory: int
-    others: tuple[Seen | None, ...]
+    others: tuple[tuple[torch.dtype, bool] | None, ...]
     scores: SeenScores | None = None
 
     @property
@@ -140,9 +141,10 @@ class Options(NamedTuple):
 
 
 def options_of(q: torch.Tensor, scale: float, causal: bool, dropout_p: float, *others: torch.Tensor | None) -> Options:
-    """The options of a call on q's type and device, with `others` among its tensors."""
-    index, seen = q.device.index, tuple(see(tensor) for tensor in others)
-    return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), seen)
+    """The options of a call on q's type and device, with `others` among its tensors, whose shapes follow."""
+    index = q.device.index
+    told = tuple([None if other is None else (other.dtype, other.data_ptr() % 16 == 0) for other in others])
+    return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), told)
 
 
 class Describer:
@@ -264,7 +266,7 @@ def see_walk(plan: list[torch.Tensor], first: int) -> tuple[Seen | None, bool]:
     """The facts about one direction of a plan: its records, and whether all of its tensors are aligned."""
     if not plan:
         return None, True
-    return see(plan[first]), all(tensor.data_ptr() % 16 == 0 for tensor in plan)
+    return see(plan[first]), functools.reduce(operator.or_, [tensor.data_ptr() for tensor in plan]) % 16 == 0
 
 
 def walk(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...]:
