@@ -136,18 +136,24 @@ def config_queries(
 # fmt: off
 @triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded"])
 def statistics_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, dout_strides, n_heads, q_len, n_padded,
-    V_DIM: tl.constexpr, DIM_V: tl.constexpr, ROWS: tl.constexpr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, dout_strides, n_heads, q_len, n_padded,
+    V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, DIM_CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
     """What every step of the backward wants of a query, n_padded a head so that no step bounds-checks them.
 
     lse    in base 2; +inf past q_len and for a row without keys, so that p is 0
     delta  rowsum(dout * out) - dlse; 0 past q_len
 
-    Written as pairs, and as lines (every lse, then every delta), to those that are given.
+    Written as pairs, and as lines (every lse, then every delta), to those that are given. And zeros to the CLEARED numbers
+    of each query at cleared_ptr, which the next launch adds to.
     """
     i_axis = tl.program_id(1)
     o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if cleared_ptr is not None:
+        o_cleared = tl.arange(0, DIM_CLEARED)
+        p_cleared = cleared_ptr + (i_axis.to(tl.int64) * q_len + o_q.to(tl.int64)[:, None]) * CLEARED + o_cleared[None, :]
+        m_cleared = (o_q < q_len)[:, None] & (o_cleared < CLEARED)[None, :]
+        tl.store(p_cleared, tl.zeros([ROWS, DIM_CLEARED], tl.float32), mask=m_cleared)
     o_dim = tl.arange(0, DIM_V)
     m_q = o_q < q_len
     m_tile = m_q[:, None] & (o_dim < V_DIM)[None, :]
@@ -422,8 +428,8 @@ def queries_kernel(
 # fmt: on
 
 
-def prepare_statistics(dout: Seen, n_padded: int) -> Launch:
-    """The launch of statistics_kernel on a gradient of such a kind."""
+def prepare_statistics(dout: Seen, n_padded: int, cleared: int = 0) -> Launch:
+    """The launch of statistics_kernel on a gradient of such a kind, and on so many numbers of each query to clear."""
     batch, heads, q_len, v_dim = dout.shape
     return Launch(
         statistics_kernel,
@@ -435,6 +441,8 @@ def prepare_statistics(dout: Seen, n_padded: int) -> Launch:
             "n_padded": n_padded,
             "V_DIM": v_dim,
             "DIM_V": padded_dim(v_dim),
+            "CLEARED": cleared,
+            "DIM_CLEARED": padded_dim(cleared),
             "ROWS": STATISTICS_ROWS,
             "num_warps": 4,
         },
@@ -573,7 +581,7 @@ def backward(
         sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)
     statistics = q.new_empty(*q.shape[:2], ready.n_padded, 2, dtype=torch.float32)
     if lse.numel() > 0:
-        ready.statistics(out, dout, lse, dlse, statistics, None)
+        ready.statistics(out, dout, lse, dlse, statistics, None, None)
 
     if ready.keys is not None:
         refs = operands(ready.keys_describers, q, k, v, dout)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .. import copy_engine
+from ..copy_engine import can_read
 from . import launch
 from .tile import TILE
 
@@ -154,14 +154,9 @@ def writable(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | 
     return tensor.new_empty(*front, -(-head_dim // 8) * 8, dtype=dtype)[..., :head_dim]
 
 
-@functools.lru_cache(maxsize=4096)
-def _lies_well(seen: launch.Seen) -> bool:
-    return seen.strides[-1] == 1 and copy_engine.takes(seen.dtype.itemsize, seen.shape, seen.strides, seen.is_aligned)
-
-
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor where the copy engine can read it, else a copy of which it can."""
-    return tensor if _lies_well(launch.see(tensor)) else writable(tensor, tensor.shape).copy_(tensor)
+    return tensor if can_read(tensor) else writable(tensor, tensor.shape).copy_(tensor)
 
 
 @functools.cache
@@ -173,7 +168,9 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
 class Describer(launch.Describer):
     """The same for Gluon, where a descriptor says how its block lies in shared memory."""
 
-    kind = TensorDescriptor
+    def __init__(self, seen: launch.Seen, block: tuple[int, ...]) -> None:
+        super().__init__(seen, block)
+        self._layout = shared_layout(block, seen.dtype)
 
-    def layout(self, block: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-        return (shared_layout(block, dtype),)
+    def describe(self, tensor: torch.Tensor) -> TensorDescriptor:
+        return TensorDescriptor(tensor, *self._arguments, self._layout)

@@ -154,27 +154,20 @@ class Describer:
     one: the descriptor is made when it must be.
     """
 
-    # the class of the descriptors
-    kind: Any = TensorDescriptor
-
     def __init__(self, seen: Seen, block: tuple[int, ...]) -> None:
         strides = list(seen.strides)
         # the stride of an axis of size 1 is arbitrary, the descriptor wants a valid one
         for axis in range(len(strides) - 1):
             if seen.shape[axis] == 1:
                 strides[axis] = 8 * -(-seen.shape[-1] // 8)
-        self._arguments = (list(seen.shape), strides, list(block), *self.layout(block, seen.dtype))
+        self._arguments = (list(seen.shape), strides, list(block))
 
     def __call__(self, tensor: Any) -> tuple[Describer, Any]:
         return self, tensor
 
     def describe(self, tensor: torch.Tensor) -> Any:
         """The descriptor of a tensor."""
-        return self.kind(tensor, *self._arguments)
-
-    def layout(self, block: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:  # noqa: ARG002  for those who do
-        """How a block lies in shared memory, where the kernel does not choose."""
-        return ()
+        return TensorDescriptor(tensor, *self._arguments)
 
 
 def operands(describers: tuple[Describer, ...] | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
