@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +53,7 @@ def is_known(launcher: Any) -> bool:
         and getattr(launcher, "global_scratch_size", None) == 0
         and getattr(launcher, "profile_scratch_size", None) == 0
         and not getattr(launcher, "gsan_enabled", False)
-        and isinstance(innermost(launcher), types.BuiltinFunctionType)
+        and callable(innermost(launcher))
     )
 
 
