@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -259,7 +258,10 @@ def see_walk(plan: list[torch.Tensor], first: int) -> tuple[Seen | None, bool]:
     """The facts about one direction of a plan: its records, and whether all of its tensors are aligned."""
     if not plan:
         return None, True
-    return see(plan[first]), functools.reduce(operator.or_, [tensor.data_ptr() for tensor in plan]) % 16 == 0
+    addresses = 0
+    for tensor in plan:
+        addresses |= tensor.data_ptr()
+    return see(plan[first]), addresses % 16 == 0
 
 
 def walk(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...]:
