@@ -80,6 +80,11 @@ def _kernels(
             tensor.shape[3] % 8 or copy_engine.can_read(tensor) for tensor in (q, k, v)
         )
         name = "hopper" if takes else "triton"
+    return _kernels_of(name, bool(deterministic))
+
+
+@functools.cache
+def _kernels_of(name: str, deterministic: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     if name == "triton":
         from .kernels import backward, forward
 
@@ -90,7 +95,7 @@ def _kernels(
         if deterministic:
             return hopper_forward.forward, functools.partial(hopper_backward.backward, deterministic=True)
         return hopper_forward.forward, hopper_backward.backward
-    assert name == "eager", backend
+    assert name == "eager", name
     from .kernels import eager
 
     return eager.forward, eager.backward

@@ -24,7 +24,7 @@ from gluon_machine import Barrier, Barriers, Machine, Partition, ProtocolError, 
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from blocksparse_flash.kernels import launch
+from blocksparse_flash.kernels import launch, launcher
 
 KERNELS = Path(launch.__file__).parent
 # threads of a warpgroup, and of the pair that meets at a named barrier
@@ -389,7 +389,7 @@ class Simulation:
         options = {name: value for name, value in rest.items() if name in names}
 
         def run(*tensors: Any) -> None:
-            given = [Pointer(tensor) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+            given = [Pointer(each) if isinstance(each, Tensor) else each for each in launcher.described(tensors)]
             for program in range(grid[0]):
                 self.language.machine = Machine(self.seed, program, grid[0])
                 kernel(**dict(zip(names, given, strict=False)), **options)

@@ -76,7 +76,10 @@ TABLE = {
     "blocksparse_flash/kernels/tile.py": Arrows({TRITON}),
     "blocksparse_flash/kernels/scores.py": Arrows({TORCH}),
     "blocksparse_flash/kernels/score_tile.py": Arrows({TRITON, f"{OURS}.kernels.tile"}),
-    "blocksparse_flash/kernels/launch.py": Arrows({TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.scores"}),
+    "blocksparse_flash/kernels/launcher.py": Arrows({TRITON}),
+    "blocksparse_flash/kernels/launch.py": Arrows(
+        {TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.launcher", f"{OURS}.kernels.scores"}
+    ),
     "blocksparse_flash/kernels/decode.py": Arrows(
         {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
     ),

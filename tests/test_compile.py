@@ -32,8 +32,8 @@ KNOWN_SPILLS = {
 Record = dict[str, Any]
 
 
-def compile_all(target: str, version: str | None, cache: Path) -> list[Record]:
-    """What tests/compile_kernels.py prints under a version of Triton, None for the environment's own."""
+def run_under(version: str | None, cache: Path, module: str, *arguments: str) -> str:
+    """What `python -m tests.<module>` prints under a version of Triton, None for the environment's own."""
     folder = "" if version is None else Path(sys.prefix) / f"triton-{version}"
     if folder and not folder.is_dir():
         pytest.skip(f"needs Triton {version} in {folder.name} of the environment, where `make test` installs it")
@@ -43,7 +43,7 @@ def compile_all(target: str, version: str | None, cache: Path) -> list[Record]:
     env["TRITON_CACHE_DIR"] = str(cache)
     env["PYTHONPATH"] = str(folder)
     said = subprocess.run(
-        [sys.executable, "-m", "tests.compile_kernels", target],
+        [sys.executable, "-m", f"tests.{module}", *arguments],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -51,7 +51,12 @@ def compile_all(target: str, version: str | None, cache: Path) -> list[Record]:
         check=False,
     )
     assert said.returncode == 0, said.stderr
-    records = [json.loads(line) for line in said.stdout.splitlines()]
+    return said.stdout
+
+
+def compile_all(target: str, version: str | None, cache: Path) -> list[Record]:
+    """What tests/compile_kernels.py prints."""
+    records = [json.loads(line) for line in run_under(version, cache, "compile_kernels", target).splitlines()]
     assert version is None or {record["triton"] for record in records} == {version}
     return records
 

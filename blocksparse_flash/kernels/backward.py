@@ -24,13 +24,14 @@ import triton.language as tl
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Config,
+    Describer,
     Launch,
     Options,
     Seen,
     axis_strides,
     constants,
-    describe,
     device_seed,
+    operands,
     options_of,
     padded_dim,
     score_arguments,
@@ -135,18 +136,24 @@ def config_queries(
 # fmt: off
 @triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded"])
 def statistics_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, dout_strides, n_heads, q_len, n_padded,
-    V_DIM: tl.constexpr, DIM_V: tl.constexpr, ROWS: tl.constexpr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, dout_strides, n_heads, q_len, n_padded,
+    V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, DIM_CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
     """What every step of the backward wants of a query, n_padded a head so that no step bounds-checks them.
 
     lse    in base 2; +inf past q_len and for a row without keys, so that p is 0
     delta  rowsum(dout * out) - dlse; 0 past q_len
 
-    Written as pairs, and as lines (every lse, then every delta), to those that are given.
+    Written as pairs, and as lines (every lse, then every delta), to those that are given. And zeros to the CLEARED numbers
+    of each query at cleared_ptr, which the next launch adds to.
     """
     i_axis = tl.program_id(1)
     o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if cleared_ptr is not None:
+        o_cleared = tl.arange(0, DIM_CLEARED)
+        p_cleared = cleared_ptr + (i_axis.to(tl.int64) * q_len + o_q.to(tl.int64)[:, None]) * CLEARED + o_cleared[None, :]
+        m_cleared = (o_q < q_len)[:, None] & (o_cleared < CLEARED)[None, :]
+        tl.store(p_cleared, tl.zeros([ROWS, DIM_CLEARED], tl.float32), mask=m_cleared)
     o_dim = tl.arange(0, DIM_V)
     m_q = o_q < q_len
     m_tile = m_q[:, None] & (o_dim < V_DIM)[None, :]
@@ -421,8 +428,8 @@ def queries_kernel(
 # fmt: on
 
 
-def prepare_statistics(dout: Seen, n_padded: int) -> Launch:
-    """The launch of statistics_kernel on a gradient of such a kind."""
+def prepare_statistics(dout: Seen, n_padded: int, cleared: int = 0) -> Launch:
+    """The launch of statistics_kernel on a gradient of such a kind, and on so many numbers of each query to clear."""
     batch, heads, q_len, v_dim = dout.shape
     return Launch(
         statistics_kernel,
@@ -434,6 +441,8 @@ def prepare_statistics(dout: Seen, n_padded: int) -> Launch:
             "n_padded": n_padded,
             "V_DIM": v_dim,
             "DIM_V": padded_dim(v_dim),
+            "CLEARED": cleared,
+            "DIM_CLEARED": padded_dim(cleared),
             "ROWS": STATISTICS_ROWS,
             "num_warps": 4,
         },
@@ -441,16 +450,13 @@ def prepare_statistics(dout: Seen, n_padded: int) -> Launch:
 
 
 class Prepared(NamedTuple):
-    """The launches, and what their tensors must look like; None for a gradient without elements."""
+    """The launches, None for a gradient without elements; and what describes q, k, v and dout to them, if anything."""
 
     statistics: Launch
     keys: Launch | None
-    keys_config: Config
+    keys_describers: tuple[Describer, ...] | None
     queries: Launch | None
-    queries_config: Config
-    tma: bool
-    dim: int
-    dim_v: int
+    queries_describers: tuple[Describer, ...] | None
     n_padded: int
     bias_sums: tuple[int, ...] | None
 
@@ -495,6 +501,10 @@ def prepare(
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **asked)
     queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **asked)
 
+    def describers_of(chosen: Config) -> tuple[Describer, ...]:
+        blocks = ((chosen.block_q, dim), (chosen.block_kv, dim), (chosen.block_kv, dim_v), (chosen.block_q, dim_v))
+        return tuple(Describer(seen, (1, 1, *block)) for seen, block in zip((q, k, v, dout), blocks, strict=True))
+
     def walking(
         kernel: Any, chosen: Config, items: Seen | None, heads: int, length: int, block: int, **added: Any
     ) -> Launch:
@@ -528,20 +538,8 @@ def prepare(
     if batch * heads * q_len:
         added = {"scale": scale, **score_arguments(options, 0), "sums_strides": shape and axis_strides(shape)}
         queries = walking(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
-    return Prepared(statistics, keys, keys_config, queries, queries_config, tma, dim, dim_v, n_padded, shape)
-
-
-def operands(
-    ready: Prepared, chosen: Config, tensors: dict[str, torch.Tensor], made: dict[Any, Any]
-) -> tuple[Any, ...]:
-    """q, k, v, dout as a launch of such a configuration wants them; what was `made` for another one is used again."""
-    if not ready.tma:
-        return tuple(tensors.values())
-    rows = {"q": chosen.block_q, "k": chosen.block_kv, "v": chosen.block_kv, "dout": chosen.block_q}
-    for name, tensor in tensors.items():
-        if (name, rows[name]) not in made:
-            made[name, rows[name]] = describe(tensor, rows[name], ready.dim if name in "qk" else ready.dim_v)
-    return tuple(made[key] for key in rows.items())
+    describers = [describers_of(chosen) if tma else None for chosen in (keys_config, queries_config)]
+    return Prepared(statistics, keys, describers[0], queries, describers[1], n_padded, shape)
 
 
 def backward(
@@ -565,8 +563,8 @@ def backward(
 
     With options of the scores also the gradients of sinks, slopes and bias, as far as `wanted` (bool for each), else empty.
     """
-    # not empty_like, which keeps strides
-    dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+    # not empty_like, which keeps strides; a shape that is given as one takes the host twice as long
+    dq, dk, dv = q.new_empty(*q.shape), k.new_empty(*k.shape), v.new_empty(*v.shape)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     seed = device_seed(seed, q.device)
@@ -575,20 +573,21 @@ def backward(
     if scores is not None:
         slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)
         options = options._replace(scores=see_scores(scores, rows, cols, wanted=wanted))
-    ready = prepare(see(q), see(k), see(v), see(dout), see_walk(plan, 0), see_walk(plan, 3), options)
+    walked = see_walk(plan, 0)
+    across = see(plan[3]) if plan else None, walked[1]
+    ready = prepare(see(q), see(k), see(v), see(dout), walked, across, options)
     if scores is not None:
         dslopes = torch.empty_like(lse) if wanted[1] else None
         sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)
-    statistics = torch.empty(*q.shape[:2], ready.n_padded, 2, dtype=torch.float32, device=q.device)
+    statistics = q.new_empty(*q.shape[:2], ready.n_padded, 2, dtype=torch.float32)
     if lse.numel() > 0:
-        ready.statistics(out, dout, lse, dlse, statistics, None)
+        ready.statistics(out, dout, lse, dlse, statistics, None, None)
 
-    tensors, made = {"q": q, "k": k, "v": v, "dout": dout}, dict[Any, Any]()
     if ready.keys is not None:
-        refs = operands(ready, ready.keys_config, tensors, made)
+        refs = operands(ready.keys_describers, q, k, v, dout)
         ready.keys(*refs, statistics, *walk(plan, 3), kv_lengths, seed, slopes, cols, dk, dv)
     if ready.queries is not None:
-        refs = operands(ready, ready.queries_config, tensors, made)
+        refs = operands(ready.queries_describers, q, k, v, dout)
         ready.queries(*refs, statistics, *walk(plan, 0), kv_lengths, seed, slopes, rows, dq, sums, dslopes)
     if scores is None:
         return dq, dk, dv

@@ -16,7 +16,7 @@ Knows: a plan's tensors, strides, launch configurations. Does not know: layouts,
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,12 +25,13 @@ import triton.language as tl
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Config,
+    Describer,
     Launch,
     Options,
     Seen,
     constants,
-    describe,
     multiprocessors,
+    operands,
     options_of,
     see,
     see_walk,
@@ -263,14 +264,12 @@ def merge_kernel(
 
 
 class Prepared(NamedTuple):
-    """The launches of a call, and what their tensors must look like; merge is None where there is one chunk."""
+    """The launches of a call, and what describes k and v, if anything; merge is None where there is one chunk."""
 
     decode: Launch
     merge: Launch | None
     n_chunks: int
-    chosen: Chosen
-    dim: int
-    dim_v: int
+    describers: tuple[Describer, ...] | None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -319,7 +318,11 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], n_liste
         at_once = max(2, min(triton.next_power_of_2(n_chunks), 4096 // dim_v))
         sizes = {"n_rows": n_rows, "n_chunks": n_chunks, "V_DIM": v_dim, "DIM_V": dim_v, "CHUNKS": at_once}
         merge = Launch(merge_kernel, (n_rows,), {**sizes, "num_warps": 4})
-    return Prepared(decode, merge, n_chunks, chosen, dim, dim_v)
+    describers = None
+    if chosen.tma:
+        block_kv = chosen.config.block_kv
+        describers = Describer(k, (1, 1, block_kv, dim)), Describer(v, (1, 1, block_kv, dim_v))
+    return Prepared(decode, merge, n_chunks, describers)
 
 
 def forward(
@@ -338,11 +341,7 @@ def forward(
     options = options_of(q, scale, causal, 0.0, kv_lengths)
     n_listed = plan[1].shape[0] if plan else 0
     ready = prepare(see(q), see(k), see(v), see_walk(plan, 0), n_listed, options)
-    refs: tuple[Any, ...] = (q, k, v)
-    if ready.chosen.tma:
-        block_kv = ready.chosen.config.block_kv
-        refs = q, describe(k, block_kv, ready.dim), describe(v, block_kv, ready.dim_v)
-    inputs = (*refs, *walk(plan, 0), kv_lengths)
+    inputs = (q, *operands(ready.describers, k, v), *walk(plan, 0), kv_lengths)
     if ready.merge is None:
         ready.decode(*inputs, out, lse)
         return out, lse

@@ -11,7 +11,7 @@ Knows: a plan's tensors, strides, launch configurations. Does not know: layouts,
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,12 +21,13 @@ from . import decode
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Config,
+    Describer,
     Launch,
     Options,
     Seen,
     constants,
-    describe,
     device_seed,
+    operands,
     options_of,
     score_arguments,
     see,
@@ -213,13 +214,10 @@ def forward_kernel(
 
 
 class Prepared(NamedTuple):
-    """A launch, and what its tensors must look like."""
+    """A launch, and what describes q, k and v to it, if anything."""
 
     launch: Launch
-    chosen: Config
-    tma: bool
-    dim: int
-    dim_v: int
+    describers: tuple[Describer, ...] | None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -255,7 +253,11 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], options
         **score_arguments(options, 0),
         **chosen.arguments,
     }
-    return Prepared(Launch(forward_kernel, (n_lines * split * batch * heads,), rest), chosen, tma, dim, dim_v)
+    describers = None
+    if tma:
+        k_block, v_block = (1, 1, chosen.block_kv, dim), (1, 1, chosen.block_kv, dim_v)
+        describers = Describer(q, (1, 1, chosen.block_q, dim)), Describer(k, k_block), Describer(v, v_block)
+    return Prepared(Launch(forward_kernel, (n_lines * split * batch * heads,), rest), describers)
 
 
 def forward(
@@ -286,9 +288,5 @@ def forward(
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
         options = options._replace(scores=see_scores(scores, added[2]))
     ready = prepare(see(q), see(k), see(v), see_walk(plan, 0), options)
-    refs: tuple[Any, ...] = (q, k, v)
-    if ready.tma:
-        block_q, block_kv = ready.chosen.block_q, ready.chosen.block_kv
-        refs = describe(q, block_q, ready.dim), describe(k, block_kv, ready.dim), describe(v, block_kv, ready.dim_v)
-    ready.launch(*refs, *walk(plan, 0), kv_lengths, seed, *added, out, lse)
+    ready.launch(*operands(ready.describers, q, k, v), *walk(plan, 0), kv_lengths, seed, *added, out, lse)
     return out, lse

@@ -51,7 +51,7 @@ from .hopper import (
     store_spread,
     writable,
 )
-from .launch import LOG2_E, Launch, Options, Seen, options_of, see, see_walk, walk, walk_strides
+from .launch import LOG2_E, Launch, Options, Seen, operands, options_of, see, see_walk, walk, walk_strides
 from .launch import TILE as TILE_SIDE
 from .tile import TILE, dense_queries, find_line, find_record
 
@@ -460,14 +460,16 @@ def prepare(
         "num_warps": 4,
     }
     scaled = dq = None
+    cleared = 0
     if gradients[0] is not None:
         # rows are padded in both
-        n_values = batch * heads * q_len * gradients[0].strides[2]
+        cleared = -(-head_dim // 8) * 8
+        n_values = batch * heads * q_len * cleared
         scaling = {"scale": scale, "n_values": n_values, "BLOCK": SCALE_BLOCK, "num_warps": 4}
         scaled = Launch(scale_kernel, (triton.cdiv(n_values, SCALE_BLOCK),), scaling)
         dq = Describer(gradients[0], (1, 1, half, dim if rows == 2 * half else dim // 2))
     return Prepared(
-        portable.prepare_statistics(dout, n_padded),
+        portable.prepare_statistics(dout, n_padded, cleared),
         Launch(hopper_backward_kernel, (n_lines * batch * kv_heads,), rest),
         scaled,
         Describer(q, (1, 1, rows, dim)),
@@ -507,15 +509,17 @@ def backward(
     q, k, v, dout = readable(q), readable(k), readable(v), readable(dout)
     dlse = None if dlse is None else dlse.contiguous()
     axes, n_padded = q.shape[0] * q.shape[1], -(-q.shape[2] // TILE_SIDE) * TILE_SIDE
-    lines = torch.empty(2, axes * n_padded, dtype=torch.float32, device=q.device)
-    dq_sum = None if deterministic else writable(q, q.shape, torch.float32).zero_()
+    lines = q.new_empty(2, axes * n_padded, dtype=torch.float32)
+    lse_line, delta_line = lines.unbind()
+    # cleared by the launch of the statistics
+    dq_sum = None if deterministic else writable(q, q.shape, torch.float32)
     pairs = torch.empty(axes * n_padded, 2, dtype=torch.float32, device=q.device) if deterministic else None
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
     seen = see(q), see(k), see(v), see(dout)
-    ready = prepare(*seen, see(lines[0]), (see(dq_sum), see(dk), see(dv)), see_walk(plan, 3), options)
-    ready.statistics(out, dout, lse, dlse, pairs, lines)
+    ready = prepare(*seen, see(lse_line), (see(dq_sum), see(dk), see(dv)), see_walk(plan, 3), options)
+    ready.statistics(out, dout, lse, dlse, pairs, lines, dq_sum)
     ready.keys(
-        ready.q(q), ready.k(k), ready.v(v), ready.dout(dout), ready.line(lines[0]), ready.line(lines[1]),
+        ready.q(q), ready.k(k), ready.v(v), ready.dout(dout), ready.line(lse_line), ready.line(delta_line),
         *walk(plan, 3), kv_lengths,
         None if ready.dq is None else ready.dq(dq_sum), ready.dk(dk), ready.dv(dv),
     )  # fmt: skip
@@ -523,9 +527,9 @@ def backward(
         dq = writable(q, q.shape)
         ready.scale(dq_sum, dq)
     else:
-        dq = q.new_empty(q.shape)
+        dq = q.new_empty(*q.shape)
         other = portable.prepare(*seen, see_walk(plan, 0), see_walk(plan, 3), options)
-        refs = portable.operands(other, other.queries_config, {"q": q, "k": k, "v": v, "dout": dout}, {})
+        refs = operands(other.queries_describers, q, k, v, dout)
         assert other.queries is not None
         # neither slopes nor tables, and no sums for them
         other.queries(*refs, pairs, *walk(plan, 0), kv_lengths, seed, None, None, dq, None, None)

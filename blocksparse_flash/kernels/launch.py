@@ -16,6 +16,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import copy_engine
+from . import launcher
 from .scores import Scores
 
 LOG2_E = 1.4426950408889634
@@ -66,27 +67,6 @@ def padded_dim(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-@functools.lru_cache(maxsize=4096)
-def _described(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, dim: int
-) -> dict[str, Any]:
-    """The fields of such a descriptor but its tensor, checked."""
-    # the stride of an axis of size 1 is arbitrary, the descriptor wants a valid one
-    valid = [8 * -(-shape[3] // 8) if n == 1 else stride for n, stride in zip(shape[:3], strides[:3], strict=True)]
-    nothing = torch.empty(0, dtype=dtype)
-    return {**vars(TensorDescriptor(nothing, list(shape), [*valid, strides[3]], [1, 1, rows, dim])), "base": None}
-
-
-def describe(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:
-    """A descriptor which loads [rows, dim] of one head; past the end of a length or head_dim it reads zero.
-
-    What the class checks was checked once for all tensors of a kind: that takes the host 2.8 microseconds, this 0.9.
-    """
-    made = object.__new__(TensorDescriptor)
-    made.__dict__ = {**_described(tensor.shape, tensor.stride(), tensor.dtype, rows, dim), "base": tensor}
-    return made
-
-
 def allows_tf32(dtype: torch.dtype) -> bool:
     """float32 products are IEEE unless torch's matmul precision allows TF32 (its older switches set this one too)."""
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -111,7 +91,7 @@ def see(tensor: torch.Tensor | None) -> Seen | None:
 def wants_descriptors(major: int, *tensors: Seen) -> bool:
     """Whether the copy engine (TMA, sm90 and later) should read all of these (batch, heads, length, head_dim) tensors.
 
-    Making a descriptor takes 6 microseconds on the host, which small tensors do not repay.
+    Making a descriptor costs the host time, which small tensors do not repay.
     """
     if major < 9 or math.prod(tensors[0].shape) + math.prod(tensors[1].shape) < WORTH_DESCRIBING:
         return False
@@ -150,7 +130,7 @@ class Options(NamedTuple):
     device: int | None
     major: int
     shared_memory: int
-    others: tuple[Seen | None, ...]
+    others: tuple[tuple[torch.dtype, bool] | None, ...]
     scores: SeenScores | None = None
 
     @property
@@ -160,9 +140,40 @@ class Options(NamedTuple):
 
 
 def options_of(q: torch.Tensor, scale: float, causal: bool, dropout_p: float, *others: torch.Tensor | None) -> Options:
-    """The options of a call on q's type and device, with `others` among its tensors."""
-    index, seen = q.device.index, tuple(see(tensor) for tensor in others)
-    return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), seen)
+    """The options of a call on q's type and device, with `others` among its tensors, whose shapes follow."""
+    index = q.device.index
+    told = tuple([None if other is None else (other.dtype, other.data_ptr() % 16 == 0) for other in others])
+    return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), told)
+
+
+class Describer:
+    """Makes the descriptors of tensors of one kind, which move one kind of block.
+
+    Past the end of any axis a descriptor reads zero and writes nothing. Called on a tensor it gives what a Launch takes for
+    one: the descriptor is made when it must be.
+    """
+
+    def __init__(self, seen: Seen, block: tuple[int, ...]) -> None:
+        strides = list(seen.strides)
+        # the stride of an axis of size 1 is arbitrary, the descriptor wants a valid one
+        for axis in range(len(strides) - 1):
+            if seen.shape[axis] == 1:
+                strides[axis] = 8 * -(-seen.shape[-1] // 8)
+        self._arguments = (list(seen.shape), strides, list(block))
+
+    def __call__(self, tensor: Any) -> tuple[Describer, Any]:
+        return self, tensor
+
+    def describe(self, tensor: torch.Tensor) -> Any:
+        """The descriptor of a tensor."""
+        return TensorDescriptor(tensor, *self._arguments)
+
+
+def operands(describers: tuple[Describer, ...] | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    """The tensors as a launch wants them: as they are where there are no describers."""
+    if describers is None:
+        return tensors
+    return tuple(zip(describers, tensors, strict=True))
 
 
 class Launch:
@@ -171,24 +182,24 @@ class Launch:
     kernel    a jitted function whose parameters are the tensors, then the rest
     n_programs, rest   the grid, and everything but the tensors, by name
 
-    From the second call on the compiled kernel is called directly: Triton's own launch would look at each argument anew,
-    some 20 microseconds.
+    Called with tensors, None, and what describers give. From the second call on the compiled kernel is launched directly:
+    Triton's own launch would look at each argument anew, some 20 microseconds.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], rest: dict[str, Any]) -> None:
         self._kernel, self._rest = kernel, rest
         self._grid = (*grid, 1, 1)[:3]
-        self._run: Callable[..., None] | None = None
+        self._run: Callable[[Sequence[Any]], None] | None = None
         self._values = tuple(rest[name] for name in kernel.arg_names if name in rest)
 
     def __call__(self, *tensors: Any) -> None:
         if self._run is not None:
-            self._run(*tensors, *self._values)
+            self._run(tensors)
             return
-        compiled = self._kernel[self._grid](*tensors, **self._rest)
+        compiled = self._kernel[self._grid](*launcher.described(tensors), **self._rest)
         # the interpreter compiles nothing
         if compiled is not None:
-            self._run = compiled[self._grid]
+            self._run = launcher.bind(compiled, self._grid, tensors, self._values)
 
 
 def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options) -> dict[str, Any]:
@@ -247,7 +258,10 @@ def see_walk(plan: list[torch.Tensor], first: int) -> tuple[Seen | None, bool]:
     """The facts about one direction of a plan: its records, and whether all of its tensors are aligned."""
     if not plan:
         return None, True
-    return see(plan[first]), all(tensor.data_ptr() % 16 == 0 for tensor in plan)
+    addresses = 0
+    for tensor in plan:
+        addresses |= tensor.data_ptr()
+    return see(plan[first]), addresses % 16 == 0
 
 
 def walk(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...]:

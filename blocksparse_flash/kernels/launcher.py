@@ -1,0 +1,134 @@
+"""How is a compiled kernel launched again, without what Triton's launcher would work out to be the same?
+
+The launcher expands the arguments (a descriptor into a tensor map, lengths and strides) and hands them to a compiled
+function. Here it expands them once; afterwards that function is called with other addresses in the same places.
+
+Knows: how the launchers of Triton 3.6 to 3.9 are made, which nothing promises: one that does not look like them launches by
+itself. Does not know: what a kernel computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from triton import knobs
+from triton.runtime import driver
+
+Arguments = Sequence[Any]
+# tensor maps that are kept of each argument, one an address
+KEPT = 256
+# what a launcher takes before the arguments of the kernel
+TAKEN = ["self", "gridX", "gridY", "gridZ", "stream", "function"]
+
+
+def described(arguments: Arguments) -> list[Any]:
+    """Arguments for Triton: of a pair of a describer and a tensor the descriptor."""
+    return [each[0].describe(each[1]) if type(each) is tuple else each for each in arguments]
+
+
+def is_hooked() -> bool:
+    """Whether somebody, such as a profiler, wants to be told of launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    # a chain of hooks, which may be empty, or a hook that was put in its place
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def innermost(launcher: Any) -> Any:
+    """The compiled function that a launcher calls, below the one that expands descriptors."""
+    called = launcher.launch
+    return inspect.getclosurevars(called).nonlocals.get("launcher") if inspect.isfunction(called) else called
+
+
+def is_known(launcher: Any) -> bool:
+    """Whether a launcher is made as those are for which this file was written, and gives the kernel no memory of its own."""
+    called = vars(type(launcher)).get("__call__")
+    return (
+        inspect.isfunction(called)
+        and list(inspect.signature(called).parameters)[: len(TAKEN)] == TAKEN
+        and hasattr(sys.modules[type(launcher).__module__], "wrap_handle_tensordesc")
+        and getattr(launcher, "global_scratch_size", None) == 0
+        and getattr(launcher, "profile_scratch_size", None) == 0
+        and not getattr(launcher, "gsan_enabled", False)
+        and callable(innermost(launcher))
+    )
+
+
+def expand(compiled: Any, grid: tuple[int, ...], stream: Any, arguments: Arguments) -> tuple[Any, ...]:
+    """What Triton's launcher hands to the compiled function, which is not called; without hooks and what they are told."""
+    handed: list[Any] = []
+    launcher = copy.copy(compiled.run)
+    wrap = sys.modules[type(launcher).__module__].wrap_handle_tensordesc
+    maps = getattr(compiled.metadata, "tensordesc_meta", None)
+    launcher.launch = wrap(lambda *args: handed.extend(args), dict(compiled.src.signature), maps)
+    launcher(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    return tuple(handed)
+
+
+class Bound:
+    """A compiled kernel whose expanded arguments are known but for the addresses of tensors.
+
+    Called with arguments of the same kinds as those it was bound with.
+    """
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...], arguments: Arguments, values: Arguments) -> None:
+        self._compiled, self._grid, self._values = compiled, grid, tuple(values)
+        self._launch = innermost(compiled.run)
+        self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
+        # found again among what is handed on: one argument may be given twice
+        marks = [each if each is None or type(each) is tuple else object() for each in arguments]
+        stream = object()
+        handed = expand(compiled, grid, stream, (*described(marks), *values))
+        assert handed[:5] == (*grid, stream, compiled.function)
+        # Triton 3.7 and later hand on the arguments of the kernel as one
+        self._nests = hasattr(compiled.run, "kernel_signature")
+        self._head = handed[4:-1] if self._nests else ()
+        self._given = list(handed[-1] if self._nests else handed[4:])
+        # (where it goes, which argument it is of): addresses, and tensor maps with those that were made, by address
+        place = {id(value): slot for slot, value in enumerate(self._given)}
+        tensors = [i for i, mark in enumerate(marks) if mark is not None and type(mark) is not tuple]
+        self._pointers = [(place[id(marks[i])], i) for i in tensors]
+        pairs = [i for i, mark in enumerate(marks) if type(mark) is tuple]
+        maps = [slot for slot, value in enumerate(self._given) if type(value).__name__ == "PyCUtensorMap"]
+        self._maps = [(slot, i, dict[int, Any]()) for slot, i in zip(maps, pairs, strict=True)]
+
+    def __call__(self, arguments: Arguments) -> None:
+        if is_hooked():
+            self._compiled[self._grid](*described(arguments), *self._values)
+            return
+        given = self._given.copy()
+        for slot, i in self._pointers:
+            given[slot] = arguments[i].data_ptr()
+        for slot, i, made in self._maps:
+            address = arguments[i][1].data_ptr()
+            given[slot] = made.get(address) or self._make(arguments)[slot]
+        stream = self._stream_of(self._device)
+        if self._nests:
+            self._launch(*self._grid, stream, *self._head, given)
+        else:
+            self._launch(*self._grid, stream, *given)
+
+    def _make(self, arguments: Arguments) -> Arguments:
+        """The expanded arguments; keeps their tensor maps, in which the address is all that tells tensors of a kind apart."""
+        handed = expand(self._compiled, self._grid, None, (*described(arguments), *self._values))
+        given: Arguments = handed[-1] if self._nests else handed[4:]
+        for slot, i, made in self._maps:
+            if len(made) >= KEPT:
+                made.clear()
+            made[arguments[i][1].data_ptr()] = given[slot]
+        return given
+
+
+def bind(compiled: Any, grid: tuple[int, ...], arguments: Arguments, values: Arguments) -> Callable[[Arguments], None]:
+    """What launches `compiled` on other such arguments as compiled[grid](*arguments, *values) would, hooks included.
+
+    arguments  tensors, None, and pairs of a describer and a tensor, for a descriptor
+    values     what stays the same
+    """
+    run = compiled[grid]
+    if is_known(compiled.run):
+        return Bound(compiled, grid, arguments, values)
+    return lambda arguments: run(*described(arguments), *values)

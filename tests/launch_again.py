@@ -1,0 +1,158 @@
+"""Does a launch hand the compiled function what Triton's own does, without a GPU? `python -m tests.launch_again`.
+
+A stand-in for the driver writes down what would have reached the GPU. Must run in a process of its own: the test process
+interprets the kernels.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+
+from blocksparse_flash.kernels import backward, forward, hopper_forward, launch, launcher
+
+LIMITS = (9, 232448)
+
+
+class PyCUtensorMap:
+    """What a descriptor becomes; here what it was made from."""
+
+    def __init__(self, *made_from: Any) -> None:
+        self.made_from = made_from
+
+
+class Recorder:
+    """The compiled function."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *given: Any) -> None:
+        self.calls.append(given)
+
+
+def install(recorder: Recorder) -> None:
+    """Make Triton launch on the recorder; the driver's streams count up."""
+    utils = SimpleNamespace(
+        launch=recorder,
+        fill_tma_descriptor=PyCUtensorMap,
+        fill_tma_descriptor_tiled=PyCUtensorMap,
+        load_binary=lambda *_: (1, 2, 100, 0, 1024),
+        unload_module=lambda _: None,
+        build_signature_metadata=lambda types: ", ".join(types).encode(),
+        get_device_properties=lambda _: {"max_shared_mem": LIMITS[1]},
+    )
+    names = {"PyCUtensorMap": PyCUtensorMap, "PyKernelArg": SimpleNamespace, "ARG_CONSTEXPR": 0, "ARG_KERNEL": 1}
+    vars(nvidia).update(
+        names, ARG_TUPLE=2, library_dirs=list, compile_module_from_src=lambda **_: SimpleNamespace(launch=recorder)
+    )
+    streams = iter(range(1000, 10**6))
+    active: Any = SimpleNamespace(
+        utils=utils,
+        launcher_cls=nvidia.CudaLauncher,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: next(streams),
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    driver.set_active(active)
+
+
+def flat(given: Any) -> Any:
+    """What was handed on, comparable: tensors as addresses, maps as what they were made from."""
+    if isinstance(given, (list, tuple)):
+        return [flat(each) for each in given]
+    if isinstance(given, torch.Tensor):
+        return given.data_ptr()
+    if isinstance(given, PyCUtensorMap):
+        return flat(given.made_from)
+    return given
+
+
+def check(recorder: Recorder, run: launch.Launch, first: tuple[Any, ...], others: list[tuple[Any, ...]]) -> None:
+    """Launch on the first arguments and then on others: Triton's own launch is handed the same."""
+    knobs = triton.knobs.runtime
+    run(*first)
+    assert len(recorder.calls) == 1
+    bound = run._run
+    assert isinstance(bound, launcher.Bound), "Triton's launcher has changed: see blocksparse_flash/kernels/launcher.py"
+    compiled, grid, values = bound._compiled, bound._grid, bound._values
+    for arguments in others:
+        recorder.calls.clear()
+        run(*arguments)
+        # neither a chain of hooks nor what they would be told
+        with mock.patch.multiple(knobs, launch_enter_hook=None, launch_exit_hook=None):
+            compiled[grid](*launcher.described(arguments), *values)
+        ours, theirs = (flat(call) for call in recorder.calls)
+        # the stream is asked for at each launch
+        assert theirs[3] == ours[3] + 1
+        ours[3] = theirs[3] = None
+        assert ours == theirs, f"\n{ours}\n{theirs}"
+    told: list[Any] = []
+    with mock.patch.object(knobs, "launch_enter_hook", told.append):
+        run(*first)
+    assert told.append in recorder.calls[-1], "the hook of a profiler must be handed on"
+
+
+def kinds(shape: tuple[int, ...], n: int) -> list[tuple[torch.Tensor, ...]]:
+    """n times q, k, v at other addresses, the last time one tensor for all."""
+    made = [tuple(torch.empty(shape, dtype=torch.bfloat16) for _ in "qkv") for _ in range(n - 1)]
+    one = torch.empty(shape, dtype=torch.bfloat16)
+    return [*made, (one, one, one)]
+
+
+def main() -> None:
+    if triton.knobs.runtime.interpret:
+        raise SystemExit("TRITON_INTERPRET=1 interprets the kernels; unset it to compile them")
+    recorder = Recorder()
+    install(recorder)
+    shape = (1, 2, 256, 64)
+    out, lse = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[:3])
+    # more than are kept
+    calls = kinds(shape, 6)
+    items = torch.zeros(1, 1, 2, 8, dtype=torch.int32)
+    indices = torch.zeros(9, dtype=torch.int32)
+    plan = [items, indices, indices, items, indices, indices, torch.zeros(3, 128, 4, dtype=torch.int32)]
+    with (
+        mock.patch.object(launch, "device_limits", lambda _: LIMITS),
+        mock.patch.object(hopper_forward, "multiprocessors", lambda _: 132),
+        mock.patch.object(launcher, "KEPT", 2),
+    ):
+        options = launch.options_of(out, 0.125, False, 0.0)
+        seen = launch.see(out)
+        assert seen is not None
+        walks = launch.walk(plan, 0)
+
+        for worth in (1 << 40, 0):
+            with mock.patch.object(launch, "WORTH_DESCRIBING", worth):
+                ready = forward.prepare.__wrapped__(seen, seen, seen, launch.see_walk(plan, 0), options)
+            assert (ready.describers is None) == (worth > 0)
+            rest = (*walks, None, None, None, None, None, out, lse)
+            given = [(*launch.operands(ready.describers, *call), *rest) for call in calls]
+            check(recorder, ready.launch, given[0], given)
+            recorder.calls.clear()
+
+        statistics = backward.prepare_statistics(seen, 256)
+        given = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None) for call in calls]
+        check(recorder, statistics, given[0], given)
+        recorder.calls.clear()
+
+        hopper = hopper_forward.prepare.__wrapped__(seen, seen, seen, seen, launch.see_walk(plan, 0), options)
+        queue = torch.zeros(1, dtype=torch.int32)
+        makers = hopper.q, hopper.k, hopper.v
+        given = [
+            (*launch.operands(makers, *call), *walks, None, queue, hopper.out(torch.empty_like(out)), lse)
+            for call in calls
+        ]
+        check(recorder, hopper.launch, given[0], given)
+    print(f"Triton {triton.__version__}: every launch is handed on alike")
+
+
+if __name__ == "__main__":
+    main()
