@@ -330,7 +330,7 @@ TABLE = {
     ),
     "benchmarks/correctness.py": Arrows({TORCH, "benchmarks.patterns"}),
     "benchmarks/attention.py": Arrows(
-        {TORCH, *(f"benchmarks.{name}" for name in ("correctness", "measure", "patterns", "peers", "sweeps"))}
+        {TORCH, *(f"benchmarks.{name}" for name in ("correctness", "lines", "measure", "patterns", "peers", "sweeps"))}
     ),
     "benchmarks/decode.py": Arrows(
         {TORCH, OURS, f"{OURS}.interop", "masks"}
