@@ -20,6 +20,7 @@ from .block_bias import BiasIndex
 from .blocks import FULL, Array, Axis, BlockList, Frame, Size
 from .description import Description, describe
 from .gather import crop, gather
+from .packing import to_device
 from .plan import Plan, build_plan
 
 Integers = torch.Tensor | Array | list[int]
@@ -496,7 +497,7 @@ class BlockLayout:
         self.plan(device)
         if device == self.device:
             return self
-        moved = self._bare(*(getattr(self, name).to(device) for name in TENSORS), *self._frame[2:])
+        moved = self._bare(*to_device([getattr(self, name) for name in TENSORS], device), *self._frame[2:])
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
