@@ -215,7 +215,7 @@ class BlockLayout:
         frame = arguments.frame(q_len, kv_len, block_size)
         frame = selection.frame_of(indices, "indices", frame, kind="integers")
         selection.check_cols(indices, frame)
-        return cls._selected(indices, frame)
+        return cls._selected(selection.known(indices, frame.n_cols), frame)
 
     @classmethod
     def from_scores(
@@ -628,7 +628,7 @@ class BlockLayout:
 
     @classmethod
     def _selected(cls, indices: torch.Tensor, frame: Frame) -> BlockLayout:
-        """The layout of the cols that each row names; its plans are made where it is."""
+        """The layout of the cols that each row names, n_cols for none; its plans are made where it is."""
         bitmasks = storage.no_bitmasks(frame, indices.device)
         layout = cls._bare(*selection.sorted_rows(indices, frame.n_cols), bitmasks, *frame[2:])
         layout._cache["is_selected"] = True

@@ -153,13 +153,17 @@ def _order(values: np.ndarray, limit: int) -> np.ndarray | slice:
 
 
 def _padded(values: np.ndarray, residue: int) -> np.ndarray:
-    """Zeros behind the values, at least one (kernels read an index ahead), up to a length = residue mod 8. int32.
+    """The values, and zeros behind them, int32."""
+    padded = np.zeros(padded_length(len(values), residue), np.int32)
+    padded[: len(values)] = values
+    return padded
+
+
+def padded_length(length: int, residue: int) -> int:
+    """Of a list at least one more than its values (kernels read an index ahead), and = residue mod 8.
 
     Different residues keep torch.compile from taking two lengths that happen to agree for one symbol, which would
     recompile for the next layout where they differ.
     """
-    length = len(values) + 1
-    length += (residue - length) % 8 + 8 * (length < 2)
-    padded = np.zeros(length, np.int32)
-    padded[: len(values)] = values
-    return padded
+    length += 1
+    return length + (residue - length) % 8 + 8 * (length < 2)
