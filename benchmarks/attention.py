@@ -14,7 +14,8 @@ the device) or "step" (of --sweep change); setup_ms is the first call, which com
 --sweep density     1 % to 100 % of random blocks, beside dense
 --sweep block-size  blocks of 16 to 256 tokens, the density fixed
 --sweep regroup     masks of blocks of 128 in finer blocks, all of which are stored, or 80 % in each block of 128
---sweep change      a step with one mask for all, with a new one made on the host, and with one selected on the GPU
+--sweep change      a step with one mask for all, with a new one made on the host, and with one selected on the GPU;
+                    FlexAttention's from lists that are ready, and from create_block_mask, eager and compiled
 
 `python -m benchmarks.report` makes tables and pictures of the lines.
 """
@@ -31,8 +32,9 @@ import torch
 from torch import Tensor
 
 from . import correctness, measure, sweeps
+from .lines import SAME_MASK
 from .patterns import Pattern
-from .peers import Call, Peer, Shape, peers
+from .peers import Call, Peer, Prepare, Shape, peers
 
 
 class Run(NamedTuple):
@@ -158,11 +160,17 @@ def _time_steps(peer: Peer, run: Run, length: int, steps: int, said: str) -> Non
     drawn = [sweeps.changing(length, seed=seed) for seed in range(steps)]
     scores = [torch.rand(drawn[0].blocks.shape, device=run.device) for _ in range(steps)]
     pattern = drawn[0]
-    k_blocks = int(pattern.blocks[0].sum())
     kept = peer.prepare(pattern, run.shape)
 
     def step(call: Call) -> None:
         torch.autograd.grad(call(*tensors), tensors, dout)
+
+    def first_step(prepare: Prepare) -> float:
+        return measure.first_call_milliseconds(lambda: step(prepare(pattern, run.shape)))
+
+    def changing(prepare: Prepare) -> Callable[[], None]:
+        new = iter(drawn)
+        return lambda: step(prepare(next(new), run.shape))
 
     if not kept(*tensors).requires_grad:
         print(f"{said}: has no gradients; not timed", flush=True)
@@ -170,22 +178,30 @@ def _time_steps(peer: Peer, run: Run, length: int, steps: int, said: str) -> Non
     setup_ms = measure.first_call_milliseconds(lambda: step(kept))
     if not is_right(kept, tensors, pattern, said):
         return
-    new, chosen = iter(drawn), iter(scores)
-    ways: dict[str, Callable[[], None]] = {
-        "same mask": lambda: step(kept),
-        "new mask from the host": lambda: step(peer.prepare(next(new), run.shape)),
-    }
+    ways = {SAME_MASK: lambda: step(kept), "new mask from the host": changing(peer.prepare)}
+    ways.update({name: changing(prepare) for name, prepare in peer.rebuilds.items()})
     select = peer.select
     if select is not None:
+        chosen, k_blocks = iter(scores), int(pattern.blocks[0].sum())
         ways["new mask selected on the GPU"] = lambda: step(select(next(chosen), k_blocks))
-    flops = 3.5 * pattern.flops(run.batch, run.shape.heads, run.head_dim)
-    for way, timed in ways.items():
-        times = measure.wall_milliseconds(timed, warmup=2, runs=steps - 2)
-        line = facts("change", way, pattern, peer, run)
-        tflops = flops / times["ms"] * 1e-9
-        given = {"direction": "step", **times, "tflops": tflops, "peak_bytes": None, "setup_ms": setup_ms}
-        measure.append(run.out, {**line, **given})
-        print(f"{said}   {way:30} {times['ms']:8.3f} ms a step", flush=True)
+    took: dict[str, float] = {}
+
+    def time_way(way: str) -> None:
+        rebuild, first_ms, named = peer.rebuilds.get(way), setup_ms, f"{said}   {way:38}"
+        if rebuild is not None:
+            first_ms = first_step(rebuild)
+            if not is_right(rebuild(pattern, run.shape), tensors, pattern, named):
+                return
+        times = measure.wall_milliseconds(ways[way], warmup=2, runs=steps - 2)
+        tflops = 3.5 * pattern.flops(run.batch, run.shape.heads, run.head_dim) / times["ms"] * 1e-9
+        line = {**facts("change", way, pattern, peer, run), "direction": "step", **times}
+        measure.append(run.out, {**line, "tflops": tflops, "peak_bytes": None, "setup_ms": first_ms})
+        took[way] = times["ms"]
+        costs = f", {took[way] - took[SAME_MASK]:+9.3f} for the change" if way != SAME_MASK in took else ""
+        print(f"{named} {times['ms']:9.3f} ms a step{costs}", flush=True)
+
+    for way in ways:
+        measure.guarded(f"{said}   {way:38}", peer.is_ours, functools.partial(time_way, way))
 
 
 def matmul(run: Run, *, side: int = 8192) -> None:

@@ -19,6 +19,9 @@ IDENTITY = (
     "q_len",
 )  # fmt: skip
 
+# of --sweep change, the `pattern` with which the others are compared
+SAME_MASK = "same mask"
+
 # (provider, backend) -> what a reader calls it, in the order of columns; ours first
 LABELS = {
     ("blocksparse_flash", "hopper"): "blocksparse_flash, hopper",
@@ -121,6 +124,16 @@ def speedup(lines: Sequence[Line], ours: tuple[str, str], peer: tuple[str, str])
         return None
     mean = math.exp(sum(sorted(map(math.log, ratios))) / len(ratios))
     return Ratio(min(ratios), max(ratios), mean, len(ratios))
+
+
+def change_costs(lines: Sequence[Line]) -> dict[tuple[tuple[str, str], str, int], float]:
+    """(provider, pattern, head_dim) -> milliseconds that a changed mask adds to a step; lines of one setting."""
+    same = {(who(line), line["head_dim"]): line["ms"] for line in lines if line["pattern"] == SAME_MASK}
+    return {
+        (who(line), line["pattern"], line["head_dim"]): line["ms"] - same[who(line), line["head_dim"]]
+        for line in lines
+        if line["pattern"] != SAME_MASK and (who(line), line["head_dim"]) in same
+    }
 
 
 def break_even(densities: Sequence[float], times: Sequence[float], dense: float) -> float | None:

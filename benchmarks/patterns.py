@@ -45,8 +45,7 @@ class Pattern(NamedTuple):
         """None where the pattern needs no layout: dense and causal."""
         if self.is_dense:
             return None
-        rows, cols = np.nonzero(self.blocks)
-        return BlockLayout.from_blocks(rows, cols, self.length, self.length, block_size=self.block_size)
+        return BlockLayout.from_block_mask(self.blocks, self.length, self.length, block_size=self.block_size)
 
     def flops(self, batch: int, heads: int, head_dim: int) -> int:
         """Of a forward, over stored blocks: two products of 2 * block_size^2 * head_dim each."""

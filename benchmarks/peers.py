@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,10 @@ class Shape(NamedTuple):
     device: str
 
 
+# makes the mask of a pattern, on the device, and returns the call
+Prepare = Callable[[Pattern, Shape], Call]
+
+
 class Peer(NamedTuple):
     """One way to compute attention.
 
@@ -39,15 +44,17 @@ class Peer(NamedTuple):
     package       what must be installed, None: nothing but PyTorch
     tokens_first  its tensors are (batch, length, heads, head_dim) in memory; calls get views of those
     select        like prepare, from scores (n_rows, n_cols) on the device, of which each row keeps the k highest
+    rebuilds      other ways to prepare, by what a line calls them: those that the package documents for a mask that changes
     """
 
     provider: str
     backend: str
     refuses: Callable[[Pattern, Shape], str | None]
-    prepare: Callable[[Pattern, Shape], Call]
+    prepare: Prepare
     package: str | None = None
     tokens_first: bool = False
     select: Callable[[Tensor, int], Call] | None = None
+    rebuilds: Mapping[str, Prepare] = MappingProxyType({})
 
     @property
     def is_ours(self) -> bool:
@@ -143,6 +150,29 @@ def flex_mask(pattern: Pattern, device: str) -> Any:
     )
 
 
+def flex_table_mask(pattern: Pattern, device: str, *, is_compiled: bool) -> Any:
+    """The pattern as a BlockMask made of a mask function, which looks every pair up in a table of blocks on the device.
+
+    The documented way: O(length^2) in time, and not compiled in memory too.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    table, side = torch.from_numpy(pattern.blocks).to(device), pattern.block_size
+
+    def attends(_b: Tensor, _h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return table[q // side, kv // side]
+
+    create = _compiled_create() if is_compiled else create_block_mask
+    return create(attends, None, None, pattern.length, pattern.length, device=device, BLOCK_SIZE=side)
+
+
+@functools.cache
+def _compiled_create() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False, fullgraph=True)
+
+
 def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
     def prepare(pattern: Pattern, shape: Shape) -> Call:
         if pattern.name == "dense":
@@ -156,7 +186,14 @@ def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
         lists = *_flex_lists(torch.zeros_like(chosen)), *_flex_lists(chosen)
         return functools.partial(compiled(), block_mask=BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK))
 
-    return Peer("flex", "triton", _nothing, prepare, select=select)
+    def rebuild(pattern: Pattern, shape: Shape, *, is_compiled: bool) -> Call:
+        return functools.partial(compiled(), block_mask=flex_table_mask(pattern, shape.device, is_compiled=is_compiled))
+
+    rebuilds = {
+        "new mask, create_block_mask": functools.partial(rebuild, is_compiled=False),
+        "new mask, create_block_mask, compiled": functools.partial(rebuild, is_compiled=True),
+    }
+    return Peer("flex", "triton", _nothing, prepare, select=select, rebuilds=rebuilds)
 
 
 # ---- other packages, each with its own order of axes ----

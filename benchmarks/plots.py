@@ -287,12 +287,14 @@ def block_sizes(lines: Sequence[Line]) -> Any:
 
 
 def change(lines: Sequence[Line]) -> Any:
-    """Bars: a step (mask, forward, backward) with the same mask, and with a new one, by provider."""
-    head_dims = sorted({line["head_dim"] for line in lines}, reverse=True)
-    title = f"{SWEEPS['change']}\n{_where(lines)}, {lines[0]['n']:,} tokens; wall clock of mask, forward and backward"
-    figure, axes = _figure(1, len(head_dims), title)
-    for axis, head_dim in zip(axes[0], head_dims, strict=True):
-        found = [line for line in lines if line["head_dim"] == head_dim]
+    """Bars: a step (mask, forward, backward) with the same mask, and with a new one, by provider; a panel a length."""
+    cases = sorted({(line["n"], -line["head_dim"]) for line in lines})
+    title = f"{SWEEPS['change']}\n{_where(lines)}; wall clock of mask, forward and backward"
+    figure, axes = _figure(len(cases), 1, title)
+    # names of ways are long
+    figure.set_figwidth(9)
+    for axis, (n, minus_head_dim) in zip(axes[:, 0], cases, strict=True):
+        found = [line for line in lines if (line["n"], -line["head_dim"]) == (n, minus_head_dim)]
         ways = [*dict.fromkeys(line["pattern"] for line in found)]
         providers = measurements.measured(found)
         for place, provider in enumerate(providers):
@@ -306,7 +308,10 @@ def change(lines: Sequence[Line]) -> Any:
         axis.set_yticks(range(len(ways)), ways)
         axis.invert_yaxis()
         axis.grid(visible=False, axis="y")
-        axis.set_title(f"head_dim {head_dim}", fontsize=10)
+        axis.set_title(f"{n:,} tokens, head_dim {-minus_head_dim}", fontsize=10)
+        slowest, fastest = (bound(line["ms"] for line in found) for bound in (max, min))
+        # a rebuild that looks at every pair may take a hundred times as long as a step
+        axis.set_xscale("log" if slowest > 20 * fastest else "linear")
         axis.set_xlabel("milliseconds a step")
     _legend(figure)
     return figure

@@ -167,26 +167,58 @@ def everything(lines: Sequence[Line]) -> str:
     ]
     for bench in dict.fromkeys(line["bench"] for line in lines if line["bench"] != "matmul"):
         for setting, shown in measurements.settings(measurements.of_bench(lines, bench)).items():
-            timed = cost_table(shown, measurements.matmul_rate(lines, setting.device))
-            parts += [f"## {bench}, {setting.n:,} tokens, batch {setting.batch}", caption(setting, shown)]
-            parts += [change_table(shown) if bench == "change" else timed]
+            parts.append(f"## {bench}, {setting.n:,} tokens, batch {setting.batch}")
+            if bench == "change":
+                parts.append(change_section(shown))
+            else:
+                parts += [caption(setting, shown), cost_table(shown, measurements.matmul_rate(lines, setting.device))]
     return "\n\n".join(parts) + "\n"
 
 
 def change_table(lines: Sequence[Line]) -> str:
-    """Milliseconds of a step, wall clock, with one mask for all steps and with a new one each step."""
-    rows = [["by", "pattern", "head_dim", "ms a step (p20 to p80)", "first call ms"]]
-    rows += [
-        [
-            measurements.label(measurements.who(line)),
-            line["pattern"],
-            str(line["head_dim"]),
-            f"{line['ms']:.2f} ({line['ms_p20']:.2f} to {line['ms_p80']:.2f})",
-            _ms(line["setup_ms"]),
-        ]
-        for line in lines
-    ]
+    """Milliseconds of a step, wall clock, with one mask for all steps and with a new one each step; lines of one setting."""
+    costs = measurements.change_costs(lines)
+    rows = [["by", "pattern", "head_dim", "ms a step (p20 to p80)", "ms for the change", "first call ms"]]
+    for line in lines:
+        cost = costs.get((measurements.who(line), line["pattern"], line["head_dim"]))
+        rows.append(
+            [
+                measurements.label(measurements.who(line)),
+                line["pattern"],
+                str(line["head_dim"]),
+                f"{line['ms']:.2f} ({line['ms_p20']:.2f} to {line['ms_p80']:.2f})",
+                "-" if cost is None else f"{cost:.2f}",
+                _ms(line["setup_ms"]),
+            ]
+        )
     return table(rows)
+
+
+def change_ratios(lines: Sequence[Line]) -> str:
+    """How many times what a change costs ours it costs the peers: a point for each way to make a new mask of ours."""
+    costs, points = measurements.change_costs(lines), []
+    for (provider, way, head_dim), mine in costs.items():
+        # within the noise of the clock there is no ratio
+        if not measurements.is_ours(provider) or mine <= 0:
+            continue
+        others = [
+            f"{measurements.label(peer)}, {name}, takes {theirs:.2f} ms, {theirs / mine:.3g} times as much"
+            for (peer, name, dim), theirs in costs.items()
+            if dim == head_dim and not measurements.is_ours(peer)
+        ]
+        if others:
+            points.append(
+                f"- {measurements.label(provider)}, head_dim {head_dim}, {way}: {mine:.2f} ms for the change; {'; '.join(others)}."
+            )
+    return "\n".join(points)
+
+
+def change_section(lines: Sequence[Line]) -> str:
+    """The table and the ratios of each setting, under its caption."""
+    parts = []
+    for setting, shown in measurements.settings(lines).items():
+        parts += [caption(setting, shown), change_table(shown), change_ratios(shown)]
+    return "\n\n".join(filter(None, parts))
 
 
 def sweeps_section(lines: Sequence[Line]) -> str:
@@ -198,7 +230,7 @@ def sweeps_section(lines: Sequence[Line]) -> str:
         if name == "density":
             said.append("\n".join(f"- {found}" for found in plots.break_evens(measurements.of_bench(lines, name))))
         if name == "change" and (changes := measurements.of_bench(lines, name)):
-            said.append(change_table(changes))
+            said.append(change_section(changes))
     return "\n\n".join(filter(None, said))
 
 

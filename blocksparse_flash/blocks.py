@@ -75,6 +75,12 @@ def grid(q_len: int, kv_len: int, block_size: Size) -> Size:
     return -(-q_len // block_size[0]), -(-kv_len // block_size[1])
 
 
+def divided(values: Array, by: int) -> tuple[Array, Array]:
+    """(quotient, remainder) of integers that are not negative; np.divmod minds signs, in three times the time."""
+    quotient = values // max(by, 1)
+    return quotient, values - quotient * by
+
+
 def words_per_query(block_kv: int) -> int:
     """32-bit words in one row of a bitmask."""
     return -(-block_kv // 32)

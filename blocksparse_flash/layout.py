@@ -20,6 +20,7 @@ from .block_bias import BiasIndex
 from .blocks import FULL, Array, Axis, BlockList, Frame, Size
 from .description import Description, describe
 from .gather import crop, gather
+from .packing import to_device
 from .plan import Plan, build_plan
 
 Integers = torch.Tensor | Array | list[int]
@@ -214,7 +215,7 @@ class BlockLayout:
         frame = arguments.frame(q_len, kv_len, block_size)
         frame = selection.frame_of(indices, "indices", frame, kind="integers")
         selection.check_cols(indices, frame)
-        return cls._selected(indices, frame)
+        return cls._selected(selection.known(indices, frame.n_cols), frame)
 
     @classmethod
     def from_scores(
@@ -496,7 +497,7 @@ class BlockLayout:
         self.plan(device)
         if device == self.device:
             return self
-        moved = self._bare(*(getattr(self, name).to(device) for name in TENSORS), *self._frame[2:])
+        moved = self._bare(*to_device([getattr(self, name) for name in TENSORS], device), *self._frame[2:])
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
@@ -627,7 +628,7 @@ class BlockLayout:
 
     @classmethod
     def _selected(cls, indices: torch.Tensor, frame: Frame) -> BlockLayout:
-        """The layout of the cols that each row names; its plans are made where it is."""
+        """The layout of the cols that each row names, n_cols for none; its plans are made where it is."""
         bitmasks = storage.no_bitmasks(frame, indices.device)
         layout = cls._bare(*selection.sorted_rows(indices, frame.n_cols), bitmasks, *frame[2:])
         layout._cache["is_selected"] = True

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from . import blocks
+from .packing import to_device
 
 TILE = 128
 # int32 words of a record of row_items / col_items
@@ -47,7 +48,7 @@ class Plan(NamedTuple):
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan on another device."""
-        return of_any_length(Plan(*(tensor.to(device) for tensor in self)))
+        return of_any_length(Plan(*to_device(self, device)))
 
 
 def build_plan(
@@ -65,24 +66,27 @@ def build_plan(
     """Regroup a canonical block list (see blocks.py) to tiles and list them by rows and by columns. O(nnz log nnz)."""
     keys, ids, words = blocks.regroup(keys, ids, bitmasks, q_len=q_len, kv_len=kv_len, old=block_size, new=(TILE, TILE))
     n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
-    axis, rest = np.divmod(keys, max(1, n_rows * n_cols))
-    row, col = np.divmod(rest, max(1, n_cols))
+    line, col = blocks.divided(keys, n_cols)
+    axis, row = blocks.divided(line, n_rows)
 
-    # a full tile on a ragged edge becomes a partial one that holds the pairs which exist
-    edge = 2 * ((row == n_rows - 1) & (q_len % TILE != 0)) + ((col == n_cols - 1) & (kv_len % TILE != 0))
     words = words.reshape(-1, TILE, TILE // 32)
-    ids = np.where((ids < 0) & (edge > 0), len(words) + edge - 1, ids)
+    if q_len % TILE or kv_len % TILE:
+        # a full tile on a ragged edge becomes a partial one that holds the pairs which exist
+        edge = 2 * ((row == n_rows - 1) & (q_len % TILE != 0)) + ((col == n_cols - 1) & (kv_len % TILE != 0))
+        ids = np.where((ids < 0) & (edge > 0), len(words) + edge - 1, ids)
     words = np.concatenate([words.view(np.int32), _edge_words(_last(q_len), _last(kv_len))])
 
-    sides = []
-    for major, minor, n_major, n_minor in ((row, col, n_rows, n_cols), (col, row, n_cols, n_rows)):
-        sides += _walk(axis, major, minor, ids, batch=batch, heads=heads, n_major=n_major, n_minor=n_minor)
+    leads = batch * heads
+    sides = [
+        *_walk(line, col, ids, leads=leads, n_major=n_rows),
+        *_walk(axis * n_cols + col, row, ids, leads=leads, n_major=n_cols),
+    ]
     arrays = [
-        side if residue is None else _padded(side, residue)
+        side.reshape(batch, heads, -1, RECORD) if residue is None else _padded(side, residue)
         for side, residue in zip(sides, (None, 1, 3, None, 1, 3), strict=True)
     ]
-    tensors = (torch.from_numpy(np.ascontiguousarray(a, dtype=np.int32)).to(device) for a in (*arrays, words))
-    return of_any_length(Plan(*tensors))
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in (*arrays, words)]
+    return of_any_length(Plan(*to_device(tensors, device)))
 
 
 def of_any_length(plan: Plan) -> Plan:
@@ -112,49 +116,54 @@ def _edge_words(n_queries: int, n_keys: int) -> np.ndarray:
     return np.packbits(np.stack(pairs), axis=-1, bitorder="little").view(np.int32)
 
 
-def _walk(
-    axis: np.ndarray,
-    major: np.ndarray,
-    minor: np.ndarray,
-    ids: np.ndarray,
-    *,
-    batch: int,
-    heads: int,
-    n_major: int,
-    n_minor: int,
-) -> list[np.ndarray]:
-    """Records, indices and bitmask ids of one direction."""
-    is_full = ids < 0
-    line = axis * n_major + major
-    # one key of 64 bits: 7 microseconds for 2,048 blocks that come sorted by rows, as they do, where lexsort takes 44 of four
-    order = np.argsort((2 * line + is_full) * n_minor + minor, kind="stable")
-    line = line[order]
-    n_lines = batch * heads * n_major
+def _walk(line: np.ndarray, minor: np.ndarray, ids: np.ndarray, *, leads: int, n_major: int) -> list[np.ndarray]:
+    """Records (leads, n_major, 8), indices and bitmask ids of one direction.
+
+    line  lead * n_major + major of each tile; tiles of a line come with their minor index ascending
+    """
+    is_partial = ids >= 0
+    n_lines = leads * n_major
     work = np.bincount(line, minlength=n_lines)
-    n_partial = np.bincount(line[~is_full[order]], minlength=n_lines)
-    records: np.ndarray = np.zeros((n_lines, RECORD), dtype=np.int64)
-    records[:, 0] = np.tile(np.arange(n_major), batch * heads)
-    records[:, 1] = np.cumsum(work) - work
-    records[:, 2], records[:, 3] = work, n_partial
-    records = records.reshape(batch * heads, n_major, RECORD)
-    work = work.reshape(batch * heads, n_major)
+    n_partial = np.bincount(line[is_partial], minlength=n_lines)
+    launch = np.argsort(-work.reshape(leads, n_major), axis=1, kind="stable")
+    record_line = launch + n_major * np.arange(leads)[:, None]
+    records: np.ndarray = np.zeros((leads, n_major, RECORD), dtype=np.int32)
+    records[..., 0] = launch
+    records[..., 1] = (np.cumsum(work) - work)[record_line]
+    records[..., 2], records[..., 3] = work[record_line], n_partial[record_line]
+    records.reshape(-1, RECORD)[record_line, 4] = np.arange(n_major)
     if work.size:
-        records[..., 7] = (work > 2 * work.mean()).sum(axis=1).max()
-    launch = np.argsort(-work, axis=1, kind="stable")
-    position = np.argsort(launch, axis=1, kind="stable")
-    records = np.take_along_axis(records, launch[..., None], axis=1)
-    records[..., 4] = position
-    records = records.reshape(batch, heads, n_major, RECORD)
-    listed = np.where(is_full, minor, minor - PARTIAL)[order]
-    return [records, listed, np.where(is_full, 0, ids)[order]]
+        # twice the mean, without a division
+        records[..., 7] = (records[..., 2] * n_lines > 2 * len(line)).sum(axis=1).max()
+    order = _order(2 * line + ~is_partial, 2 * n_lines)
+    return [records, (minor - PARTIAL * is_partial)[order], np.maximum(ids, 0)[order]]
+
+
+def _order(values: np.ndarray, limit: int) -> np.ndarray | slice:
+    """What np.argsort(values, kind="stable") gives for integers 0 .. limit - 1, a slice of all if they ascend already.
+
+    16 bits at a time, lowest first: those NumPy sorts by radix, at 32,768 tiles 7 times as fast as 64 bits.
+    """
+    if (values[1:] >= values[:-1]).all():
+        return slice(None)
+    order = np.argsort(values.astype(np.uint16), kind="stable")
+    for shift in range(16, (limit - 1).bit_length(), 16):
+        order = order[np.argsort((values[order] >> shift).astype(np.uint16), kind="stable")]
+    return order
 
 
 def _padded(values: np.ndarray, residue: int) -> np.ndarray:
-    """Zeros behind the values, at least one (kernels read an index ahead), up to a length = residue mod 8.
+    """The values, and zeros behind them, int32."""
+    padded = np.zeros(padded_length(len(values), residue), np.int32)
+    padded[: len(values)] = values
+    return padded
+
+
+def padded_length(length: int, residue: int) -> int:
+    """Of a list at least one more than its values (kernels read an index ahead), and = residue mod 8.
 
     Different residues keep torch.compile from taking two lengths that happen to agree for one symbol, which would
     recompile for the next layout where they differ.
     """
-    length = len(values) + 1
-    length += (residue - length) % 8 + 8 * (length < 2)
-    return np.concatenate([values, np.zeros(length - len(values), dtype=values.dtype)])
+    length += 1
+    return length + (residue - length) % 8 + 8 * (length < 2)

@@ -8,12 +8,14 @@ Knows index tensors, block sizes and the records of a plan. Must not know BlockL
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from . import arguments
 from .blocks import FULL, Frame, Size
-from .plan import PARTIAL, RECORD, TILE, Plan, of_any_length
+from .plan import PARTIAL, RECORD, TILE, Plan, of_any_length, padded_length
 
 # sub-blocks of a tile up to which every bitmask that can occur is made in advance: 2^4 patterns
 FEW = 4
@@ -61,118 +63,171 @@ def check_cols(selected: Tensor, frame: Frame) -> None:
 
 
 def highest(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Tensor:
-    """The cols with the k highest scores of each row, -1 where fewer than k can be selected."""
+    """The cols with the k highest scores of each row, n_cols where fewer than k can be selected."""
     if arguments.integer(k, "k") < 1:
         raise ValueError(f"k must be at least 1 col a row, got {k}")
-    values, cols = scores.detach(), torch.arange(frame.n_cols, device=scores.device)
-    allowed = ~(values.isnan() | values.isneginf())
+    values = scores.detach().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if causal:
-        last_q = ((torch.arange(frame.n_rows, device=scores.device) + 1) * frame.block_size[0]).clamp(
-            max=frame.q_len
-        ) - 1
-        allowed &= cols * frame.block_size[1] <= last_q[:, None] + (frame.kv_len - frame.q_len)
-    values = values.masked_fill(~allowed, float("-inf"))
+        ahead, (block_q, block_kv) = frame.kv_len - frame.q_len, frame.block_size
+        # of each row its last query, of each col its first key, counted as keys
+        first = ahead + block_q - 1
+        last_q = torch.arange(first, first + frame.n_rows * block_q, block_q, device=scores.device)
+        last_q = last_q.clamp_(max=frame.kv_len - 1)
+        first_kv = torch.arange(0, frame.n_cols * block_kv, block_kv, device=scores.device)
+        values.masked_fill_(first_kv > last_q[:, None], -torch.inf)
     found = values.topk(min(k, frame.n_cols), dim=3)
-    return found.indices.masked_fill(found.values.isneginf(), -1)
+    return found.indices.masked_fill_(found.values == -torch.inf, frame.n_cols)
+
+
+def known(selected: Tensor, n_cols: int) -> Tensor:
+    """The cols as int64, n_cols instead of what is not one."""
+    return selected.to(torch.int64).clamp(-1, n_cols).remainder_(n_cols + 1)
 
 
 def sorted_rows(selected: Tensor, n_cols: int) -> tuple[Tensor, Tensor, Tensor]:
     """indptr, indices and bitmask_ids (all full) of the cols that each row selects.
 
-    selected  integers (batch, heads, n_rows, k); what is not in 0 .. n_cols - 1, and what was named before, is left out
+    selected  int64 (batch, heads, n_rows, k), 0 .. n_cols; n_cols, and what was named before, is left out
     returns   int32 (batch, heads, n_rows + 1), (capacity,), (capacity,), capacity = number of entries of `selected`
     """
     batch, heads, n_rows, k = selected.shape
-    cols = selected.to(torch.int64)
-    cols = (
-        torch.where((cols >= 0) & (cols < n_cols), cols, n_cols).reshape(batch * heads * n_rows, k).sort(dim=1).values
-    )
+    cols = selected.reshape(batch * heads * n_rows, k).sort(dim=1).values
     is_used = cols < n_cols
-    is_used[:, 1:] &= cols[:, 1:] != cols[:, :-1]
-    ends = is_used.sum(dim=1).cumsum(0)
+    is_used[:, 1:].logical_and_(cols[:, 1:] != cols[:, :-1])
+    count = is_used.flatten().cumsum(0)
     # where each entry goes, in order; unused ones to a place behind the last
-    place = torch.where(is_used.flatten(), is_used.flatten().cumsum(0) - 1, cols.numel())
-    indices = cols.new_zeros(cols.numel() + 1).scatter_(0, place, cols.flatten())[:-1]
-    ends = ends.reshape(batch * heads, n_rows)
-    starts = torch.nn.functional.pad(ends[:-1, -1:], (0, 0, 1, 0)) if n_rows else ends.new_zeros(batch * heads, 1)
-    indptr = torch.cat([starts, ends], dim=1).reshape(batch, heads, n_rows + 1)
-    return indptr.to(torch.int32), indices.to(torch.int32), torch.full_like(indices, FULL, dtype=torch.int32)
+    place = (count - 1).masked_fill_(~is_used.flatten(), len(count))
+    indices = cols.new_zeros(len(count) + 1, dtype=torch.int32).scatter_(0, place, cols.flatten().to(torch.int32))
+    indptr = cols.new_zeros(batch * heads, n_rows + 1, dtype=torch.int32)
+    if len(count):
+        indptr[:, 1:] = count.view(batch * heads, n_rows, k)[:, :, -1]
+        indptr[1:, 0] = indptr[:-1, -1]
+    return indptr.view(batch, heads, n_rows + 1), indices[:-1], torch.full_like(indices[:-1], FULL)
 
 
 def build_plan(indptr: Tensor, indices: Tensor, *, q_len: int, kv_len: int, block_size: Size, causal: bool) -> Plan:
     """What plan.build_plan makes of the same full blocks, on the device of the tensors and without waiting for it.
 
-    The lists have the length that capacity allows, and more bitmasks may be there than any tile has.
+    The lists have the length that capacity allows, and more bitmasks may be there than any tile has. Few operations,
+    for each costs the host more than the device: both directions go through each of them together.
     causal  also drops the pairs with kv_pos > q_pos + (kv_len - q_len)
     """
     grid = -(-q_len // TILE), -(-kv_len // TILE)
-    axes = indptr.shape[0] * indptr.shape[1]
-    key, pattern, n_sub = _tiles(indptr, indices, grid, block_size)
-    n_tiles = axes * grid[0] * grid[1]
-    axis, rest = key // max(1, grid[0] * grid[1]), key % max(1, grid[0] * grid[1])
-    row, col = rest // max(1, grid[1]), rest % max(1, grid[1])
-    is_used = key < n_tiles
-
-    edge = 2 * ((row == grid[0] - 1) & (q_len % TILE != 0)) + ((col == grid[1] - 1) & (kv_len % TILE != 0))
-    diagonal = torch.zeros_like(row)
+    axes, looks = indptr.shape[0] * indptr.shape[1], _Looks(block_size, q_len, kv_len, indptr.device)
+    axis, row, col, pattern = _tiles(indptr, indices, grid, block_size)
+    # 1: on the ragged right edge; 2: on the bottom edge; 4 and 8: the diagonal crosses it, of which two distances occur
+    kind = torch.zeros_like(row)
+    if kv_len % TILE:
+        kind += col == grid[1] - 1
+    if q_len % TILE:
+        kind.add_(row == grid[0] - 1, alpha=2)
     if causal:
-        # how far the first query of a tile stands behind its first key: from TILE - 1 on every pair attends
-        behind = (row - col) * TILE + (kv_len - q_len)
-        is_used = is_used & (behind > -TILE)
-        # only two distances occur where the diagonal crosses: 1 and 2 stand for them
-        diagonal = torch.where(behind >= TILE - 1, 0, torch.where(behind >= 0, 1, 2))
-    is_full = (pattern == -1 if n_sub == 64 else pattern == (1 << n_sub) - 1) & (edge == 0) & (diagonal == 0)
-    looks = _Looks(block_size, q_len, kv_len, key.device)
-    if n_sub <= FEW:
-        ids = (diagonal * 4 + edge) * 2**n_sub + pattern
-        every = torch.arange((3 if causal else 1) * 4 * 2**n_sub, device=key.device)
-        words = looks.words(every % 2**n_sub, every >> n_sub & 3, every >> (n_sub + 2))
+        # the first query of a tile stands (row - col) * TILE + kv_len - q_len behind its first key: from TILE - 1 on
+        # every pair attends, from -TILE down none
+        behind, ahead = row - col, q_len - kv_len
+        for least in (TILE - 1, 0):
+            kind.add_(behind < -(-(ahead + least) // TILE), alpha=4)
+    if looks.n_sub <= FEW:
+        ids = torch.add(pattern, kind, alpha=2**looks.n_sub)
+        is_full = ids == 2**looks.n_sub - 1
+        words = looks.every(n_diagonals=2 if causal else 0)
     else:
-        ids = torch.arange(len(key), device=key.device)
-        words = looks.words(pattern, edge, diagonal)
-    # the diagonal may leave nothing of a tile
-    is_used = is_used & (words != 0).flatten(1).any(dim=1)[ids]
-
-    sides: list[Tensor] = []
-    for major, minor, n_major, residue in ((row, col, grid[0], 1), (col, row, grid[1], 3)):
-        line = torch.where(is_used, axis * n_major + major, axes * n_major)
-        records, listed, listed_ids = _walk(line, minor, ids, is_full, axes, n_major)
-        shape = (*indptr.shape[:2], n_major, RECORD)
-        sides += [records.reshape(shape), *(_padded(values, residue) for values in (listed, listed_ids))]
-    return of_any_length(Plan(*(tensor.to(torch.int32) for tensor in (*sides, words))))
+        ids = torch.arange(len(row), device=row.device)
+        is_full = (pattern == (-1 if looks.n_sub == 64 else 2**looks.n_sub - 1)) & (kind == 0)
+        words = looks.words(pattern, kind & 3, kind >> 2)
+    if causal:
+        # the diagonal may leave nothing of a tile
+        is_left = words.flatten(1).any(dim=1)[ids] & (behind >= -((TILE - 1 - ahead) // TILE))
+        axis = axis.masked_fill(~is_left, axes)
+    return _walked(axis, row, col, ids, is_full, words, indptr.shape[:2], grid)
 
 
-def _tiles(indptr: Tensor, indices: Tensor, grid: Size, block_size: Size) -> tuple[Tensor, Tensor, int]:
-    """The tiles which blocks lie in: ascending keys (axis * rows + row) * cols + col, each once, and which of its n_sub
-    sub-blocks it has, as bits. Behind them keys past the last tile."""
+def _tiles(indptr: Tensor, indices: Tensor, grid: Size, block_size: Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """axis, row, col of the tiles which blocks lie in, each once, and which of its sub-blocks it has, as bits; axis is
+    that behind the last for those of no block."""
     axes, device = indptr.shape[0] * indptr.shape[1], indices.device
-    n_rows = indptr.shape[2] - 1
-    entry = torch.arange(len(indices), device=device)
+    n_rows = max(1, indptr.shape[2] - 1)
     # (axis, row) of each entry; past the end for unused ones
-    line = torch.searchsorted(indptr[..., 1:].flatten().to(torch.int64), entry, right=True)
-    axis, row, col = line // max(1, n_rows), line % max(1, n_rows), indices.to(torch.int64)
+    entry = torch.arange(len(indices), dtype=torch.int32, device=device)
+    line = torch.searchsorted(indptr[..., 1:].flatten().contiguous(), entry, right=True)
+    axis, row, col = line // n_rows, line % n_rows, indices.to(torch.int64)
     # tiles of a block along each axis, blocks of a tile along each axis
     tiles = [max(1, side // TILE) for side in block_size]
     parts = [max(1, TILE // side) for side in block_size]
-    sub = row % parts[0] * parts[1] + col % parts[1]
-    step = torch.arange(tiles[0] * tiles[1], device=device)
-    tile_row = row[:, None] // parts[0] * tiles[0] + step // tiles[1]
-    tile_col = col[:, None] // parts[1] * tiles[1] + step % tiles[1]
-    n_tiles = axes * grid[0] * grid[1]
-    exists = (axis[:, None] < axes) & (tile_row < grid[0]) & (tile_col < grid[1])
-    key = torch.where(exists, (axis[:, None] * grid[0] + tile_row) * grid[1] + tile_col, n_tiles).flatten()
-    bit = torch.where(exists, torch.ones_like(sub)[:, None] << sub[:, None], 0).flatten()
+    bit = torch.ones_like(row)
+    if parts != [1, 1]:
+        bit = bit << row % parts[0] * parts[1] + col % parts[1]
+        row, col = row // parts[0], col // parts[1]
+    if tiles != [1, 1]:
+        step = torch.arange(tiles[0] * tiles[1], device=device)
+        row = row[:, None] * tiles[0] + step // tiles[1]
+        col = col[:, None] * tiles[1] + step % tiles[1]
+        axis = torch.where((row < grid[0]) & (col < grid[1]), axis[:, None], axes)
+        # kernels read an index ahead, so even one of no tile must be that of one
+        row, col = row.clamp_(max=max(1, grid[0]) - 1), col.clamp_(max=max(1, grid[1]) - 1)
+        axis, row, col, bit = axis.flatten(), row.flatten(), col.flatten(), bit[:, None].expand_as(axis).flatten()
+    if parts == [1, 1]:
+        return axis, row, col, bit
 
-    key, order = key.sort()
-    is_first = torch.ones_like(key, dtype=torch.bool)
-    is_first[1:] = key[1:] != key[:-1]
-    place = is_first.cumsum(0) - 1
+    n_tiles = axes * grid[0] * grid[1]
+    key, order = ((axis * grid[0] + row) * grid[1] + col).clamp_(max=n_tiles).sort()
+    place = torch.zeros_like(key)
+    torch.cumsum(key[1:] != key[:-1], 0, out=place[1:])
     # at most as many tiles as there are entries, and as there are tiles; one more for the unused
     size = min(len(key), n_tiles + 1)
     found = torch.full((size,), n_tiles, device=device).scatter_(0, place, key)
     # blocks are distinct, so adding bits is joining them
-    pattern = key.new_zeros(size).index_add_(0, place, bit[order])
-    return found, pattern, parts[0] * parts[1]
+    pattern = key.new_zeros(size).index_add_(0, place, bit.masked_fill(axis >= axes, 0)[order])
+    line = found // max(1, grid[1])
+    return line // max(1, grid[0]), line % max(1, grid[0]), found % max(1, grid[1]), pattern
+
+
+def _walked(
+    axis: Tensor,
+    row: Tensor,
+    col: Tensor,
+    ids: Tensor,
+    is_full: Tensor,
+    words: Tensor,
+    leads: Sequence[int],
+    grid: Size,
+) -> Plan:
+    """The plan of these tiles; those whose axis does not exist are left out, behind the others.
+
+    The two directions are the first axis of every tensor here; the shorter has lines without tiles at its end.
+    """
+    axes, n_major = leads[0] * leads[1], max(grid)
+    majors = torch.stack([row, col])
+    # (line, is_full, minor) in one number, as plan.py orders them
+    of_line = torch.add(is_full * PARTIAL, axis, alpha=2 * PARTIAL * n_major)
+    keys = torch.add(majors.flip(0), majors, alpha=2 * PARTIAL).add_(of_line)
+    keys, order = keys.sort(dim=1)
+    marks = torch.arange(0, (2 * axes * n_major + 1) * PARTIAL, PARTIAL, device=row.device)
+    bounds = torch.searchsorted(keys, marks.repeat(2, 1))
+    begin, middle, end = (bounds[:, first : len(marks) - 1 + first : 2] for first in (0, 1, 2))
+    # [2, axes, n_major]
+    begin, n_partial, work = (x.view(2, axes, n_major) for x in (begin, middle - begin, end - begin))
+    work, launch = work.sort(dim=2, descending=True, stable=True)
+    # twice the mean
+    twice = 2 * bounds[0, -1]
+    limits = [twice // max(1, axes * size) for size in dict.fromkeys(grid)]
+    limit = limits[0] if len(limits) == 1 else torch.stack(limits).view(2, 1, 1)
+    n_long = (work > limit).sum(dim=2).amax(dim=1)
+    zeros = torch.zeros_like(launch)
+    fields = [launch, begin.gather(2, launch), work, n_partial.gather(2, launch), launch.argsort(dim=2), zeros, zeros]
+    records = torch.stack([*fields, n_long[:, None, None].expand_as(launch)], dim=3).to(torch.int32)
+
+    size = min(len(row), axes * grid[0] * grid[1] + 1)
+    lengths = [padded_length(size, residue) for residue in (1, 3)]
+    # every list begins at a multiple of 32 bytes
+    lists = torch.zeros(2, 2, -(-max(lengths) // 8) * 8, dtype=torch.int32, device=row.device)
+    lists[0, :, :size] = (keys[:, :size] & (2 * PARTIAL - 1)) - PARTIAL
+    lists[1, :, :size] = ids.masked_fill(is_full, 0)[order[:, :size]]
+    sides: list[Tensor] = []
+    for side in (0, 1):
+        sides.append(records[side, :, : grid[side]].reshape(*leads, grid[side], RECORD).contiguous())
+        sides += lists[:, side, : lengths[side]]
+    return of_any_length(Plan._make([*sides, words]))
 
 
 class _Looks:
@@ -180,10 +235,36 @@ class _Looks:
 
     def __init__(self, block_size: Size, q_len: int, kv_len: int, device: torch.device) -> None:
         self.parts = [max(1, TILE // side) for side in block_size]
+        self.n_sub = self.parts[0] * self.parts[1]
         self.sides = [min(TILE, side) for side in block_size]
         self.lasts = [(length - 1) % TILE + 1 for length in (q_len, kv_len)]
         self.behind = (kv_len - q_len) % TILE
         self.device = device
+
+    def every(self, n_diagonals: int) -> Tensor:
+        """What `words` gives for every diagonal 0 .. n_diagonals, edge and pattern, the last one fastest; n_sub <= FEW."""
+        words = torch.full(
+            (n_diagonals + 1, 4, 2**self.n_sub, TILE, TILE // 32), -1, dtype=torch.int32, device=self.device
+        )
+        down, across = self.sides[0], self.sides[1] // 32
+        for sub in range(self.n_sub):
+            row, col = divmod(sub, self.parts[1])
+            without = words.unflatten(2, (-1, 2, 2**sub))[:, :, :, 0]
+            without[..., row * down : (row + 1) * down, col * across : (col + 1) * across].zero_()
+        word, bits = divmod(self.lasts[1], 32)
+        if word < TILE // 32:
+            words[:, 1::2, ..., word].bitwise_and_(2**bits - 1)
+            words[:, 1::2, ..., word + 1 :].zero_()
+        if self.lasts[0] < TILE:
+            words[:, 2:, :, self.lasts[0] :].zero_()
+        if n_diagonals:
+            query = torch.arange(TILE, device=self.device)[:, None]
+            # of the diagonals the first keys that nobody sees, if query 0 were the last, less the first keys of the words
+            first = torch.arange(self.behind + 1, self.behind + 1 - 2 * TILE, -32, device=self.device).view(2, 1, -1)
+            seen = _first_bits(query + first)
+            # the lower half of 64 bits
+            words[1:].bitwise_and_(seen.view(torch.int32)[..., ::2][:, None, None])
+        return words.flatten(0, 2)
 
     def words(self, pattern: Tensor, edge: Tensor, diagonal: Tensor) -> Tensor:
         """int32 (tiles, 128, 4). pattern: bits of sub-blocks; edge: 1 right, 2 bottom; diagonal: 0 none, 1, 2."""
@@ -205,35 +286,3 @@ class _Looks:
 def _first_bits(count: Tensor) -> Tensor:
     """A word whose lowest `count` bits are set, none below 0, all from 32 on."""
     return (torch.ones_like(count) << count.clamp(0, 32)) - 1
-
-
-def _walk(
-    line: Tensor, minor: Tensor, ids: Tensor, is_full: Tensor, axes: int, n_major: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Records (axes, n_major, 8), indices and bitmask ids of one direction, as plan.py describes them."""
-    n_lines = axes * n_major
-    order = ((line * 2 + is_full) * PARTIAL + minor).argsort()
-    ones = torch.ones_like(line)
-    work, n_partial = (
-        line.new_zeros(n_lines + 1).index_add_(0, line, count)[:-1] for count in (ones, (~is_full).to(line.dtype))
-    )
-    records = line.new_zeros(n_lines, RECORD)
-    records[:, 0] = torch.arange(n_lines, device=line.device) % max(1, n_major)
-    records[:, 1] = work.cumsum(0) - work
-    records[:, 2], records[:, 3] = work, n_partial
-    records, work = records.reshape(axes, n_major, RECORD), work.reshape(axes, n_major)
-    if n_lines:
-        # twice the mean, without a division
-        records[..., 7] = (work * n_lines > 2 * work.sum()).sum(dim=1).max()
-    launch = (-work).argsort(dim=1, stable=True)
-    records = records.gather(1, launch[..., None].expand_as(records))
-    records[..., 4] = launch.argsort(dim=1)
-    listed = torch.where(is_full, minor, minor - PARTIAL)[order]
-    return records, listed, torch.where(is_full, 0, ids)[order]
-
-
-def _padded(values: Tensor, residue: int) -> Tensor:
-    """Zeros behind the values, at least one, as in plan.py."""
-    length = len(values) + 1
-    length += (residue - length) % 8 + 8 * (length < 2)
-    return torch.nn.functional.pad(values, (0, length - len(values)))

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .blocks import BlockList, Frame, Size, distinct, ranges, words_per_query
+from .blocks import BlockList, Frame, Size, distinct, divided, ranges, words_per_query
+from .packing import to_device
 
 
 def to_tensors(found: BlockList, frame: Frame, device: torch.device | str) -> tuple[torch.Tensor, ...]:
@@ -23,11 +24,11 @@ def to_tensors(found: BlockList, frame: Frame, device: torch.device | str) -> tu
     indptr[1:, 0] = indptr[:-1, -1]
     arrays = (
         indptr.reshape(frame.batch, frame.heads, frame.n_rows + 1),
-        (found.keys % max(frame.n_cols, 1)).astype(np.int32),
+        divided(found.keys, frame.n_cols)[1].astype(np.int32),
         found.ids.astype(np.int32),
         found.bitmasks.view(np.int32),
     )
-    return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)
+    return tuple(to_device([torch.from_numpy(np.ascontiguousarray(array)) for array in arrays], device))
 
 
 def no_bitmasks(frame: Frame, device: torch.device) -> torch.Tensor:

@@ -48,7 +48,8 @@ TABLE = {
     "blocksparse_flash/algebra.py": Arrows({NUMPY, f"{OURS}.blocks"}),
     "blocksparse_flash/gather.py": Arrows({NUMPY, f"{OURS}.algebra", f"{OURS}.blocks"}),
     "blocksparse_flash/description.py": Arrows({NUMPY, f"{OURS}.algebra", f"{OURS}.blocks"}, {"scipy"}),
-    "blocksparse_flash/storage.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
+    "blocksparse_flash/packing.py": Arrows({NUMPY, TORCH}),
+    "blocksparse_flash/storage.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks", f"{OURS}.packing"}),
     "blocksparse_flash/arguments.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/full_blocks.py": Arrows({NUMPY, f"{OURS}.arguments", f"{OURS}.blocks"}, {"scipy"}),
     "blocksparse_flash/orders.py": Arrows(
@@ -58,7 +59,7 @@ TABLE = {
         {NUMPY, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "blocks"))}, {"matplotlib"}
     ),
     "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
-    "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
+    "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks", f"{OURS}.packing"}),
     "blocksparse_flash/block_bias.py": Arrows({TORCH, f"{OURS}.blocks", f"{OURS}.plan"}),
     "blocksparse_flash/selection.py": Arrows({TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan"))}),
     "blocksparse_flash/layout.py": Arrows(
@@ -66,7 +67,7 @@ TABLE = {
         | {f"{OURS}.drawing"}
         | {
             f"{OURS}.{name}"
-            for name in ("full_blocks", "gather", "orders", "plan", "predicate", "selection", "storage")
+            for name in ("full_blocks", "gather", "orders", "packing", "plan", "predicate", "selection", "storage")
         }
     ),
     "blocksparse_flash/philox.py": Arrows({TORCH}),
@@ -333,7 +334,7 @@ TABLE = {
     ),
     "benchmarks/correctness.py": Arrows({TORCH, "benchmarks.patterns"}),
     "benchmarks/attention.py": Arrows(
-        {TORCH, *(f"benchmarks.{name}" for name in ("correctness", "measure", "patterns", "peers", "sweeps"))}
+        {TORCH, *(f"benchmarks.{name}" for name in ("correctness", "lines", "measure", "patterns", "peers", "sweeps"))}
     ),
     "benchmarks/decode.py": Arrows(
         {TORCH, OURS, f"{OURS}.interop", "masks"}

@@ -157,7 +157,33 @@ def test_changing_masks_are_timed_three_ways(tmp_path: Path, capsys: pytest.Capt
     assert [line["pattern"] for line in lines] == ways and all(line["direction"] == "step" for line in lines)
     # one for all, and every step another
     assert len(prepared) == 1 + 4 and len(set(prepared)) == 4
-    assert "has no gradients; not timed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "has no gradients; not timed" in said and said.count("+0.000 for the change") == 2
+
+
+@pytest.mark.usefixtures("untimed")
+def test_rebuilds_of_a_mask_are_checked_and_timed_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that has no room, and one that is wrong, are said to be so; the others have lines."""
+    run = benchmark.Run(1, HEADS * DIM, DIM, tmp_path / "lines.jsonl", device="cpu")
+    eager, made = peers.ours("eager"), []
+
+    def rebuild(pattern: patterns.Pattern, shape: Shape) -> Any:
+        made.append(pattern.blocks.tobytes())
+        return eager.prepare(pattern, shape)
+
+    def large(pattern: patterns.Pattern, shape: Shape) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    def wrong(pattern: patterns.Pattern, shape: Shape) -> Any:
+        return eager.prepare(patterns.dense(pattern.length), shape)
+
+    theirs = eager._replace(provider="theirs", rebuilds={"right": rebuild, "large": large, "wrong": wrong}, select=None)
+    benchmark.change([theirs], run, 1024, steps=4)
+    assert [line["pattern"] for line in written(run.out)] == ["same mask", "new mask from the host", "right"]
+    # the first call and the check, then every step another
+    assert len(made) == 2 + 4 and len(set(made)) == 4
+    said = [line for line in capsys.readouterr().out.splitlines() if "not timed" in line]
+    assert ["large" in said[0], "out of memory" in said[0], "wrong" in said[1], "WRONG" in said[1]] == [True] * 4
 
 
 @pytest.mark.usefixtures("untimed")

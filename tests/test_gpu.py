@@ -240,6 +240,22 @@ def test_a_call_never_waits_for_the_gpu(case: str, backend: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_layout_arrives_by_one_copy_as_it_was() -> None:
+    """Its tensors, and those of its plan, lie side by side on the GPU, each with a storage of its own that keeps the memory."""
+    layout = masks.local(3000, window=700) | masks.global_tokens(3000, tokens=5)
+    moved = layout.to("cuda")
+    assert moved == layout
+    tensors = [*moved.plan("cuda"), moved.indptr, moved.indices, moved.bitmask_ids, moved.bitmasks]
+    wanted = [*layout.plan("cpu"), layout.indptr, layout.indices, layout.bitmask_ids, layout.bitmasks]
+    for tensor, expected in zip(tensors, wanted, strict=True):
+        assert torch.equal(tensor.cpu(), expected) and tensor.data_ptr() % 16 == 0 and tensor.storage_offset() == 0
+    kept = moved.plan("cuda").words
+    del layout, moved, tensors
+    # memory that was given back would be written to here
+    junk = [torch.full((1 << 16,), 7, dtype=torch.int32, device="cuda") for _ in range(64)]
+    assert torch.equal(kept.cpu(), wanted[6]) and len(junk) == 64
+
+
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_selection_of_blocks_is_captured_with_its_attention() -> None:

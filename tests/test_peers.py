@@ -266,3 +266,19 @@ def test_tokens_first_is_an_order_in_memory() -> None:
     (other, *_), other_dout = benchmark.inputs(run, 256, tokens_first=True)
     assert torch.equal(usual, other) and torch.equal(dout, other_dout)
     assert usual.is_contiguous() and other.transpose(1, 2).is_contiguous()
+
+
+# ---- rebuilt masks ----
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.pattern.causal], ids=lambda case: case.name)
+def test_a_rebuilt_mask_of_flex_attention_is_the_pattern(case: Any) -> None:
+    """create_block_mask, which evaluates every pair, finds the blocks of the table, and no partial one."""
+    mask = peers.flex_table_mask(case.pattern, "cpu", is_compiled=False)
+    assert np.array_equal(mask.to_dense()[0, 0].numpy().astype(bool), case.pattern.blocks)
+    assert not mask.kv_num_blocks.any() and mask.BLOCK_SIZE == (case.pattern.block_size,) * 2
+
+
+def test_flex_attention_rebuilds_its_mask_in_two_ways() -> None:
+    assert [*peers.flex().rebuilds] == ["new mask, create_block_mask", "new mask, create_block_mask, compiled"]
+    assert not peers.ours("triton").rebuilds

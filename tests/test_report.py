@@ -142,6 +142,12 @@ def test_sweeps_are_told_with_their_break_even() -> None:
     assert (
         all(f"results/{name}.png" in said for name in plots.SWEEPS) and "| FlexAttention | new mask | 64 | 3.00" in said
     )
+    # 2 ms with a new mask, 1 ms with the same one: the change costs 1 ms, and theirs 1.5 ms
+    assert "| blocksparse_flash, triton | new mask | 64 | 2.00 (1.80 to 2.20) | 1.00 | 5.0 |" in said
+    assert (
+        "- blocksparse_flash, triton, head_dim 64, new mask: 1.00 ms for the change; "
+        "FlexAttention, new mask, takes 1.50 ms, 1.5 times as much." in said
+    )
     assert report.sweeps_section([]) == ""
     assert report.everything(SWEPT).count("## ") == 5
     assert all(f"`python -m benchmarks.attention --sweep {name}`" in report.everything(SWEPT) for name in plots.SWEEPS)
@@ -158,6 +164,16 @@ def test_every_sweep_is_drawn_with_everything_in_it() -> None:
         shown = {text.get_text() for text in figure.legends[0].get_texts()}
         assert any("blocksparse_flash" in text for text in shown), name
         assert name == "masks" or any("FlexAttention" in text for text in shown), name
+
+
+def test_what_a_change_costs_is_told_for_each_length() -> None:
+    longer = [{**one, "n": 4096, "ms": 10 * one["ms"]} for one in SWEPT if one["bench"] == "change"]
+    said = report.sweeps_section([*SWEPT, *longer])
+    assert "new mask: 1.00 ms for the change" in said and "new mask: 10.00 ms for the change" in said
+    assert said.count("--sweep change`") == 2
+    # without the same mask beside it, or where the clock shows no difference, nothing is compared
+    assert report.change_ratios([one for one in longer if one["pattern"] != "same mask"]) == ""
+    assert report.change_ratios([{**one, "ms": 1.0} for one in longer]) == ""
 
 
 def test_every_provider_has_a_name_and_a_colour() -> None:
