@@ -14,7 +14,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..copy_engine import can_read
@@ -52,16 +52,33 @@ def accumulator(columns):
 
 
 @gluon.constexpr_function
-def _barrier_assembly(verb, barrier):
-    return f"bar.{verb} {barrier}, 256; mov.b32 $0, $1;"
+def row_parts():
+    """How the sums over the columns of an accumulator that each thread holds lie in registers: [64, 4], four threads a row."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
+
+
+@gluon.constexpr_function
+def _barrier_assembly(verb, barrier, warpgroups):
+    return f"bar.{verb} {barrier}, {128 * warpgroups}; mov.b32 $0, $1;"
 
 
 @gluon.jit
-def named_barrier(VERB: gl.constexpr, BARRIER: gl.constexpr):
-    """`bar.sync` or `bar.arrive` of the 256 threads of two warpgroups; Triton itself takes the numbers below 9."""
+def named_barrier(VERB: gl.constexpr, BARRIER: gl.constexpr, WARPGROUPS: gl.constexpr = 2):
+    """`bar.sync` or `bar.arrive` of the threads of so many warpgroups; Triton itself takes the numbers below 9."""
     # 128 values over 128 threads: every thread runs the instruction exactly once
     thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(_barrier_assembly(VERB, BARRIER), "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+    text: gl.constexpr = _barrier_assembly(VERB, BARRIER, WARPGROUPS)
+    gl.inline_asm_elementwise(text, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def new_barriers(LENGTH: gl.constexpr, COUNT: gl.constexpr):
+    """LENGTH mbarriers, whose phases end with COUNT arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [LENGTH, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(LENGTH):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
 
 
 @gluon.jit
@@ -77,6 +94,31 @@ def pin(b_sum):
         " @p st.volatile.shared.b32 [a], $1; mov.b32 $0, $1; }",
         "=r,r", [b_sum], dtype=b_sum.dtype, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _rescale_assembly(values):
+    lines = [f"mov.b32 ${i}, ${values + i};" for i in range(values)]
+    # the two rows of a thread alternate by two values
+    lines.append(f"setp.neu.f32 p, ${2 * values}, 0f3F800000; @!p setp.neu.f32 p, ${2 * values + 2}, 0f3F800000;")
+    lines.append("vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE;")
+    lines += [f"mul.rn.f32 ${i}, ${i}, ${2 * values + i};" for i in range(values)]
+    return "{ .reg .pred p; " + " ".join(lines) + " DONE: }"
+
+
+@gluon.constexpr_function
+def _rescale_constraints(values):
+    return ",".join(["=&f"] * values + ["f"] * (2 * values))
+
+
+@gluon.jit
+def rescale(b_out, b_decay):
+    """b_out * b_decay ([64, columns], [64, 1]); a warp whose decays are all 1 leaves the products out."""
+    VALUES: gl.constexpr = b_out.shape[1] // 2
+    text: gl.constexpr = _rescale_assembly(VALUES)
+    constraints: gl.constexpr = _rescale_constraints(VALUES)
+    operands = gl.broadcast(b_out, b_decay)
+    return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=True, pack=VALUES)
 
 
 @gluon.jit
@@ -134,7 +176,7 @@ def clear_tail(tile, kv_start, limit, WHO: gl.constexpr):
         b_tile = half.load(layout)
         half.store(gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0).to(tile.dtype))
         fence_async_shared()
-        named_barrier("sync", 11)
+        named_barrier("sync", 12)
 
 
 # ---- tensors ----
