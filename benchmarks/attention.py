@@ -13,6 +13,7 @@ the device) or "step" (of --sweep change); setup_ms is the first call, which com
 --sweep length      2 K to 1 M tokens, the keys of each query fixed, beside dense
 --sweep density     1 % to 100 % of random blocks, beside dense
 --sweep block-size  blocks of 16 to 256 tokens, the density fixed
+--sweep regroup     masks of blocks of 128 in finer blocks, all of which are stored, or 80 % in each block of 128
 --sweep change      a step with one mask for all, with a new one made on the host, and with one selected on the GPU
 
 `python -m benchmarks.report` makes tables and pictures of the lines.

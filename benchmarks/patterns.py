@@ -77,6 +77,13 @@ def neighborhood(length: int, *, kernel_blocks: int = WINDOW_BLOCKS) -> Pattern:
     return Pattern("neighborhood", (col >= first[:, None]) & (col < first[:, None] + kernel_blocks))
 
 
+def butterfly(length: int) -> Pattern:
+    """Blocks whose row and col differ in at most one bit."""
+    n_blocks = length // BLOCK
+    stride = np.arange(n_blocks)[:, None] ^ np.arange(n_blocks)[None, :]
+    return Pattern("butterfly", (stride & (stride - 1)) == 0)
+
+
 def random(length: int, *, density: float, block_size: int = BLOCK, seed: int = 0) -> Pattern:
     """round(density * n_cols) blocks in every row, at least one, drawn anew for each row."""
     n_blocks = length // block_size
@@ -87,6 +94,18 @@ def random(length: int, *, density: float, block_size: int = BLOCK, seed: int = 
     return Pattern("random", blocks, block_size=block_size)
 
 
+def in_finer_blocks(pattern: Pattern, block_size: int, *, filled: float = 1.0, seed: int = 0) -> Pattern:
+    """The same mask in blocks of `block_size`; of those in each block round(filled * n), drawn anew, are stored."""
+    each_side = pattern.block_size // block_size
+    count = round(filled * each_side**2)
+    rank = np.random.default_rng(seed).random((pattern.nnz, each_side**2)).argsort(axis=1).argsort(axis=1)
+    inside = np.zeros((*pattern.blocks.shape, each_side, each_side), dtype=bool)
+    inside[pattern.blocks] = (rank < count).reshape(-1, each_side, each_side)
+    n_blocks = each_side * len(pattern.blocks)
+    blocks = inside.transpose(0, 2, 1, 3).reshape(n_blocks, n_blocks)
+    return Pattern(pattern.name, blocks, causal=pattern.causal, block_size=block_size)
+
+
 def patterns(length: int, *, random_density: float = 1 / 8, seed: int = 0) -> Iterator[Pattern]:
     """Dense, causal, and four block-level patterns with full blocks."""
     n_blocks = length // BLOCK
@@ -95,8 +114,7 @@ def patterns(length: int, *, random_density: float = 1 / 8, seed: int = 0) -> It
     yield dense(length)
     yield Pattern("causal", col <= row, causal=True)
     yield local(length)
-    stride = row ^ col
-    yield Pattern("butterfly", (stride & (stride - 1)) == 0)
+    yield butterfly(length)
     yield Pattern("random", (generator.random((n_blocks, n_blocks)) < random_density) | (row == col))
     drawn = generator.permuted(np.tile(np.arange(n_blocks), (n_blocks, 1)), axis=1)[:, :3]
     drawn = (drawn[:, :, None] == np.arange(n_blocks)).any(axis=1)

@@ -12,12 +12,15 @@ from . import patterns
 from .patterns import Pattern
 
 # of --sweep
-NAMES = ("length", "density", "block-size", "change")
+NAMES = ("length", "density", "block-size", "regroup", "change")
 SHORTEST = 2048
 # tokens; beyond it a dense backward takes seconds
 DENSE_UP_TO = 131_072
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+# of blocks of 128 in finer ones: a half, an eighth of their side; and how many of those are stored
+FINER = (64, 16)
+FILLED = (1.0, 0.8)
 # of the sweep over block sizes, and of masks that change
 FIXED_DENSITY = 1 / 8
 
@@ -70,6 +73,16 @@ def over_block_size(length: int) -> Iterator[Case]:
         yield Case("block-size", f"random, {block_size}", scattered)
 
 
+def over_regrouping(length: int) -> Iterator[Case]:
+    """Patterns of blocks of 128 in finer blocks: all of those, the same mask, and a share in each block of 128."""
+    for pattern in (patterns.local(length), patterns.butterfly(length), patterns.random(length, density=FIXED_DENSITY)):
+        yield Case("regroup", f"{pattern.name}, {pattern.block_size}", pattern)
+        for block_size in FINER:
+            for filled in FILLED:
+                finer = patterns.in_finer_blocks(pattern, block_size, filled=filled)
+                yield Case("regroup", f"{pattern.name}, {block_size}, {filled:.0%} stored", finer)
+
+
 def changing(length: int, *, seed: int) -> Pattern:
     """One of many masks of the same density: the mask of step `seed`."""
     return patterns.random(length, density=FIXED_DENSITY, seed=seed)
@@ -80,5 +93,11 @@ def cases(sweep: str | None, length: int) -> Iterator[Case]:
     if sweep == "change":
         yield Case("change", "random", changing(length, seed=0))
     else:
-        made = {None: grid, "length": over_length, "density": over_density, "block-size": over_block_size}
+        made = {
+            None: grid,
+            "length": over_length,
+            "density": over_density,
+            "block-size": over_block_size,
+            "regroup": over_regrouping,
+        }
         yield from made[sweep](length)

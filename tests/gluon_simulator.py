@@ -331,6 +331,8 @@ class Simulation:
             **dict.fromkeys(("gl", "mbarrier", "tma"), self.language),
             "pin": lambda values: values,
             "rescale": lambda out, decay: out * decay,
+            # where in a buffer values lie is not simulated
+            "store_spread": lambda tile, values: tile.store(values),
             "accumulator": lambda columns: None,
             "row_parts": lambda: None,
             "TensorDescriptor": Descriptor,

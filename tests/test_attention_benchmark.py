@@ -73,6 +73,12 @@ def test_sweeps_hold_fixed_what_they_say() -> None:
     for case in sweeps.over_block_size(4096):
         assert case.name.endswith(f", {case.pattern.block_size}") and case.pattern.length == 4096
         assert abs(case.pattern.density - sweeps.FIXED_DENSITY) < 0.07
+    regrouped = [*sweeps.over_regrouping(2048)]
+    for case, whole in zip(regrouped, [c.pattern for c in regrouped[::5] for _ in range(5)], strict=True):
+        each_side = whole.block_size // case.pattern.block_size
+        inside = case.pattern.blocks.reshape(16, each_side, 16, each_side).sum(axis=(1, 3))
+        stored = round(0.8 * each_side**2) if "80%" in case.name else each_side**2
+        assert np.array_equal(inside, stored * whole.blocks)
     assert not np.array_equal(sweeps.changing(4096, seed=0).blocks, sweeps.changing(4096, seed=1).blocks)
 
 

@@ -179,6 +179,36 @@ def clear_tail(tile, kv_start, limit, WHO: gl.constexpr):
         named_barrier("sync", 12)
 
 
+@gluon.constexpr_function
+def spread(rows, columns):
+    """Float32 swizzled by 128 bytes, as get_default_for has it, the halves of 32 columns exchanged in odd rows."""
+    of_columns = [[0, 1 << i] for i in range(5)]
+    # a row begins 128 bytes behind the one before, its 16-byte chunks permuted by the row's last three bits
+    of_rows = [[1, 4 ^ 16], [2, 8], [4, 16]] + [[1 << i, 0] for i in range(3, rows.bit_length() - 1)]
+    return gl.SharedLinearLayout(
+        of_columns + of_rows + [[0, 1 << i] for i in range(5, columns.bit_length() - 1)], alignment=1024
+    )
+
+
+@gluon.jit
+def store_spread(tile, b_sum):
+    """Store an accumulator [rows, columns], float32, columns a multiple of 32, without bank conflicts.
+
+    A store of pairs meets two rows in the same banks (Gluon's bank_conflicts counts 1). So odd rows store their other 16 columns
+    first: each thread exchanges registers, and the buffer is seen with the same columns exchanged, which undoes it.
+    """
+    ROWS: gl.constexpr = b_sum.shape[0]
+    COLS: gl.constexpr = b_sum.shape[1]
+    b_low, b_high = gl.split(b_sum.reshape([ROWS, COLS // 32, 2, 16]).permute((0, 1, 3, 2)))
+    layout: gl.constexpr = b_low.type.layout
+    o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    m_odd = gl.expand_dims(gl.expand_dims(o_row & 1, 1), 2) != 0
+    b_pair = gl.join(gl.where(m_odd, b_high, b_low), gl.where(m_odd, b_low, b_high))
+    tile._reinterpret(gl.float32, [ROWS, COLS], spread(ROWS, COLS)).store(
+        b_pair.permute((0, 1, 3, 2)).reshape([ROWS, COLS])
+    )
+
+
 # ---- tensors ----
 
 

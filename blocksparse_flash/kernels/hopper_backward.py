@@ -48,6 +48,7 @@ from .hopper import (
     padded_dim,
     readable,
     store_async,
+    store_spread,
     writable,
 )
 from .launch import LOG2_E, Launch, Options, Seen, options_of, see, see_walk, walk, walk_strides
@@ -76,11 +77,15 @@ class Config:
 def config(dim: int) -> Config:
     """The launch table: dim is the larger padded head dimension.
 
-    What binds (Nsight Compute, H200, 16,384 tokens, hidden size 2048, bf16, of the cycles): shared memory. 128 dense 78 %, with 151
-    million bank conflicts (rows 2 i and 2 i + 1 of a float32 dq, stored in pairs, meet in the same banks of a swizzle of 128 bytes),
-    tensor cores 66 %; 128 butterfly 65 and 54 %; 64 dense 65 and 45 %, 179 million conflicts. Tried:
-    persistent programs that take columns from a queue, with warps that add and scale dq: 128 dense 531 TFLOP/s for 558, butterfly
-    348 for 420; 64 dense 434 for 401, butterfly 341 for 335.
+    What bound (Nsight Compute, H200, 16,384 tokens, hidden size 2048, bf16, of the cycles): shared memory. 128 dense 78 %, with 151
+    million bank conflicts, tensor cores 66 %; 128 butterfly 65 and 54 %; 64 dense 65 and 45 %, 179 million conflicts. They were those
+    of the float32 dq, hence `store_spread`: 128 dense 588 TFLOP/s for 563, random 501 for 434; 64 dense 459 for 429, butterfly 349
+    for 336. Tried:
+    persistent programs that take columns from a queue, with warps that add and scale dq: 128 dense 531 for 558, butterfly 348 for 420;
+    64 dense 434 for 401, butterfly 341 for 335.
+    sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in place of a pass
+    before and one after: 128 causal 545 for 600, butterfly 371 for 418 (more spills in the steps); 64 causal 442 for 434, butterfly
+    332 for 347.
     """
     return Config(stages=2 if dim == 128 else 3)
 
@@ -264,7 +269,7 @@ def descend(
         # the step before has left the buffer
         tma.store_wait(0)
         dq_tile = dq_ring.index(WHO)
-        dq_tile.reshape([DQ_ROWS, DQ_DIM]).store(b_dq)
+        store_spread(dq_tile.reshape([DQ_ROWS, DQ_DIM]), b_dq)
         fence_async_shared()
         if BY_ROWS:
             add_async(dq_desc, [i_batch, i_head, q_start + WHO * DQ_ROWS, 0], dq_tile)
