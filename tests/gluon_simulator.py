@@ -344,6 +344,7 @@ class Simulation:
         self._load("tile", {"tl": self.language})
         self._load("hopper")
         self._load("hopper_rows")
+        self._load("hopper_softmax")
         self.hopper_forward = self._load("hopper_forward")
         self.hopper_backward = self._load("hopper_backward")
         self.forward = self.hopper_forward.forward
@@ -374,7 +375,7 @@ class Simulation:
             elif isinstance(getattr(value, "value", None), (int, float)):
                 vars(module)[key] = Constant(value.value) if isinstance(value.value, int) else value.value
         vars(module).update(more or {})
-        if name in ("tile", "hopper", "hopper_rows"):
+        if name in ("tile", "hopper", "hopper_rows", "hopper_softmax"):
             # for the modules that import them
             shared = {
                 key: value for key, value in vars(module).items() if inspect.isfunction(value) or key == "Describer"

@@ -192,7 +192,7 @@ def test_every_configuration_of_the_backward(check, monkeypatch, config, call):
 # ---- can the simulator fail? ----
 
 SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
-FORWARD, BACKWARD, ROWS = "hopper_forward", "hopper_backward", "hopper_rows"
+FORWARD, BACKWARD, ROWS, SOFTMAX = "hopper_forward", "hopper_backward", "hopper_rows", "hopper_softmax"
 FAULTS = {
     "values released before they are read": Change(
         FORWARD,
@@ -284,8 +284,8 @@ FAULTS = {
 WIDE_FAULTS = {
     "the first turn not given": FAULTS["the first turn not given"],
     "the last turn not taken": FAULTS["the last turn not taken"],
-    "the last turn not given on": Change(FORWARD, "range(WHO + 1, WARPGROUPS - 1)", "range(0)"),
-    "turns given to the next alone": Change(FORWARD, "if other != WHO:", "if other == (WHO + 1) % WARPGROUPS:"),
+    "the last turn not given on": Change("hopper", "range(WHO + 1, WARPGROUPS - 1)", "range(0)"),
+    "turns given to the next alone": Change("hopper", "if other != WHO:", "if other == (WHO + 1) % WARPGROUPS:"),
     "keys released by two": Change(
         FORWARD,
         "new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS), new_barriers(STAGES, 1), new",
@@ -312,7 +312,7 @@ SET_FAULTS = {
         "        mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)\n        if HOLD_Q:\n",
     ),
     "out not rescaled": Change(FORWARD, "b_out = rescale(b_out, b_decay)", "pass"),
-    "the maximum forgotten": Change(FORWARD, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
+    "the maximum forgotten": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
 }
 
 

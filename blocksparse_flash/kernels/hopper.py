@@ -1,4 +1,4 @@
-"""What do the Hopper kernels share? Named barriers, the copy engine by any of its names, bitmasks, descriptors.
+"""What do the Hopper kernels share? Named barriers, turns, the copy engine by any of its names, bitmasks, descriptors.
 
 Knows: Gluon (ships inside Triton, experimental: its names move from release to release, which is absorbed here), tensor
 descriptors, launch configurations. Does not know: what a kernel computes, layouts, autograd.
@@ -52,13 +52,6 @@ def accumulator(columns):
 
 
 @gluon.constexpr_function
-def row_parts():
-    """How the sums over the columns of an accumulator that each thread holds lie in registers: [64, 4], four threads a row."""
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
-
-
-@gluon.constexpr_function
 def _barrier_assembly(verb, barrier, warpgroups):
     return f"bar.{verb} {barrier}, {128 * warpgroups}; mov.b32 $0, $1;"
 
@@ -70,6 +63,39 @@ def named_barrier(VERB: gl.constexpr, BARRIER: gl.constexpr, WARPGROUPS: gl.cons
     thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     text: gl.constexpr = _barrier_assembly(VERB, BARRIER, WARPGROUPS)
     gl.inline_asm_elementwise(text, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_turn(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Until the others have issued their products. Turns go round over the end of a row too, as all walk one list."""
+    if PING_PONG:
+        named_barrier("sync", 9 + WHO, WARPGROUPS)
+
+
+@gluon.jit
+def give_turn(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+    if PING_PONG:
+        for other in gl.static_range(WARPGROUPS):
+            if other != WHO:
+                named_barrier("arrive", 9 + other, WARPGROUPS)
+
+
+@gluon.jit
+def begin_turns(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Those before this warpgroup go first."""
+    if PING_PONG:
+        for other in gl.static_range(WHO):
+            named_barrier("arrive", 9 + other, WARPGROUPS)
+
+
+@gluon.jit
+def end_turns(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Takes the turn that was given last, which those before give too: else arrivals are left over."""
+    # static: the last one has nothing to take
+    if PING_PONG and WHO < WARPGROUPS - 1:
+        named_barrier("sync", 9 + WHO, WARPGROUPS)
+        for other in gl.static_range(WHO + 1, WARPGROUPS - 1):
+            named_barrier("arrive", 9 + other, WARPGROUPS)
 
 
 @gluon.jit
@@ -94,31 +120,6 @@ def pin(b_sum):
         " @p st.volatile.shared.b32 [a], $1; mov.b32 $0, $1; }",
         "=r,r", [b_sum], dtype=b_sum.dtype, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _rescale_assembly(values):
-    lines = [f"mov.b32 ${i}, ${values + i};" for i in range(values)]
-    # the two rows of a thread alternate by two values
-    lines.append(f"setp.neu.f32 p, ${2 * values}, 0f3F800000; @!p setp.neu.f32 p, ${2 * values + 2}, 0f3F800000;")
-    lines.append("vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE;")
-    lines += [f"mul.rn.f32 ${i}, ${i}, ${2 * values + i};" for i in range(values)]
-    return "{ .reg .pred p; " + " ".join(lines) + " DONE: }"
-
-
-@gluon.constexpr_function
-def _rescale_constraints(values):
-    return ",".join(["=&f"] * values + ["f"] * (2 * values))
-
-
-@gluon.jit
-def rescale(b_out, b_decay):
-    """b_out * b_decay ([64, columns], [64, 1]); a warp whose decays are all 1 leaves the products out."""
-    VALUES: gl.constexpr = b_out.shape[1] // 2
-    text: gl.constexpr = _rescale_assembly(VALUES)
-    constraints: gl.constexpr = _rescale_constraints(VALUES)
-    operands = gl.broadcast(b_out, b_decay)
-    return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=True, pack=VALUES)
 
 
 @gluon.jit

@@ -36,17 +36,17 @@ from .hopper import (
     HALF,
     Describer,
     accumulator,
-    bit_columns,
+    begin_turns,
     clear_tail,
+    end_turns,
+    give_turn,
     key_limit,
-    named_barrier,
     new_barriers,
     padded_dim,
     pin,
     readable,
-    rescale,
-    row_parts,
     store_async,
+    wait_for_turn,
     writable,
 )
 from .hopper_rows import (
@@ -62,8 +62,9 @@ from .hopper_rows import (
     query_place,
     take_row,
 )
+from .hopper_softmax import mask_scores, rescale, row_parts, soften
 from .launch import Launch, Options, Seen, constants, multiprocessors, options_of, see, see_walk, walk, walk_strides
-from .tile import LN_2, TILE
+from .tile import LN_2
 
 # whether pinning and three warpgroups are free of spills
 FITS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -158,91 +159,6 @@ def wide_pays(q_len: int, n_axes: int, n_programs: int) -> bool:
 
 
 # ---- the warpgroups that compute ----
-
-
-@gluon.jit
-def wait_for_turn(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Until the others have issued their products. Turns go round over the end of a row too, as all walk one list."""
-    if PING_PONG:
-        named_barrier("sync", 9 + WHO, WARPGROUPS)
-
-
-@gluon.jit
-def give_turn(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
-    if PING_PONG:
-        for other in gl.static_range(WARPGROUPS):
-            if other != WHO:
-                named_barrier("arrive", 9 + other, WARPGROUPS)
-
-
-@gluon.jit
-def begin_turns(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Those before this warpgroup go first."""
-    if PING_PONG:
-        for other in gl.static_range(WHO):
-            named_barrier("arrive", 9 + other, WARPGROUPS)
-
-
-@gluon.jit
-def end_turns(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Takes the turn that was given last, which those before give too: else arrivals are left over."""
-    # static: the last one has nothing to take
-    if PING_PONG and WHO < WARPGROUPS - 1:
-        named_barrier("sync", 9 + WHO, WARPGROUPS)
-        for other in gl.static_range(WHO + 1, WARPGROUPS - 1):
-            named_barrier("arrive", 9 + other, WARPGROUPS)
-
-
-@gluon.jit
-def mask_scores(
-    b_scores, ptrs, sizes, row, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-):  # fmt: skip
-    """-inf where a pair does not attend; MASKED says whether the step is partial."""
-    _, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, _, _ = ptrs
-    _, _, _, q_len, kv_len, _ = sizes
-    _, q_start, begin, _, n_partial = row
-    STEPS: gl.constexpr = TILE // BLOCK_KV
-    if MASKED or kv_lengths_ptr is not None:
-        kv_start = key_start(indices_ptr, begin, n_partial, i_step, BLOCK_KV)
-        o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
-        o_kv = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, accumulator(BLOCK_KV)))
-    if indices_ptr is not None:
-        if MASKED:
-            i_bitmask = gl.load(ids_ptr + begin + i_step // STEPS)
-            i_first = i_step % STEPS * (BLOCK_KV // 32)
-            m_pairs = bit_columns(words_ptr, i_bitmask, i_first, o_q, o_kv, BLOCK_KV)
-            b_scores = gl.where(m_pairs, b_scores, float("-inf"))
-        if kv_lengths_ptr is not None:
-            b_scores = gl.where(gl.expand_dims(kv_start + o_kv < limit, 0), b_scores, float("-inf"))
-    elif MASKED:
-        last = gl.full([HALF], 0, gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV))) + limit
-        if CAUSAL:
-            last = gl.minimum(last, q_start + o_q + (kv_len - q_len) + 1)
-        b_scores = gl.where(gl.expand_dims(kv_start + o_kv, 0) < gl.expand_dims(last, 1), b_scores, float("-inf"))
-    return b_scores
-
-
-@gluon.jit
-def soften(b_scores, b_max, b_sum, scale_log2, SLACK: gl.constexpr):
-    """One step of the softmax: p, the decay of what was summed before, the new maximum and sum.
-
-    The sum stays in four parts a row, one a thread, so that a step exchanges none. With SLACK the maximum follows only where
-    it grew by more, so that most steps decay nothing: p is then at most 2 ^ SLACK, which moves the exponent of p, of its sum
-    and of out, whose roundings are relative, and no more.
-    """
-    b_new_max = gl.max(b_scores, 1) * scale_log2
-    if SLACK > 0:  # noqa: SIM108
-        b_new_max = gl.where(b_new_max > b_max + SLACK, b_new_max, b_max)
-    else:
-        b_new_max = gl.maximum(b_max, b_new_max)
-    b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_new_max, 1))
-    b_decay = gl.exp2(b_max - b_new_max)
-    # a thread holds two of every eight columns
-    b_parts = gl.sum(gl.sum(b_p.reshape([HALF, b_p.shape[1] // 8, 4, 2]), 3), 1)
-    b_parts = gl.convert_layout(b_parts, row_parts(), assert_trivial=True)
-    b_part_decay = gl.convert_layout(b_decay, gl.SliceLayout(1, row_parts()), assert_trivial=True)
-    return b_p, b_decay, b_new_max, b_sum * gl.expand_dims(b_part_decay, 1) + b_parts
 
 
 @gluon.jit
