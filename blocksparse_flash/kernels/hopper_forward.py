@@ -3,7 +3,7 @@
 One or two programs a multiprocessor take tile rows from a queue until none is left. A warp moves data: it fetches the next
 row, tells the others, and loads q, then k and v of each step of the row, into a ring, running ahead over the end of a row.
 Two warpgroups compute, 64 of the 128 queries of a row each, out in registers; at head dimension 64, where neither a layout nor
-lengths say otherwise, three, of rows of 192. Where one program has a multiprocessor:
+lengths forbid it and enough rows are there, three, of rows of 192. Where one program has a multiprocessor:
 
     issue q k^T of step i | issue p v of step i - 1 | wait for the first | softmax of step i while the second runs
 
@@ -122,11 +122,12 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
         64   3 warpgroups, 64 keys a step, pin       453    434
         64   4 warpgroups, 64 keys a step            490    449
         64   the same, no turns, slack 8             517    492
+        64   cuDNN                                   463    449
         128  2 sets, slack 8                         600    626    562    561    607    567       with a layout
         128  2 sets                                  662    622    550    546    604    557       without one
         128  1 set, a row's sum whole in each step   665    615    548    548    603    559
         128  3 warpgroups, 64 keys a step            627    582
-        64, 128  cuDNN                          463, 642  449, 570
+        128  cuDNN                                   642    570
 
     In another run, of 1 set: at 64, two programs a multiprocessor with slack 8 had 466 443 426 416 432 415 where the row's sum
     whole had 430 436 403 393 421 399; an eighth of the exponentials as polynomials 437 425 403 393 418 394, a quarter 422 417
