@@ -219,7 +219,10 @@ def hopper_calls() -> list[dict[str, Any]]:
         {"head_dim": head_dim, "dtype": half, "mode": mode}
         for head_dim, mode in itertools.product((64, 128, 256), ("layout", "dense", "causal"))
     ]
+    # so many that rows of 192 queries pay
+    grid += [{"head_dim": 64, "dtype": half, "mode": mode, "length": 24576} for mode in ("dense", "causal")]
     grid += [{"head_dim": head_dim, "dtype": half, "limited": True} for head_dim in (64, 128)]
+    grid += [{"head_dim": head_dim, "dtype": half, "limited": True, "mode": "dense"} for head_dim in (64, 128)]
     grid += [{"head_dim": head_dim, "dtype": half, "deterministic": True} for head_dim in (64, 128)]
     # rows of 200 bytes, of which a copy is made
     grid += [{"head_dim": 128, "dtype": torch.float16, "group": 4}, {"head_dim": 100, "dtype": half, "dlse": True}]

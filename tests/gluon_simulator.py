@@ -27,8 +27,6 @@ from triton.runtime.jit import JITFunction
 from blocksparse_flash.kernels import launch, launcher
 
 KERNELS = Path(launch.__file__).parent
-# threads of a warpgroup, and of the pair that meets at a named barrier
-WARPGROUP, PAIR = 128, 256
 
 
 # ---- global memory ----
@@ -162,7 +160,7 @@ class Language:
     def expand_dims(self, values: Tensor, axis: int) -> Tensor:
         return values.unsqueeze(axis)
 
-    def convert_layout(self, values: Tensor, layout: Any) -> Tensor:
+    def convert_layout(self, values: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
         return values
 
     exp2 = staticmethod(torch.exp2)
@@ -215,14 +213,14 @@ class Language:
         assert parity in (0, 1), parity
         self._who.pause(f"a barrier, phase {parity}", lambda: barrier.phase != parity)
 
-    def named_barrier(self, verb: str, number: int) -> None:
+    def named_barrier(self, verb: str, number: int, warpgroups: int = 2) -> None:
         who, machine = self._who, self.machine
         who.pause(f"arrival at named barrier {number}")
         arrived = machine.named.setdefault(number, [])
         if who in arrived:
             raise ProtocolError(f"{who.name} arrives twice at named barrier {number}, where nobody met it")
         arrived.append(who)
-        if len(arrived) * WARPGROUP == PAIR:
+        if len(arrived) == warpgroups:
             arrived.clear()
             machine.generation[number] = machine.generation.get(number, 0) + 1
         elif verb == "sync":
@@ -332,9 +330,11 @@ class Simulation:
             **{name: getattr(self.language, name) for name in names},
             **dict.fromkeys(("gl", "mbarrier", "tma"), self.language),
             "pin": lambda values: values,
+            "rescale": lambda out, decay: out * decay,
             # where in a buffer values lie is not simulated
             "store_spread": lambda tile, values: tile.store(values),
             "accumulator": lambda columns: None,
+            "row_parts": lambda: None,
             "TensorDescriptor": Descriptor,
             "Launch": self._launch,
             "multiprocessors": lambda index: programs,
@@ -344,6 +344,7 @@ class Simulation:
         self._load("tile", {"tl": self.language})
         self._load("hopper")
         self._load("hopper_rows")
+        self._load("hopper_softmax")
         self.hopper_forward = self._load("hopper_forward")
         self.hopper_backward = self._load("hopper_backward")
         self.forward = self.hopper_forward.forward
@@ -374,7 +375,7 @@ class Simulation:
             elif isinstance(getattr(value, "value", None), (int, float)):
                 vars(module)[key] = Constant(value.value) if isinstance(value.value, int) else value.value
         vars(module).update(more or {})
-        if name in ("tile", "hopper", "hopper_rows"):
+        if name in ("tile", "hopper", "hopper_rows", "hopper_softmax"):
             # for the modules that import them
             shared = {
                 key: value for key, value in vars(module).items() if inspect.isfunction(value) or key == "Describer"

@@ -97,8 +97,15 @@ TABLE = {
     "blocksparse_flash/kernels/hopper_rows.py": Arrows(
         {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper"))},
     ),
+    "blocksparse_flash/kernels/hopper_softmax.py": Arrows(
+        {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper", "hopper_rows"))},
+    ),
     "blocksparse_flash/kernels/hopper_forward.py": Arrows(
-        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "hopper", "hopper_rows"))},
+        {
+            TORCH,
+            TRITON,
+            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "hopper", "hopper_rows", "hopper_softmax")),
+        },
     ),
     "blocksparse_flash/kernels/hopper_backward.py": Arrows(
         {

@@ -9,7 +9,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import cases
 import pytest
+import test_zoo as zoo
 import torch
 from closeness import assert_as_accurate
 from torch import Tensor
@@ -311,6 +313,40 @@ def test_a_host_layout_is_copied_once() -> None:
     q = torch.randn(1, 1, 512, 64, device="cuda", dtype=torch.bfloat16)
     attention(q, q, q, layout)
     assert layout.plan(q.device) is layout.plan(q.device)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize(
+    "call",
+    [
+        zoo.Call(head_dim=64, dtype=torch.bfloat16),
+        zoo.Call(head_dim=64, dtype=torch.float16, causal=True, kv_heads=1),
+        zoo.Call(head_dim=40, v_dim=16, dtype=torch.bfloat16, scale=-0.3),
+        zoo.Call(head_dim=64, dtype=torch.bfloat16, causal=True, scale=1.0),
+    ],
+    ids=str,
+)
+# rows of 192: one of few queries, whole ones, a query more and less, many; keys more and fewer
+@pytest.mark.parametrize("lengths", [(65, 65), (384, 256), (193, 700), (575, 130), (3001, 3001)], ids=str)
+def test_rows_of_192_queries(lengths: tuple[int, int], call: zoo.Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small calls would not have them."""
+    from blocksparse_flash.kernels import hopper_forward
+
+    monkeypatch.setattr(hopper_forward, "wide_pays", lambda *_: True)
+    hopper_forward.prepare.cache_clear()
+    try:
+        zoo.assert_backend_is_accurate("hopper", lengths, call, torch.device("cuda"))
+    finally:
+        hopper_forward.prepare.cache_clear()
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", cases.LAYOUTS, ids=str)
+def test_maxima_that_grow_by_less_than_the_slack_and_by_more(layout: cases.Case, dtype: torch.dtype) -> None:
+    """Scores of a standard deviation of 11.4 in base 2; a maximum that grows by less than 8 is not followed."""
+    call = zoo.Call(head_dim=128, dtype=dtype, scale=0.7)
+    zoo.assert_backend_is_accurate("hopper", layout, call, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])

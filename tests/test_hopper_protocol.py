@@ -23,6 +23,7 @@ from gluon_simulator import Change, Simulation
 from blocksparse_flash import attention_with_lse, functional, ops
 from blocksparse_flash.kernels.hopper_backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper_forward import Config as ForwardConfig
+from blocksparse_flash.kernels.hopper_forward import wide_pays
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter: a GPU runs the kernels")
 
@@ -32,6 +33,8 @@ LAYOUTS = [*cases.LAYOUTS, *zoo.DENSE]
 CALLS = [call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128]
 WIDE = [call for call in zoo.HOPPER_CALLS if call not in CALLS]
 (WINDOW,) = [case for case in cases.LAYOUTS if case.name == "window"]
+# has rows of several full tiles
+(TRIANGLE,) = [case for case in cases.LAYOUTS if case.name == "causal"]
 BFLOAT16 = torch.bfloat16
 
 
@@ -96,7 +99,17 @@ FORWARDS = [
     ForwardConfig(stages=2, hold_q=False),
     ForwardConfig(stages=2, overlap=False),
     ForwardConfig(stages=1, overlap=False),
+    ForwardConfig(stages=2, hold_q=False, queries=2, slack=8.0),
+    ForwardConfig(stages=1, block_kv=64, hold_q=False, out_in_q=True, queries=2, overlap=False, slack=8.0),
 ]
+WIDE_FORWARDS = [
+    ForwardConfig(stages=2, hold_q=False, warpgroups=3),
+    ForwardConfig(stages=2, block_kv=64, ping_pong=False, warpgroups=3, queries=2),
+    ForwardConfig(stages=1, hold_q=False, out_in_q=True, warpgroups=3, slack=8.0, overlap=False),
+]
+# rows of 192 queries: one with a query past the end of the first warpgroup's 64, a whole one, one more with a query; keys of
+# whole steps and ragged, more and fewer than queries
+WIDE_LENGTHS = [(65, 65), (192, 256), (193, 130), (400, 203)]
 
 
 @pytest.mark.parametrize("call", [CAUSAL, LIMITED], ids=str)
@@ -104,8 +117,68 @@ FORWARDS = [
 @pytest.mark.parametrize("config", FORWARDS, ids=str)
 def test_every_configuration_of_the_forward(check, monkeypatch, config, layout, call):
     simulation = Simulation(seed=3, programs=1)
-    monkeypatch.setattr(simulation.hopper_forward, "config", lambda dim: config)
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
     check(simulation, layout, call, backward=False)
+
+
+@pytest.mark.parametrize("call", [zoo.Call(head_dim=40, kv_heads=1), CAUSAL], ids=str)
+@pytest.mark.parametrize("lengths", WIDE_LENGTHS, ids=str)
+@pytest.mark.parametrize("config", WIDE_FORWARDS, ids=str)
+def test_every_configuration_of_three_warpgroups(check, monkeypatch, config, lengths, call):
+    simulation = Simulation(seed=5)
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
+    monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: True)
+    check(simulation, lengths, call, backward=False)
+
+
+@pytest.mark.parametrize(("layout", "call"), [(WINDOW, CAUSAL), ((203, 400), LIMITED)], ids=str)
+def test_three_warpgroups_are_refused_where_two_are_needed(check, monkeypatch, layout, call):
+    simulation = Simulation()
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: WIDE_FORWARDS[0])
+    with pytest.raises(AssertionError, match="two warpgroups"):
+        check(simulation, layout, call, backward=False)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "axes", "expected"),
+    [
+        # as many rows of either side as one turn of 132 programs has place for, and as two have
+        (66 * 128, 1, False),
+        (66 * 128, 4, False),
+        # 132 rows of 192 in one turn, 198 of 128 in two
+        (66 * 192, 2, True),
+        (16384, 32, True),
+        # one row, and two, of either side; two for three
+        (128, 1000, False),
+        (256, 1000, False),
+        (384, 1000, True),
+    ],
+)
+def test_wide_rows_are_taken_where_they_are_done_first(q_len, axes, expected):
+    assert wide_pays(q_len, axes, 132) == expected
+
+
+STEEP = [zoo.Call(head_dim=64, scale=1.0, dtype=BFLOAT16), zoo.Call(head_dim=64, scale=-1.0, dtype=torch.float16)]
+
+
+@pytest.mark.parametrize("call", STEEP, ids=str)
+@pytest.mark.parametrize("layout", [TRIANGLE, (113, 600)], ids=zoo.name_of)
+def test_a_maximum_that_grows_by_less_than_the_slack_and_by_more(check, monkeypatch, layout, call):
+    simulation = Simulation(seed=6)
+    met = []
+
+    def soften(b_scores, b_max, b_sum, scale_log2, slack):
+        grew = b_scores.amax(1) * scale_log2 - b_max
+        met.extend(grew[(b_max > -1.0e38) & (grew > 0)].tolist())
+        return plain_soften(b_scores, b_max, b_sum, scale_log2, slack)
+
+    plain_soften = simulation.hopper_forward.soften
+    monkeypatch.setattr(simulation.hopper_forward, "soften", soften)
+    slack = ForwardConfig(stages=2, hold_q=False, queries=2, slack=8.0)
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: slack)
+    check(simulation, layout, call, backward=False)
+    assert any(grew < 8.0 for grew in met)
+    assert any(grew > 8.0 for grew in met)
 
 
 @pytest.mark.parametrize("call", [CAUSAL, LIMITED], ids=str)
@@ -114,58 +187,48 @@ def test_every_configuration_of_the_forward(check, monkeypatch, config, layout, 
 )
 def test_every_configuration_of_the_backward(check, monkeypatch, config, call):
     simulation = Simulation(seed=4)
-    monkeypatch.setattr(simulation.hopper_backward, "config", lambda dim: config)
+    monkeypatch.setattr(simulation.hopper_backward, "config", lambda *_: config)
     check(simulation, WINDOW, call)
 
 
 # ---- can the simulator fail? ----
 
 SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
-FORWARD, BACKWARD = "hopper_forward", "hopper_backward"
+FORWARD, BACKWARD, ROWS, SOFTMAX = "hopper_forward", "hopper_backward", "hopper_rows", "hopper_softmax"
 FAULTS = {
     "values released before they are read": Change(
         FORWARD,
         """        b_out = warpgroup_mma_wait(0, deps=(out_token,))
-        mbarrier.arrive(barriers.index(V_EMPTY + 4 * v_stage), count=1)
+        mbarrier.arrive(barriers[V_EMPTY].index(v_stage), count=1)
     if not""",
-        """        mbarrier.arrive(barriers.index(V_EMPTY + 4 * v_stage), count=1)
+        """        mbarrier.arrive(barriers[V_EMPTY].index(v_stage), count=1)
         b_out = warpgroup_mma_wait(0, deps=(out_token,))
     if not""",
     ),
     "keys released by one warpgroup": Change(
         FORWARD,
-        "mbarrier.init(barriers.index(K_EMPTY + 4 * i), count=2)",
-        "mbarrier.init(barriers.index(K_EMPTY + 4 * i), count=1)",
+        "new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS), new_barriers(STAGES, 1), new",
+        "new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1), new",
     ),
     "values not waited for": Change(
-        FORWARD, "mbarrier.wait(barriers.index(V_FULL + 4 * stage), (n_now // STAGES) & 1)", "stage = n_now % STAGES"
+        FORWARD, "mbarrier.wait(barriers[V_FULL].index(stage), (n_now // STAGES) & 1)", "stage = n_now % STAGES"
     ),
     "keys waited for in the wrong phase": Change(
         FORWARD,
-        "wait(barriers.index(K_FULL + 4 * stage), (n_now // STAGES) & 1)",
-        "wait(barriers.index(K_FULL + 4 * stage), (n_now // STAGES) & 1 ^ 1)",
+        "wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1)",
+        "wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1 ^ 1)",
     ),
     "scores not waited for": Change(
         FORWARD, "warpgroup_mma_wait(1 if BEFORE else 0,", "warpgroup_mma_wait(2 if BEFORE else 0,"
     ),
-    "the last turn not taken": Change(
-        FORWARD,
-        """        # the last turn that warpgroup 1 gave
-        wait_for_turn(WHO, PING_PONG)""",
-        "        pass",
-    ),
-    "the first turn not given": Change(
-        FORWARD,
-        """        # warpgroup 0 goes first
-        give_turn(WHO, PING_PONG)""",
-        "        pass",
-    ),
+    "the last turn not taken": Change(FORWARD, "    end_turns(WHO, PING_PONG, WARPGROUPS)", "    pass"),
+    "the first turn not given": Change(FORWARD, "    begin_turns(WHO, PING_PONG, WARPGROUPS)", "    pass"),
     "values cleared within a turn": Change(
         FORWARD,
         """        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)
-    wait_for_turn(WHO, PING_PONG)""",
+    wait_for_turn(WHO, PING_PONG, WARPGROUPS)""",
         """        pass
-    wait_for_turn(WHO, PING_PONG)
+    wait_for_turn(WHO, PING_PONG, WARPGROUPS)
     if BEFORE:
         clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)""",
     ),
@@ -178,15 +241,13 @@ FAULTS = {
         "            pass\n",
     ),
     "a row overwritten before it was taken": Change(
-        FORWARD,
-        "mbarrier.init(barriers.index(ROW_EMPTY + i), count=2)",
-        "mbarrier.init(barriers.index(ROW_EMPTY + i), count=1)",
+        FORWARD, "new_barriers(2, 1), new_barriers(2, WARPGROUPS),", "new_barriers(2, 1), new_barriers(2, 1),"
     ),
     "the decay forgotten": Change(FORWARD, "    if not (OVERLAP and FIRST):", "    if False:"),
     "a step left out": Change(
         FORWARD, "for i_step in range(1 if OVERLAP else 0, n_partial)", "for i_step in range(2, n_partial)"
     ),
-    "queries not waited for": Change(FORWARD, "        mbarrier.wait(barriers.index(Q_FULL + WHO), i_row & 1)\n", ""),
+    "queries not waited for": Change(FORWARD, "        mbarrier.wait(barriers[Q_FULL].index(i_query), phase)\n", ""),
     "the tail of the values not cleared": Change(
         "hopper", "gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0)", "b_tile"
     ),
@@ -222,16 +283,51 @@ FAULTS = {
     ),
     "a step masked as full": Change(BACKWARD, "i_step < n_masked", "i_step < n_masked - 1"),
 }
+WIDE_FAULTS = {
+    "the first turn not given": FAULTS["the first turn not given"],
+    "the last turn not taken": FAULTS["the last turn not taken"],
+    "the last turn not given on": Change("hopper", "range(WHO + 1, WARPGROUPS - 1)", "range(0)"),
+    "turns given to the next alone": Change("hopper", "if other != WHO:", "if other == (WHO + 1) % WARPGROUPS:"),
+    "keys released by two": Change(
+        FORWARD,
+        "new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS), new_barriers(STAGES, 1), new",
+        "new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(STAGES, 1), new",
+    ),
+    "values released by two": Change(
+        FORWARD,
+        "new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS),\n",
+        "new_barriers(STAGES, 1), new_barriers(STAGES, 2),\n",
+    ),
+    "a row overwritten before all took it": Change(
+        FORWARD, "new_barriers(2, 1), new_barriers(2, WARPGROUPS),", "new_barriers(2, 1), new_barriers(2, 2),"
+    ),
+    "rows of 128 queries": Change(ROWS, "pid % n_lines) * (WARPGROUPS * HALF)", "pid % n_lines) * TILE"),
+    "keys of rows of 128 queries": Change(ROWS, "CAUSAL, WARPGROUPS * HALF, BLOCK_KV)", "CAUSAL, TILE, BLOCK_KV)"),
+}
+SET_FAULTS = {
+    "queries waited for in the wrong phase": Change(ROWS, "(i_row // SETS) & 1", "i_row & 1"),
+    "both sets in one place": Change(ROWS, "return i_row % SETS * WARPGROUPS + WHO,", "return WHO,"),
+    "queries not waited for": FAULTS["queries not waited for"],
+    "queries released before they are read": Change(
+        FORWARD,
+        "        if HOLD_Q:\n",
+        "        mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)\n        if HOLD_Q:\n",
+    ),
+    "out not rescaled": Change(FORWARD, "b_out = rescale(b_out, b_decay)", "pass"),
+    "the maximum forgotten": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
+}
 
 
 @pytest.fixture
 def tight(monkeypatch):
     """A simulation with few places in the rings, so that each is soon used again."""
 
-    def tight(seed: int, *changes: Change) -> Simulation:
+    def tight(seed: int, *changes: Change, config: ForwardConfig | None = None) -> Simulation:
         simulation = Simulation(seed=seed, changes=changes, programs=1)
-        monkeypatch.setattr(simulation.hopper_forward, "config", lambda dim: ForwardConfig(stages=2))
-        monkeypatch.setattr(simulation.hopper_backward, "config", lambda dim: BackwardConfig(stages=2))
+        chosen = ForwardConfig(stages=2) if config is None else config
+        monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: chosen)
+        monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: chosen.warpgroups == 3)
+        monkeypatch.setattr(simulation.hopper_backward, "config", lambda *_: BackwardConfig(stages=2))
         return simulation
 
     return tight
@@ -249,3 +345,27 @@ def test_a_seeded_fault_is_seen(check, tight, fault):
     with pytest.raises((ProtocolError, AssertionError)):
         for seed in range(8):
             check(tight(seed, change), (203, 400), SMALL, backward=change.module == BACKWARD)
+
+
+# the chosen configurations, few places in their rings: a call that each is launched for, and what can go wrong
+CHOSEN = {
+    "3 warpgroups": (ForwardConfig(stages=2, hold_q=False, warpgroups=3), (577, 300), CAUSAL, WIDE_FAULTS),
+    "2 sets": (ForwardConfig(stages=2, hold_q=False, queries=2, slack=8.0), (203, 600), STEEP[0], SET_FAULTS),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_without_a_fault_a_chosen_configuration_is_right(check, tight, chosen, seed):
+    config, lengths, call, _ = CHOSEN[chosen]
+    check(tight(seed, config=config), lengths, call, backward=False)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fault"), [(chosen, fault) for chosen, (*_, faults) in CHOSEN.items() for fault in faults]
+)
+def test_a_seeded_fault_of_a_chosen_configuration_is_seen(check, tight, chosen, fault):
+    config, lengths, call, faults = CHOSEN[chosen]
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed in range(8):
+            check(tight(seed, faults[fault], config=config), lengths, call, backward=False)

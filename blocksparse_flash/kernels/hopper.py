@@ -1,4 +1,4 @@
-"""What do the Hopper kernels share? Named barriers, the copy engine by any of its names, bitmasks, descriptors.
+"""What do the Hopper kernels share? Named barriers, turns, the copy engine by any of its names, bitmasks, descriptors.
 
 Knows: Gluon (ships inside Triton, experimental: its names move from release to release, which is absorbed here), tensor
 descriptors, launch configurations. Does not know: what a kernel computes, layouts, autograd.
@@ -14,7 +14,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..copy_engine import can_read
@@ -52,16 +52,59 @@ def accumulator(columns):
 
 
 @gluon.constexpr_function
-def _barrier_assembly(verb, barrier):
-    return f"bar.{verb} {barrier}, 256; mov.b32 $0, $1;"
+def _barrier_assembly(verb, barrier, warpgroups):
+    return f"bar.{verb} {barrier}, {128 * warpgroups}; mov.b32 $0, $1;"
 
 
 @gluon.jit
-def named_barrier(VERB: gl.constexpr, BARRIER: gl.constexpr):
-    """`bar.sync` or `bar.arrive` of the 256 threads of two warpgroups; Triton itself takes the numbers below 9."""
+def named_barrier(VERB: gl.constexpr, BARRIER: gl.constexpr, WARPGROUPS: gl.constexpr = 2):
+    """`bar.sync` or `bar.arrive` of the threads of so many warpgroups; Triton itself takes the numbers below 9."""
     # 128 values over 128 threads: every thread runs the instruction exactly once
     thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(_barrier_assembly(VERB, BARRIER), "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+    text: gl.constexpr = _barrier_assembly(VERB, BARRIER, WARPGROUPS)
+    gl.inline_asm_elementwise(text, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_turn(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Until the others have issued their products. Turns go round over the end of a row too, as all walk one list."""
+    if PING_PONG:
+        named_barrier("sync", 9 + WHO, WARPGROUPS)
+
+
+@gluon.jit
+def give_turn(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+    if PING_PONG:
+        for other in gl.static_range(WARPGROUPS):
+            if other != WHO:
+                named_barrier("arrive", 9 + other, WARPGROUPS)
+
+
+@gluon.jit
+def begin_turns(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Those before this warpgroup go first."""
+    if PING_PONG:
+        for other in gl.static_range(WHO):
+            named_barrier("arrive", 9 + other, WARPGROUPS)
+
+
+@gluon.jit
+def end_turns(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Takes the turn that was given last, which those before give too: else arrivals are left over."""
+    # static: the last one has nothing to take
+    if PING_PONG and WHO < WARPGROUPS - 1:
+        named_barrier("sync", 9 + WHO, WARPGROUPS)
+        for other in gl.static_range(WHO + 1, WARPGROUPS - 1):
+            named_barrier("arrive", 9 + other, WARPGROUPS)
+
+
+@gluon.jit
+def new_barriers(LENGTH: gl.constexpr, COUNT: gl.constexpr):
+    """LENGTH mbarriers, whose phases end with COUNT arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [LENGTH, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(LENGTH):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
 
 
 @gluon.jit
@@ -134,7 +177,7 @@ def clear_tail(tile, kv_start, limit, WHO: gl.constexpr):
         b_tile = half.load(layout)
         half.store(gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0).to(tile.dtype))
         fence_async_shared()
-        named_barrier("sync", 11)
+        named_barrier("sync", 12)
 
 
 @gluon.constexpr_function

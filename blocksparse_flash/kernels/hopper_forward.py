@@ -2,11 +2,12 @@
 
 One or two programs a multiprocessor take tile rows from a queue until none is left. A warp moves data: it fetches the next
 row, tells the others, and loads q, then k and v of each step of the row, into a ring, running ahead over the end of a row.
-Two warpgroups compute, 64 of the 128 queries each, out in registers. Where one program has a multiprocessor:
+Two warpgroups compute, 64 of the 128 queries of a row each, out in registers; at head dimension 64, where neither a layout nor
+lengths forbid it and enough rows are there, three, of rows of 192. Where one program has a multiprocessor:
 
     issue q k^T of step i | issue p v of step i - 1 | wait for the first | softmax of step i while the second runs
 
-While one warpgroup issues, the other is kept from it (named barriers 9 and 10): one computes exponentials while the other
+While one warpgroup issues, the others are kept from it (named barriers 9 to 11): they compute exponentials while it
 multiplies. Partial tiles come first, in a loop of their own, so that full ones pay for no mask. A row without keys writes
 out 0, lse -inf. Scores and the running maximum are in base 2, `lse` in memory is natural.
 
@@ -35,14 +36,17 @@ from .hopper import (
     HALF,
     Describer,
     accumulator,
-    bit_columns,
+    begin_turns,
     clear_tail,
+    end_turns,
+    give_turn,
     key_limit,
-    named_barrier,
+    new_barriers,
     padded_dim,
     pin,
     readable,
     store_async,
+    wait_for_turn,
     writable,
 )
 from .hopper_rows import (
@@ -50,21 +54,20 @@ from .hopper_rows import (
     K_FULL,
     Q_EMPTY,
     Q_FULL,
-    ROW_EMPTY,
     ROW_FIELDS,
-    ROW_FULL,
     V_EMPTY,
     V_FULL,
     key_start,
     move,
+    query_place,
     take_row,
 )
-from .launch import TILE as TILE_SIDE
+from .hopper_softmax import mask_scores, rescale, row_parts, soften
 from .launch import Launch, Options, Seen, constants, multiprocessors, options_of, see, see_walk, walk, walk_strides
-from .tile import LN_2, TILE
+from .tile import LN_2
 
-# whether pinning is free of spills
-PINS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+# whether pinning and three warpgroups are free of spills
+FITS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class Config:
     overlap    p v of a step runs during the softmax of the next one
     ping_pong  the warpgroups issue in turn
     pin        keep ptxas from ending the overlap early, see hopper.pin
+    warpgroups that compute; 3 want neither a layout, whose rows have 128 queries, nor lengths: clear_tail is for 2
+    queries    sets of them in flight, one a row
+    slack      by how much, in base 2, a maximum may grow before out is rescaled
     hold_q     q in registers, else in shared memory
     out_in_q   out takes the place of q in shared memory, which must not be held
     programs   of a multiprocessor
@@ -87,6 +93,9 @@ class Config:
     overlap: bool = True
     ping_pong: bool = True
     pin: bool = False
+    warpgroups: int = 2
+    queries: int = 1
+    slack: float = 0.0
     hold_q: bool = True
     out_in_q: bool = False
     programs: int = 1
@@ -96,81 +105,61 @@ class Config:
 
 
 @functools.cache
-def config(dim: int) -> Config:
-    """The launch table: dim is the larger padded head dimension.
+def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Config:
+    """The launch table: dim is the larger padded head dimension, is_wide says that rows of 192 queries are possible and pay.
 
-    Ahead of time only: held queries and `pin` together spill (128: 36 to 204 bytes), as `pin` does with Triton 3.9 (84).
+    TFLOP/s of stored tiles, H200, 16,384 tokens, hidden size 2048, bf16, one run. Rows of 192 queries have no layout.
 
-    What binds (Nsight Compute, H200, 16,384 tokens, hidden size 2048, bf16, of the cycles): 128 dense tensor cores 80 %, shared
-    memory 53 %, exponentials 41 %, L2 45 %; 128 butterfly 63, 44, 33, 44. 64 dense tensor cores 51 %, exponentials 52 %, issue 46 %,
-    so both pipes wait for each other; 64 local 43, 45, 42. Tried on 64: an eighth of the exponentials as
-    polynomials, dense 437 TFLOP/s for 423, random 418 for 422; a quarter 422 and 401.
+                                                   dense causal  local butterfly random bigbird
+        64   3 warpgroups                            545    490                                   without a layout
+        64   2 sets of queries                       473    463    437    424    450    420       with one
+        64   2 sets, slack 8                         447    433    420    416    435    422
+        64   1 set                                                 410    400    432    417
+        64   1 set, a row's sum whole in each step   460    438    407    406    432    363
+        64   3 warpgroups, no turns                  531    481
+        64   3 warpgroups, no turns, slack 8         530    497
+        64   3 warpgroups, no overlap                516    473
+        64   3 warpgroups, 64 keys a step, pin       453    434
+        64   4 warpgroups, 64 keys a step            490    449
+        64   the same, no turns, slack 8             517    492
+        64   cuDNN                                   463    449
+        128  2 sets, slack 8                         600    626    562    561    607    567       with a layout
+        128  2 sets                                  662    622    550    546    604    557       without one
+        128  1 set, a row's sum whole in each step   665    615    548    548    603    559
+        128  3 warpgroups, 64 keys a step            627    582
+        128  cuDNN                                   642    570
+
+    In another run, of 1 set: at 64, two programs a multiprocessor with slack 8 had 466 443 426 416 432 415 where the row's sum
+    whole had 430 436 403 393 421 399; an eighth of the exponentials as polynomials 437 425 403 393 418 394, a quarter 422 417
+    380 382 401 383. At 128, slack 8 and two steps a round 636 615 561 559 584 540 where the sum whole had 664 597 533 537 579 540.
+
+    Ahead of time only: held queries and `pin` together spill (128: 36 to 204 bytes), as `pin` does with Triton 3.9 (84), and 3
+    warpgroups with lengths (264) or with Triton 3.9 (692). At 128 with a layout, 2 sets spill 28 with Triton 3.6: three words,
+    stored once a program, loaded once a row; without `pin` none, but the wait for p v stands before the exponentials.
+
+    What bound 1 set (Nsight Compute, of the cycles): 128 dense tensor cores 80 %, shared memory 53 %, exponentials 41 %, L2
+    45 %; 128 butterfly 63, 44, 33, 44. 64 dense tensor cores 51 %, exponentials 52 %, issue 46 %, so both pipes wait for each
+    other; 64 local 43, 45, 42.
     """
     if dim == 256:
         # out takes 128 registers, and there is no room for it beside q
         return Config(block_kv=64, hold_q=False, out_in_q=True)
-    return Config(stages=2 if dim == 128 else 4, hold_q=False, pin=PINS)
+    if dim == 64 and is_wide and FITS:
+        return Config(stages=4, warpgroups=3, hold_q=False, registers=160, mover_registers=32)
+    slack = 8.0 if dim == 128 and has_layout and not has_lengths else 0.0
+    return Config(stages=2 if dim == 128 else 4, queries=2, slack=slack, hold_q=False, pin=FITS)
+
+
+def wide_pays(q_len: int, n_axes: int, n_programs: int) -> bool:
+    """Whether rows of 192 queries are done no later than rows of 128: few of them leave multiprocessors idle.
+
+    One takes 1.30 (dense) to 1.42 (causal) times as long, by the table of `config`.
+    """
+    wide, narrow = (-(-(-(-q_len // side) * n_axes) // n_programs) for side in (192, 128))
+    return 4 * wide <= 3 * narrow
 
 
 # ---- the warpgroups that compute ----
-
-
-@gluon.jit
-def wait_for_turn(WHO: gl.constexpr, PING_PONG: gl.constexpr):
-    """Until the other warpgroup has issued its products. Turns alternate over the end of a row, as both walk one list."""
-    if PING_PONG:
-        if WHO == 0:
-            named_barrier("sync", 9)
-        else:
-            named_barrier("sync", 10)
-
-
-@gluon.jit
-def give_turn(WHO: gl.constexpr, PING_PONG: gl.constexpr):
-    if PING_PONG:
-        if WHO == 0:
-            named_barrier("arrive", 10)
-        else:
-            named_barrier("arrive", 9)
-
-
-@gluon.jit
-def mask_scores(
-    b_scores, ptrs, sizes, row, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-):  # fmt: skip
-    """-inf where a pair does not attend; MASKED says whether the step is partial."""
-    _, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, _, _ = ptrs
-    _, _, _, q_len, kv_len, _ = sizes
-    _, q_start, begin, _, n_partial = row
-    STEPS: gl.constexpr = TILE // BLOCK_KV
-    if MASKED or kv_lengths_ptr is not None:
-        kv_start = key_start(indices_ptr, begin, n_partial, i_step, BLOCK_KV)
-        o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
-        o_kv = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, accumulator(BLOCK_KV)))
-    if indices_ptr is not None:
-        if MASKED:
-            i_bitmask = gl.load(ids_ptr + begin + i_step // STEPS)
-            i_first = i_step % STEPS * (BLOCK_KV // 32)
-            m_pairs = bit_columns(words_ptr, i_bitmask, i_first, o_q, o_kv, BLOCK_KV)
-            b_scores = gl.where(m_pairs, b_scores, float("-inf"))
-        if kv_lengths_ptr is not None:
-            b_scores = gl.where(gl.expand_dims(kv_start + o_kv < limit, 0), b_scores, float("-inf"))
-    elif MASKED:
-        last = gl.full([HALF], 0, gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV))) + limit
-        if CAUSAL:
-            last = gl.minimum(last, q_start + o_q + (kv_len - q_len) + 1)
-        b_scores = gl.where(gl.expand_dims(kv_start + o_kv, 0) < gl.expand_dims(last, 1), b_scores, float("-inf"))
-    return b_scores
-
-
-@gluon.jit
-def soften(b_scores, b_max, b_sum, scale_log2):
-    """One step of the softmax: p, the decay of what was summed before, the new maximum and sum."""
-    b_new_max = gl.maximum(b_max, gl.max(b_scores, 1) * scale_log2)
-    b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_new_max, 1))
-    b_decay = gl.exp2(b_max - b_new_max)
-    return b_p, b_decay, b_new_max, b_sum * b_decay + gl.sum(b_p, 1)
 
 
 @gluon.jit
@@ -187,7 +176,7 @@ def wait_for_values(rings, barriers, n_now, STAGES: gl.constexpr):
     """The values of a step: [BLOCK_KV, DIM_V]."""
     _, _, v_ring, _, _ = rings
     stage = n_now % STAGES
-    mbarrier.wait(barriers.index(V_FULL + 4 * stage), (n_now // STAGES) & 1)
+    mbarrier.wait(barriers[V_FULL].index(stage), (n_now // STAGES) & 1)
     return v_ring.index(stage).reshape([v_ring.shape[3], v_ring.shape[4]])
 
 
@@ -195,7 +184,7 @@ def wait_for_values(rings, barriers, n_now, STAGES: gl.constexpr):
 def attend(
     state, b_q, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr,
     SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, OVERLAP: gl.constexpr,
-    PIN: gl.constexpr, PING_PONG: gl.constexpr,
+    PIN: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
     """The scores of step i_step and, where it is not the FIRST with OVERLAP, meanwhile the output of the step before.
 
@@ -210,10 +199,10 @@ def attend(
     n_now = n_done + i_step
     stage = n_now % STAGES
     v_stage = (n_now - 1) % STAGES
-    mbarrier.wait(barriers.index(K_FULL + 4 * stage), (n_now // STAGES) & 1)
+    mbarrier.wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1)
     if BEFORE:
         clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)
-    wait_for_turn(WHO, PING_PONG)
+    wait_for_turn(WHO, PING_PONG, WARPGROUPS)
     b_zero = gl.zeros([HALF, BLOCK_KV], gl.float32, score_layout)
     k_tile = k_ring.index(stage).reshape([BLOCK_KV, k_ring.shape[4]]).permute((1, 0))
     # [HALF, BLOCK_KV]
@@ -222,9 +211,9 @@ def attend(
         v_tile = wait_for_values(rings, barriers, n_now - 1, STAGES)
         # [HALF, DIM_V]
         out_token = warpgroup_mma(b_p, v_tile, b_out, is_async=True)
-    give_turn(WHO, PING_PONG)
+    give_turn(WHO, PING_PONG, WARPGROUPS)
     b_scores = warpgroup_mma_wait(1 if BEFORE else 0, deps=(scores_token,))
-    mbarrier.arrive(barriers.index(K_EMPTY + 4 * stage), count=1)
+    mbarrier.arrive(barriers[K_EMPTY].index(stage), count=1)
     if SIGN != 1:
         b_scores = b_scores * SIGN
     if FIRST:
@@ -235,15 +224,19 @@ def attend(
             b_scores = mask_scores(b_scores, ptrs, sizes, row, i_step, limit, WHO, False, CAUSAL, BLOCK_KV)
     else:
         b_scores = mask_scores(b_scores, ptrs, sizes, row, i_step, limit, WHO, MASKED, CAUSAL, BLOCK_KV)
-    b_p32, b_decay, b_max, b_sum = soften(b_scores, b_max, b_sum, sizes[5])
+    b_p32, b_decay, b_max, b_sum = soften(b_scores, b_max, b_sum, sizes[5], SLACK)
     if BEFORE:
         # with lengths to look at it would spill more
         if PIN and ptrs[4] is None:
             b_sum = pin(b_sum)
         b_out = warpgroup_mma_wait(0, deps=(out_token,))
-        mbarrier.arrive(barriers.index(V_EMPTY + 4 * v_stage), count=1)
+        mbarrier.arrive(barriers[V_EMPTY].index(v_stage), count=1)
     if not (OVERLAP and FIRST):
-        b_out = b_out * gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, out_layout)), 1)
+        b_decay = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, out_layout)), 1)
+        if SLACK > 0 and not MASKED:  # noqa: SIM108
+            b_out = rescale(b_out, b_decay)
+        else:
+            b_out = b_out * b_decay
     b_p = gl.convert_layout(b_p32.to(k_ring.dtype), gl.DotOperandLayout(0, out_layout, 2))
     if not OVERLAP:
         b_out = add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WHO, STAGES)
@@ -257,7 +250,7 @@ def add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WHO
     v_tile = wait_for_values(rings, barriers, n_now, STAGES)
     out_token = warpgroup_mma(b_p, v_tile, b_out, is_async=True)
     b_out = warpgroup_mma_wait(0, deps=(out_token,))
-    mbarrier.arrive(barriers.index(V_EMPTY + 4 * (n_now % STAGES)), count=1)
+    mbarrier.arrive(barriers[V_EMPTY].index(n_now % STAGES), count=1)
     return b_out
 
 
@@ -265,7 +258,7 @@ def add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WHO
 def compute(
     descriptors, rings, barriers, ptrs, sizes, WHO: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr, PING_PONG: gl.constexpr, HOLD_Q: gl.constexpr,
-    OUT_IN_Q: gl.constexpr,
+    OUT_IN_Q: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
     _, _, _, out_desc = descriptors
     q_ring, k_ring, v_ring, out_ring, row_ring = rings
@@ -280,9 +273,7 @@ def compute(
     dtype: gl.constexpr = q_ring.dtype
     i_row = 0
     n_done = 0
-    if WHO == 1:
-        # warpgroup 0 goes first
-        give_turn(WHO, PING_PONG)
+    begin_turns(WHO, PING_PONG, WARPGROUPS)
     row = take_row(row_ring, barriers, i_row)
     while row[0] >= 0:
         i_axis, q_start, _begin, n_steps, n_partial = row
@@ -292,14 +283,15 @@ def compute(
         b_p = gl.convert_layout(b_zero.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
         # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
         b_max = gl.full([HALF], -3.0e38, gl.float32, query_layout)
-        b_sum = gl.full([HALF], 0.0, gl.float32, query_layout)
+        b_sum = gl.full([HALF, 4], 0.0, gl.float32, row_parts())
         state = (gl.zeros([HALF, DIM_V], gl.float32, out_layout), b_max, b_sum, b_p)
-        mbarrier.wait(barriers.index(Q_FULL + WHO), i_row & 1)
+        i_query, phase = query_place(i_row, WHO, q_ring, WARPGROUPS)
+        mbarrier.wait(barriers[Q_FULL].index(i_query), phase)
         # [HALF, DIM]
-        q_tile = q_ring.index(WHO).reshape([HALF, DIM])
+        q_tile = q_ring.index(i_query).reshape([HALF, DIM])
         if HOLD_Q:
             b_q = q_tile.load(gl.DotOperandLayout(0, score_layout, 2))
-            mbarrier.arrive(barriers.index(Q_EMPTY + WHO), count=1)
+            mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)
         else:
             b_q = q_tile
         # one is known when compiling, the other is not
@@ -307,27 +299,28 @@ def compute(
             if n_steps > 0:
                 state = attend(
                     state, b_q, rings, barriers, ptrs, sizes, row, n_done, 0, limit, WHO, False, SIGN, CAUSAL, STAGES,
-                    True, OVERLAP, PIN, PING_PONG,
+                    True, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK,
                 )  # fmt: skip
         for i_step in range(1 if OVERLAP else 0, n_partial):
             state = attend(
                 state, b_q, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, True, SIGN, CAUSAL, STAGES,
-                False, OVERLAP, PIN, PING_PONG,
+                False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK,
             )  # fmt: skip
         for i_step in range(gl.maximum(n_partial, 1) if OVERLAP else n_partial, n_steps):
             state = attend(
                 state, b_q, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, False, SIGN, CAUSAL, STAGES,
-                False, OVERLAP, PIN, PING_PONG,
+                False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK,
             )  # fmt: skip
         b_out, b_max, b_sum, b_p = state
         n_done += n_steps
         if not HOLD_Q and not OUT_IN_Q:
             # nothing reads the queries any more
-            mbarrier.arrive(barriers.index(Q_EMPTY + WHO), count=1)
+            mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)
         if OVERLAP:  # noqa: SIM102
             if n_steps > 0:
                 # the output of the last step
                 b_out = add_values(b_out, b_p, rings, barriers, ptrs, row, n_done - 1, n_steps - 1, limit, WHO, STAGES)
+        b_sum = gl.convert_layout(gl.sum(b_sum, 1), query_layout, assert_trivial=True)
         m_empty = b_sum == 0.0
         b_sum = gl.where(m_empty, 1.0, b_sum)
         o_q = q_start + WHO * HALF + gl.arange(0, HALF, layout=query_layout)
@@ -337,18 +330,16 @@ def compute(
         if not OUT_IN_Q:
             # the row before has left the buffer
             tma.store_wait(0)
-        out_tile = out_ring.index(WHO)
+        out_tile = out_ring.index(i_query if OUT_IN_Q else WHO)
         out_tile.reshape([HALF, DIM_V]).store(b_out.to(dtype))
         fence_async_shared()
         store_async(out_desc, [i_batch, i_axis % n_heads, q_start + WHO * HALF, 0], out_tile)
         if OUT_IN_Q:
             tma.store_wait(0)
-            mbarrier.arrive(barriers.index(Q_EMPTY + WHO), count=1)
+            mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)
         i_row += 1
         row = take_row(row_ring, barriers, i_row)
-    if WHO == 0:
-        # the last turn that warpgroup 1 gave
-        wait_for_turn(WHO, PING_PONG)
+    end_turns(WHO, PING_PONG, WARPGROUPS)
     tma.store_wait(0)
 
 
@@ -365,30 +356,24 @@ def hopper_forward_kernel(
     # compile time
     SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr,
     PING_PONG: gl.constexpr, HOLD_Q: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
-    MOVER_REGISTERS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr, QUERIES: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
     BLOCK_KV: gl.constexpr = k_desc.block_type.shape[2]
     DIM: gl.constexpr = q_desc.block_type.shape[3]
     DIM_V: gl.constexpr = v_desc.block_type.shape[3]
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, HALF, DIM], q_desc.layout)
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [QUERIES * WARPGROUPS, 1, 1, HALF, DIM], q_desc.layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM_V], v_desc.layout)
     if OUT_IN_Q:
         out_ring = q_ring
     else:
-        out_ring = gl.allocate_shared_memory(out_desc.dtype, [2, 1, 1, HALF, DIM_V], out_desc.layout)
+        out_ring = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS, 1, 1, HALF, DIM_V], out_desc.layout)
     row_ring = gl.allocate_shared_memory(gl.int32, [2 * ROW_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    barriers = gl.allocate_shared_memory(gl.int64, [K_FULL + 4 * STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(barriers.index(ROW_FULL + i), count=1)
-        mbarrier.init(barriers.index(ROW_EMPTY + i), count=2)
-        mbarrier.init(barriers.index(Q_FULL + i), count=1)
-        mbarrier.init(barriers.index(Q_EMPTY + i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(K_FULL + 4 * i), count=1)
-        mbarrier.init(barriers.index(K_EMPTY + 4 * i), count=2)
-        mbarrier.init(barriers.index(V_FULL + 4 * i), count=1)
-        mbarrier.init(barriers.index(V_EMPTY + 4 * i), count=2)
+    barriers = (
+        new_barriers(2, 1), new_barriers(2, WARPGROUPS),
+        new_barriers(QUERIES * WARPGROUPS, 1), new_barriers(QUERIES * WARPGROUPS, 1),
+        new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS), new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS),
+    )  # fmt: skip
     fence_async_shared()
     descriptors = (q_desc, k_desc, v_desc, out_desc)
     rings = (q_ring, k_ring, v_ring, out_ring, row_ring)
@@ -396,14 +381,14 @@ def hopper_forward_kernel(
     sizes = (n_heads, n_axes, n_lines, q_len, kv_len, scale_log2)
     gl.warp_specialize(
         [
-            (compute, (descriptors, rings, barriers, ptrs, sizes, 0, SIGN, CAUSAL, STAGES, OVERLAP, PIN, PING_PONG, HOLD_Q,
-                       OUT_IN_Q)),
-            (compute, (descriptors, rings, barriers, ptrs, sizes, 1, SIGN, CAUSAL, STAGES, OVERLAP, PIN, PING_PONG, HOLD_Q,
-                       OUT_IN_Q)),
-            (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, group, CAUSAL, BLOCK_KV, STAGES)),
+            (compute, (descriptors, rings, barriers, ptrs, sizes, who, SIGN, CAUSAL, STAGES, OVERLAP, PIN, PING_PONG, HOLD_Q,
+                       OUT_IN_Q, WARPGROUPS, SLACK))
+            if who < WARPGROUPS else
+            (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, group, CAUSAL, BLOCK_KV, STAGES, WARPGROUPS))
+            for who in ((0, 1, 2) if WARPGROUPS == 2 else (0, 1, 2, 3))
         ],
-        [4, 1],
-        [REGISTERS, MOVER_REGISTERS],
+        [4, 1] if WARPGROUPS == 2 else [4, 4, 1],
+        [REGISTERS, MOVER_REGISTERS] if WARPGROUPS == 2 else [REGISTERS, REGISTERS, MOVER_REGISTERS],
     )  # fmt: skip
 
 
@@ -427,10 +412,15 @@ def prepare(q: Seen, k: Seen, v: Seen, out: Seen, walked: tuple[Seen | None, boo
     items, _ = walked
     fixed = constants(head_dim, v_dim, heads // kv_heads, True, options)
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
-    chosen = config(max(dim, dim_v))
+    n_multiprocessors = multiprocessors(options.device)
+    has_layout, has_lengths = items is not None, options.others[0] is not None
+    is_wide = not has_layout and not has_lengths and wide_pays(q_len, batch * heads, n_multiprocessors)
+    chosen = config(max(dim, dim_v), has_layout, has_lengths, is_wide)
+    assert is_wide or chosen.warpgroups == 2, "a row of a layout has 128 queries, and two warpgroups clear values"
     if chosen.out_in_q:
         dim = dim_v = max(dim, dim_v)
-    n_lines = -(-q_len // TILE_SIDE)
+    half = HALF.value
+    n_lines = -(-q_len // (half * chosen.warpgroups))
     rest = {
         "items_strides": walk_strides(items),
         "n_heads": heads,
@@ -450,12 +440,14 @@ def prepare(q: Seen, k: Seen, v: Seen, out: Seen, walked: tuple[Seen | None, boo
         "OUT_IN_Q": chosen.out_in_q,
         "REGISTERS": chosen.registers,
         "MOVER_REGISTERS": chosen.mover_registers,
+        "WARPGROUPS": chosen.warpgroups,
+        "QUERIES": chosen.queries,
+        "SLACK": chosen.slack,
         "num_warps": 4,
     }
     if chosen.max_registers is not None:
         rest["maxnreg"] = chosen.max_registers
-    n_programs = min(n_lines * batch * heads, chosen.programs * multiprocessors(options.device))
-    half = HALF.value
+    n_programs = min(n_lines * batch * heads, chosen.programs * n_multiprocessors)
     return Prepared(
         Launch(hopper_forward_kernel, (n_programs,), rest),
         Describer(q, (1, 1, half, dim)),

@@ -18,10 +18,10 @@ from .tile import TILE, dense_keys, find_record
 # int32 values which the warp that moves data hands on: axis (batch * heads + head), first query, first entry of the tile
 # list (without a layout the first partial step), steps, partial ones among them
 ROW_FIELDS = gl.constexpr(5)
-# which barrier: two of each for the rows handed on and for the queries of each warpgroup, then four of each stage
-ROW_FULL, ROW_EMPTY = gl.constexpr(0), gl.constexpr(2)
-Q_FULL, Q_EMPTY = gl.constexpr(4), gl.constexpr(6)
-K_FULL, K_EMPTY, V_FULL, V_EMPTY = gl.constexpr(8), gl.constexpr(9), gl.constexpr(10), gl.constexpr(11)
+# which barriers: two for the rows handed on, one for each place of queries, one for each stage of k and v. Every kind is
+# an allocation of its own, or Triton would let the threads of a warpgroup meet before each wait
+ROW_FULL, ROW_EMPTY, Q_FULL, Q_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+K_FULL, K_EMPTY, V_FULL, V_EMPTY = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7)
 
 
 # ---- which row? ----
@@ -30,7 +30,7 @@ K_FULL, K_EMPTY, V_FULL, V_EMPTY = gl.constexpr(8), gl.constexpr(9), gl.constexp
 @gluon.jit
 def find_row(
     items_ptr, items_strides, pid, n_lines, n_heads, n_axes, q_len, kv_len, kv_lengths_ptr, CAUSAL: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
+    BLOCK_KV: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """The row of work `pid`: ROW_FIELDS."""
     if items_ptr is not None:
@@ -41,9 +41,9 @@ def find_row(
     else:
         # without a layout the last rows are the longest, if any
         i_axis = pid // n_lines
-        q_start = (n_lines - 1 - pid % n_lines) * TILE
+        q_start = (n_lines - 1 - pid % n_lines) * (WARPGROUPS * HALF)
         limit = key_limit(kv_lengths_ptr, i_axis // n_heads, kv_len)
-        n_full, n_any = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, TILE, BLOCK_KV)
+        n_full, n_any = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, WARPGROUPS * HALF, BLOCK_KV)
         return i_axis, q_start, n_full, n_any, n_any - n_full
 
 
@@ -57,13 +57,20 @@ def key_start(indices_ptr, begin, n_partial, i_step, BLOCK_KV: gl.constexpr):
         return gl.where(i_step < n_partial, begin + i_step, i_step - n_partial) * BLOCK_KV
 
 
+@gluon.jit
+def query_place(i_row, WHO: gl.constexpr, q_ring, WARPGROUPS: gl.constexpr):
+    """Where the queries of a row that warpgroup WHO computes lie in the ring, and in which phase of its barriers."""
+    SETS: gl.constexpr = q_ring.shape[0] // WARPGROUPS
+    return i_row % SETS * WARPGROUPS + WHO, (i_row // SETS) & 1
+
+
 # ---- the warp that moves data ----
 
 
 @gluon.jit
 def move(
     descriptors, rings, barriers, ptrs, items_strides, sizes, group, CAUSAL: gl.constexpr, BLOCK_KV: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, v_desc, _ = descriptors
     q_ring, k_ring, v_ring, _, row_ring = rings
@@ -74,26 +81,27 @@ def move(
     n_moved = 0
     while pid < n_lines * n_axes:
         i_axis, q_start, begin, n_steps, n_partial = find_row(
-            items_ptr, items_strides, pid, n_lines, n_heads, n_axes, q_len, kv_len, kv_lengths_ptr, CAUSAL, BLOCK_KV
-        )
+            items_ptr, items_strides, pid, n_lines, n_heads, n_axes, q_len, kv_len, kv_lengths_ptr, CAUSAL, BLOCK_KV,
+            WARPGROUPS,
+        )  # fmt: skip
         # early: it takes as long as a load
         pid = gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)
         slot = i_row % 2
-        mbarrier.wait(barriers.index(ROW_EMPTY + slot), ((i_row // 2) & 1) ^ 1)
+        mbarrier.wait(barriers[ROW_EMPTY].index(slot), ((i_row // 2) & 1) ^ 1)
         store_int(row_ring.index(slot * ROW_FIELDS), i_axis)
         store_int(row_ring.index(slot * ROW_FIELDS + 1), q_start)
         store_int(row_ring.index(slot * ROW_FIELDS + 2), begin)
         store_int(row_ring.index(slot * ROW_FIELDS + 3), n_steps)
         store_int(row_ring.index(slot * ROW_FIELDS + 4), n_partial)
-        mbarrier.arrive(barriers.index(ROW_FULL + slot), count=1)
+        mbarrier.arrive(barriers[ROW_FULL].index(slot), count=1)
         i_batch = i_axis // n_heads
         i_head = i_axis % n_heads
-        for half in gl.static_range(2):
-            mbarrier.wait(barriers.index(Q_EMPTY + half), (i_row & 1) ^ 1)
-            mbarrier.expect(barriers.index(Q_FULL + half), q_desc.block_type.nbytes)
-            load_async(
-                q_desc, [i_batch, i_head, q_start + half * HALF, 0], barriers.index(Q_FULL + half), q_ring.index(half)
-            )
+        for who in gl.static_range(WARPGROUPS):
+            i_query, phase = query_place(i_row, who, q_ring, WARPGROUPS)
+            q_full = barriers[Q_FULL].index(i_query)
+            mbarrier.wait(barriers[Q_EMPTY].index(i_query), phase ^ 1)
+            mbarrier.expect(q_full, q_desc.block_type.nbytes)
+            load_async(q_desc, [i_batch, i_head, q_start + who * HALF, 0], q_full, q_ring.index(i_query))
         i_kv_head = i_head // group
         kv_start = key_start(indices_ptr, begin, n_partial, 0, BLOCK_KV)
         for i_step in range(n_steps):
@@ -101,35 +109,32 @@ def move(
             kv_next = key_start(indices_ptr, begin, n_partial, i_step + 1, BLOCK_KV)
             stage = n_moved % STAGES
             phase = (n_moved // STAGES) & 1
-            mbarrier.wait(barriers.index(K_EMPTY + 4 * stage), phase ^ 1)
-            mbarrier.expect(barriers.index(K_FULL + 4 * stage), k_desc.block_type.nbytes)
-            load_async(
-                k_desc, [i_batch, i_kv_head, kv_start, 0], barriers.index(K_FULL + 4 * stage), k_ring.index(stage)
-            )
-            mbarrier.wait(barriers.index(V_EMPTY + 4 * stage), phase ^ 1)
-            mbarrier.expect(barriers.index(V_FULL + 4 * stage), v_desc.block_type.nbytes)
-            load_async(
-                v_desc, [i_batch, i_kv_head, kv_start, 0], barriers.index(V_FULL + 4 * stage), v_ring.index(stage)
-            )
+            k_full, v_full = barriers[K_FULL].index(stage), barriers[V_FULL].index(stage)
+            mbarrier.wait(barriers[K_EMPTY].index(stage), phase ^ 1)
+            mbarrier.expect(k_full, k_desc.block_type.nbytes)
+            load_async(k_desc, [i_batch, i_kv_head, kv_start, 0], k_full, k_ring.index(stage))
+            mbarrier.wait(barriers[V_EMPTY].index(stage), phase ^ 1)
+            mbarrier.expect(v_full, v_desc.block_type.nbytes)
+            load_async(v_desc, [i_batch, i_kv_head, kv_start, 0], v_full, v_ring.index(stage))
             n_moved += 1
             kv_start = kv_next
         i_row += 1
     slot = i_row % 2
-    mbarrier.wait(barriers.index(ROW_EMPTY + slot), ((i_row // 2) & 1) ^ 1)
+    mbarrier.wait(barriers[ROW_EMPTY].index(slot), ((i_row // 2) & 1) ^ 1)
     # no row: the end
     store_int(row_ring.index(slot * ROW_FIELDS), -1)
-    mbarrier.arrive(barriers.index(ROW_FULL + slot), count=1)
+    mbarrier.arrive(barriers[ROW_FULL].index(slot), count=1)
 
 
 @gluon.jit
 def take_row(row_ring, barriers, i_row):
     """The next row that the moving warp hands on: ROW_FIELDS; the axis is -1 at the end."""
     slot = i_row % 2
-    mbarrier.wait(barriers.index(ROW_FULL + slot), (i_row // 2) & 1)
+    mbarrier.wait(barriers[ROW_FULL].index(slot), (i_row // 2) & 1)
     i_axis = load_int(row_ring.index(slot * ROW_FIELDS))
     q_start = load_int(row_ring.index(slot * ROW_FIELDS + 1))
     begin = load_int(row_ring.index(slot * ROW_FIELDS + 2))
     n_steps = load_int(row_ring.index(slot * ROW_FIELDS + 3))
     n_partial = load_int(row_ring.index(slot * ROW_FIELDS + 4))
-    mbarrier.arrive(barriers.index(ROW_EMPTY + slot), count=1)
+    mbarrier.arrive(barriers[ROW_EMPTY].index(slot), count=1)
     return i_axis, q_start, begin, n_steps, n_partial
