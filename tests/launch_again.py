@@ -124,7 +124,7 @@ def main() -> None:
         mock.patch.object(hopper_forward, "multiprocessors", lambda _: 132),
         mock.patch.object(launcher, "KEPT", 2),
     ):
-        options = launch.options_of(out, 0.125, False, 0.0)
+        options = launch.options_of(out, 0.125, False, 0.0, None)
         seen = launch.see(out)
         assert seen is not None
         walks = launch.walk(plan, 0)
