@@ -6,6 +6,8 @@ interprets the kernels.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -100,6 +102,18 @@ def check(recorder: Recorder, run: launch.Launch, first: tuple[Any, ...], others
     assert told.append in recorder.calls[-1], "the hook of a profiler must be handed on"
 
 
+def check_holds_nothing(run: launch.Launch, describers: Any, shape: tuple[int, ...], rest: tuple[Any, ...]) -> None:
+    """A launch on tensors that it has not met lets go of them, without the collector of garbage."""
+    gc.disable()
+    tensors = [torch.empty(shape, dtype=torch.bfloat16) for _ in "qkv"]
+    out, lse = torch.empty_like(tensors[0]), torch.empty(shape[:3])
+    refs = [weakref.ref(tensor) for tensor in (*tensors, out, lse)]
+    run(*launch.operands(describers, *tensors), *rest, out, lse)
+    del tensors, out, lse
+    assert all(ref() is None for ref in refs), "a launch holds its tensors"
+    gc.enable()
+
+
 def kinds(shape: tuple[int, ...], n: int) -> list[tuple[torch.Tensor, ...]]:
     """n times q, k, v at other addresses, the last time one tensor for all."""
     made = [tuple(torch.empty(shape, dtype=torch.bfloat16) for _ in "qkv") for _ in range(n - 1)]
@@ -136,6 +150,9 @@ def main() -> None:
             rest = (*walks, None, None, None, None, None, out, lse)
             given = [(*launch.operands(ready.describers, *call), *rest) for call in calls]
             check(recorder, ready.launch, given[0], given)
+            # which holds what it was handed
+            with mock.patch.object(Recorder, "__call__", lambda *_: None):
+                check_holds_nothing(ready.launch, ready.describers, shape, rest[:-2])
             recorder.calls.clear()
 
         statistics = backward.prepare_statistics(seen, 256)

@@ -250,5 +250,5 @@ class Describer(launch.Describer):
         super().__init__(seen, block)
         self._layout = shared_layout(block, seen.dtype)
 
-    def describe(self, tensor: torch.Tensor) -> TensorDescriptor:
+    def make(self, tensor: torch.Tensor) -> TensorDescriptor:
         return TensorDescriptor(tensor, *self._arguments, self._layout)

@@ -57,15 +57,13 @@ def is_known(launcher: Any) -> bool:
     )
 
 
-def expand(compiled: Any, grid: tuple[int, ...], stream: Any, arguments: Arguments) -> tuple[Any, ...]:
-    """What Triton's launcher hands to the compiled function, which is not called; without hooks and what they are told."""
-    handed: list[Any] = []
+def expander(compiled: Any) -> Any:
+    """Triton's launcher of a compiled kernel, which only expands: what it would hand on goes to the list given as its stream."""
     launcher = copy.copy(compiled.run)
     wrap = sys.modules[type(launcher).__module__].wrap_handle_tensordesc
     maps = getattr(compiled.metadata, "tensordesc_meta", None)
-    launcher.launch = wrap(lambda *args: handed.extend(args), dict(compiled.src.signature), maps)
-    launcher(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
-    return tuple(handed)
+    launcher.launch = wrap(lambda *handed: handed[3].extend(handed), dict(compiled.src.signature), maps)
+    return launcher
 
 
 class Bound:
@@ -80,9 +78,8 @@ class Bound:
         self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
         # found again among what is handed on: one argument may be given twice
         marks = [each if each is None or type(each) is tuple else object() for each in arguments]
-        stream = object()
-        handed = expand(compiled, grid, stream, (*described(marks), *values))
-        assert handed[:5] == (*grid, stream, compiled.function)
+        self._expander = expander(compiled)
+        handed = self._expand(marks)
         # Triton 3.7 and later hand on the arguments of the kernel as one
         self._nests = hasattr(compiled.run, "kernel_signature")
         self._head = handed[4:-1] if self._nests else ()
@@ -111,9 +108,20 @@ class Bound:
         else:
             self._launch(*self._grid, stream, *given)
 
+    def _expand(self, arguments: Arguments) -> list[Any]:
+        """What Triton's launcher would hand on, but hooks and what they are told."""
+        handed: list[Any] = []
+        ours, metadata = self._compiled, (None, None, None)
+        given = described(arguments)
+        self._expander(*self._grid, handed, ours.function, ours.packed_metadata, *metadata, *given, *self._values)
+        assert (*handed[:3], handed[4]) == (*self._grid, ours.function) and handed[3] is handed
+        # a list which held itself would hold the tensors until garbage is collected
+        handed[3] = None
+        return handed
+
     def _make(self, arguments: Arguments) -> Arguments:
         """The expanded arguments; keeps their tensor maps, in which the address is all that tells tensors of a kind apart."""
-        handed = expand(self._compiled, self._grid, None, (*described(arguments), *self._values))
+        handed = self._expand(arguments)
         given: Arguments = handed[-1] if self._nests else handed[4:]
         for slot, i, made in self._maps:
             if len(made) >= KEPT:
