@@ -150,7 +150,7 @@ def _tiles(indptr: Tensor, indices: Tensor, grid: Size, block_size: Size) -> tup
     # (axis, row) of each entry; past the end for unused ones
     entry = torch.arange(len(indices), dtype=torch.int32, device=device)
     line = torch.searchsorted(indptr[..., 1:].flatten().contiguous(), entry, right=True)
-    axis, row, col = line // n_rows, line % n_rows, indices.to(torch.int64)
+    axis, row, col = line // n_rows, line % n_rows, indices
     # tiles of a block along each axis, blocks of a tile along each axis
     tiles = [max(1, side // TILE) for side in block_size]
     parts = [max(1, TILE // side) for side in block_size]
@@ -199,8 +199,8 @@ def _walked(
     axes, n_major = leads[0] * leads[1], max(grid)
     majors = torch.stack([row, col])
     # (line, is_full, minor) in one number, as plan.py orders them
-    of_line = torch.add(is_full * PARTIAL, axis, alpha=2 * PARTIAL * n_major)
-    keys = torch.add(majors.flip(0), majors, alpha=2 * PARTIAL).add_(of_line)
+    keys = torch.add(majors.flip(0), majors, alpha=2 * PARTIAL)
+    keys.add_(is_full, alpha=PARTIAL).add_(axis, alpha=2 * PARTIAL * n_major)
     keys, order = keys.sort(dim=1)
     marks = torch.arange(0, (2 * axes * n_major + 1) * PARTIAL, PARTIAL, device=row.device)
     bounds = torch.searchsorted(keys, marks.repeat(2, 1))
