@@ -204,7 +204,7 @@ def change_ratios(lines: Sequence[Line]) -> str:
         others = [
             f"{measurements.label(peer)}, {name}, takes {theirs:.2f} ms, {theirs / mine:.3g} times as much"
             for (peer, name, dim), theirs in costs.items()
-            if dim == head_dim and not measurements.is_ours(peer)
+            if dim == head_dim and theirs > 0 and not measurements.is_ours(peer)
         ]
         if others:
             points.append(
@@ -216,6 +216,11 @@ def change_ratios(lines: Sequence[Line]) -> str:
 def change_section(lines: Sequence[Line]) -> str:
     """The table and the ratios of each setting, under its caption."""
     parts = []
+    if any(line["provider"] == "flex" for line in lines):
+        parts.append(
+            "FlexAttention's users make a mask with `create_block_mask`, which asks a mask function about every pair. Its other "
+            "new masks here are `BlockMask.from_kv_blocks` of block lists that the benchmark has ready."
+        )
     for setting, shown in measurements.settings(lines).items():
         parts += [caption(setting, shown), change_table(shown), change_ratios(shown)]
     return "\n\n".join(filter(None, parts))

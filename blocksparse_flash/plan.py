@@ -121,10 +121,16 @@ def _walk(line: np.ndarray, minor: np.ndarray, ids: np.ndarray, *, leads: int, n
 
     line  lead * n_major + major of each tile; tiles of a line come with their minor index ascending
     """
-    is_partial = ids >= 0
     n_lines = leads * n_major
     work = np.bincount(line, minlength=n_lines)
-    n_partial = np.bincount(line[is_partial], minlength=n_lines)
+    is_partial = ids >= 0
+    if is_partial.any():
+        order = _order(2 * line + ~is_partial, 2 * n_lines)
+        listed, listed_ids = (minor - PARTIAL * is_partial)[order], np.maximum(ids, 0)[order]
+        n_partial = np.bincount(line[is_partial], minlength=n_lines)
+    else:
+        listed, listed_ids = minor[_order(line, n_lines)], np.zeros_like(ids)
+        n_partial = np.zeros_like(work)
     launch = np.argsort(-work.reshape(leads, n_major), axis=1, kind="stable")
     record_line = launch + n_major * np.arange(leads)[:, None]
     records: np.ndarray = np.zeros((leads, n_major, RECORD), dtype=np.int32)
@@ -135,8 +141,7 @@ def _walk(line: np.ndarray, minor: np.ndarray, ids: np.ndarray, *, leads: int, n
     if work.size:
         # twice the mean, without a division
         records[..., 7] = (records[..., 2] * n_lines > 2 * len(line)).sum(axis=1).max()
-    order = _order(2 * line + ~is_partial, 2 * n_lines)
-    return [records, (minor - PARTIAL * is_partial)[order], np.maximum(ids, 0)[order]]
+    return [records, listed, listed_ids]
 
 
 def _order(values: np.ndarray, limit: int) -> np.ndarray | slice:

@@ -150,7 +150,7 @@ def _tiles(indptr: Tensor, indices: Tensor, grid: Size, block_size: Size) -> tup
     # (axis, row) of each entry; past the end for unused ones
     entry = torch.arange(len(indices), dtype=torch.int32, device=device)
     line = torch.searchsorted(indptr[..., 1:].flatten().contiguous(), entry, right=True)
-    axis, row, col = line // n_rows, line % n_rows, indices.to(torch.int64)
+    axis, row, col = line // n_rows, line % n_rows, indices
     # tiles of a block along each axis, blocks of a tile along each axis
     tiles = [max(1, side // TILE) for side in block_size]
     parts = [max(1, TILE // side) for side in block_size]
@@ -194,22 +194,30 @@ def _walked(
 ) -> Plan:
     """The plan of these tiles; those whose axis does not exist are left out, behind the others.
 
-    The two directions are the first axis of every tensor here; the shorter has lines without tiles at its end.
+    The two directions are the first axis of most tensors here; the shorter has lines without tiles at its end, and the axis
+    behind the last has lines too, for what is left out. One sort orders both, as sorts of a few long rows leave most of a
+    GPU idle.
     """
-    axes, n_major = leads[0] * leads[1], max(grid)
+    axes, n_major, n_entries = leads[0] * leads[1], max(grid), len(row)
     majors = torch.stack([row, col])
-    # (line, is_full, minor) in one number, as plan.py orders them
-    of_line = torch.add(is_full * PARTIAL, axis, alpha=2 * PARTIAL * n_major)
-    keys = torch.add(majors.flip(0), majors, alpha=2 * PARTIAL).add_(of_line)
-    keys, order = keys.sort(dim=1)
-    marks = torch.arange(0, (2 * axes * n_major + 1) * PARTIAL, PARTIAL, device=row.device)
-    bounds = torch.searchsorted(keys, marks.repeat(2, 1))
-    begin, middle, end = (bounds[:, first : len(marks) - 1 + first : 2] for first in (0, 1, 2))
+    # (direction, axis, major, is_full, minor) in one number, as plan.py orders them
+    keys = torch.add(majors.flip(0), majors, alpha=2 * PARTIAL)
+    keys.add_(is_full, alpha=PARTIAL).add_(axis, alpha=2 * PARTIAL * n_major)
+    keys[1].add_(2 * PARTIAL * n_major * (axes + 1))
+    flat_keys, flat_order = keys.flatten().sort()
+    keys, order = flat_keys.view(2, -1), flat_order.view(2, -1)
+    order[1].sub_(n_entries)
+    n_marks = 4 * (axes + 1) * n_major
+    bounds = torch.searchsorted(flat_keys, torch.arange(0, (n_marks + 1) * PARTIAL, PARTIAL, device=row.device))
     # [2, axes, n_major]
-    begin, n_partial, work = (x.view(2, axes, n_major) for x in (begin, middle - begin, end - begin))
+    begin, middle, end = (
+        bounds[first : n_marks + first : 2].view(2, axes + 1, n_major)[:, :axes] for first in (0, 1, 2)
+    )
+    n_partial, work = middle - begin, end - begin
+    begin[1].sub_(n_entries)
     work, launch = work.sort(dim=2, descending=True, stable=True)
     # twice the mean
-    twice = 2 * bounds[0, -1]
+    twice = 2 * bounds[2 * axes * n_major]
     limits = [twice // max(1, axes * size) for size in dict.fromkeys(grid)]
     limit = limits[0] if len(limits) == 1 else torch.stack(limits).view(2, 1, 1)
     n_long = (work > limit).sum(dim=2).amax(dim=1)

@@ -242,6 +242,29 @@ def test_a_call_never_waits_for_the_gpu(case: str, backend: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("block_size", [(128, 128), (256, 64), (64, 64), (16, 128)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_plan_of_a_selection_is_that_of_the_cpu(block_size: tuple[int, int], causal: bool) -> None:
+    """The sorts and sums of another device: more entries than one block of threads sorts, and few."""
+    for (batch, heads), q_len, kv_len, k in (((1, 1), 20_000, 20_000, 40), ((2, 3), 300, 700, 3)):
+        n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
+        generator = torch.Generator().manual_seed(0)
+        indices = torch.randint(-1, n_cols, (batch, heads, n_rows, k), generator=generator)
+        plans = []
+        for device in ("cpu", "cuda"):
+            layout = BlockLayout.from_topk(indices.to(device), q_len, kv_len, block_size=block_size)
+            plans.append([tensor.cpu() for tensor in layout.plan(device, causal=causal)])
+        n_tiles = int(plans[0][0][..., 2].sum())
+        assert n_tiles
+        # behind the tiles that are there nothing is told; words are told by the tiles which have them
+        for at in (0, 3):
+            assert torch.equal(plans[0][at], plans[1][at])
+            for more in (1, 2):
+                assert torch.equal(plans[0][at + more][:n_tiles], plans[1][at + more][:n_tiles])
+        used = plans[0][2][:n_tiles].long()
+        assert torch.equal(plans[0][6][used], plans[1][6][used])
+
+
 def test_a_layout_arrives_by_one_copy_as_it_was() -> None:
     """Its tensors, and those of its plan, lie side by side on the GPU, each with a storage of its own that keeps the memory."""
     layout = masks.local(3000, window=700) | masks.global_tokens(3000, tokens=5)

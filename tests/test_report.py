@@ -174,6 +174,10 @@ def test_what_a_change_costs_is_told_for_each_length() -> None:
     # without the same mask beside it, or where the clock shows no difference, nothing is compared
     assert report.change_ratios([one for one in longer if one["pattern"] != "same mask"]) == ""
     assert report.change_ratios([{**one, "ms": 1.0} for one in longer]) == ""
+    faster = [
+        {**one, "ms": 1.0} if one["provider"] == "flex" and one["pattern"] != "same mask" else one for one in longer
+    ]
+    assert "FlexAttention" not in report.change_ratios(faster)
 
 
 def test_every_provider_has_a_name_and_a_colour() -> None:
