@@ -73,6 +73,7 @@ TABLE = {
     "blocksparse_flash/philox.py": Arrows({TORCH}),
     "blocksparse_flash/copy_engine.py": Arrows({TORCH}),
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
+    "blocksparse_flash/splitting.py": Arrows({TORCH}),
     "blocksparse_flash/kernels/__init__.py": Arrows(set()),
     "blocksparse_flash/kernels/tile.py": Arrows({TRITON}),
     "blocksparse_flash/kernels/scores.py": Arrows({TORCH}),
