@@ -203,6 +203,13 @@ def test_what_is_chosen_is_bounded(
     assert 4 * split.floats(128, n_axes) <= max(of_tensor / 2, 4 * n_multiprocessors * of_line)
 
 
+# 4 parts would do; of 40 lines they would take more than half of the memory of what becomes of them
+@pytest.mark.parametrize(("n_long", "parts"), [(4, 4), (32, 4), (40, 3), (60, 2)])
+def test_many_long_lines_have_fewer_parts(n_long: int, parts: int) -> None:
+    sizes = {"longest": 2048, "work": 4 * 512 * 40, "is_even": True, "n_multiprocessors": MULTIPROCESSORS}
+    assert choose(512, 4, n_long=n_long, **sizes) == Split(n_long, parts)
+
+
 def test_programs_and_memory() -> None:
     split = Split(2, 3)
     # 10 lines of 4 heads, two of which are three programs each
