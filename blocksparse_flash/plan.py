@@ -19,6 +19,8 @@ TILE = 128
 RECORD = 8
 # taken from the index of a partial tile; above every index, as lengths are below 2^31
 PARTIAL = 1 << 24
+# a line with more than one of so many parts of its head's tiles may be worth splitting; so a head has fewer
+LONG = 64
 
 
 class Plan(NamedTuple):
@@ -28,7 +30,8 @@ class Plan(NamedTuple):
                  row, begin, n_tiles, n_partial, position, 0, 0, n_long
     row_indices  tile columns: entries begin .. begin + n_tiles - 1 are the tiles of that row, n_partial partial ones and
                  then the full ones, both ascending; a partial one is listed less PARTIAL = 2^24, so that its sign says so
-    row_ids      which bitmask each of these tiles has; 0, and never read, for a full one
+    row_ids      which bitmask each of these tiles has; 0, and never read, for a full one. Longer than row_indices by 8 for
+                 each record at the front that is worth splitting, and a rest below 8
     col_*        the same by tile columns (col_indices are tile rows)
     words        (distinct, 128, 4): bit j of word w of row i is the pair (query i, key 32 w + j) of the tile
 
@@ -36,6 +39,9 @@ class Plan(NamedTuple):
     counts the records at the front whose work is over twice the mean: a launch takes those of all heads first. A tile
     is full only if all of its 128 x 128 pairs exist and attend, so a kernel neither masks nor bounds-checks it; tiles on
     a ragged edge are partial, with zeros past the end.
+
+    Worth splitting among programs is a line with over 1/64 of its head's tiles, and over twice the mean. How many there
+    are, of the head that has most, stands in a length: a launch decides by shapes, without waiting for the device.
     """
 
     row_items: torch.Tensor
@@ -77,14 +83,11 @@ def build_plan(
     words = np.concatenate([words.view(np.int32), _edge_words(_last(q_len), _last(kv_len))])
 
     leads = batch * heads
-    sides = [
-        *_walk(line, col, ids, leads=leads, n_major=n_rows),
-        *_walk(axis * n_cols + col, row, ids, leads=leads, n_major=n_cols),
-    ]
-    arrays = [
-        side.reshape(batch, heads, -1, RECORD) if residue is None else _padded(side, residue)
-        for side, residue in zip(sides, (None, 1, 3, None, 1, 3), strict=True)
-    ]
+    arrays: list[np.ndarray] = []
+    for of_rows, lines, minor, n_major in ((True, line, col, n_rows), (False, axis * n_cols + col, row, n_cols)):
+        records, *lists, n_long = _walk(lines, minor, ids, leads=leads, n_major=n_major)
+        lengths = list_lengths(len(ids), n_long, of_rows=of_rows)
+        arrays += [records.reshape(batch, heads, -1, RECORD), *map(_padded, lists, lengths)]
     tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in (*arrays, words)]
     return of_any_length(Plan(*to_device(tensors, device)))
 
@@ -116,8 +119,10 @@ def _edge_words(n_queries: int, n_keys: int) -> np.ndarray:
     return np.packbits(np.stack(pairs), axis=-1, bitorder="little").view(np.int32)
 
 
-def _walk(line: np.ndarray, minor: np.ndarray, ids: np.ndarray, *, leads: int, n_major: int) -> list[np.ndarray]:
-    """Records (leads, n_major, 8), indices and bitmask ids of one direction.
+def _walk(
+    line: np.ndarray, minor: np.ndarray, ids: np.ndarray, *, leads: int, n_major: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Records (leads, n_major, 8), indices and bitmask ids of one direction, and how many records are worth splitting.
 
     line  lead * n_major + major of each tile; tiles of a line come with their minor index ascending
     """
@@ -138,10 +143,14 @@ def _walk(line: np.ndarray, minor: np.ndarray, ids: np.ndarray, *, leads: int, n
     records[..., 1] = (np.cumsum(work) - work)[record_line]
     records[..., 2], records[..., 3] = work[record_line], n_partial[record_line]
     records.reshape(-1, RECORD)[record_line, 4] = np.arange(n_major)
+    n_long = 0
     if work.size:
         # twice the mean, without a division
-        records[..., 7] = (records[..., 2] * n_lines > 2 * len(line)).sum(axis=1).max()
-    return [records, listed, listed_ids]
+        is_long = records[..., 2] * n_lines > 2 * len(line)
+        records[..., 7] = is_long.sum(axis=1).max()
+        of_head = work.reshape(leads, n_major).sum(axis=1, keepdims=True)
+        n_long = int((is_long & (LONG * records[..., 2].astype(np.int64) > of_head)).sum(axis=1).max())
+    return records, listed, listed_ids, n_long
 
 
 def _order(values: np.ndarray, limit: int) -> np.ndarray | slice:
@@ -157,18 +166,19 @@ def _order(values: np.ndarray, limit: int) -> np.ndarray | slice:
     return order
 
 
-def _padded(values: np.ndarray, residue: int) -> np.ndarray:
+def _padded(values: np.ndarray, length: int) -> np.ndarray:
     """The values, and zeros behind them, int32."""
-    padded = np.zeros(padded_length(len(values), residue), np.int32)
+    padded = np.zeros(length, np.int32)
     padded[: len(values)] = values
     return padded
 
 
-def padded_length(length: int, residue: int) -> int:
-    """Of a list at least one more than its values (kernels read an index ahead), and = residue mod 8.
+def list_lengths(n_tiles: int, n_long: int, *, of_rows: bool) -> tuple[int, int]:
+    """How long the list of n_tiles tiles is with zeros behind it, and that of their bitmasks.
 
-    Different residues keep torch.compile from taking two lengths that happen to agree for one symbol, which would
-    recompile for the next layout where they differ.
+    At least one zero: kernels read an index ahead. Lengths of different residues mod 8 keep torch.compile from taking two
+    that happen to agree for one symbol, which would recompile for the next layout where they differ.
     """
-    length += 1
-    return length + (residue - length) % 8 + 8 * (length < 2)
+    # 1 mod 8, and at least 9
+    length = 8 * max(1, -(-n_tiles // 8)) + 1
+    return length, length + 8 * n_long + (2 if of_rows else 4)

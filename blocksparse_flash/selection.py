@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import arguments
 from .blocks import FULL, Frame, Size
-from .plan import PARTIAL, RECORD, TILE, Plan, of_any_length, padded_length
+from .plan import PARTIAL, RECORD, TILE, Plan, list_lengths, of_any_length
 
 # sub-blocks of a tile up to which every bitmask that can occur is made in advance: 2^4 patterns
 FEW = 4
@@ -226,15 +226,16 @@ def _walked(
     records = torch.stack([*fields, n_long[:, None, None].expand_as(launch)], dim=3).to(torch.int32)
 
     size = min(len(row), axes * grid[0] * grid[1] + 1)
-    lengths = [padded_length(size, residue) for residue in (1, 3)]
+    # none is known to be long
+    lengths = [list_lengths(size, 0, of_rows=of_rows) for of_rows in (True, False)]
     # every list begins at a multiple of 32 bytes
-    lists = torch.zeros(2, 2, -(-max(lengths) // 8) * 8, dtype=torch.int32, device=row.device)
+    lists = torch.zeros(2, 2, -(-max(lengths[1]) // 8) * 8, dtype=torch.int32, device=row.device)
     lists[0, :, :size] = (keys[:, :size] & (2 * PARTIAL - 1)) - PARTIAL
     lists[1, :, :size] = ids.masked_fill(is_full, 0)[order[:, :size]]
     sides: list[Tensor] = []
     for side in (0, 1):
         sides.append(records[side, :, : grid[side]].reshape(*leads, grid[side], RECORD).contiguous())
-        sides += lists[:, side, : lengths[side]]
+        sides += [values[side, :length] for values, length in zip(lists, lengths[side], strict=True)]
     return of_any_length(Plan._make([*sides, words]))
 
 

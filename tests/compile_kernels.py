@@ -27,13 +27,17 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from blocksparse_flash.kernels import backward, decode, forward, hopper_backward, hopper_forward, launch, rows
 from blocksparse_flash.kernels.scores import TILE, Scores
 from blocksparse_flash.plan import Plan
+from blocksparse_flash.splitting import Split
 
 # bytes of shared memory that a program may take
 SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 100: 232448}
 
 
-def launches(arch: int, **call: Any) -> list[tuple[JITFunction, dict[str, Any]]]:
-    """(kernel, keyword arguments) of every launch of one forward and backward, or of one decoding step."""
+def launches(arch: int, *, parts: int = 1, **call: Any) -> list[tuple[JITFunction, dict[str, Any]]]:
+    """(kernel, keyword arguments) of every launch of one forward and backward, or of one decoding step.
+
+    parts  into which `hopper` splits two lines of each head
+    """
     caught: list[tuple[JITFunction, dict[str, Any]]] = []
 
     def catch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -44,6 +48,9 @@ def launches(arch: int, **call: Any) -> list[tuple[JITFunction, dict[str, Any]]]
         mock.patch.object(JITFunction, "run", catch),
         mock.patch.object(launch, "device_limits", lambda _: limits),
         mock.patch.object(hopper_forward, "multiprocessors", lambda _: 132),
+        mock.patch.object(hopper_backward, "multiprocessors", lambda _: 132),
+        mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, parts)),
+        mock.patch.object(hopper_backward, "split_of", lambda *_: Split(2, parts)),
         mock.patch.object(decode, "multiprocessors", lambda _: 132),
     ):
         run_both(**call)
@@ -226,6 +233,11 @@ def hopper_calls() -> list[dict[str, Any]]:
     grid += [{"head_dim": head_dim, "dtype": half, "deterministic": True} for head_dim in (64, 128)]
     # rows of 200 bytes, of which a copy is made
     grid += [{"head_dim": 128, "dtype": torch.float16, "group": 4}, {"head_dim": 100, "dtype": half, "dlse": True}]
+    # and of each kernel what it becomes where lines are split
+    grid += [{"head_dim": 64, "dtype": half, "mode": mode, "parts": 3} for mode in ("layout", "dense", "causal")]
+    options: list[dict[str, Any]] = [{"mode": "causal"}, {"group": 4}, {"limited": True}, {"deterministic": True}]
+    grid += [{"head_dim": 128, "dtype": half, "parts": 3, **option} for option in ({}, *options)]
+    grid += [{"head_dim": 256, "dtype": half, "parts": 3}]
     return [{**call, "backend": "hopper"} for call in grid]
 
 

@@ -19,6 +19,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from blocksparse_flash.kernels import backward, forward, hopper_forward, launch, launcher
+from blocksparse_flash.splitting import WHOLE, Split
 
 LIMITS = (9, 232448)
 
@@ -160,14 +161,22 @@ def main() -> None:
         check(recorder, statistics, given[0], given)
         recorder.calls.clear()
 
-        hopper = hopper_forward.prepare.__wrapped__(seen, seen, seen, seen, launch.see_walk(plan, 0), options)
-        queue = torch.zeros(1, dtype=torch.int32)
-        makers = hopper.q, hopper.k, hopper.v
-        given = [
-            (*launch.operands(makers, *call), *walks, None, queue, hopper.out(torch.empty_like(out)), lse)
-            for call in calls
-        ]
-        check(recorder, hopper.launch, given[0], given)
+        for split in (WHOLE, Split(1, 3)):
+            hopper = hopper_forward.prepare.__wrapped__(
+                seen, seen, seen, seen, launch.see_walk(plan, 0), split, options
+            )
+            queue = torch.zeros(1, dtype=torch.int32)
+            makers = hopper.q, hopper.k, hopper.v
+            parts = torch.empty(hopper.n_floats) if hopper.merge else None
+            given = [
+                (*launch.operands(makers, *call), *walks, None, queue, hopper.out(torch.empty_like(out)), lse, parts)
+                for call in calls
+            ]
+            check(recorder, hopper.launch, given[0], given)
+            recorder.calls.clear()
+        assert hopper.merge is not None
+        given = [(parts, items, call[0], lse) for call in calls]
+        check(recorder, hopper.merge, given[0], given)
     print(f"Triton {triton.__version__}: every launch is handed on alike")
 
 

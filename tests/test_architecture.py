@@ -73,6 +73,7 @@ TABLE = {
     "blocksparse_flash/philox.py": Arrows({TORCH}),
     "blocksparse_flash/copy_engine.py": Arrows({TORCH}),
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
+    "blocksparse_flash/splitting.py": Arrows({TORCH}),
     "blocksparse_flash/kernels/__init__.py": Arrows(set()),
     "blocksparse_flash/kernels/tile.py": Arrows({TRITON}),
     "blocksparse_flash/kernels/scores.py": Arrows({TORCH}),
@@ -81,8 +82,11 @@ TABLE = {
     "blocksparse_flash/kernels/launch.py": Arrows(
         {TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.launcher", f"{OURS}.kernels.scores"}
     ),
+    "blocksparse_flash/kernels/parts.py": Arrows(
+        {TRITON, f"{OURS}.splitting", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
+    ),
     "blocksparse_flash/kernels/decode.py": Arrows(
-        {TORCH, TRITON, f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
+        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts"))},
     ),
     "blocksparse_flash/kernels/forward.py": Arrows(
         {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "decode", "scores", "score_tile"))},
@@ -101,17 +105,15 @@ TABLE = {
         {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper", "hopper_rows"))},
     ),
     "blocksparse_flash/kernels/hopper_forward.py": Arrows(
-        {
-            TORCH,
-            TRITON,
-            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "hopper", "hopper_rows", "hopper_softmax")),
-        },
+        {TORCH, TRITON, f"{OURS}.splitting"}
+        | {f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "hopper", "hopper_rows", "hopper_softmax")},
     ),
     "blocksparse_flash/kernels/hopper_backward.py": Arrows(
         {
             TORCH,
             TRITON,
-            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "hopper", "backward")),
+            f"{OURS}.splitting",
+            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "hopper", "backward")),
         }
     ),
     "blocksparse_flash/kernels/eager_scores.py": Arrows({TORCH, f"{OURS}.kernels.scores"}),
@@ -127,7 +129,9 @@ TABLE = {
     "blocksparse_flash/explanation/call.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "explanation.dispatch", "layout", "plan"))}
     ),
-    "blocksparse_flash/explanation/memory.py": Arrows({f"{OURS}.explanation.{name}" for name in ("call", "dispatch")}),
+    "blocksparse_flash/explanation/memory.py": Arrows(
+        {f"{OURS}.splitting", *(f"{OURS}.explanation.{name}" for name in ("call", "dispatch"))}
+    ),
     "blocksparse_flash/explanation/prediction.py": Arrows({f"{OURS}.explanation.dispatch"}),
     "blocksparse_flash/explanation/cost.py": Arrows(
         {NUMPY, TORCH, f"{OURS}.ops", f"{OURS}.plan"}

@@ -6,6 +6,7 @@ faults seeded in the source, all of which must be seen.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,12 +16,13 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 import cases
+import test_parts
 import test_zoo as zoo
 from closeness import assert_as_accurate
 from gluon_machine import ProtocolError
 from gluon_simulator import Change, Simulation
 
-from blocksparse_flash import attention_with_lse, functional, ops
+from blocksparse_flash import BlockLayout, attention_with_lse, functional, ops
 from blocksparse_flash.kernels.hopper_backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper_forward import Config as ForwardConfig
 from blocksparse_flash.kernels.hopper_forward import wide_pays
@@ -86,6 +88,58 @@ def test_a_wide_head_forward(check, layout, call):
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_deterministic(check, layout, call):
     check(Simulation(seed=2), layout, call, deterministic=True)
+
+
+def split(simulation: Simulation, n_parts: int, n_lines: int) -> Simulation:
+    """The same, which splits so many lines of a layout, and all without one."""
+    for module in (simulation.hopper_forward, simulation.hopper_backward):
+        module.split_of = test_parts.forced(n_parts, n_lines)
+    return simulation
+
+
+def rounded(call: zoo.Call) -> zoo.Call:
+    """The call in float16: Triton's interpreter, which runs the kernels that merge, cuts bfloat16 off instead of rounding it."""
+    return dataclasses.replace(call, dtype=torch.float16)
+
+
+# every other one: a GPU runs them all, in test_parts.py
+@pytest.mark.parametrize("index", range(0, len(LAYOUTS), 2), ids=[zoo.name_of(layout) for layout in LAYOUTS[::2]])
+def test_layouts_split(check, index):
+    """One line of each head, so that whole ones follow, two, or all of them."""
+    # eleven: prime to the number of calls as well, and other calls than above
+    assert len(CALLS) % 11
+    simulation = split(Simulation(seed=index), (3, 2)[index // 2 % 2], (1, 99, 2)[index % 3])
+    check(simulation, LAYOUTS[index], rounded(CALLS[11 * index % len(CALLS)]))
+
+
+@pytest.mark.parametrize("n_lines", [1, 99])
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_more_parts_than_tiles(check, layout, n_lines):
+    """Some have nothing to do, with keys missing and query heads in groups."""
+    check(split(Simulation(seed=5), 7, n_lines), layout, rounded(LIMITED))
+
+
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_split_and_deterministic(check, layout):
+    check(split(Simulation(seed=6), 2, 2), layout, rounded(CALLS[0]), deterministic=True)
+
+
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_a_wide_head_forward_split(check, layout):
+    check(split(Simulation(seed=7), 2, 2), layout, rounded(WIDE[0]), backward=False)
+
+
+def test_split_lines_give_equal_bits_in_any_order(monkeypatch):
+    """Of events; dq apart, where it is added in the order of the events."""
+    results = []
+    for seed in range(3):
+        simulation = split(Simulation(seed=seed, programs=1 + seed), 3, 2)
+        monkeypatch.setattr(ops, "_kernels", lambda *_, s=simulation: (s.forward, s.backward))
+        monkeypatch.setattr(functional, "_choose", lambda *arguments: "hopper")
+        call = zoo.Call(head_dim=64, kv_heads=1, dtype=BFLOAT16)
+        out, lse, _, *rest = zoo.run("hopper", WINDOW, call, zoo.inputs(WINDOW, call), CPU)
+        results.append([out, lse, *rest])
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
 CAUSAL = zoo.Call(head_dim=64, causal=True, dtype=BFLOAT16)
@@ -193,8 +247,40 @@ def test_every_configuration_of_the_backward(check, monkeypatch, config, call):
 
 # ---- can the simulator fail? ----
 
+PARTED = zoo.Call(head_dim=64, dtype=torch.float16, kv_heads=1)
+
+
+def mixed() -> BlockLayout:
+    """Lines of up to 5 tiles, of which some are partial and some full, others for each of 4 heads; one row has none."""
+    mask = (
+        torch.rand(1, 4, 10, 10, generator=torch.Generator().manual_seed(0))
+        < torch.tensor([0.5, 0.7, 0.85, 0.95])[:, None, None]
+    )
+    mask[:, :, 4:6] = False
+    return BlockLayout.from_block_mask(mask, 600, 640, block_size=64)
+
+
+MIXED = cases.Case("mixed", mixed)
 SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
 FORWARD, BACKWARD, ROWS, SOFTMAX = "hopper_forward", "hopper_backward", "hopper_rows", "hopper_softmax"
+# seen where lines are split
+PART_FAULTS = {
+    "a part that begins where the line does": Change(ROWS, "            begin = begin + first\n", "            pass\n"),
+    "full steps masked as partial": Change(
+        "tile", "tl.minimum(tl.maximum(n_front - begin, 0), end - begin)", "n_front"
+    ),
+    "parts of one line in the place of another": Change(
+        "tile", "(i_part * n_split + i_launch) * n_axes + i_axis", "(i_part * n_split + i_launch) * n_axes"
+    ),
+    "long lines twice": Change("tile", "i_work - n_more), tl", "i_work), tl"),
+    "a part handed in as a whole row": Change(
+        FORWARD, "        elif row[0] < n_axes:\n", "        elif row[0] >= 0:\n"
+    ),
+    "a part handed in as a whole column": Change(BACKWARD, "    elif i_block < 0:\n", "    elif i_block >= -1:\n"),
+    "the last sum of dq not waited for": Change(
+        BACKWARD, "        # the last sum of dq\n        tma.store_wait(0)\n", ""
+    ),
+}
 FAULTS = {
     "values released before they are read": Change(
         FORWARD,
@@ -233,12 +319,12 @@ FAULTS = {
         clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)""",
     ),
     "out stored without a fence": Change(
-        FORWARD, "        fence_async_shared()\n        store_async(out_desc", "        store_async(out_desc"
+        FORWARD, "    fence_async_shared()\n    store_async(out_desc", "    store_async(out_desc"
     ),
     "out overwritten while it leaves": Change(
         FORWARD,
-        "            # the row before has left the buffer\n            tma.store_wait(0)\n",
-        "            pass\n",
+        "        # the row before has left the buffer\n        tma.store_wait(0)\n",
+        "        pass\n",
     ),
     "a row overwritten before it was taken": Change(
         FORWARD, "new_barriers(2, 1), new_barriers(2, WARPGROUPS),", "new_barriers(2, 1), new_barriers(2, 1),"
@@ -301,7 +387,7 @@ WIDE_FAULTS = {
     "a row overwritten before all took it": Change(
         FORWARD, "new_barriers(2, 1), new_barriers(2, WARPGROUPS),", "new_barriers(2, 1), new_barriers(2, 2),"
     ),
-    "rows of 128 queries": Change(ROWS, "pid % n_lines) * (WARPGROUPS * HALF)", "pid % n_lines) * TILE"),
+    "rows of 128 queries": Change(ROWS, "i_launch) * (WARPGROUPS * HALF)", "i_launch) * TILE"),
     "keys of rows of 128 queries": Change(ROWS, "CAUSAL, WARPGROUPS * HALF, BLOCK_KV)", "CAUSAL, TILE, BLOCK_KV)"),
 }
 SET_FAULTS = {
@@ -345,6 +431,20 @@ def test_a_seeded_fault_is_seen(check, tight, fault):
     with pytest.raises((ProtocolError, AssertionError)):
         for seed in range(8):
             check(tight(seed, change), (203, 400), SMALL, backward=change.module == BACKWARD)
+
+
+@pytest.mark.parametrize("fault", PART_FAULTS)
+def test_a_seeded_fault_of_parts_is_seen(check, tight, fault):
+    """Likewise, on rows and columns of several tiles, partial ones and full."""
+    change = PART_FAULTS[fault]
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed in range(8):
+            check(split(tight(seed, change), 2, 1), MIXED, PARTED, backward=change.module != FORWARD)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_without_a_fault_of_parts_none_is_seen(check, tight, seed):
+    check(split(tight(seed), 2, 1), MIXED, PARTED)
 
 
 # the chosen configurations, few places in their rings: a call that each is launched for, and what can go wrong

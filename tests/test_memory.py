@@ -56,7 +56,9 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
     for module in found.values():
         module.prepare.cache_clear()
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: None)
-    monkeypatch.setattr(hopper_forward, "multiprocessors", lambda index: 132)
+    for module in (hopper_forward, hopper_backward):
+        monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(Call, "multiprocessors", 132)
     # no stand-in for a descriptor of memory on the host
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "Describer", lambda seen, block: lambda tensor: tensor)
@@ -68,18 +70,21 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
 # head dimensions: whole rows of 16 bytes; rows that are padded, of one side and of both; wider than hopper's backward
 @pytest.mark.parametrize("dims", [(64, 64), (64, 60), (36, 20), (192, 192)])
 @pytest.mark.parametrize("backend", ["triton", "hopper", "hopper, deterministic"])
-@pytest.mark.parametrize("kind", ["plain", "layout", "strided"])
+# split: a layout of few and long rows, and columns
+@pytest.mark.parametrize("kind", ["plain", "layout", "strided", "split"])
 def test_what_launchers_allocate(
     launchers: dict[str, ModuleType], dims: tuple[int, int], backend: str, kind: str
 ) -> None:
-    batch, heads, kv_heads, q_len, kv_len = 2, 4, 2, 200, 300
+    batch, heads, kv_heads, q_len, kv_len = (1, 2, 1, 3000, 3500) if kind == "split" else (2, 4, 2, 200, 300)
     q = torch.zeros(batch, heads, q_len, dims[0], dtype=torch.bfloat16)
     k = torch.zeros(batch, kv_heads, kv_len, dims[0], dtype=torch.bfloat16)
     v = torch.zeros(batch, kv_heads, kv_len, dims[1], dtype=torch.bfloat16)
     if kind == "strided":
         # an address that is no multiple of 16 bytes
         k = torch.zeros(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape)
-    layout = masks.local((q_len, kv_len), window=50, block_size=64) if kind == "layout" else None
+    layout = None
+    if kind in ("layout", "split"):
+        layout = masks.local((q_len, kv_len), window=50 if kind == "layout" else 4000, block_size=64)
     call = Call(q, k, v, layout, False, False, 0.0, "deterministic" in backend, q.dtype, backend.partition(",")[0])
     plan = [] if call.plan is None else list(call.plan)
 
@@ -89,6 +94,7 @@ def test_what_launchers_allocate(
     with Allocations(q, k, v, *plan) as made:
         out, lse = forward(q, k, v, plan, None, None, 0.1, False, 0.0)
     said = memory.forward(call)
+    assert memory._parts(call, 0) > 0 if kind == "split" else memory._parts(call, 0) == 0
     assert said.writes == out.nbytes + lse.nbytes
     assert said.workspace == made.nbytes - said.writes
 

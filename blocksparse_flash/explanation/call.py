@@ -77,6 +77,13 @@ class Call:
         return self.q.device.type == "cuda" and self.backend in ("triton", "hopper")
 
     @property
+    def multiprocessors(self) -> int:
+        """Of the GPU; 1 of another device, as the launchers have it."""
+        if self.q.device.type != "cuda":
+            return 1
+        return torch.cuda.get_device_properties(self.q.device).multi_processor_count
+
+    @property
     def unreadable(self) -> tuple[str, ...]:
         """Which of q, k, v the copy engine cannot read where they lie; autocast's copies it can."""
         tensors = {"q": self.q, "k": self.k, "v": self.v}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..splitting import split_of
 from .call import Call
 from .dispatch import TILE
 
@@ -56,6 +57,18 @@ def _copies(call: Call) -> int:
     return sum(sizes[name] // dims[name] * _padded(dims[name]) for name in call.unreadable)
 
 
+def _parts(call: Call, first: int) -> int:
+    """Bytes that the parts of rows (first = 0) or columns (3) write where `hopper` splits them."""
+    plan = [] if call.plan is None else list(call.plan)
+    split = split_of(plan, first, call.q.shape, call.k.shape, call.causal, call.multiprocessors)
+    # columns of a tile, see kernels.hopper.padded_dim
+    dim, dim_v = (64 if dim <= 64 else 128 if dim <= 128 else 256 for dim in (call.head_dim, call.v_dim))
+    if first:
+        return FLOAT * split.floats(dim + dim_v, call.batch * call.kv_heads)
+    # wide ones are as wide as each other, since out takes the place of q; and lse
+    return FLOAT * split.floats((max(dim, dim_v) if max(dim, dim_v) == 256 else dim_v) + 1, call.batch * call.heads)
+
+
 def _lists(call: Call, *sides: str) -> int:
     """Bytes of a plan's lists of these directions, and of its bitmasks."""
     if call.plan is None or call.backend == "reference":
@@ -79,8 +92,8 @@ def forward(call: Call) -> Moved:
         named = {"q": call.q, "k": call.k, "v": call.v}
         workspace = sum(sizes[name] for name, tensor in named.items() if tensor.dtype != call.dtype)
     if workspace is not None and call.backend == "hopper" and not call.is_empty:
-        # and the queue of rows
-        workspace += _copies(call) + FLOAT
+        # and the queue of rows, and what their parts write
+        workspace += _copies(call) + FLOAT + _parts(call, 0)
         if call.v_dim % 8:
             workspace += sizes["out"] // call.v_dim * _padded(call.v_dim)
     return Moved(reads, writes, workspace, 0)
@@ -108,7 +121,7 @@ def backward(call: Call) -> Moved:
         workspace, passes = statistics + dq_sum, passes + 2 * dq_sum + dq
         if call.head_dim % 8:
             workspace += dq
-    workspace += _copies(call)
+    workspace += _copies(call) + _parts(call, 3)
     for name, dim in (("k", call.head_dim), ("v", call.v_dim), ("out", call.v_dim)):
         # dk and dv are written in padded rows first; dout is copied into such
         if dim % 8:

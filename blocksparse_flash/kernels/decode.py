@@ -39,11 +39,13 @@ from .launch import (
     walk_strides,
     wants_descriptors,
 )
+from .parts import merge_end, merge_step
 from .tile import (
     LN_2,
     TILE,
     WITHOUT_SIGN,
     add_product,
+    chunk_of,
     dense_keys,
     head_base,
     load_tile,
@@ -110,15 +112,6 @@ def chunks(n_tiles: int, n_programs: int, n_multiprocessors: int) -> int:
 
 
 # fmt: off
-@triton.jit
-def chunk_of(first, end, i_chunk, n_chunks):
-    """Where chunk i_chunk of first .. end - 1 begins and ends; sizes differ by at most one, the larger ones come first."""
-    size = (end - first) // n_chunks
-    n_larger = (end - first) % n_chunks
-    begin = first + i_chunk * size + tl.minimum(i_chunk, n_larger)
-    return begin, begin + size + (i_chunk < n_larger).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["n_heads", "n_rows", "n_parts", "n_chunks", "q_len", "kv_len"])
 def decode_kernel(
     # inputs
@@ -249,16 +242,9 @@ def merge_kernel(
         # [CHUNKS, DIM_V]
         p_part = parts_ptr + o_part[:, None] * V_DIM + o_dim[None, :]
         b_part = tl.load(p_part, mask=m_chunk[:, None] & (o_dim < V_DIM)[None, :], other=0.0)
-        b_new_max = tl.maximum(b_max, tl.max(b_lse, 0))
-        b_weight = tl.math.exp2(b_lse - b_new_max)
-        b_decay = tl.math.exp2(b_max - b_new_max)
-        b_sum = b_sum * b_decay + tl.sum(b_weight, 0)
-        b_out = b_out * b_decay + tl.sum(b_part * b_weight[:, None], 0)
-        b_max = b_new_max
-    m_empty = b_sum == 0.0
-    b_sum = tl.where(m_empty, 1.0, b_sum)
-    tl.store(out_ptr + i_row * V_DIM + o_dim, (b_out / b_sum).to(out_ptr.dtype.element_ty), mask=o_dim < V_DIM)
-    b_lse = tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2)
+        b_out, b_max, b_sum = merge_step(b_out, b_max, b_sum, b_lse, b_part)
+    b_out, b_lse = merge_end(b_out, b_max, b_sum)
+    tl.store(out_ptr + i_row * V_DIM + o_dim, b_out.to(out_ptr.dtype.element_ty), mask=o_dim < V_DIM)
     tl.store(lse_ptr + i_row + tl.arange(0, 1), b_lse)
 # fmt: on
 

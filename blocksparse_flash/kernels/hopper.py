@@ -215,6 +215,15 @@ def store_spread(tile, b_sum):
     seen_as(tile, [ROWS, COLS], spread(ROWS, COLS)).store(b_pair.permute((0, 1, 3, 2)).reshape([ROWS, COLS]))
 
 
+@gluon.jit
+def keep_part(ptr, b_sum, WHO: gl.constexpr):
+    """Store a warpgroup's half of [TILE, columns] float32 numbers, where lines of parts.py stand."""
+    layout: gl.constexpr = accumulator(b_sum.shape[1])
+    o_row = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+    o_col = gl.arange(0, b_sum.shape[1], layout=gl.SliceLayout(0, layout))
+    gl.store(ptr + (gl.expand_dims(o_row * b_sum.shape[1], 1) + gl.expand_dims(o_col, 0)), b_sum)
+
+
 # ---- tensors ----
 
 

@@ -8,6 +8,9 @@ warpgroups compute, 64 keys each: scores and dp transposed, dk and dv in registe
 sums over the keys of both. The copy engine adds dq to a float32 buffer in global memory, in no fixed order: the last bits
 of dq change from run to run. A last launch scales and converts it.
 
+A column that would be waited for is split (splitting.py), of each query head's steps as many to each program: dk and dv of a part
+go to a workspace, in float32, and a launch adds them up in order (parts.py). Where nothing is split, the kernel is compiled without.
+
 Where equal bits are asked for, the kernel leaves dq out and the portable one computes it: two products more. Beyond
 head_dim 128, for which there are not enough registers, the portable backward runs.
 
@@ -33,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..splitting import Split, split_of
 from . import backward as portable
 from .hopper import (
     HALF,
@@ -42,6 +46,7 @@ from .hopper import (
     add_async,
     bit_rows,
     clear_tail,
+    keep_part,
     key_limit,
     load_async,
     named_barrier,
@@ -51,9 +56,22 @@ from .hopper import (
     store_spread,
     writable,
 )
-from .launch import LOG2_E, Launch, Options, Seen, operands, options_of, see, see_walk, walk, walk_strides
+from .launch import (
+    LOG2_E,
+    Launch,
+    Options,
+    Seen,
+    multiprocessors,
+    operands,
+    options_of,
+    see,
+    see_walk,
+    walk,
+    walk_strides,
+)
 from .launch import TILE as TILE_SIDE
-from .tile import TILE, dense_queries, find_line, find_record
+from .parts import sum_cols
+from .tile import TILE, block_of, dense_queries, find_line, find_part, find_record, part_of, record_of
 
 MAX_HEAD_DIM = 128
 # which barrier: one for the keys and values, then four of each stage
@@ -98,9 +116,9 @@ def member_steps(
     ptrs, items_strides, sizes, place, i_member, CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr
 ):
     """The steps of one query head of the group: the first, how many, how many of them in front want a mask."""
-    items_ptr, _, _, _, kv_lengths_ptr = ptrs
-    _, q_len, kv_len, _, _, _ = sizes
-    i_batch, i_kv_head, kv_start, limit, begin, n_tiles, n_partial = place
+    items_ptr, _, _, _, kv_lengths_ptr, parts_ptr = ptrs
+    _, q_len, kv_len, _, _, _, n_parts = sizes
+    i_batch, i_kv_head, kv_start, limit, begin, n_tiles, n_partial, i_part, _ = place
     STEPS: gl.constexpr = TILE // BLOCK_Q
     if items_ptr is not None:
         if GROUP > 1:
@@ -117,6 +135,9 @@ def member_steps(
     if kv_lengths_ptr is not None:
         n_steps = gl.where(kv_start < limit, n_steps, 0)
         n_masked = gl.minimum(n_masked, n_steps)
+    if parts_ptr is not None:
+        skipped, n_steps, n_masked = part_of(n_steps, n_masked, i_part, n_parts)
+        first = first + skipped
     return first, n_steps, n_masked
 
 
@@ -140,9 +161,9 @@ def move(
 ):  # fmt: skip
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, _, _, _ = descriptors
     q_ring, dout_ring, k_tile, v_tile, _, _, lse_ring, delta_ring = rings
-    _, indices_ptr, _, _, _ = ptrs
-    n_heads, _, _, n_padded, _, _ = sizes
-    i_batch, i_kv_head, kv_start, _, _, _, _ = place
+    _, indices_ptr, _, _, _, _ = ptrs
+    n_heads, _, _, n_padded, _, _, _ = sizes
+    i_batch, i_kv_head, kv_start, _, _, _, _, _, _ = place
     mbarrier.expect(barriers.index(KV_FULL), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     load_async(k_desc, [i_batch, i_kv_head, kv_start, 0], barriers.index(KV_FULL), k_tile)
     load_async(v_desc, [i_batch, i_kv_head, kv_start, 0], barriers.index(KV_FULL), v_tile)
@@ -179,9 +200,9 @@ def move(
 @gluon.jit
 def attending(ptrs, sizes, place, step, o_kv, o_q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     """Which pairs of a partial step attend, [keys, queries]; o_kv and o_q count from the tile's first key and the step's first query."""
-    _, indices_ptr, ids_ptr, words_ptr, _ = ptrs
-    _, q_len, kv_len, _, _, _ = sizes
-    _, _, kv_start, limit, _, _, _ = place
+    _, indices_ptr, ids_ptr, words_ptr, _, _ = ptrs
+    _, q_len, kv_len, _, _, _, _ = sizes
+    _, _, kv_start, limit, _, _, _, _, _ = place
     STEPS: gl.constexpr = TILE // BLOCK_Q
     if indices_ptr is not None:
         i_bitmask = gl.load(ids_ptr + step // STEPS)
@@ -203,8 +224,8 @@ def descend(
     """One step: dk and dv of this warpgroup's keys and its share of the step's dq."""
     _, _, _, _, _, _, dq_desc, _, _ = descriptors
     q_ring, dout_ring, k_tile, v_tile, ds_ring, dq_ring, lse_ring, delta_ring = rings
-    _, indices_ptr, _, _, kv_lengths_ptr = ptrs
-    i_batch, _, kv_start, limit, _, _, _ = place
+    _, indices_ptr, _, _, kv_lengths_ptr, _ = ptrs
+    i_batch, _, kv_start, limit, _, _, _, _, _ = place
     dtype: gl.constexpr = q_ring.dtype
     # dq [BLOCK_Q, DIM] is split by rows if there are enough, else by columns
     BY_ROWS: gl.constexpr = BLOCK_Q == 2 * HALF
@@ -288,12 +309,9 @@ def compute(
     descriptors, rings, barriers, ptrs, items_strides, sizes, place, WHO: gl.constexpr, CAUSAL: gl.constexpr,
     GROUP: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    _, _, _, _, _, _, _, dk_desc, dv_desc = descriptors
     _, _, k_tile, v_tile, _, _, _, _ = rings
-    _, _, _, _, kv_lengths_ptr = ptrs
-    _, _, _, _, _, scale = sizes
-    i_batch, i_kv_head, kv_start, limit, _, _, _ = place
-    dtype: gl.constexpr = k_tile.dtype
+    _, _, _, _, kv_lengths_ptr, parts_ptr = ptrs
+    _, i_kv_head, kv_start, limit, _, _, _, _, i_block = place
     dk_layout: gl.constexpr = accumulator(DIM)
     dv_layout: gl.constexpr = accumulator(DIM_V)
     b_dk = gl.zeros([HALF, DIM], gl.float32, dk_layout)
@@ -312,6 +330,29 @@ def compute(
                 i_step < n_masked, WHO, CAUSAL, DIM, DIM_V, BLOCK_Q, STAGES,
             )  # fmt: skip
         n_done += n_steps
+    # one is known when compiling, the other is not
+    if parts_ptr is None:  # noqa: SIM114
+        hand_in(b_dk, b_dv, descriptors, rings, sizes, place, WHO)
+    elif i_block < 0:
+        hand_in(b_dk, b_dv, descriptors, rings, sizes, place, WHO)
+    else:
+        p_part = parts_ptr + i_block.to(gl.int64) * (TILE * (DIM + DIM_V))
+        keep_part(p_part, b_dk, WHO)
+        keep_part(p_part + TILE * DIM, b_dv, WHO)
+        # the last sum of dq
+        tma.store_wait(0)
+
+
+@gluon.jit
+def hand_in(b_dk, b_dv, descriptors, rings, sizes, place, WHO: gl.constexpr):
+    """Writes dk and dv of a whole column."""
+    _, _, _, _, _, _, _, dk_desc, dv_desc = descriptors
+    _, _, k_tile, v_tile, _, _, _, _ = rings
+    _, _, _, _, _, scale, _ = sizes
+    i_batch, i_kv_head, kv_start, _, _, _, _, _, _ = place
+    dtype: gl.constexpr = k_tile.dtype
+    DIM: gl.constexpr = b_dk.shape[1]
+    DIM_V: gl.constexpr = b_dv.shape[1]
     # nobody still reads the keys and values: their place takes the gradients
     named_barrier("sync", 9)
     k_tile.reshape([TILE, DIM]).slice(WHO * HALF, HALF, 0).store((b_dk * scale).to(dtype))
@@ -325,16 +366,17 @@ def compute(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded"])
+@gluon.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "n_split", "n_parts"])
 def hopper_backward_kernel(
     # inputs
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
-    # outputs: dq in float32, to be added to, or None; dk and dv
-    dq_desc, dk_desc, dv_desc,
+    # outputs: dq in float32, to be added to, or None; dk and dv; what parts of columns write, None: there are none
+    dq_desc, dk_desc, dv_desc, parts_ptr,
     # strides in elements: (batch, head)
     items_strides,
-    # sizes: n_heads key heads, n_axes = batch * n_heads, n_lines = tile columns
-    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale,
+    # sizes: n_heads key heads, n_axes = batch * n_heads, n_lines = tile columns; the first n_split lines of each head have
+    # n_parts programs each
+    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, n_split, n_parts, scale_log2, scale,
     # compile time
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     MOVER_REGISTERS: gl.constexpr,
@@ -368,20 +410,29 @@ def hopper_backward_kernel(
     # which column of which head
     pid = gl.program_id(0)
     begin, n_tiles, n_partial = 0, 0, 0
-    if items_ptr is not None:
+    i_part, i_block = -1, -1
+    p_record = items_ptr
+    if parts_ptr is not None:
+        i_axis, i_launch, i_part = find_part(items_ptr, pid, n_lines, n_axes, n_split, n_parts)
+        i_block = block_of(i_axis, i_launch, i_part, n_axes, n_split)
+        if items_ptr is not None:
+            p_record = record_of(items_ptr, items_strides, i_axis, n_heads, i_launch, GROUP)
+    elif items_ptr is not None:
         i_axis, p_record, _ = find_record(items_ptr, items_strides, pid, n_lines, n_heads, n_axes, 1, GROUP)
+    else:
+        i_axis, i_launch = pid // n_lines, pid % n_lines
+    if items_ptr is not None:
         kv_start = gl.load(p_record) * TILE
         begin, n_tiles, n_partial = gl.load(p_record + 1), gl.load(p_record + 2), gl.load(p_record + 3)
     else:
-        i_axis = pid // n_lines
-        kv_start = pid % n_lines * TILE
+        kv_start = i_launch * TILE
     i_batch = i_axis // n_heads
     limit = key_limit(kv_lengths_ptr, i_batch, kv_len)
-    place = (i_batch, i_axis % n_heads, kv_start, limit, begin, n_tiles, n_partial)
+    place = (i_batch, i_axis % n_heads, kv_start, limit, begin, n_tiles, n_partial, i_part, i_block)
     descriptors = (q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc)
     rings = (q_ring, dout_ring, k_tile, v_tile, ds_ring, dq_ring, lse_ring, delta_ring)
-    ptrs = (items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr)
-    sizes = (n_heads, q_len, kv_len, n_padded, scale_log2, scale)
+    ptrs = (items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, parts_ptr)
+    sizes = (n_heads, q_len, kv_len, n_padded, scale_log2, scale, n_parts)
     gl.warp_specialize(
         [
             (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, place, 0, CAUSAL, GROUP, DIM, DIM_V,
@@ -408,10 +459,12 @@ def scale_kernel(sum_ptr, dq_ptr, scale, n_values, BLOCK: tl.constexpr):
 
 
 class Prepared(NamedTuple):
-    """The launches, and what makes the descriptors of their tensors; None for what is not asked for."""
+    """The launches, how many float32 the parts of split columns are, what makes descriptors; None for what is not asked for."""
 
     statistics: Launch
     keys: Launch
+    sums: Launch | None
+    n_floats: int
     scale: Launch | None
     q: Describer
     k: Describer
@@ -432,6 +485,7 @@ def prepare(
     line: Seen,
     gradients: tuple[Seen | None, Seen, Seen],
     walked: tuple[Seen | None, bool],
+    split: Split,
     options: Options,
 ) -> Prepared:
     """How a call on such tensors is launched; gradients are the float32 sum of dq, dk and dv."""
@@ -449,6 +503,8 @@ def prepare(
         "q_len": q_len,
         "kv_len": kv_len,
         "n_padded": n_padded,
+        "n_split": split.n_lines,
+        "n_parts": split.parts,
         # there is no maximum to be found: the scale may be negative or 0
         "scale_log2": scale * LOG2_E,
         "scale": scale,
@@ -470,7 +526,9 @@ def prepare(
         dq = Describer(gradients[0], (1, 1, half, dim if rows == 2 * half else dim // 2))
     return Prepared(
         portable.prepare_statistics(dout, n_padded, cleared),
-        Launch(hopper_backward_kernel, (n_lines * batch * kv_heads,), rest),
+        Launch(hopper_backward_kernel, (split.n_programs(n_lines, batch * kv_heads),), rest),
+        sum_cols(split, walked[0], gradients[1], gradients[2], rest, (dim, dim_v)),
+        split.floats(dim + dim_v, batch * kv_heads),
         scaled,
         Describer(q, (1, 1, rows, dim)),
         Describer(k, (1, 1, TILE_SIDE, dim)),
@@ -516,13 +574,17 @@ def backward(
     pairs = torch.empty(axes * n_padded, 2, dtype=torch.float32, device=q.device) if deterministic else None
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
     seen = see(q), see(k), see(v), see(dout)
-    ready = prepare(*seen, see(lse_line), (see(dq_sum), see(dk), see(dv)), see_walk(plan, 3), options)
+    split = split_of(plan, 3, q.shape, k.shape, causal, multiprocessors(options.device))
+    ready = prepare(*seen, see(lse_line), (see(dq_sum), see(dk), see(dv)), see_walk(plan, 3), split, options)
+    parts = None if ready.sums is None else lines.new_empty(ready.n_floats)
     ready.statistics(out, dout, lse, dlse, pairs, lines, dq_sum)
     ready.keys(
         ready.q(q), ready.k(k), ready.v(v), ready.dout(dout), ready.line(lse_line), ready.line(delta_line),
         *walk(plan, 3), kv_lengths,
-        None if ready.dq is None else ready.dq(dq_sum), ready.dk(dk), ready.dv(dv),
+        None if ready.dq is None else ready.dq(dq_sum), ready.dk(dk), ready.dv(dv), parts,
     )  # fmt: skip
+    if ready.sums is not None:
+        ready.sums(parts, walk(plan, 3)[0], dk, dv)
     if ready.scale is not None:
         dq = writable(q, q.shape)
         ready.scale(dq_sum, dq)

@@ -11,6 +11,9 @@ While one warpgroup issues, the others are kept from it (named barriers 9 to 11)
 multiplies. Partial tiles come first, in a loop of their own, so that full ones pay for no mask. A row without keys writes
 out 0, lse -inf. Scores and the running maximum are in base 2, `lse` in memory is natural.
 
+A row that would be waited for is split (splitting.py): each part is work of its own, whose out and lse go to a workspace, in
+float32, and a launch merges them (parts.py). Where nothing is split, the kernel is compiled without.
+
 Knows: a plan's tensors, descriptors, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
 """
 
@@ -32,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..splitting import Split, split_of
 from .hopper import (
     HALF,
     Describer,
@@ -40,6 +44,7 @@ from .hopper import (
     clear_tail,
     end_turns,
     give_turn,
+    keep_part,
     key_limit,
     new_barriers,
     padded_dim,
@@ -64,7 +69,8 @@ from .hopper_rows import (
 )
 from .hopper_softmax import mask_scores, rescale, row_parts, soften
 from .launch import Launch, Options, Seen, constants, multiprocessors, options_of, see, see_walk, walk, walk_strides
-from .tile import LN_2
+from .parts import merge_rows
+from .tile import LN_2, TILE
 
 # whether pinning and three warpgroups are free of spills
 FITS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -165,10 +171,10 @@ def wide_pays(q_len: int, n_axes: int, n_programs: int) -> bool:
 @gluon.jit
 def clear_values(rings, barriers, ptrs, row, n_now, i_step, limit, WHO: gl.constexpr, STAGES: gl.constexpr):
     """Makes the values of a step finite. The warpgroups meet in it: never while one holds the turn that the other waits for."""
-    _, indices_ptr, _, _, kv_lengths_ptr, _, _ = ptrs
+    _, indices_ptr, _, _, kv_lengths_ptr, _, _, _ = ptrs
     if kv_lengths_ptr is not None:
         v_tile = wait_for_values(rings, barriers, n_now, STAGES)
-        clear_tail(v_tile, key_start(indices_ptr, row[2], row[4], i_step, v_tile.shape[0]), limit, WHO)
+        clear_tail(v_tile, key_start(indices_ptr, row, i_step, v_tile.shape[0]), limit, WHO)
 
 
 @gluon.jit
@@ -255,15 +261,34 @@ def add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WHO
 
 
 @gluon.jit
+def hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO: gl.constexpr, OUT_IN_Q: gl.constexpr):
+    """Writes out and lse, which comes in base 2, of a whole row."""
+    _, _, _, out_desc = descriptors
+    _, k_ring, _, out_ring, _ = rings
+    n_heads, _, _, q_len, _, _, _, _ = sizes
+    i_axis, q_start, _, _, _ = row
+    o_q = q_start + WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(k_ring.shape[3])))
+    gl.store(ptrs[5] + i_axis.to(gl.int64) * q_len + o_q, b_lse * LN_2, mask=o_q < q_len)
+    if not OUT_IN_Q:
+        # the row before has left the buffer
+        tma.store_wait(0)
+    out_tile = out_ring.index(i_query if OUT_IN_Q else WHO)
+    out_tile.reshape([HALF, b_out.shape[1]]).store(b_out.to(out_ring.dtype))
+    fence_async_shared()
+    store_async(out_desc, [i_axis // n_heads, i_axis % n_heads, q_start + WHO * HALF, 0], out_tile)
+    if OUT_IN_Q:
+        tma.store_wait(0)
+
+
+@gluon.jit
 def compute(
     descriptors, rings, barriers, ptrs, sizes, WHO: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr, PING_PONG: gl.constexpr, HOLD_Q: gl.constexpr,
     OUT_IN_Q: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
-    _, _, _, out_desc = descriptors
-    q_ring, k_ring, v_ring, out_ring, row_ring = rings
-    _, _, _, _, kv_lengths_ptr, lse_ptr, _ = ptrs
-    n_heads, _, _, q_len, kv_len, _ = sizes
+    q_ring, k_ring, v_ring, _, row_ring = rings
+    _, _, _, _, kv_lengths_ptr, _, _, parts_ptr = ptrs
+    n_heads, n_axes, _, _, kv_len, _, _, _ = sizes
     BLOCK_KV: gl.constexpr = k_ring.shape[3]
     DIM: gl.constexpr = q_ring.shape[4]
     DIM_V: gl.constexpr = v_ring.shape[4]
@@ -276,9 +301,10 @@ def compute(
     begin_turns(WHO, PING_PONG, WARPGROUPS)
     row = take_row(row_ring, barriers, i_row)
     while row[0] >= 0:
-        i_axis, q_start, _begin, n_steps, n_partial = row
-        i_batch = i_axis // n_heads
-        limit = key_limit(kv_lengths_ptr, i_batch, kv_len)
+        i_axis, _, _, n_steps, n_partial = row
+        if parts_ptr is not None:
+            i_axis = i_axis % n_axes
+        limit = key_limit(kv_lengths_ptr, i_axis // n_heads, kv_len)
         b_zero = gl.zeros([HALF, BLOCK_KV], gl.float32, score_layout)
         b_p = gl.convert_layout(b_zero.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
         # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
@@ -323,19 +349,18 @@ def compute(
         b_sum = gl.convert_layout(gl.sum(b_sum, 1), query_layout, assert_trivial=True)
         m_empty = b_sum == 0.0
         b_sum = gl.where(m_empty, 1.0, b_sum)
-        o_q = q_start + WHO * HALF + gl.arange(0, HALF, layout=query_layout)
-        b_lse = gl.where(m_empty, float("-inf"), (b_max + gl.log2(b_sum)) * LN_2)
-        gl.store(lse_ptr + i_axis.to(gl.int64) * q_len + o_q, b_lse, mask=o_q < q_len)
+        b_lse = gl.where(m_empty, float("-inf"), b_max + gl.log2(b_sum))
         b_out = b_out * gl.expand_dims(gl.convert_layout(1.0 / b_sum, gl.SliceLayout(1, out_layout)), 1)
-        if not OUT_IN_Q:
-            # the row before has left the buffer
-            tma.store_wait(0)
-        out_tile = out_ring.index(i_query if OUT_IN_Q else WHO)
-        out_tile.reshape([HALF, DIM_V]).store(b_out.to(dtype))
-        fence_async_shared()
-        store_async(out_desc, [i_batch, i_axis % n_heads, q_start + WHO * HALF, 0], out_tile)
+        # one is known when compiling, the other is not
+        if parts_ptr is None:  # noqa: SIM114
+            hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO, OUT_IN_Q)
+        elif row[0] < n_axes:
+            hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO, OUT_IN_Q)
+        else:
+            p_part = parts_ptr + (row[0] - n_axes).to(gl.int64) * (TILE * (DIM_V + 1))
+            keep_part(p_part, b_out, WHO)
+            gl.store(p_part + TILE * DIM_V + WHO * HALF + gl.arange(0, HALF, layout=query_layout), b_lse)
         if OUT_IN_Q:
-            tma.store_wait(0)
             mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)
         i_row += 1
         row = take_row(row_ring, barriers, i_row)
@@ -343,16 +368,17 @@ def compute(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "group"])
+@gluon.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "group", "n_split", "n_parts"])
 def hopper_forward_kernel(
     # inputs
     q_desc, k_desc, v_desc, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, queue_ptr,
-    # outputs
-    out_desc, lse_ptr,
+    # outputs; what parts of rows write, None: there are none
+    out_desc, lse_ptr, parts_ptr,
     # strides in elements: (batch, head)
     items_strides,
-    # sizes: n_axes = batch * heads, n_lines = tile rows, group = query heads of a key head
-    n_heads, n_axes, n_lines, q_len, kv_len, group, scale_log2,
+    # sizes: n_axes = batch * heads, n_lines = tile rows, group = query heads of a key head; the first n_split lines of each
+    # head have n_parts programs each
+    n_heads, n_axes, n_lines, q_len, kv_len, group, n_split, n_parts, scale_log2,
     # compile time
     SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr,
     PING_PONG: gl.constexpr, HOLD_Q: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
@@ -377,8 +403,8 @@ def hopper_forward_kernel(
     fence_async_shared()
     descriptors = (q_desc, k_desc, v_desc, out_desc)
     rings = (q_ring, k_ring, v_ring, out_ring, row_ring)
-    ptrs = (items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, lse_ptr, queue_ptr)
-    sizes = (n_heads, n_axes, n_lines, q_len, kv_len, scale_log2)
+    ptrs = (items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, lse_ptr, queue_ptr, parts_ptr)
+    sizes = (n_heads, n_axes, n_lines, q_len, kv_len, scale_log2, n_split, n_parts)
     gl.warp_specialize(
         [
             (compute, (descriptors, rings, barriers, ptrs, sizes, who, SIGN, CAUSAL, STAGES, OVERLAP, PIN, PING_PONG, HOLD_Q,
@@ -396,9 +422,11 @@ def hopper_forward_kernel(
 
 
 class Prepared(NamedTuple):
-    """A launch, and what makes the descriptors of its tensors."""
+    """The launch, and of split rows the one that merges their parts and how many float32 they are; what makes descriptors."""
 
     launch: Launch
+    merge: Launch | None
+    n_floats: int
     q: Describer
     k: Describer
     v: Describer
@@ -406,7 +434,9 @@ class Prepared(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(q: Seen, k: Seen, v: Seen, out: Seen, walked: tuple[Seen | None, bool], options: Options) -> Prepared:
+def prepare(
+    q: Seen, k: Seen, v: Seen, out: Seen, walked: tuple[Seen | None, bool], split: Split, options: Options
+) -> Prepared:
     """How a call on such tensors is launched."""
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
@@ -414,7 +444,8 @@ def prepare(q: Seen, k: Seen, v: Seen, out: Seen, walked: tuple[Seen | None, boo
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
     n_multiprocessors = multiprocessors(options.device)
     has_layout, has_lengths = items is not None, options.others[0] is not None
-    is_wide = not has_layout and not has_lengths and wide_pays(q_len, batch * heads, n_multiprocessors)
+    # a row that is split has 128 queries
+    is_wide = not (has_layout or has_lengths or split.parts > 1) and wide_pays(q_len, batch * heads, n_multiprocessors)
     chosen = config(max(dim, dim_v), has_layout, has_lengths, is_wide)
     assert is_wide or chosen.warpgroups == 2, "a row of a layout has 128 queries, and two warpgroups clear values"
     if chosen.out_in_q:
@@ -429,6 +460,8 @@ def prepare(q: Seen, k: Seen, v: Seen, out: Seen, walked: tuple[Seen | None, boo
         "q_len": q_len,
         "kv_len": kv_len,
         "group": heads // kv_heads,
+        "n_split": split.n_lines,
+        "n_parts": split.parts,
         "scale_log2": fixed["scale_log2"],
         "SIGN": fixed["SIGN"],
         "CAUSAL": options.causal,
@@ -447,9 +480,11 @@ def prepare(q: Seen, k: Seen, v: Seen, out: Seen, walked: tuple[Seen | None, boo
     }
     if chosen.max_registers is not None:
         rest["maxnreg"] = chosen.max_registers
-    n_programs = min(n_lines * batch * heads, chosen.programs * n_multiprocessors)
+    n_programs = min(split.n_programs(n_lines, batch * heads), chosen.programs * n_multiprocessors)
     return Prepared(
         Launch(hopper_forward_kernel, (n_programs,), rest),
+        merge_rows(split, items, out, rest, dim_v),
+        split.floats(dim_v + 1, batch * heads),
         Describer(q, (1, 1, half, dim)),
         Describer(k, (1, 1, chosen.block_kv, dim)),
         Describer(v, (1, 1, chosen.block_kv, dim_v)),
@@ -477,8 +512,12 @@ def forward(
         return out, lse
     q, k, v = readable(q), readable(k), readable(v)
     options = options_of(q, scale, causal, dropout_p, kv_lengths)
-    ready = prepare(see(q), see(k), see(v), see(out), see_walk(plan, 0), options)
+    split = split_of(plan, 0, q.shape, k.shape, causal, multiprocessors(options.device))
+    ready = prepare(see(q), see(k), see(v), see(out), see_walk(plan, 0), split, options)
     queue = torch.zeros(1, dtype=torch.int32, device=q.device)
+    parts = None if ready.merge is None else lse.new_empty(ready.n_floats)
     refs = ready.q(q), ready.k(k), ready.v(v)
-    ready.launch(*refs, *walk(plan, 0), kv_lengths, queue, ready.out(out), lse)
+    ready.launch(*refs, *walk(plan, 0), kv_lengths, queue, ready.out(out), lse, parts)
+    if ready.merge is not None:
+        ready.merge(parts, walk(plan, 0)[0], out, lse)
     return out.contiguous(), lse

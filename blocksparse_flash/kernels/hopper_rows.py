@@ -13,10 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper import HALF, INDEX_BITS, key_limit, load_async, load_int, store_int
-from .tile import TILE, dense_keys, find_record
+from .tile import TILE, block_of, dense_keys, find_part, find_record, part_of, record_of
 
-# int32 values which the warp that moves data hands on: axis (batch * heads + head), first query, first entry of the tile
-# list (without a layout the first partial step), steps, partial ones among them
+# int32 values which the warp that moves data hands on: axis (batch * heads + head; of a part n_axes and its block in the
+# workspace), first query, first entry of the tile list (without a layout the first partial step), steps, partial ones among them
 ROW_FIELDS = gl.constexpr(5)
 # which barriers: two for the rows handed on, one for each place of queries, one for each stage of k and v. Every kind is
 # an allocation of its own, or Triton would let the threads of a warpgroup meet before each wait
@@ -28,33 +28,54 @@ K_FULL, K_EMPTY, V_FULL, V_EMPTY = gl.constexpr(4), gl.constexpr(5), gl.constexp
 
 
 @gluon.jit
-def find_row(
-    items_ptr, items_strides, pid, n_lines, n_heads, n_axes, q_len, kv_len, kv_lengths_ptr, CAUSAL: gl.constexpr,
-    BLOCK_KV: gl.constexpr, WARPGROUPS: gl.constexpr,
-):  # fmt: skip
-    """The row of work `pid`: ROW_FIELDS."""
-    if items_ptr is not None:
-        STEPS: gl.constexpr = TILE // BLOCK_KV
+def find_row(ptrs, items_strides, pid, sizes, CAUSAL: gl.constexpr, BLOCK_KV: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The row of work `pid`, or its part: ROW_FIELDS, in front of them the axis."""
+    items_ptr, _, _, _, kv_lengths_ptr, _, _, parts_ptr = ptrs
+    n_heads, n_axes, n_lines, q_len, kv_len, _, n_split, n_parts = sizes
+    STEPS: gl.constexpr = TILE // BLOCK_KV
+    if parts_ptr is not None:
+        i_axis, i_launch, i_part = find_part(items_ptr, pid, n_lines, n_axes, n_split, n_parts)
+        p_record = items_ptr
+        if items_ptr is not None:
+            p_record = record_of(items_ptr, items_strides, i_axis, n_heads, i_launch, 1)
+    elif items_ptr is not None:
         i_axis, p_record, _ = find_record(items_ptr, items_strides, pid, n_lines, n_heads, n_axes, 1, 1)
-        n_steps, n_partial = gl.load(p_record + 2) * STEPS, gl.load(p_record + 3) * STEPS
-        return i_axis, gl.load(p_record) * TILE, gl.load(p_record + 1), n_steps, n_partial
+    else:
+        i_axis, i_launch = pid // n_lines, pid % n_lines
+    if items_ptr is not None:
+        q_start, begin = gl.load(p_record) * TILE, gl.load(p_record + 1)
+        n_tiles, n_partial = gl.load(p_record + 2), gl.load(p_record + 3)
+        if parts_ptr is not None:
+            first, n_tiles, n_partial = part_of(n_tiles, n_partial, i_part, n_parts)
+            begin = begin + first
+        n_steps, n_partial = n_tiles * STEPS, n_partial * STEPS
     else:
         # without a layout the last rows are the longest, if any
-        i_axis = pid // n_lines
-        q_start = (n_lines - 1 - pid % n_lines) * (WARPGROUPS * HALF)
+        q_start = (n_lines - 1 - i_launch) * (WARPGROUPS * HALF)
         limit = key_limit(kv_lengths_ptr, i_axis // n_heads, kv_len)
-        n_full, n_any = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, WARPGROUPS * HALF, BLOCK_KV)
-        return i_axis, q_start, n_full, n_any, n_any - n_full
+        begin, n_steps = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, WARPGROUPS * HALF, BLOCK_KV)
+        n_partial = n_steps - begin
+        if parts_ptr is not None:
+            # of the keys in order, the full steps in front
+            first, n_steps, n_full = part_of(n_steps, begin, i_part, n_parts)
+            begin, n_partial = first + n_full, n_steps - n_full
+    if parts_ptr is not None:
+        handed = gl.where(i_part < 0, i_axis, n_axes + block_of(i_axis, i_launch, i_part, n_axes, n_split))
+    else:
+        handed = i_axis
+    return i_axis, handed, q_start, begin, n_steps, n_partial
 
 
 @gluon.jit
-def key_start(indices_ptr, begin, n_partial, i_step, BLOCK_KV: gl.constexpr):
+def key_start(indices_ptr, row, i_step, BLOCK_KV: gl.constexpr):
     """The first key of a step of a row. Without a layout the partial steps, from `begin` on, come first too."""
+    _, _, begin, n_steps, n_partial = row
     if indices_ptr is not None:
         STEPS: gl.constexpr = TILE // BLOCK_KV
         return (gl.load(indices_ptr + begin + i_step // STEPS) & INDEX_BITS) * TILE + i_step % STEPS * BLOCK_KV
     else:
-        return gl.where(i_step < n_partial, begin + i_step, i_step - n_partial) * BLOCK_KV
+        # the full steps end where the partial ones begin
+        return gl.where(i_step < n_partial, begin + i_step, begin + i_step - n_steps) * BLOCK_KV
 
 
 @gluon.jit
@@ -74,25 +95,25 @@ def move(
 ):  # fmt: skip
     q_desc, k_desc, v_desc, _ = descriptors
     q_ring, k_ring, v_ring, _, row_ring = rings
-    items_ptr, indices_ptr, _, _, kv_lengths_ptr, _, queue_ptr = ptrs
-    n_heads, n_axes, n_lines, q_len, kv_len, _ = sizes
+    _, indices_ptr, _, _, _, _, queue_ptr, parts_ptr = ptrs
+    n_heads, n_axes, n_lines, _, _, _, n_split, n_parts = sizes
+    n_work = n_lines * n_axes
+    if parts_ptr is not None:
+        n_work = n_work + n_split * (n_parts - 1) * n_axes
     pid = gl.program_id(0)
     i_row = 0
     n_moved = 0
-    while pid < n_lines * n_axes:
-        i_axis, q_start, begin, n_steps, n_partial = find_row(
-            items_ptr, items_strides, pid, n_lines, n_heads, n_axes, q_len, kv_len, kv_lengths_ptr, CAUSAL, BLOCK_KV,
-            WARPGROUPS,
-        )  # fmt: skip
+    while pid < n_work:
+        i_axis, handed, q_start, begin, n_steps, n_partial = find_row(
+            ptrs, items_strides, pid, sizes, CAUSAL, BLOCK_KV, WARPGROUPS
+        )
+        row = (handed, q_start, begin, n_steps, n_partial)
         # early: it takes as long as a load
         pid = gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)
         slot = i_row % 2
         mbarrier.wait(barriers[ROW_EMPTY].index(slot), ((i_row // 2) & 1) ^ 1)
-        store_int(row_ring.index(slot * ROW_FIELDS), i_axis)
-        store_int(row_ring.index(slot * ROW_FIELDS + 1), q_start)
-        store_int(row_ring.index(slot * ROW_FIELDS + 2), begin)
-        store_int(row_ring.index(slot * ROW_FIELDS + 3), n_steps)
-        store_int(row_ring.index(slot * ROW_FIELDS + 4), n_partial)
+        for i in gl.static_range(ROW_FIELDS):
+            store_int(row_ring.index(slot * ROW_FIELDS + i), row[i])
         mbarrier.arrive(barriers[ROW_FULL].index(slot), count=1)
         i_batch = i_axis // n_heads
         i_head = i_axis % n_heads
@@ -103,10 +124,10 @@ def move(
             mbarrier.expect(q_full, q_desc.block_type.nbytes)
             load_async(q_desc, [i_batch, i_head, q_start + who * HALF, 0], q_full, q_ring.index(i_query))
         i_kv_head = i_head // group
-        kv_start = key_start(indices_ptr, begin, n_partial, 0, BLOCK_KV)
+        kv_start = key_start(indices_ptr, row, 0, BLOCK_KV)
         for i_step in range(n_steps):
             # the next index is loaded a step ahead
-            kv_next = key_start(indices_ptr, begin, n_partial, i_step + 1, BLOCK_KV)
+            kv_next = key_start(indices_ptr, row, i_step + 1, BLOCK_KV)
             stage = n_moved % STAGES
             phase = (n_moved // STAGES) & 1
             k_full, v_full = barriers[K_FULL].index(stage), barriers[V_FULL].index(stage)

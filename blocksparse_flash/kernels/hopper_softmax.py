@@ -21,12 +21,12 @@ def mask_scores(
     BLOCK_KV: gl.constexpr,
 ):  # fmt: skip
     """-inf where a pair does not attend; MASKED says whether the step is partial."""
-    _, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, _, _ = ptrs
-    _, _, _, q_len, kv_len, _ = sizes
-    _, q_start, begin, _, n_partial = row
+    _, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, _, _, _ = ptrs
+    _, _, _, q_len, kv_len, _, _, _ = sizes
+    _, q_start, begin, _, _ = row
     STEPS: gl.constexpr = TILE // BLOCK_KV
     if MASKED or kv_lengths_ptr is not None:
-        kv_start = key_start(indices_ptr, begin, n_partial, i_step, BLOCK_KV)
+        kv_start = key_start(indices_ptr, row, i_step, BLOCK_KV)
         o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
         o_kv = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, accumulator(BLOCK_KV)))
     if indices_ptr is not None:

@@ -105,6 +105,13 @@ def with_sign(b_q, SIGN: tl.constexpr):
 
 
 @triton.jit
+def record_of(items_ptr, items_strides, i_axis, n_heads, i_launch, GROUP: tl.constexpr):
+    """The record at a place in the launch order of a head, of the first one of a group."""
+    p_record = items_ptr + (i_axis // n_heads).to(tl.int64) * items_strides[0]
+    return p_record + (i_axis % n_heads * GROUP).to(tl.int64) * items_strides[1] + i_launch * RECORD
+
+
+@triton.jit
 def find_record(items_ptr, items_strides, pid, n_lines, n_heads, n_axes, SPLIT: tl.constexpr, GROUP: tl.constexpr):
     """Which line of which head is program `pid`'s: (batch * n_heads + head, record pointer, part of the line).
 
@@ -117,9 +124,52 @@ def find_record(items_ptr, items_strides, pid, n_lines, n_heads, n_axes, SPLIT: 
     is_long = pid < n_first
     i_axis = tl.where(is_long, pid % n_axes, (pid - n_first) // n_rest)
     i_launch = tl.where(is_long, pid // n_axes, n_long + (pid - n_first) % n_rest)
-    p_record = items_ptr + (i_axis // n_heads).to(tl.int64) * items_strides[0]
-    p_record += (i_axis % n_heads * GROUP).to(tl.int64) * items_strides[1] + (i_launch // SPLIT) * RECORD
+    p_record = record_of(items_ptr, items_strides, i_axis, n_heads, i_launch // SPLIT, GROUP)
     return i_axis, p_record, i_launch % SPLIT
+
+
+@triton.jit
+def find_part(items_ptr, pid, n_lines, n_axes, n_split, n_parts):
+    """Which part of which line program `pid` walks: (batch * n_heads + head, place in launch order, part; -1 the whole line).
+
+    n_parts programs share each of the n_split lines that every head begins with, without a plan (items_ptr None) all of
+    its lines. The order is that of find_record, the parts of a line next to each other.
+    """
+    n_more = n_split * (n_parts - 1)
+    if items_ptr is not None:
+        # those which are split are long
+        n_long = tl.maximum(tl.load(items_ptr + 7), n_split) + n_more
+        n_rest = tl.maximum(n_lines + n_more - n_long, 1)
+        is_long = pid < n_long * n_axes
+        i_axis = tl.where(is_long, pid % n_axes, (pid - n_long * n_axes) // n_rest)
+        i_work = tl.where(is_long, pid // n_axes, n_long + (pid - n_long * n_axes) % n_rest)
+    else:
+        i_axis = pid // (n_lines + n_more)
+        i_work = pid % (n_lines + n_more)
+    is_split = i_work < n_split * n_parts
+    return i_axis, tl.where(is_split, i_work // n_parts, i_work - n_more), tl.where(is_split, i_work % n_parts, -1)
+
+
+@triton.jit
+def chunk_of(first, end, i_chunk, n_chunks):
+    """Where chunk i_chunk of first .. end - 1 begins and ends; sizes differ by at most one, the larger ones come first."""
+    size = (end - first) // n_chunks
+    n_larger = (end - first) % n_chunks
+    begin = first + i_chunk * size + tl.minimum(i_chunk, n_larger)
+    return begin, begin + size + (i_chunk < n_larger).to(tl.int32)
+
+
+@triton.jit
+def part_of(n_steps, n_front, i_part, n_parts):
+    """Part i_part (-1: all) of n_steps, of which n_front come first: its first step, its steps, those of them in front."""
+    begin, end = chunk_of(0, n_steps, tl.maximum(i_part, 0), tl.where(i_part < 0, 1, n_parts))
+    return begin, end - begin, tl.minimum(tl.maximum(n_front - begin, 0), end - begin)
+
+
+@triton.jit
+def block_of(i_axis, i_launch, i_part, n_axes, n_split):
+    """Where a part's results stand, see parts.py; -1 of a whole line."""
+    return tl.where(i_part < 0, -1, (i_part * n_split + i_launch) * n_axes + i_axis)
 
 
 @triton.jit

@@ -1,0 +1,129 @@
+"""Which lines of a call are split among programs, and into how many parts? From shapes alone, so that nothing waits for a GPU.
+
+A line is a tile row of the forward, or a tile column of the backward for all query heads of a group: what one program walks.
+Where a line is longer than the fair share of a multiprocessor, the others wait for it.
+
+Knows: lengths of a plan's lists, multiprocessors. Does not know: kernels, what a part computes, how parts are merged.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+TILE = 128
+# parts of a line
+MAX_PARTS = 16
+# lines that are split in so many parts, over all lines of a head: what parts write has 4 bytes a number, what becomes of it 2
+MAX_SHARE = 1 / 4
+# programs a multiprocessor where all lines are split: 65,536 bytes each at head_dim 128, twice that in the backward
+MAX_WAVES = 4
+# what it costs, in tiles: a part more, whose program begins, ends, and writes float32; the launch that merges. Guesses
+PART, MERGE = 2, 4
+# splitting must promise to take at most this share of the time
+WORTHWHILE = 0.8
+
+
+class Split(NamedTuple):
+    """The first n_lines of every head in launch order, the longest ones, are walked by so many programs each."""
+
+    n_lines: int
+    parts: int
+
+    def n_programs(self, n_lines: int, n_axes: int) -> int:
+        """One for each of n_lines lines of n_axes heads, and one for each part more."""
+        return (n_lines + self.n_lines * (self.parts - 1)) * n_axes
+
+    def floats(self, columns: int, n_axes: int) -> int:
+        """Float32 numbers that the parts write: `columns` for each token of a line."""
+        return self.n_lines * self.parts * n_axes * TILE * columns if self.parts > 1 else 0
+
+
+WHOLE = Split(0, 1)
+
+
+def choose(
+    n_lines: int, n_axes: int, *, longest: int, work: int, n_long: int, is_even: bool, n_multiprocessors: int
+) -> Split:
+    """The split of n_lines lines for each of n_axes heads; the time of either way is estimated in tiles.
+
+    longest  tiles that a line may have; how many it has, only the GPU knows
+    work     tiles of all lines of all heads
+    n_long   lines at the front of each head which are much longer than the others: these are split, until they are as
+             long as the fair share. Without them, or with few programs, all lines are, so that programs fill the GPU
+    is_even  the lines, but for those, are about as long as each other
+    """
+    n_programs, share = n_lines * n_axes, work / n_multiprocessors
+    if n_programs == 0 or longest <= share:
+        return WHOLE
+    if n_long and 2 * n_programs > n_multiprocessors:
+        whole = float(longest)
+        split = Split(n_long, max(1, min(math.ceil(longest / share), MAX_PARTS, int(MAX_SHARE * n_lines / n_long))))
+        time = max(share, longest / split.parts + PART) + MERGE
+    else:
+        mean = work / n_programs
+        reach = mean if is_even and not n_long else longest
+
+        def time_of(parts: int, more: int) -> float:
+            waves = math.ceil(n_programs * parts / n_multiprocessors)
+            return max(waves * (mean / parts + more), reach / parts + more)
+
+        whole = time_of(1, 0)
+        most = max(2, min(MAX_PARTS, MAX_WAVES * n_multiprocessors // n_programs))
+        time, parts = min((time_of(parts, PART) + MERGE, parts) for parts in range(2, most + 1))
+        split = Split(n_lines, parts)
+    return split if time <= WORTHWHILE * whole else WHOLE
+
+
+def n_long(n_indices: int, n_ids: int) -> int:
+    """How many records at the front of each head are worth splitting, by the lengths of a plan's lists: see plan.Plan."""
+    return (n_ids - n_indices) // 8
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_shapes(
+    lists: tuple[Sequence[int], ...],
+    is_of_rows: bool,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    causal: bool,
+    n_multiprocessors: int,
+) -> Split:
+    (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q_shape, k_shape
+    n_lines, n_others, n_axes, group = -(-q_len // TILE), -(-kv_len // TILE), batch * heads, 1
+    if not is_of_rows:
+        n_lines, n_others, n_axes, group = n_others, n_lines, batch * kv_heads, heads // max(1, kv_heads)
+    of_head, long = n_lines * n_others / (2 if causal else 1), 0
+    if lists:
+        items, (n_indices,), (n_ids,) = lists
+        of_head, long = n_indices / (items[0] * items[1]), n_long(n_indices, n_ids)
+    return choose(
+        n_lines,
+        n_axes,
+        longest=n_others * group,
+        work=round(of_head * n_axes * group),
+        n_long=long,
+        is_even=bool(lists) or not causal,
+        n_multiprocessors=n_multiprocessors,
+    )
+
+
+def split_of(
+    plan: Sequence[torch.Tensor],
+    first: int,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    causal: bool,
+    n_multiprocessors: int,
+) -> Split:
+    """The split of the rows of query heads (first = 0), or of the columns of key heads (3), that a plan lists.
+
+    plan              the tensors of plan.Plan; empty: dense, or `causal`
+    q_shape, k_shape  (batch, heads, length, head_dim)
+    """
+    lists = (plan[first].shape, plan[first + 1].shape, plan[first + 2].shape) if plan else ()
+    return _of_shapes(lists, first == 0, q_shape, k_shape, causal, n_multiprocessors)
