@@ -52,13 +52,13 @@ def milliseconds(call: Callable[[], Any], *, warmup_ms: int = 25, measure_ms: in
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Bytes allocated at the highest point of a call, over those allocated before it."""
+    """Bytes asked for at the highest point of a call, over those before it; what the allocator gives in addition depends on its past."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     call()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
 
 def first_call_milliseconds(call: Callable[[], Any]) -> float:

@@ -70,12 +70,12 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
 # head dimensions: whole rows of 16 bytes; rows that are padded, of one side and of both; wider than hopper's backward
 @pytest.mark.parametrize("dims", [(64, 64), (64, 60), (36, 20), (192, 192)])
 @pytest.mark.parametrize("backend", ["triton", "hopper", "hopper, deterministic"])
-# split: a layout of few and long rows, and columns
+# split: a layout of a few long rows, and columns
 @pytest.mark.parametrize("kind", ["plain", "layout", "strided", "split"])
 def test_what_launchers_allocate(
     launchers: dict[str, ModuleType], dims: tuple[int, int], backend: str, kind: str
 ) -> None:
-    batch, heads, kv_heads, q_len, kv_len = (1, 2, 1, 3000, 3500) if kind == "split" else (2, 4, 2, 200, 300)
+    batch, heads, kv_heads, q_len, kv_len = (1, 2, 1, 9000, 9100) if kind == "split" else (2, 4, 2, 200, 300)
     q = torch.zeros(batch, heads, q_len, dims[0], dtype=torch.bfloat16)
     k = torch.zeros(batch, kv_heads, kv_len, dims[0], dtype=torch.bfloat16)
     v = torch.zeros(batch, kv_heads, kv_len, dims[1], dtype=torch.bfloat16)
@@ -84,7 +84,9 @@ def test_what_launchers_allocate(
         k = torch.zeros(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape)
     layout = None
     if kind in ("layout", "split"):
-        layout = masks.local((q_len, kv_len), window=50 if kind == "layout" else 4000, block_size=64)
+        layout = masks.local((q_len, kv_len), window=50, block_size=64)
+    if kind == "split":
+        layout |= masks.global_tokens((q_len, kv_len), tokens=100, block_size=64)
     call = Call(q, k, v, layout, False, False, 0.0, "deterministic" in backend, q.dtype, backend.partition(",")[0])
     plan = [] if call.plan is None else list(call.plan)
 

@@ -150,20 +150,22 @@ def test_no_part_is_longer_than_the_fair_share() -> None:
         (1024, 1, False, WHOLE),
     ],
 )
-def test_without_a_layout_all_lines_are_split_to_fill_the_gpu(
+def test_without_a_layout_all_columns_are_split_to_fill_the_gpu(
     length: int, heads: int, causal: bool, expected: Split
 ) -> None:
-    for first in (0, 3):
-        assert split_of([], first, *shapes(length, heads, heads), causal, MULTIPROCESSORS) == expected
+    assert split_of([], 3, *shapes(length, heads, heads), causal, MULTIPROCESSORS) == expected
+    # which does not pay
+    assert split_of([], 0, *shapes(length, heads, heads), causal, MULTIPROCESSORS) == WHOLE
 
 
-def test_a_layout_of_few_even_lines_is_split_to_fill_the_gpu() -> None:
-    """32 tile rows of 16 tiles; twice as many heads have four times as many programs."""
-    blocks = torch.zeros(32, 64, dtype=torch.bool)
-    blocks[:, :32] = True
-    layout = BlockLayout.from_block_mask(blocks, 32 * TILE, 64 * TILE, block_size=TILE)
-    q_shape, k_shape = torch.Size((1, 1, 32 * TILE, 64)), torch.Size((1, 1, 64 * TILE, 64))
-    assert split_of(list(layout.plan("cpu")), 0, q_shape, k_shape, False, MULTIPROCESSORS) == Split(32, 4)
+def test_columns_of_a_layout_of_few_even_lines_are_split_to_fill_the_gpu() -> None:
+    """32 tile columns of 32 tiles."""
+    blocks = torch.zeros(64, 32, dtype=torch.bool)
+    blocks[:32] = True
+    layout = BlockLayout.from_block_mask(blocks, 64 * TILE, 32 * TILE, block_size=TILE)
+    q_shape, k_shape = torch.Size((1, 1, 64 * TILE, 64)), torch.Size((1, 1, 32 * TILE, 64))
+    assert split_of(list(layout.plan("cpu")), 3, q_shape, k_shape, False, MULTIPROCESSORS) == Split(32, 4)
+    assert split_of(list(layout.plan("cpu")), 0, q_shape, k_shape, False, MULTIPROCESSORS) == WHOLE
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 256, 64), (1, 2, 0, 64), (2, 0, 256, 64)])
