@@ -257,7 +257,7 @@ def test_lines_of_sweeps_are_found_again(bench: str, pattern: str, n: int, densi
 
 
 def test_the_command_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [one.line for one in made_lines(("local", 2048), ("dense", 2048))]
+    lines = [one.line for one in made_lines(("local", 4096), ("dense", 4096))]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     out = tmp_path / "table.json"
     calibrate.main(["--lines", str(tmp_path / "lines.jsonl"), "--out", str(out)])

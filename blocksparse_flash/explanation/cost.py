@@ -158,6 +158,8 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
         *prediction.caveats(forward, device, padded["fwd"]),
         *prediction.caveats(backward, device, padded["bwd"]),
     ]
+    if call.batch * max(call.q_len, call.kv_len) < prediction.FEWEST_TOKENS:
+        said.append(f"with fewer than {prediction.FEWEST_TOKENS:,} tokens the host decides, whose time is not looked at")
     if call.has_kv_lengths:
         said.append("kv_lengths are not looked at: as if all were kv_len")
     if call.unreadable:

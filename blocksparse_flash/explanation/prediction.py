@@ -24,6 +24,8 @@ from .dispatch import Sides
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 MICRO = 1e-6
+# of a batch; with fewer the host decides, whose time is not that of the model and differs from host to host
+FEWEST_TOKENS = 4096
 
 
 class Device(NamedTuple):

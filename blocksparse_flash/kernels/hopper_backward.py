@@ -95,10 +95,13 @@ class Config:
 def config(dim: int) -> Config:
     """The launch table: dim is the larger padded head dimension.
 
-    What bound (Nsight Compute, H200, 16,384 tokens, hidden size 2048, bf16, of the cycles): shared memory. 128 dense 78 %, with 151
-    million bank conflicts, tensor cores 66 %; 128 butterfly 65 and 54 %; 64 dense 65 and 45 %, 179 million conflicts. They were those
-    of the float32 dq, hence `store_spread`: 128 dense 588 TFLOP/s for 563, random 501 for 434; 64 dense 459 for 429, butterfly 349
-    for 336. Tried:
+    What binds (Nsight Compute, H200, 16,384 tokens, hidden size 2048, bf16, of the cycles): shared memory. 128 dense 77 %, tensor
+    cores 72 %, 16 million bank conflicts; 128 local 63 and 57 %; 64 dense 67 and 48 %, 99 million conflicts. Before `store_spread`
+    128 dense had 78 and 66 %, 151 million, 64 dense 65 and 45 %, 179 million: 128 dense 588 TFLOP/s for 563, random 501 for 434; 64
+    dense 459 for 429, butterfly 349 for 336. Around the kernel, in a backward of 0.8 ms: lse, delta and the zeros of dq 67
+    microseconds, its conversion 48, 268 and 201 MB. Tried:
+    64, keys and values in registers: 456 455 366 353 416 369 for 450 422 358 349 397 366 (dense, causal, local, butterfly, random,
+    bigbird), right on a few layouts; not run through the zoo yet.
     persistent programs that take columns from a queue, with warps that add and scale dq: 128 dense 531 for 558, butterfly 348 for 420;
     64 dense 434 for 401, butterfly 341 for 335.
     sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in place of a pass
