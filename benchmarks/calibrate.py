@@ -119,7 +119,11 @@ def usable(lines: Sequence[Line]) -> dict[tuple[str, str, int, str], list[Line]]
     for line in lines:
         if not measurements.is_ours(measurements.who(line)) or line["direction"] not in ("fwd", "bwd"):
             continue
-        if line["bench"] not in BENCHES or line["dtype"] not in DTYPES or line["n"] * line["batch"] < prediction.FEWEST_TOKENS:
+        if (
+            line["bench"] not in BENCHES
+            or line["dtype"] not in DTYPES
+            or line["n"] * line["batch"] < prediction.FEWEST_TOKENS
+        ):
             continue
         if line["device"] not in DEVICES:
             print(f"{line['device']} is not in DEVICES of benchmarks/calibrate.py: its lines are not used")

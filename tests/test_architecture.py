@@ -134,7 +134,7 @@ TABLE = {
     ),
     "blocksparse_flash/explanation/prediction.py": Arrows({f"{OURS}.explanation.dispatch"}),
     "blocksparse_flash/explanation/cost.py": Arrows(
-        {NUMPY, TORCH, f"{OURS}.ops", f"{OURS}.plan"}
+        {NUMPY, TORCH, f"{OURS}.ops", f"{OURS}.plan", f"{OURS}.splitting"}
         | {f"{OURS}.explanation.{name}" for name in ("call", "dispatch", "memory", "prediction")}
     ),
     "blocksparse_flash/explanation/advice.py": Arrows(

@@ -10,12 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import masks
 from benchmarks import calibrate, measure, report
 from benchmarks import lines as measurements
-from blocksparse_flash.explanation import dispatch, prediction
+from blocksparse_flash.explanation import cost, dispatch, prediction
+from blocksparse_flash.explanation.call import Call
 from blocksparse_flash.explanation.dispatch import Lines, Sides
 from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel, Rates
+from blocksparse_flash.splitting import WHOLE
 
 # how far off a prediction may be
 ALLOWED = 0.20
@@ -69,6 +73,24 @@ def test_the_table_says_what_it_was_fitted_to(groups: dict[Any, list[measurement
         off = [abs(error) for error in calibrate.errors([*map(calibrate.measured, lines)], table[key].rates)]
         assert table[key].worst_error == pytest.approx(max(off))
         assert table[key].median_error == pytest.approx(statistics.median(off))
+
+
+def test_long_lines_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column that all queries of 4 heads attend to: split it is not waited for. On `triton`, which splits none, it is."""
+    monkeypatch.setattr(Call, "has_kernels", True)
+    q = torch.empty(1, 16, 65536, 128, dtype=torch.bfloat16, device="meta")
+    k = q[:, :4]
+    layout = masks.bigbird(65536, seed=0)
+    calls = [Call(q, k, k, layout, False, False, 0.0, False, q.dtype, backend) for backend in ("hopper", "triton")]
+    device = calibrate.DEVICES["NVIDIA H200"]
+    split, whole = (cost.balance(call, device, prediction.calibrations()).backward for call in calls)
+    assert split is not None and whole is not None and split < 1.2 < 1.6 < whole
+    found, _ = cost.predict(calls[0], device, prediction.calibrations())
+    monkeypatch.setattr(cost, "split_of", lambda *_: WHOLE)
+    slow, _ = cost.predict(calls[0], device, prediction.calibrations())
+    assert found is not None and slow is not None
+    # H200: 4.1 and 9.7 ms
+    assert found.backward_ms == pytest.approx(4.08, rel=0.2) and slow.backward_ms > 2 * found.backward_ms
 
 
 def test_kernels_are_those_that_are_launched() -> None:

@@ -13,9 +13,10 @@ import torch
 
 from .. import ops
 from ..plan import Plan
+from ..splitting import split_of
 from . import memory, prediction
 from .call import Call
-from .dispatch import TILE, Sides
+from .dispatch import TILE, Lines, Sides, in_parts
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
 
 # of the highest bandwidth that clock and bus of a memory allow, what a copy reaches (H200: 4.3 of 4.9 TB/s)
@@ -152,14 +153,18 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     for one in (forward, backward):
         if not prediction.can_scale(one, device):
             return None, f"this {device.name} was never measured, and does not tell the clock and bandwidth to scale by"
-    mine = _times(call, call.sides, device, forward, backward)
-    dense = mine if call.layout is None else _times(call, call.dense_sides, device, forward, backward)
+    mine = _times(call, _programs(call, call.sides, call.plan, device), device, forward, backward)
+    dense = mine
+    if call.layout is not None:
+        dense = _times(call, _programs(call, call.dense_sides, None, device), device, forward, backward)
     said = [
         *prediction.caveats(forward, device, padded["fwd"]),
         *prediction.caveats(backward, device, padded["bwd"]),
     ]
     if call.batch * max(call.q_len, call.kv_len) < prediction.FEWEST_TOKENS:
-        said.append(f"with fewer than {prediction.FEWEST_TOKENS:,} tokens the host decides, whose time is not looked at")
+        said.append(
+            f"with fewer than {prediction.FEWEST_TOKENS:,} tokens the host decides, whose time is not looked at"
+        )
     if call.has_kv_lengths:
         said.append("kv_lengths are not looked at: as if all were kv_len")
     if call.unreadable:
@@ -168,16 +173,31 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     return Prediction(*mine, *dense, basis=basis, caveats=tuple(dict.fromkeys(said))), ""
 
 
+def _programs(call: Call, sides: Sides, plan: Plan | None, device: Device) -> tuple[Sides, Sides]:
+    """What the programs of the forward and of the backward walk on this GPU: lines, of which `hopper` splits long ones."""
+
+    def split(lines: Lines, first: int, n_axes: int) -> Lines:
+        chosen = split_of(plan or (), first, call.q.shape, call.k.shape, call.causal, device.multiprocessors)
+        return in_parts(lines, chosen.n_lines * n_axes, chosen.parts)
+
+    forward = backward = sides
+    if call.backend == "hopper":
+        forward = sides._replace(rows=split(sides.rows, 0, call.batch * call.heads))
+    if memory.uses_hopper_backward(call):
+        backward = sides._replace(cols=split(sides.cols, 3, call.batch * call.kv_heads))
+    return forward, backward
+
+
 def _times(
-    call: Call, sides: Sides, device: Device, forward: Calibration, backward: Calibration
+    call: Call, sides: tuple[Sides, Sides], device: Device, forward: Calibration, backward: Calibration
 ) -> tuple[float, float]:
-    """Milliseconds of forward and backward over these tiles."""
+    """Milliseconds of forward and backward, whose programs walk these."""
 
-    def one(found: Calibration, moved: memory.Moved) -> float:
+    def one(found: Calibration, walked: Sides, moved: memory.Moved) -> float:
         rates, known = prediction.on_device(found, device), prediction.known(found, device)
-        return prediction.direction_ms(rates, sides, known, moved=moved.reads + moved.writes, passes=moved.passes)
+        return prediction.direction_ms(rates, walked, known, moved=moved.reads + moved.writes, passes=moved.passes)
 
-    return one(forward, memory.forward(call)), one(backward, memory.backward(call))
+    return one(forward, sides[0], memory.forward(call)), one(backward, sides[1], memory.backward(call))
 
 
 def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -> Balance:
@@ -190,9 +210,10 @@ def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
         return Balance(*spread, None, None, None)
     dim = max(call.head_dim, call.v_dim)
     losses = []
-    for direction, side in (("fwd", "rows"), ("bwd", "cols")):
+    programs = _programs(call, call.sides, call.plan, device)
+    for direction, side, walked in zip(("fwd", "bwd"), ("rows", "cols"), programs, strict=True):
         backend = call.backend if direction == "fwd" or memory.uses_hopper_backward(call) else "triton"
         found = prediction.find(table, device, backend, prediction.padded_dim(backend, dim), direction)
         generic = GENERIC._replace(kernels=(Kernel(side, 1, 1.0),))
-        losses.append(prediction.loss(generic if found is None else found.rates, call.sides, device.multiprocessors))
+        losses.append(prediction.loss(generic if found is None else found.rates, walked, device.multiprocessors))
     return Balance(*spread, device.multiprocessors, *losses)

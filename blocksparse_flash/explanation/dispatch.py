@@ -55,6 +55,18 @@ def of_records(records: Array, *, batch: int, heads: int, group: int = 1) -> Lin
     return Lines(tiles, partial)
 
 
+def in_parts(lines: Lines, n_split: int, parts: int) -> Lines:
+    """The programs where the first n_split lines have so many each: tiles and partial ones shared equally, in fractions.
+
+    >>> in_parts(Lines(np.array([9, 2]), np.array([3, 0])), 1, 3).tiles.tolist()
+    [3.0, 3.0, 3.0, 2.0]
+    """
+    if parts == 1:
+        return lines
+    shared = (np.repeat(values[:n_split] / parts, parts) for values in lines)
+    return Lines(*(np.concatenate([first, values[n_split:]]) for first, values in zip(shared, lines, strict=True)))
+
+
 def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes: int) -> Sides:
     """The lines of a dense call, or of a causal one without a layout, whose tiles no list holds.
 
