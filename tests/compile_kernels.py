@@ -234,9 +234,9 @@ def hopper_calls() -> list[dict[str, Any]]:
     # rows of 200 bytes, of which a copy is made
     grid += [{"head_dim": 128, "dtype": torch.float16, "group": 4}, {"head_dim": 100, "dtype": half, "dlse": True}]
     # and of each kernel what it becomes where lines are split
-    grid += [{"head_dim": 64, "dtype": half, "mode": mode, "parts": 3} for mode in ("layout", "dense", "causal")]
-    options: list[dict[str, Any]] = [{"mode": "causal"}, {"group": 4}, {"limited": True}, {"deterministic": True}]
-    grid += [{"head_dim": 128, "dtype": half, "parts": 3, **option} for option in ({}, *options)]
+    grid += [{"head_dim": 64, "dtype": half, "mode": mode, "parts": 3} for mode in ("layout", "causal")]
+    options: list[dict[str, Any]] = [{}, {"group": 4}, {"limited": True}]
+    grid += [{"head_dim": 128, "dtype": half, "parts": 3, **option} for option in options]
     grid += [{"head_dim": 256, "dtype": half, "parts": 3}]
     return [{**call, "backend": "hopper"} for call in grid]
 

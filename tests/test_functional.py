@@ -1013,13 +1013,13 @@ def test_only_auto_is_left_to_the_operator(on_gpu, deterministic):
 
 @pytest.mark.parametrize(
     ("length", "stride", "expected"),
-    # 2 * 32768 rows of 64: just enough; rows that begin anywhere
-    [(32768, 64, "hopper"), (32767, 64, "triton"), (32768, 65, "triton")],
+    # 2 * 131072 rows of 64: just enough; rows that begin anywhere
+    [(131072, 64, "hopper"), (131071, 64, "triton"), (131072, 65, "triton")],
 )
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_operator_takes_hopper_where_it_pays(length, stride, expected, deterministic):
     pytest.importorskip("triton", reason="needs Triton")
-    q = torch.zeros(32768 * 65, dtype=torch.bfloat16).as_strided((1, 1, length, 64), (0, 0, stride, 1))
+    q = torch.zeros(131072 * 65, dtype=torch.bfloat16).as_strided((1, 1, length, 64), (0, 0, stride, 1))
     kernels = ops._kernels("auto, deterministic" if deterministic else "auto", q, q, q)
     backward = kernels[1].func if isinstance(kernels[1], functools.partial) else kernels[1]
     modules = {function.__module__.rpartition(".")[2] for function in (kernels[0], backward)}
@@ -1031,7 +1031,7 @@ def test_the_operator_takes_hopper_where_it_pays(length, stride, expected, deter
 @pytest.mark.parametrize(("q_len", "expected"), [(64, "forward"), (65, "hopper_forward")])
 def test_few_queries_are_left_to_triton_however_many_keys(q_len, expected):
     pytest.importorskip("triton", reason="needs Triton")
-    k = torch.zeros(1, 1, 65536, 64, dtype=torch.bfloat16)
+    k = torch.zeros(1, 1, 262144, 64, dtype=torch.bfloat16)
     assert ops._kernels("auto", k[:, :, :q_len], k, k)[0].__module__.rpartition(".")[2] == expected
 
 
