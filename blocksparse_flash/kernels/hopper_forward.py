@@ -1,9 +1,9 @@
 """How does the Hopper forward run? out = softmax(scale q k^T on the layout) v, and lse; Gluon, sm90.
 
-One or two programs a multiprocessor take tile rows from a queue until none is left. A warp moves data: it fetches the next
+One program a multiprocessor takes tile rows from a queue until none is left. A warp moves data: it fetches the next
 row, tells the others, and loads q, then k and v of each step of the row, into a ring, running ahead over the end of a row.
 Two warpgroups compute, 64 of the 128 queries of a row each, out in registers; at head dimension 64, where neither a layout nor
-lengths forbid it and enough rows are there, three, of rows of 192. Where one program has a multiprocessor:
+lengths forbid it and enough rows are there, three, of rows of 192. With `overlap`:
 
     issue q k^T of step i | issue p v of step i - 1 | wait for the first | softmax of step i while the second runs
 
@@ -88,10 +88,8 @@ class Config:
     warpgroups that compute; 3 want neither a layout, whose rows have 128 queries, nor lengths: clear_tail is for 2
     queries    sets of them in flight, one a row
     slack      by how much, in base 2, a maximum may grow before out is rescaled
-    hold_q     q in registers, else in shared memory
-    out_in_q   out takes the place of q in shared memory, which must not be held
-    programs   of a multiprocessor
-    registers, mover_registers, max_registers  of a computing thread, of the moving warp, of all on average (None: Triton's)
+    out_in_q   out takes the place of q in shared memory
+    registers, mover_registers  of a computing thread, of the moving warp
     """
 
     block_kv: int = 128
@@ -102,12 +100,9 @@ class Config:
     warpgroups: int = 2
     queries: int = 1
     slack: float = 0.0
-    hold_q: bool = True
     out_in_q: bool = False
-    programs: int = 1
     registers: int = 240
     mover_registers: int = 24
-    max_registers: int | None = None
 
 
 @functools.cache
@@ -139,7 +134,7 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
     whole had 430 436 403 393 421 399; an eighth of the exponentials as polynomials 437 425 403 393 418 394, a quarter 422 417
     380 382 401 383. At 128, slack 8 and two steps a round 636 615 561 559 584 540 where the sum whole had 664 597 533 537 579 540.
 
-    Ahead of time only: held queries and `pin` together spill (128: 36 to 204 bytes), as `pin` does with Triton 3.9 (84), and 3
+    Ahead of time only: `pin` spills with Triton 3.9 (84 bytes), as queries in registers did beside it (128: 36 to 204), and 3
     warpgroups with lengths (264) or with Triton 3.9 (692). At 128 with a layout, 2 sets spill 28 with Triton 3.6: three words,
     stored once a program, loaded once a row; without `pin` none, but the wait for p v stands before the exponentials.
 
@@ -149,11 +144,11 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
     """
     if dim == 256:
         # out takes 128 registers, and there is no room for it beside q
-        return Config(block_kv=64, hold_q=False, out_in_q=True)
+        return Config(block_kv=64, out_in_q=True)
     if dim == 64 and is_wide and FITS:
-        return Config(stages=4, warpgroups=3, hold_q=False, registers=160, mover_registers=32)
+        return Config(stages=4, warpgroups=3, registers=160, mover_registers=32)
     slack = 8.0 if dim == 128 and has_layout and not has_lengths else 0.0
-    return Config(stages=2 if dim == 128 else 4, queries=2, slack=slack, hold_q=False, pin=FITS)
+    return Config(stages=2 if dim == 128 else 4, queries=2, slack=slack, pin=FITS)
 
 
 def wide_pays(q_len: int, n_axes: int, n_programs: int) -> bool:
@@ -188,7 +183,7 @@ def wait_for_values(rings, barriers, n_now, STAGES: gl.constexpr):
 
 @gluon.jit
 def attend(
-    state, b_q, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr,
+    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr,
     SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, OVERLAP: gl.constexpr,
     PIN: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
@@ -212,7 +207,7 @@ def attend(
     b_zero = gl.zeros([HALF, BLOCK_KV], gl.float32, score_layout)
     k_tile = k_ring.index(stage).reshape([BLOCK_KV, k_ring.shape[4]]).permute((1, 0))
     # [HALF, BLOCK_KV]
-    scores_token = warpgroup_mma(b_q, k_tile, b_zero, use_acc=False, is_async=True)
+    scores_token = warpgroup_mma(q_tile, k_tile, b_zero, use_acc=False, is_async=True)
     if BEFORE:
         v_tile = wait_for_values(rings, barriers, n_now - 1, STAGES)
         # [HALF, DIM_V]
@@ -283,7 +278,7 @@ def hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO: gl
 @gluon.jit
 def compute(
     descriptors, rings, barriers, ptrs, sizes, WHO: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr, PING_PONG: gl.constexpr, HOLD_Q: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr, PING_PONG: gl.constexpr,
     OUT_IN_Q: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
     q_ring, k_ring, v_ring, _, row_ring = rings
@@ -315,31 +310,26 @@ def compute(
         mbarrier.wait(barriers[Q_FULL].index(i_query), phase)
         # [HALF, DIM]
         q_tile = q_ring.index(i_query).reshape([HALF, DIM])
-        if HOLD_Q:
-            b_q = q_tile.load(gl.DotOperandLayout(0, score_layout, 2))
-            mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)
-        else:
-            b_q = q_tile
         # one is known when compiling, the other is not
         if OVERLAP:  # noqa: SIM102
             if n_steps > 0:
                 state = attend(
-                    state, b_q, rings, barriers, ptrs, sizes, row, n_done, 0, limit, WHO, False, SIGN, CAUSAL, STAGES,
+                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, 0, limit, WHO, False, SIGN, CAUSAL, STAGES,
                     True, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK,
                 )  # fmt: skip
         for i_step in range(1 if OVERLAP else 0, n_partial):
             state = attend(
-                state, b_q, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, True, SIGN, CAUSAL, STAGES,
+                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, True, SIGN, CAUSAL, STAGES,
                 False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK,
             )  # fmt: skip
         for i_step in range(gl.maximum(n_partial, 1) if OVERLAP else n_partial, n_steps):
             state = attend(
-                state, b_q, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, False, SIGN, CAUSAL, STAGES,
+                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, False, SIGN, CAUSAL, STAGES,
                 False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK,
             )  # fmt: skip
         b_out, b_max, b_sum, b_p = state
         n_done += n_steps
-        if not HOLD_Q and not OUT_IN_Q:
+        if not OUT_IN_Q:
             # nothing reads the queries any more
             mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)
         if OVERLAP:  # noqa: SIM102
@@ -381,7 +371,7 @@ def hopper_forward_kernel(
     n_heads, n_axes, n_lines, q_len, kv_len, group, n_split, n_parts, scale_log2,
     # compile time
     SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr,
-    PING_PONG: gl.constexpr, HOLD_Q: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
+    PING_PONG: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
     MOVER_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr, QUERIES: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
     BLOCK_KV: gl.constexpr = k_desc.block_type.shape[2]
@@ -407,7 +397,7 @@ def hopper_forward_kernel(
     sizes = (n_heads, n_axes, n_lines, q_len, kv_len, scale_log2, n_split, n_parts)
     gl.warp_specialize(
         [
-            (compute, (descriptors, rings, barriers, ptrs, sizes, who, SIGN, CAUSAL, STAGES, OVERLAP, PIN, PING_PONG, HOLD_Q,
+            (compute, (descriptors, rings, barriers, ptrs, sizes, who, SIGN, CAUSAL, STAGES, OVERLAP, PIN, PING_PONG,
                        OUT_IN_Q, WARPGROUPS, SLACK))
             if who < WARPGROUPS else
             (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, group, CAUSAL, BLOCK_KV, STAGES, WARPGROUPS))
@@ -469,7 +459,6 @@ def prepare(
         "OVERLAP": chosen.overlap,
         "PIN": chosen.pin,
         "PING_PONG": chosen.ping_pong,
-        "HOLD_Q": chosen.hold_q,
         "OUT_IN_Q": chosen.out_in_q,
         "REGISTERS": chosen.registers,
         "MOVER_REGISTERS": chosen.mover_registers,
@@ -478,9 +467,7 @@ def prepare(
         "SLACK": chosen.slack,
         "num_warps": 4,
     }
-    if chosen.max_registers is not None:
-        rest["maxnreg"] = chosen.max_registers
-    n_programs = min(split.n_programs(n_lines, batch * heads), chosen.programs * n_multiprocessors)
+    n_programs = min(split.n_programs(n_lines, batch * heads), n_multiprocessors)
     return Prepared(
         Launch(hopper_forward_kernel, (n_programs,), rest),
         merge_rows(split, items, out, rest, dim_v),
