@@ -130,7 +130,7 @@ TABLE = {
         {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "explanation.dispatch", "layout", "plan"))}
     ),
     "blocksparse_flash/explanation/memory.py": Arrows(
-        {f"{OURS}.splitting", *(f"{OURS}.explanation.{name}" for name in ("call", "dispatch"))}
+        {f"{OURS}.splitting", *(f"{OURS}.explanation.{name}" for name in ("call", "dispatch", "prediction"))}
     ),
     "blocksparse_flash/explanation/prediction.py": Arrows({f"{OURS}.explanation.dispatch"}),
     "blocksparse_flash/explanation/cost.py": Arrows(

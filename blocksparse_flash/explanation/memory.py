@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..splitting import split_of
 from .call import Call
 from .dispatch import TILE
+from .prediction import padded_dim
 
 # of lse, delta and the sum of dq, bytes
 FLOAT = 4
@@ -61,8 +62,7 @@ def _parts(call: Call, first: int) -> int:
     """Bytes that the parts of rows (first = 0) or columns (3) write where `hopper` splits them."""
     plan = [] if call.plan is None else list(call.plan)
     split = split_of(plan, first, call.q.shape, call.k.shape, call.causal, call.multiprocessors)
-    # columns of a tile, see kernels.hopper.padded_dim
-    dim, dim_v = (64 if dim <= 64 else 128 if dim <= 128 else 256 for dim in (call.head_dim, call.v_dim))
+    dim, dim_v = padded_dim("hopper", call.head_dim), padded_dim("hopper", call.v_dim)
     if first:
         return FLOAT * split.floats(dim + dim_v, call.batch * call.kv_heads)
     # wide ones are as wide as each other, since out takes the place of q; and lse
