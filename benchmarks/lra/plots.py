@@ -42,7 +42,7 @@ def curve_of(folder: Path, run: str) -> Curve | None:
         if rows and config.exists():
             data = yaml.safe_load(config.read_text())["data"]
             source, given = data.get("source", "generated"), data.get("rules") or {}
-            rules = Rules(**{name: given[name] for name in ("contour_length", "settings") if name in given})
+            rules = Rules(**{name: given[name] for name in ("contour_length", "settings", "changes") if name in given})
             what = f"{data['task']}, {source} data"
             is_lra = data["task"] in LRA and source != "stand-in" and rules.are_published
     return Curve(run, what, is_lra, dict(sorted(accuracy.items()))) if accuracy else None
