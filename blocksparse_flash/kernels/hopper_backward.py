@@ -587,7 +587,7 @@ def backward(
         return portable.backward(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, scale, causal, dropout_p)
     dk, dv = writable(k, k.shape), writable(v, v.shape)
     # what autograd hands on may have strides of 0
-    q, k, v, dout = readable(q), readable(k), readable(v), readable(dout)
+    (q, k, v, dout), seen = readable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     axes, n_padded = q.shape[0] * q.shape[1], -(-q.shape[2] // TILE_SIDE) * TILE_SIDE
     lines = q.new_empty(2, axes * n_padded, dtype=torch.float32)
@@ -596,7 +596,6 @@ def backward(
     dq_sum = None if deterministic else writable(q, q.shape, torch.float32)
     pairs = torch.empty(axes * n_padded, 2, dtype=torch.float32, device=q.device) if deterministic else None
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
-    seen = see(q), see(k), see(v), see(dout)
     split = split_of(plan, 3, q.shape, k.shape, causal, multiprocessors(options.device))
     ready = prepare(*seen, see(lse_line), (see(dq_sum), see(dk), see(dv)), see_walk(plan, 3), split, options)
     parts = None if ready.sums is None else lines.new_empty(ready.n_floats)
