@@ -16,6 +16,8 @@ the device) or "step" (of --sweep change); setup_ms is the first call, which com
 --sweep regroup     masks of blocks of 128 in finer blocks, all of which are stored, or 80 % in each block of 128
 --sweep change      a step with one mask for all, with a new one made on the host, and with one selected on the GPU;
                     FlexAttention's from lists that are ready, and from create_block_mask, eager and compiled
+--sweep deterministic
+                    the patterns by `hopper` with deterministic=True and without; all other kernels have equal bits anyway
 
 `python -m benchmarks.report` makes tables and pictures of the lines.
 """
@@ -34,7 +36,7 @@ from torch import Tensor
 from . import correctness, measure, sweeps
 from .lines import SAME_MASK
 from .patterns import Pattern
-from .peers import Call, Peer, Prepare, Shape, peers
+from .peers import Call, Peer, Prepare, Shape, ours, peers
 
 
 class Run(NamedTuple):
@@ -244,6 +246,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")
     if options.sweep == "change" and options.patterns is not None:
         parser.error("--patterns does not go with --sweep change, which has one pattern, random")
+    if options.sweep == "deterministic" and options.providers is not None:
+        parser.error("--providers does not go with --sweep deterministic, which has one, blocksparse_flash")
     known = {case.pattern.name for case in sweeps.cases(options.sweep, 256)}
     for name in options.patterns or ():
         if name not in known:
@@ -272,7 +276,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("needs a CUDA GPU")
-    among = chosen(options.providers, torch.cuda.get_device_capability())
+    capability = torch.cuda.get_device_capability()
+    if options.sweep == "deterministic":
+        if capability != (9, 0):
+            raise SystemExit("--sweep deterministic needs compute capability 9.0: all but hopper has equal bits anyway")
+        among = [ours("hopper", deterministic=each) for each in (False, True)]
+    else:
+        among = chosen(options.providers, capability)
     runs = [Run(options.batch, options.hidden, head_dim, options.out) for head_dim in options.head_dims]
     matmul(runs[0])
     for run in runs:

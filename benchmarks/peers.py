@@ -81,20 +81,25 @@ def _first(out: Any) -> Tensor:
 # ---- ours ----
 
 
-def ours(backend: str) -> Peer:
+def ours(backend: str, *, deterministic: bool = False) -> Peer:
+    """A backend of ours; with `deterministic`, which its name says then, every run has equal bits."""
+
     def prepare(pattern: Pattern, shape: Shape) -> Call:
         layout = pattern.layout()
         if layout is not None:
             # all that attention needs on the device; it would bring it at its first call
             layout.plan(shape.device)
-        return functools.partial(attention, layout=layout, causal=pattern.causal, backend=backend, deterministic=False)
+        return functools.partial(
+            attention, layout=layout, causal=pattern.causal, backend=backend, deterministic=deterministic
+        )
 
     def select(scores: Tensor, k: int) -> Call:
         length = BLOCK * scores.shape[0]
         layout = BlockLayout.from_scores(scores[None, None], length, length, k=k, block_size=BLOCK)
-        return functools.partial(attention, layout=layout, backend=backend, deterministic=False)
+        return functools.partial(attention, layout=layout, backend=backend, deterministic=deterministic)
 
-    return Peer("blocksparse_flash", backend, _nothing, prepare, select=select)
+    named = f"{backend}, deterministic" if deterministic else backend
+    return Peer("blocksparse_flash", named, _nothing, prepare, select=select)
 
 
 # ---- PyTorch's ----

@@ -1,4 +1,4 @@
-"""What is measured, over what? The cases of each sweep: over length, density, block size, and of masks that change.
+"""What is measured, over what? The cases of each sweep: over length, density, block size, of masks that change, of equal bits.
 
 Knows patterns. Must not know who computes them, nor how they are timed.
 """
@@ -12,7 +12,7 @@ from . import patterns
 from .patterns import Pattern
 
 # of --sweep
-NAMES = ("length", "density", "block-size", "regroup", "change")
+NAMES = ("length", "density", "block-size", "regroup", "change", "deterministic")
 SHORTEST = 2048
 # tokens; beyond it a dense backward takes seconds
 DENSE_UP_TO = 131_072
@@ -83,6 +83,12 @@ def over_regrouping(length: int) -> Iterator[Case]:
                 yield Case("regroup", f"{pattern.name}, {block_size}, {filled:.0%} stored", finer)
 
 
+def of_equal_bits(length: int) -> Iterator[Case]:
+    """The patterns at one length, for who has two ways to compute each: every run with equal bits, and faster."""
+    for pattern in patterns.patterns(length):
+        yield Case("deterministic", pattern.name, pattern)
+
+
 def changing(length: int, *, seed: int) -> Pattern:
     """One of many masks of the same density: the mask of step `seed`."""
     return patterns.random(length, density=FIXED_DENSITY, seed=seed)
@@ -99,5 +105,6 @@ def cases(sweep: str | None, length: int) -> Iterator[Case]:
             "density": over_density,
             "block-size": over_block_size,
             "regroup": over_regrouping,
+            "deterministic": of_equal_bits,
         }
         yield from made[sweep](length)

@@ -370,7 +370,7 @@ TABLE = {
     "benchmarks/huggingface.py": Arrows(
         {TORCH, OURS, "masks", "transformers", f"{OURS}.huggingface", "benchmarks.measure"}
     ),
-    "benchmarks/overhead.py": Arrows({TORCH, OURS, "masks"}),
+    "benchmarks/overhead.py": Arrows({TORCH, OURS, "masks"}, {f"{OURS}.kernels.launch"}),
     "benchmarks/gallery.py": Arrows({NUMPY, TORCH, OURS, "masks"}, {"matplotlib"}),
     "benchmarks/lra/listops.py": Arrows(set()),
     "benchmarks/lra/paddles.py": Arrows({NUMPY, "PIL"}),

@@ -106,6 +106,31 @@ def test_a_line_is_written_for_each_figure(tmp_path: Path) -> None:
     assert [line["tflops"] for line in lines] == pytest.approx([None, flops * 0.5e-9, 2.5 * flops * 0.5e-9])
 
 
+@pytest.mark.usefixtures("untimed")
+def test_both_ways_of_a_backend_have_lines_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    attention = peers.attention
+
+    def noted(*tensors: Any, deterministic: bool, **options: Any) -> Any:
+        asked.append(deterministic)
+        return attention(*tensors, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(peers, "attention", noted)
+    run = benchmark.Run(1, HEADS * DIM, DIM, tmp_path / "lines.jsonl", device="cpu")
+    (case,) = (case for case in sweeps.cases("deterministic", N) if case.name == "butterfly")
+    ways = [peers.ours("eager", deterministic=each) for each in (False, True)]
+    for way, deterministic in zip(ways, (False, True), strict=True):
+        asked.clear()
+        benchmark.compare(case, [way], run)
+        assert asked and set(asked) == {deterministic}
+    lines = written(run.out)
+    assert [(line["bench"], line["backend"], line["direction"]) for line in lines] == [
+        ("deterministic", backend, direction)
+        for backend in ("eager", "eager, deterministic")
+        for direction in ("mask", "fwd", "bwd")
+    ]
+
+
 def test_no_shapes_share_the_limit_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
@@ -221,6 +246,7 @@ def test_defaults_are_what_the_help_says() -> None:
     "arguments",
     [
         ["--length", "1000"], ["--head-dims", "128", "96"], ["--patterns", "spiral"], ["--sweep", "moon"],
+        ["--providers", "flex", "--sweep", "deterministic"],
         ["--patterns", "random", "--sweep", "change"], ["--patterns", "butterfly", "--sweep", "density"],
     ],
 )  # fmt: skip

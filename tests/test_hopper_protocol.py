@@ -237,7 +237,12 @@ def test_a_maximum_that_grows_by_less_than_the_slack_and_by_more(check, monkeypa
 
 @pytest.mark.parametrize("call", [CAUSAL, LIMITED], ids=str)
 @pytest.mark.parametrize(
-    "config", [BackwardConfig(block_q=q, stages=n) for q, n in ((64, 1), (64, 3), (128, 2))], ids=str
+    "config",
+    [
+        BackwardConfig(block_q=q, stages=n, hold_kv=hold)
+        for q, n, hold in ((64, 1, True), (64, 3, False), (128, 2, True))
+    ],
+    ids=str,
 )
 def test_every_configuration_of_the_backward(check, monkeypatch, config, call):
     simulation = Simulation(seed=4)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..copy_engine import can_read
+from .. import copy_engine
 from . import launch
 from .tile import TILE
 
@@ -241,9 +241,26 @@ def writable(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | 
     return tensor.new_empty(*front, -(-head_dim // 8) * 8, dtype=dtype)[..., :head_dim]
 
 
-def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor where the copy engine can read it, else a copy of which it can."""
-    return tensor if can_read(tensor) else writable(tensor, tensor.shape).copy_(tensor)
+@functools.lru_cache(maxsize=4096)
+def _is_readable(*seen: launch.Seen) -> bool:
+    """Whether the copy engine can read all of such tensors."""
+    return all(
+        each.strides[-1] == 1 and copy_engine.takes(each.dtype.itemsize, each.shape, each.strides, each.is_aligned)
+        for each in seen
+    )
+
+
+def readable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+    """(the tensors, each as it is where the copy engine can read it, else as a copy; what is seen of them)."""
+    # asked of all at once, which saves the host two questions
+    seen = tuple([launch.see(tensor) for tensor in tensors])
+    if _is_readable(*seen):
+        return tensors, seen
+    tensors = tuple(
+        tensor if _is_readable(each) else writable(tensor, tensor.shape).copy_(tensor)
+        for tensor, each in zip(tensors, seen, strict=True)
+    )
+    return tensors, tuple(map(launch.see, tensors))
 
 
 @functools.cache

@@ -79,36 +79,46 @@ KV_FULL = gl.constexpr(0)
 Q_FULL, Q_EMPTY, DOUT_FULL, DOUT_EMPTY = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7)
 # values of a program of scale_kernel
 SCALE_BLOCK = 2048
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 @dataclass(frozen=True)
 class Config:
-    """One launch configuration: queries of a step, steps in flight, registers of a computing thread and of the mover."""
+    """One launch configuration: queries of a step, steps in flight, registers of a computing thread and of the mover.
+
+    hold_kv  a warpgroup loads its keys and values into registers once, from where all its scores and dp take them
+    """
 
     block_q: int = 64
     stages: int = 2
+    hold_kv: bool = False
     registers: int = 240
     mover_registers: int = 24
 
 
 @functools.cache
-def config(dim: int) -> Config:
-    """The launch table: dim is the larger padded head dimension.
+def config(dim: int, has_layout: bool, is_plain: bool) -> Config:
+    """The launch table: dim is the larger padded head dimension, is_plain says: no lengths, no groups of heads, no parts.
 
     What binds (Nsight Compute, H200, 16,384 tokens, hidden size 2048, bf16, of the cycles): shared memory. 128 dense 77 %, tensor
     cores 72 %, 16 million bank conflicts; 128 local 63 and 57 %; 64 dense 67 and 48 %, 99 million conflicts. Before `store_spread`
     128 dense had 78 and 66 %, 151 million, 64 dense 65 and 45 %, 179 million: 128 dense 588 TFLOP/s for 563, random 501 for 434; 64
     dense 459 for 429, butterfly 349 for 336. Around the kernel, in a backward of 0.8 ms: lse, delta and the zeros of dq 67
-    microseconds, its conversion 48, 268 and 201 MB. Tried:
-    64, keys and values in registers: 456 455 366 353 416 369 for 450 422 358 349 397 366 (dense, causal, local, butterfly, random,
-    bigbird), right on a few layouts; not run through the zoo yet.
+    microseconds, its conversion 48, 268 and 201 MB.
+
+    64 holds keys and values in registers, which unburdens shared memory: +1 to +8 % on the few layouts timed, 456 455 366 353 416
+    369 for 450 422 358 349 397 366 (dense, causal, local, butterfly, random, bigbird; Triton 3.6). At 128 registers spill
+    even so. Ahead of time only: with a layout they spill 8 to 32 bytes under Triton 3.7, 3.8 and 3.9, and under 3.6 where a call
+    is not plain, 8 to 40; without one under 3.9, 56 to 64, where causal. Tried:
     persistent programs that take columns from a queue, with warps that add and scale dq: 128 dense 531 for 558, butterfly 348 for 420;
     64 dense 434 for 401, butterfly 341 for 335.
     sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in place of a pass
     before and one after: 128 causal 545 for 600, butterfly 371 for 418 (more spills in the steps); 64 causal 442 for 434, butterfly
     332 for 347.
     """
-    return Config(stages=2 if dim == 128 else 3)
+    if dim == 128:
+        return Config(stages=2)
+    return Config(stages=3, hold_kv=is_plain and TRITON < (3, 7) if has_layout else TRITON < (3, 9))
 
 
 # ---- which steps? ----
@@ -220,13 +230,16 @@ def attending(ptrs, sizes, place, step, o_kv, o_q, CAUSAL: gl.constexpr, BLOCK_Q
 
 @gluon.jit
 def descend(
-    b_dk, b_dv, descriptors, rings, barriers, ptrs, sizes, place, i_head, step, n_now, is_masked, WHO: gl.constexpr,
-    CAUSAL: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_Q: gl.constexpr,
+    b_dk, b_dv, k_half, v_half, descriptors, rings, barriers, ptrs, sizes, place, i_head, step, n_now, is_masked,
+    WHO: gl.constexpr, CAUSAL: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One step: dk and dv of this warpgroup's keys and its share of the step's dq."""
+    """One step: dk and dv of this warpgroup's keys and its share of the step's dq.
+
+    k_half, v_half  the warpgroup's keys and values, in shared memory or in registers
+    """
     _, _, _, _, _, _, dq_desc, _, _ = descriptors
-    q_ring, dout_ring, k_tile, v_tile, ds_ring, dq_ring, lse_ring, delta_ring = rings
+    q_ring, dout_ring, k_tile, _, ds_ring, dq_ring, lse_ring, delta_ring = rings
     _, indices_ptr, _, _, kv_lengths_ptr, _ = ptrs
     i_batch, _, kv_start, limit, _, _, _, _, _ = place
     dtype: gl.constexpr = q_ring.dtype
@@ -243,8 +256,6 @@ def descend(
     q_tile = q_ring.index(stage).reshape([BLOCK_Q, DIM])
     dout_tile = dout_ring.index(stage).reshape([BLOCK_Q, DIM_V])
     k_all = k_tile.reshape([TILE, DIM])
-    k_half = k_all.slice(WHO * HALF, HALF, 0)
-    v_half = v_tile.reshape([TILE, DIM_V]).slice(WHO * HALF, HALF, 0)
     b_zero = gl.zeros([HALF, BLOCK_Q], gl.float32, score_layout)
     mbarrier.wait(barriers.index(Q_FULL + 4 * stage), phase)
     # [HALF, BLOCK_Q]
@@ -311,6 +322,7 @@ def descend(
 def compute(
     descriptors, rings, barriers, ptrs, items_strides, sizes, place, WHO: gl.constexpr, CAUSAL: gl.constexpr,
     GROUP: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    HOLD_KV: gl.constexpr,
 ):  # fmt: skip
     _, _, k_tile, v_tile, _, _, _, _ = rings
     _, _, _, _, kv_lengths_ptr, parts_ptr = ptrs
@@ -323,14 +335,20 @@ def compute(
     if kv_lengths_ptr is not None:
         clear_tail(k_tile.reshape([TILE, DIM]), kv_start, limit, WHO)
         clear_tail(v_tile.reshape([TILE, DIM_V]), kv_start, limit, WHO)
+    k_half = k_tile.reshape([TILE, DIM]).slice(WHO * HALF, HALF, 0)
+    v_half = v_tile.reshape([TILE, DIM_V]).slice(WHO * HALF, HALF, 0)
+    if HOLD_KV:
+        score_layout: gl.constexpr = accumulator(BLOCK_Q)
+        k_half = k_half.load(gl.DotOperandLayout(0, score_layout, 2))
+        v_half = v_half.load(gl.DotOperandLayout(0, score_layout, 2))
     n_done = 0
     for i_member in range(GROUP):
         first, n_steps, n_masked = member_steps(ptrs, items_strides, sizes, place, i_member, CAUSAL, GROUP, BLOCK_Q)
         i_head = i_kv_head * GROUP + i_member
         for i_step in range(n_steps):
             b_dk, b_dv = descend(
-                b_dk, b_dv, descriptors, rings, barriers, ptrs, sizes, place, i_head, first + i_step, n_done + i_step,
-                i_step < n_masked, WHO, CAUSAL, DIM, DIM_V, BLOCK_Q, STAGES,
+                b_dk, b_dv, k_half, v_half, descriptors, rings, barriers, ptrs, sizes, place, i_head, first + i_step,
+                n_done + i_step, i_step < n_masked, WHO, CAUSAL, DIM, DIM_V, BLOCK_Q, STAGES,
             )  # fmt: skip
         n_done += n_steps
     # one is known when compiling, the other is not
@@ -381,7 +399,7 @@ def hopper_backward_kernel(
     # n_parts programs each
     n_heads, n_axes, n_lines, q_len, kv_len, n_padded, n_split, n_parts, scale_log2, scale,
     # compile time
-    CAUSAL: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HOLD_KV: gl.constexpr, REGISTERS: gl.constexpr,
     MOVER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -439,9 +457,9 @@ def hopper_backward_kernel(
     gl.warp_specialize(
         [
             (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, place, 0, CAUSAL, GROUP, DIM, DIM_V,
-                       BLOCK_Q, STAGES)),
+                       BLOCK_Q, STAGES, HOLD_KV)),
             (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, place, 1, CAUSAL, GROUP, DIM, DIM_V,
-                       BLOCK_Q, STAGES)),
+                       BLOCK_Q, STAGES, HOLD_KV)),
             (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, place, CAUSAL, GROUP, BLOCK_Q, STAGES)),
         ],
         [4, 1],
@@ -494,7 +512,8 @@ def prepare(
     """How a call on such tensors is launched; gradients are the float32 sum of dq, dk and dv."""
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
-    chosen = config(max(dim, dim_v))
+    is_plain = options.others[-1] is None and heads == kv_heads and split.parts == 1
+    chosen = config(max(dim, dim_v), walked[0] is not None, is_plain)
     rows, half, scale = chosen.block_q, HALF.value, options.scale
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
     n_lines = -(-kv_len // TILE_SIDE)
@@ -514,6 +533,7 @@ def prepare(
         "CAUSAL": options.causal,
         "GROUP": heads // kv_heads,
         "STAGES": chosen.stages,
+        "HOLD_KV": chosen.hold_kv,
         "REGISTERS": chosen.registers,
         "MOVER_REGISTERS": chosen.mover_registers,
         "num_warps": 4,
@@ -567,7 +587,7 @@ def backward(
         return portable.backward(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, scale, causal, dropout_p)
     dk, dv = writable(k, k.shape), writable(v, v.shape)
     # what autograd hands on may have strides of 0
-    q, k, v, dout = readable(q), readable(k), readable(v), readable(dout)
+    (q, k, v, dout), seen = readable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     axes, n_padded = q.shape[0] * q.shape[1], -(-q.shape[2] // TILE_SIDE) * TILE_SIDE
     lines = q.new_empty(2, axes * n_padded, dtype=torch.float32)
@@ -576,7 +596,6 @@ def backward(
     dq_sum = None if deterministic else writable(q, q.shape, torch.float32)
     pairs = torch.empty(axes * n_padded, 2, dtype=torch.float32, device=q.device) if deterministic else None
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
-    seen = see(q), see(k), see(v), see(dout)
     split = split_of(plan, 3, q.shape, k.shape, causal, multiprocessors(options.device))
     ready = prepare(*seen, see(lse_line), (see(dq_sum), see(dk), see(dv)), see_walk(plan, 3), split, options)
     parts = None if ready.sums is None else lines.new_empty(ready.n_floats)

@@ -497,10 +497,11 @@ def forward(
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    q, k, v = readable(q), readable(k), readable(v)
+    (q, k, v), seen = readable(q, k, v)
     options = options_of(q, scale, causal, dropout_p, kv_lengths)
     split = split_of(plan, 0, q.shape, k.shape, causal, multiprocessors(options.device))
-    ready = prepare(see(q), see(k), see(v), see(out), see_walk(plan, 0), split, options)
+    ready = prepare(*seen, see(out), see_walk(plan, 0), split, options)
+    # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
     queue = torch.zeros(1, dtype=torch.int32, device=q.device)
     parts = None if ready.merge is None else lse.new_empty(ready.n_floats)
     refs = ready.q(q), ready.k(k), ready.v(v)
