@@ -5,6 +5,7 @@ Options: --hypothesis-profile=thorough (2000 examples), --zoo=full (every combin
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import hypothesis
@@ -17,6 +18,10 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+if not HAS_CUDA and importlib.util.find_spec("triton") is not None:
+    from interpreter import patch_once_a_launch
+
+    patch_once_a_launch()
 
 # a shared CI machine stops for seconds at times, so a deadline would only test the machine
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
