@@ -5,12 +5,12 @@ Options: --hypothesis-profile=thorough (2000 examples), --zoo=full (every combin
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import hypothesis
 import pytest
 import torch
+from interpreter import patch_once_a_launch
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -18,9 +18,7 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-if not HAS_CUDA and importlib.util.find_spec("triton") is not None:
-    from interpreter import patch_once_a_launch
-
+if not HAS_CUDA:
     patch_once_a_launch()
 
 # a shared CI machine stops for seconds at times, so a deadline would only test the machine
