@@ -1,6 +1,6 @@
-"""What do the kernels compile to, without a GPU? `python -m tests.compile_kernels 90` prints a JSON line a kernel.
+"""What do the kernels compile to, without a GPU? `python -m tests.compile_kernels 90` prints a JSON line a launch.
 
-`hopper` instead of an architecture means the Gluon kernels, on sm90.
+`hopper` instead of an architecture means the Gluon kernels, on sm90. `90-few` and `hopper-few` mean fewer calls: what is tuned.
 
 Runs the launchers on CPU tensors, catches each launch and compiles it ahead of time for that architecture with the
 ptxas that ships inside Triton. Must run in a process of its own: the test process interprets the kernels.
@@ -137,9 +137,8 @@ def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[A
     return source, options.__dict__
 
 
-def compile_launch(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> dict[str, Any]:
+def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, Any], arch: int) -> dict[str, Any]:
     """Compile and read registers, spills, shared memory and wgmma waits."""
-    source, options = source_of(kernel, kwargs, arch)
     with (
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),
@@ -176,46 +175,57 @@ def compile_launch(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> di
     }
 
 
-def calls(arch: int) -> list[dict[str, Any]]:
-    """The calls whose launches are compiled: every head_dim and type of the launch tables, and every option once."""
+def table_calls(arch: int) -> list[dict[str, Any]]:
+    """A call for every row of the launch tables, which differ by architecture."""
     half = torch.bfloat16
     if SHARED_MEMORY[arch] < 160 * 1024:
         # the rows for little shared memory; all else is as on sm80
         little = [{"head_dim": dim, "dtype": dtype} for dim in (64, 128, 256) for dtype in (half, torch.float32)]
         return little + [{**call, "q_len": q_len} for call in little for q_len in (1, 64)]
-    grid = [
-        {"head_dim": head_dim, "dtype": half, "mode": mode}
-        for head_dim, mode in itertools.product((64, 128), ("layout", "dense", "causal"))
-    ]
-    grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (16, 40, 96, 256)]
+    grid = [{"head_dim": head_dim, "dtype": half} for head_dim in (64, 128, 256)]
     grid += [{"head_dim": head_dim, "dtype": torch.float32} for head_dim in (64, 128, 256)]
-    grid += [{"head_dim": head_dim, "dtype": torch.float16} for head_dim in (64, 128)]
-    # 3 and 100: rows of 6 and 200 bytes, which the copy engine does not take
-    grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (3, 100)]
-    grid += [{"head_dim": 64, "dtype": half, **option} for option in ({"group": 4}, {"limited": True}, {"dlse": True})]
-    grid += [{"head_dim": head_dim, "dtype": half, "dropout_p": 0.1} for head_dim in (64, 128)]
+    grid += [
+        {"head_dim": head_dim, "dtype": half, **option}
+        for head_dim in (64, 128)
+        for option in ({"dropout_p": 0.1}, {"scores": "softcap"})
+    ]
     # of a few queries: 4, 32, 64 and 256 rows that share their keys
     grid += [
         {"head_dim": head_dim, "dtype": half, "q_len": q_len, "group": 4}
         for head_dim, q_len in itertools.product((64, 128), (1, 8, 16, 64))
     ]
+    grid += [{"head_dim": 256, "dtype": half, "q_len": q_len, "group": 4} for q_len in (1, 64)]
+    grid += [{"head_dim": 128, "dtype": torch.float32, "q_len": 1, "group": 4}]
+    if arch >= 90:
+        # too small for descriptors: pointers
+        grid += [{"head_dim": head_dim, "dtype": half, "length": 256} for head_dim in (64, 128)]
+    return grid
+
+
+def calls(arch: int) -> list[dict[str, Any]]:
+    """The calls whose launches are compiled: every row of the launch tables, and every option once."""
+    grid = table_calls(arch)
+    if SHARED_MEMORY[arch] < 160 * 1024:
+        return grid
+    half = torch.bfloat16
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": mode}
+        for head_dim, mode in itertools.product((64, 128), ("dense", "causal"))
+    ]
+    # 3 and 100: rows of 6 and 200 bytes, which the copy engine does not take
+    grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (3, 16, 40, 96, 100)]
+    grid += [{"head_dim": head_dim, "dtype": torch.float16} for head_dim in (64, 128)]
+    grid += [{"head_dim": 64, "dtype": half, **option} for option in ({"group": 4}, {"limited": True}, {"dlse": True})]
     few = {"dtype": half, "q_len": 1, "group": 4}
     grid += [
         {"head_dim": 128, **few, **option} for option in ({"mode": "dense"}, {"mode": "causal"}, {"limited": True})
     ]
-    grid += [{"head_dim": head_dim, **few} for head_dim in (3, 40, 256)]
-    grid += [{"head_dim": 128, **few, "dtype": torch.float32}, {"head_dim": 256, **few, "q_len": 64}]
+    grid += [{"head_dim": head_dim, **few} for head_dim in (3, 40)]
     grid += [{"head_dim": head_dim, "dtype": half, "mode": "rows"} for head_dim in (64, 128)]
-    grid += [
-        {"head_dim": head_dim, "dtype": half, "scores": scores}
-        for head_dim in (64, 128)
-        for scores in ("softcap", "sinks softcap slopes learned bias16")
-    ]
+    everything = "sinks softcap slopes learned bias16"
+    grid += [{"head_dim": head_dim, "dtype": half, "scores": everything} for head_dim in (64, 128)]
     grid += [{"head_dim": 64, "dtype": half, "scores": scores} for scores in ("sinks", "bias128")]
     grid += [{"head_dim": 64, "dtype": half, "mode": "causal", "scores": "slopes"}]
-    if arch >= 90:
-        # too small for descriptors: pointers
-        grid += [{"head_dim": head_dim, "dtype": half, "length": 256} for head_dim in (64, 128)]
     return grid
 
 
@@ -241,22 +251,38 @@ def hopper_calls() -> list[dict[str, Any]]:
     return [{**call, "backend": "hopper"} for call in grid]
 
 
+def few_hopper_calls() -> list[dict[str, Any]]:
+    """Those of `hopper_calls` whose head_dim is tuned, and one of 256."""
+    return [call for call in hopper_calls() if call["head_dim"] <= 128 or call.get("mode") == "layout"]
+
+
 def main(targets: list[str]) -> None:
     if triton.knobs.runtime.interpret:
         raise SystemExit("TRITON_INTERPRET=1 interprets the kernels; unset it to compile them")
     for target in targets:
-        is_hopper = target == "hopper"
-        arch = 90 if is_hopper else int(target)
+        name, _, is_few = target.partition("-")
+        is_hopper = name == "hopper"
+        arch = 90 if is_hopper else int(name)
+        if is_hopper:
+            chosen = few_hopper_calls() if is_few else hopper_calls()
+        else:
+            chosen = table_calls(arch) if is_few else calls(arch)
         met: set[str] = set()
-        for call in hopper_calls() if is_hopper else calls(arch):
+        # calls share kernels, above all the small ones before and after the loops
+        records: dict[str, dict[str, Any]] = {}
+        for call in chosen:
             named = {**call, "dtype": str(call["dtype"]).removeprefix("torch.")}
             for kernel, kwargs in launches(arch, **call):
+                source, options = source_of(kernel, kwargs, arch)
                 # the portable kernels that backend hopper launches are compiled for every architecture: here one of each
-                key = source_of(kernel, kwargs, arch)[0].hash() if kernel.is_gluon() else kernel.fn.__name__
+                key = source.hash() if kernel.is_gluon() else kernel.fn.__name__
                 if is_hopper and key in met:
                     continue
                 met.add(key)
-                print(json.dumps({**compile_launch(kernel, kwargs, arch), "call": named}), flush=True)
+                record_key = f"{source.hash()} {sorted(options.items(), key=str)}"
+                if record_key not in records:
+                    records[record_key] = compile_launch(kernel, source, options, arch)
+                print(json.dumps({**records[record_key], "call": named}), flush=True)
 
 
 if __name__ == "__main__":
