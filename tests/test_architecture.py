@@ -80,7 +80,7 @@ TABLE = {
     "blocksparse_flash/kernels/score_tile.py": Arrows({TRITON, f"{OURS}.kernels.tile"}),
     "blocksparse_flash/kernels/launcher.py": Arrows({TRITON}),
     "blocksparse_flash/kernels/launch.py": Arrows(
-        {TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.launcher", f"{OURS}.kernels.scores"}
+        {TORCH, TRITON, *(f"{OURS}.{name}" for name in ("copy_engine", "philox", "kernels.launcher", "kernels.scores"))}
     ),
     "blocksparse_flash/kernels/parts.py": Arrows(
         {TRITON, f"{OURS}.splitting", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},

@@ -92,7 +92,7 @@ def config_keys(
             return Config(32, 32, 8 if dim <= 64 else 4, 2)
         return Config(32, 64, 8, 2 if major == 9 else 1)
     if dim <= 128:
-        if tma and not dropout:
+        if tma and not (dropout and (major != 9 or dim > 64)):
             if major == 10 and dim <= 64:
                 return Config(32, 64, 8, 3)
             return Config(64, 64, 4, 3 if dim <= 64 else 2)
@@ -125,7 +125,7 @@ def config_queries(
             return Config(128, 64, 8, 3) if dim <= 64 else Config(64, 32, 8 if major == 10 else 4, 2)
         return Config(64, 32, 4, 2) if dim <= 64 else Config(64, 64, 8, 2)
     if dim <= 128 and dropout:
-        return Config(64, 64, 8, 2)
+        return Config(64, 64, 4 if tma and major == 9 else 8, 2)
     if dim <= 64:
         return Config(128, 64, 4, 3) if tma else Config(128, 64, 8, 3)
     if dim <= 128:
@@ -294,8 +294,7 @@ def keys_kernel(
                 dout_ref, dout_strides, i_batch, i_head, q_start, q_len, V_DIM, BLOCK_Q, DIM_V, TMA, True, False
             )
             if DROPOUT:
-                m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
-                m_kept = tl.trans(m_kept)
+                m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
                 b_kept_p = tl.where(m_kept, b_p * keep_scale, 0.0)
                 b_dv, b_dv_lost = add_product(b_kept_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
                 b_dp = product(b_v, tl.trans(b_dout), PRECISION)
@@ -407,7 +406,7 @@ def queries_kernel(
             )  # fmt: skip
             b_p = tl.where(m_pairs, b_p, 0.0)
         if DROPOUT:
-            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
+            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
             b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
         if dslopes_ptr is not None:

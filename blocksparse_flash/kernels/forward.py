@@ -79,7 +79,7 @@ def config(
     if element_size == 4:
         return Config(64, 32, 8, 2) if dim <= 64 else Config(32, 32, 8, 1 if dim > 128 and small else 2)
     if dim <= 128 and (dropout or changed):
-        return Config(128, 64, 8, 2)
+        return Config(128, 64, 4, 3) if dim <= 64 and major == 9 and not changed else Config(128, 64, 8, 2)
     if dim <= 64:
         return Config(128, 64, 8 if major == 10 else 4, 3)
     if dim <= 128 and major == 10 and not tma:
@@ -195,7 +195,7 @@ def forward_kernel(
         b_lost = b_lost * b_decay[:, None]
         b_max = b_new_max
         if DROPOUT:
-            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
+            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
             b_p = tl.where(m_kept, b_p, 0.0)
         # [BLOCK_KV, DIM_V]
         b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
