@@ -65,7 +65,8 @@ class BlockLayout:
     kv_len: int
     block_size: Size
     if TYPE_CHECKING:
-        # plans and indices of biases by (device, causal), sizes of the axes, and the hash; not part of the value, so not a field
+        # plans and indices of biases by (device, causal), sizes of the axes, the hash, and what was selected on a device; not
+        # part of the value, so not a field
         _cache: dict[str, Any]
 
     def __init__(
@@ -215,7 +216,7 @@ class BlockLayout:
         frame = arguments.frame(q_len, kv_len, block_size)
         frame = selection.frame_of(indices, "indices", frame, kind="integers")
         selection.check_cols(indices, frame)
-        return cls._selected(selection.known(indices, frame.n_cols), frame)
+        return cls._selected(selection.by_indices(indices, frame), frame)
 
     @classmethod
     def from_scores(
@@ -231,7 +232,7 @@ class BlockLayout:
                 later keys stay: `attention(..., causal=True)` drops them
         """
         frame = selection.frame_of(scores, "scores", arguments.frame(q_len, kv_len, block_size), kind="floats")
-        return cls._selected(selection.highest(scores, frame, k, causal=causal), frame)
+        return cls._selected(selection.by_scores(scores, frame, k, causal=causal), frame)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> BlockLayout:
@@ -627,16 +628,16 @@ class BlockLayout:
         return algebra.broadcast(self._block_list(), self.shape[:2], axes, self.n_rows * self.n_cols)
 
     @classmethod
-    def _selected(cls, indices: torch.Tensor, frame: Frame) -> BlockLayout:
-        """The layout of the cols that each row names, n_cols for none; its plans are made where it is."""
-        bitmasks = storage.no_bitmasks(frame, indices.device)
-        layout = cls._bare(*selection.sorted_rows(indices, frame.n_cols), bitmasks, *frame[2:])
-        layout._cache["is_selected"] = True
+    def _selected(cls, found: selection.Selection, frame: Frame) -> BlockLayout:
+        """The layout of selected cols; its plans are made where it is."""
+        bitmasks = storage.no_bitmasks(frame, found.indptr.device)
+        layout = cls._bare(found.indptr, found.indices, found.bitmask_ids, bitmasks, *frame[2:])
+        layout._cache["selection"] = found
         return layout
 
     def _new_plan(self, device: torch.device, causal: bool) -> Plan:
-        if "is_selected" in self._cache and device == self.device:
-            return selection.build_plan(self.indptr, self.indices, **self._frame.sizes, causal=causal)
+        if "selection" in self._cache and device == self.device:
+            return selection.build_plan(self._cache["selection"], **self._frame.sizes, causal=causal)
         if causal:
             restricted = self._causal()
             return self.plan(device) if restricted == self else restricted._new_plan(device, False)

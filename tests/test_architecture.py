@@ -61,7 +61,11 @@ TABLE = {
     "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks", f"{OURS}.packing"}),
     "blocksparse_flash/block_bias.py": Arrows({TORCH, f"{OURS}.blocks", f"{OURS}.plan"}),
-    "blocksparse_flash/selection.py": Arrows({TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan"))}),
+    "blocksparse_flash/watchers.py": Arrows({TORCH}),
+    "blocksparse_flash/selection.py": Arrows(
+        {TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan", "watchers"))},
+        {TRITON, *(f"{OURS}.kernels.{name}" for name in ("selecting", "listing"))},
+    ),
     "blocksparse_flash/layout.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "block_bias", "blocks", "description"))}
         | {f"{OURS}.drawing"}
@@ -95,6 +99,10 @@ TABLE = {
         {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "scores", "score_tile"))},
     ),
     "blocksparse_flash/kernels/rows.py": Arrows({TORCH, TRITON, f"{OURS}.kernels.launch", f"{OURS}.kernels.tile"}),
+    "blocksparse_flash/kernels/selecting.py": Arrows({TORCH, TRITON, f"{OURS}.kernels.launch"}),
+    "blocksparse_flash/kernels/listing.py": Arrows(
+        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("launch", "selecting", "tile"))},
+    ),
     "blocksparse_flash/kernels/hopper.py": Arrows(
         {TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"}
     ),
@@ -121,7 +129,7 @@ TABLE = {
         {NUMPY, TORCH, f"{OURS}.philox", f"{OURS}.kernels.scores", f"{OURS}.kernels.eager_scores"}
     ),
     "blocksparse_flash/ops.py": Arrows(
-        {TORCH, f"{OURS}.copy_engine", f"{OURS}.kernels.scores"},
+        {TORCH, f"{OURS}.copy_engine", f"{OURS}.watchers", f"{OURS}.kernels.scores"},
         {f"{OURS}.kernels.{name}" for name in ("eager", "forward", "backward", "hopper_forward", "hopper_backward")},
     ),
     "blocksparse_flash/contract.py": Arrows({TORCH, f"{OURS}.layout"}),
