@@ -85,8 +85,8 @@ def ours(backend: str) -> Peer:
     def prepare(pattern: Pattern, shape: Shape) -> Call:
         layout = pattern.layout()
         if layout is not None:
-            # all that attention needs on the device; it would bring it at its first call
-            layout.plan(shape.device)
+            # all that attention needs on the device; it would bring it at its first call, and wait
+            layout.plan(shape.device, non_blocking=True)
         return functools.partial(attention, layout=layout, causal=pattern.causal, backend=backend, deterministic=False)
 
     def select(scores: Tensor, k: int) -> Call:

@@ -492,20 +492,26 @@ class BlockLayout:
             name: getattr(self, name) for name in _NUMBERS
         }
 
-    def to(self, device: torch.device | str | int) -> BlockLayout:
-        """The same layout on a device, with the plan that the kernels walk there."""
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockLayout:
+        """The same layout on a device, with the plan that the kernels walk there.
+
+        non_blocking  as of `plan`
+        """
         device = _resolved(device)
-        self.plan(device)
+        self.plan(device, non_blocking=non_blocking)
         if device == self.device:
             return self
-        moved = self._bare(*to_device([getattr(self, name) for name in TENSORS], device), *self._frame[2:])
+        tensors = to_device([getattr(self, name) for name in TENSORS], device, non_blocking=non_blocking)
+        moved = self._bare(*tensors, *self._frame[2:])
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
-    def plan(self, device: torch.device | str | int, *, causal: bool = False) -> Plan:
+    def plan(self, device: torch.device | str | int, *, causal: bool = False, non_blocking: bool = False) -> Plan:
         """What kernels walk on a device: the layout in tiles, both directions. Made once, then cached.
 
         causal  True: the plan of the pairs with kv_pos <= q_pos + (kv_len - q_len) only
+        non_blocking  True: the host does not wait until a copy to a GPU is done, for masks that change at each step. Before
+                another stream than the current one uses the plan, or the layout, make it wait: `torch.cuda.Stream.wait_stream`
         raises  ValueError while torch.compile traces, if it is not cached yet
         """
         device = _resolved(device)
@@ -517,7 +523,10 @@ class BlockLayout:
                     f"call layout.to(q.device) before" + (", and layout.plan(q.device, causal=True)" if causal else "")
                 )
             elsewhere = [plan for (_, is_causal), plan in plans.items() if is_causal == causal]
-            plans[device, causal] = elsewhere[0].to(device) if elsewhere else self._new_plan(device, causal)
+            if elsewhere:
+                plans[device, causal] = elsewhere[0].to(device, non_blocking=non_blocking)
+            else:
+                plans[device, causal] = self._new_plan(device, causal, non_blocking)
         return plans[device, causal]
 
     def bias_index(self, device: torch.device | str | int, *, causal: bool = False) -> BiasIndex:
@@ -635,13 +644,15 @@ class BlockLayout:
         layout._cache["selection"] = found
         return layout
 
-    def _new_plan(self, device: torch.device, causal: bool) -> Plan:
+    def _new_plan(self, device: torch.device, causal: bool, non_blocking: bool = False) -> Plan:
         if "selection" in self._cache and device == self.device:
             return selection.build_plan(self._cache["selection"], **self._frame.sizes, causal=causal)
         if causal:
             restricted = self._causal()
-            return self.plan(device) if restricted == self else restricted._new_plan(device, False)
-        return build_plan(*self._block_list(), **self._frame._asdict(), device=device)
+            if restricted == self:
+                return self.plan(device, non_blocking=non_blocking)
+            return restricted._new_plan(device, False, non_blocking)
+        return build_plan(*self._block_list(), **self._frame._asdict(), device=device, non_blocking=non_blocking)
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""

@@ -52,9 +52,9 @@ class Plan(NamedTuple):
     col_ids: torch.Tensor
     words: torch.Tensor
 
-    def to(self, device: torch.device | str) -> Plan:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Plan:
         """The same plan on another device."""
-        return of_any_length(Plan(*to_device(self, device)))
+        return of_any_length(Plan(*to_device(self, device, non_blocking=non_blocking)))
 
 
 def build_plan(
@@ -68,6 +68,7 @@ def build_plan(
     kv_len: int,
     block_size: tuple[int, int],
     device: torch.device | str,
+    non_blocking: bool = False,
 ) -> Plan:
     """Regroup a canonical block list (see blocks.py) to tiles and list them by rows and by columns. O(nnz log nnz)."""
     keys, ids, words = blocks.regroup(keys, ids, bitmasks, q_len=q_len, kv_len=kv_len, old=block_size, new=(TILE, TILE))
@@ -89,7 +90,7 @@ def build_plan(
         lengths = list_lengths(len(ids), n_long, of_rows=of_rows)
         arrays += [records.reshape(batch, heads, -1, RECORD), *map(_padded, lists, lengths)]
     tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in (*arrays, words)]
-    return of_any_length(Plan(*to_device(tensors, device)))
+    return of_any_length(Plan(*to_device(tensors, device, non_blocking=non_blocking)))
 
 
 def of_any_length(plan: Plan) -> Plan:

@@ -23,6 +23,10 @@ FRAMES = [
     Frame(2, 1, 513, 1025, (64, 64)),
     Frame(1, 2, 640, 300, (32, 256)),
     Frame(1, 1, 100, 5000, (128, 32)),
+    # a last query sees one key of a tile, all but one, all
+    Frame(1, 1, 383, 384, (128, 128)),
+    Frame(1, 1, 130, 256, (128, 128)),
+    Frame(1, 1, 129, 256, (128, 128)),
 ]
 
 
@@ -121,10 +125,15 @@ def test_selected_by_score(frame: Frame, causal: bool, device: torch.device) -> 
 
 
 @pytest.mark.usefixtures("by_kernels", "in_small_pieces")
-@pytest.mark.parametrize("frame", [FRAMES[1], FRAMES[3]], ids=str)
-def test_programs_that_take_many_turns(frame: Frame, device: torch.device) -> None:
+@pytest.mark.parametrize("block_size", [(128, 128), (64, 64)], ids=str)
+@pytest.mark.parametrize("is_lonely", [False, True])
+def test_programs_that_take_many_turns(block_size: tuple[int, int], is_lonely: bool, device: torch.device) -> None:
+    frame = Frame(3, 1, 300, 400, block_size)
     indices = random_indices(frame, 40, device)
     indices[:, :, 1] = -1
+    if is_lonely:
+        # long lines are in the axes of the first turn
+        indices[0, :, 1:] = indices[1:] = -1
     expected = selection.Selection(*SORTED_ROWS(selection.known(indices, frame.n_cols), frame.n_cols), None)
     assert_same(BlockLayout.from_topk(indices, **frame.sizes), expected, frame, (False, True))
 
