@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import algebra, arguments, block_bias, blocks, drawing, full_blocks, orders, predicate, selection, storage
+from . import (
+    algebra,
+    arguments,
+    block_bias,
+    blocks,
+    drawing,
+    full_blocks,
+    orders,
+    predicate,
+    selection,
+    sent_blocks,
+    storage,
+)
 from .arguments import TENSORS
 from .block_bias import BiasIndex
 from .blocks import FULL, Array, Axis, BlockList, Frame, Size
@@ -652,6 +664,8 @@ class BlockLayout:
             if restricted == self:
                 return self.plan(device, non_blocking=non_blocking)
             return restricted._new_plan(device, False, non_blocking)
+        if self.device.type == "cpu" and sent_blocks.suits(self._frame, self.nnz, len(self.bitmasks), device):
+            return sent_blocks.build_plan(self.indptr, self.indices, self._frame, device, non_blocking=non_blocking)
         return build_plan(*self._block_list(), **self._frame._asdict(), device=device, non_blocking=non_blocking)
 
     def _causal(self) -> BlockLayout:

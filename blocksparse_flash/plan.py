@@ -144,14 +144,21 @@ def _walk(
     records[..., 1] = (np.cumsum(work) - work)[record_line]
     records[..., 2], records[..., 3] = work[record_line], n_partial[record_line]
     records.reshape(-1, RECORD)[record_line, 4] = np.arange(n_major)
-    n_long = 0
-    if work.size:
-        # twice the mean, without a division
-        is_long = records[..., 2] * n_lines > 2 * len(line)
-        records[..., 7] = is_long.sum(axis=1).max()
-        of_head = work.reshape(leads, n_major).sum(axis=1, keepdims=True)
-        n_long = int((is_long & (LONG * records[..., 2].astype(np.int64) > of_head)).sum(axis=1).max())
+    records[..., 7], n_long = long_lines(work.reshape(leads, n_major))
     return records, listed, listed_ids, n_long
+
+
+def long_lines(work: np.ndarray) -> tuple[int, int]:
+    """How many lines have over twice the mean work, and of these are worth splitting, of the head that has most.
+
+    work  tiles, int64 (heads, lines)
+    """
+    if not work.size:
+        return 0, 0
+    of_head = work.sum(axis=1, keepdims=True)
+    # without a division
+    is_long = work * work.size > 2 * of_head.sum()
+    return int(is_long.sum(axis=1).max()), int((is_long & (LONG * work > of_head)).sum(axis=1).max())
 
 
 def _order(values: np.ndarray, limit: int) -> np.ndarray | slice:

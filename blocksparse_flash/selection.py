@@ -12,8 +12,6 @@ Knows index tensors, block sizes and the records of a plan. Must not know BlockL
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -86,23 +84,13 @@ def check_cols(selected: Tensor, frame: Frame) -> None:
         )
 
 
-@functools.cache
-def _runs_triton(index: int | None) -> bool:
-    """Whether a GPU runs Triton's kernels; neither the device nor the installation changes."""
-    if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(index) < (8, 0):
-        return False
-    import triton
-
-    return not triton.knobs.runtime.interpret
-
-
 def _is_on_gpu(tensor: Tensor) -> bool:
     """Whether kernels can be launched on a tensor: on a GPU, seen by nobody."""
     return (
         tensor.is_cuda
         and not watchers.are_there()
         and type(tensor) in watchers.PLAIN
-        and _runs_triton(tensor.device.index)
+        and watchers.runs_triton(tensor.device.index)
     )
 
 

@@ -1,10 +1,12 @@
-"""Does anything watch what PyTorch does, and which GPU is the current one? What must be known to launch a kernel directly.
+"""Can a kernel be launched directly? Whether anything watches what PyTorch does, and what the GPU is.
 
 Knows PyTorch's compiler, tracers, modes and transforms. Must not know what is launched.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -21,6 +23,16 @@ def are_there() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.jit._trace.is_tracing()
     )
+
+
+@functools.cache
+def runs_triton(index: int | None) -> bool:
+    """Whether a GPU runs Triton's kernels; neither the device nor the installation changes."""
+    if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(index) < (8, 0):
+        return False
+    import triton
+
+    return not triton.knobs.runtime.interpret
 
 
 def on(device: torch.device) -> AbstractContextManager[None]:

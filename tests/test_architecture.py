@@ -61,17 +61,31 @@ TABLE = {
     "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks", f"{OURS}.packing"}),
     "blocksparse_flash/block_bias.py": Arrows({TORCH, f"{OURS}.blocks", f"{OURS}.plan"}),
-    "blocksparse_flash/watchers.py": Arrows({TORCH}),
+    "blocksparse_flash/watchers.py": Arrows({TORCH}, {TRITON}),
     "blocksparse_flash/selection.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan", "watchers"))},
-        {TRITON, *(f"{OURS}.kernels.{name}" for name in ("selecting", "listing"))},
+        {f"{OURS}.kernels.{name}" for name in ("selecting", "listing")},
+    ),
+    "blocksparse_flash/sent_blocks.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("blocks", "packing", "plan", "selection", "watchers"))},
+        {f"{OURS}.kernels.{name}" for name in ("selecting", "listing")},
     ),
     "blocksparse_flash/layout.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "block_bias", "blocks", "description"))}
         | {f"{OURS}.drawing"}
         | {
             f"{OURS}.{name}"
-            for name in ("full_blocks", "gather", "orders", "packing", "plan", "predicate", "selection", "storage")
+            for name in (
+                "full_blocks",
+                "gather",
+                "orders",
+                "packing",
+                "plan",
+                "predicate",
+                "selection",
+                "sent_blocks",
+                "storage",
+            )
         }
     ),
     "blocksparse_flash/philox.py": Arrows({TORCH}),

@@ -34,6 +34,14 @@ def either(left, right):
 
 
 @triton.jit
+def words_of(b_col, m_col, o_word):
+    """The bits of cols, as words; a col that is named again is the same bit."""
+    b_bit = tl.where(m_col, 1, 0) << (b_col % 32)
+    # [ENTRIES, WORDS]
+    return tl.reduce(tl.where((b_col // 32)[:, None] == o_word[None, :], b_bit[:, None], 0), 0, either)
+
+
+@triton.jit
 def sums_before(counts_ptr, n_lines, line, CHUNK: tl.constexpr):
     """(the sum of all counts, the sum of those before `line`), int32."""
     b_all, b_before = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
@@ -70,14 +78,31 @@ def mark_indices_kernel(
         o_entry = first + tl.arange(0, ENTRIES)
         b_col = tl.load(indices_ptr + i_line * k + o_entry, mask=o_entry < k, other=0).to(tl.int64)
         m_col = (o_entry < k) & (b_col >= 0) & (b_col < n_cols)
-        b_col = tl.where(m_col, b_col, 0).to(tl.int32)
-        b_bit = tl.where(m_col, 1, 0) << (b_col % 32)
-        # [ENTRIES, WORDS]; a col that is named again is the same bit
-        b_bits = tl.where((b_col // 32)[:, None] == o_word[None, :], b_bit[:, None], 0)
-        b_words |= tl.reduce(b_bits, 0, either)
+        b_words |= words_of(tl.where(m_col, b_col, 0).to(tl.int32), m_col, o_word)
     tl.store(bits_ptr + i_line * n_words + o_word, b_words, mask=o_word < n_words)
     b_count = tl.sum((b_words[:, None] >> tl.arange(0, 32)[None, :]) & 1, 1)
     tl.store(counts_ptr + i_line, tl.sum(b_count, 0))
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_words"])
+def mark_rows_kernel(
+    # inputs: int32 (lines // n_rows, n_rows + 1), (nnz,)
+    indptr_ptr, indices_ptr,
+    # output: int32 (lines, n_words)
+    bits_ptr,
+    n_rows, n_words,
+    WORDS: tl.constexpr, ENTRIES: tl.constexpr,
+):
+    i_line = tl.program_id(0)
+    p_begin = indptr_ptr + i_line + i_line // n_rows
+    begin, end = tl.load(p_begin), tl.load(p_begin + 1)
+    o_word = tl.arange(0, WORDS)
+    b_words = tl.zeros([WORDS], tl.int32)
+    for first in range(begin, end, ENTRIES):
+        o_entry = first + tl.arange(0, ENTRIES)
+        m_col = o_entry < end
+        b_words |= words_of(tl.load(indices_ptr + o_entry, mask=m_col, other=0), m_col, o_word)
+    tl.store(bits_ptr + i_line.to(tl.int64) * n_words + o_word, b_words, mask=o_word < n_words)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_words", "k", "ahead", "block_q", "block_kv", "kv_len"])
@@ -201,6 +226,14 @@ def _mark_indices(told: Told, rows: Rows, k: int) -> Launch:  # noqa: ARG001  a 
 
 
 @functools.lru_cache(maxsize=256)
+def _mark_rows(rows: Rows, device: torch.device) -> Launch:  # noqa: ARG001  likewise
+    words = triton.next_power_of_2(rows.n_words)
+    entries = max(16, min(128, ELEMENTS // words))
+    rest = {"n_rows": rows.n_rows, "n_words": rows.n_words, "WORDS": words, "ENTRIES": entries}
+    return Launch(mark_rows_kernel, (rows.n_lines,), {**rest, "num_warps": 4 if words * entries > 512 else 1})
+
+
+@functools.lru_cache(maxsize=256)
 def _mark_scores(told: Told, rows: Rows, k: int, causal: bool) -> Launch:  # noqa: ARG001  likewise
     words = triton.next_power_of_2(rows.n_words)
     block_q, block_kv = rows.block_size
@@ -233,6 +266,13 @@ def of_indices(indices: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, ...]:
     bits, counts = _marked(rows, indices.device)
     _mark_indices(tell(indices), rows, indices.numel() // rows.n_lines)(indices, bits, counts)
     return bits, *_listed(bits, counts, rows, indices.numel())
+
+
+def of_rows(indptr: torch.Tensor, indices: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The bits (axes, n_rows, n_words) of blocks by indptr and indices, which begin at addresses that are multiples of 16."""
+    bits = torch.empty(rows.axes, rows.n_rows, rows.n_words, dtype=torch.int32, device=indices.device)
+    _mark_rows(rows, indices.device)(indptr, indices, bits)
+    return bits
 
 
 def of_scores(scores: torch.Tensor, rows: Rows, k: int, *, causal: bool) -> tuple[torch.Tensor, ...]:
