@@ -219,7 +219,10 @@ class BlockLayout:
         returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==` and `hash`
                  wait for the device
 
-        A CUDA graph captures this, and attention with it. Selecting has no gradient; attention has its usual ones.
+        A CUDA graph captures this, and attention with it. Selecting has no gradient; attention has its usual ones. On a GPU
+        two kernels make it and two its plan, if it has up to 8192 rows and cols, and n_cols <= 2048 + 128 * k. Beyond that, for
+        plans of blocks of which a tile of 128 x 128 has more than 4, and under torch.compile, some 60 operations of PyTorch
+        give the same.
 
         >>> layout = BlockLayout.from_topk(torch.tensor([[[[0, -1], [1, 0]]]]), 256, 256, block_size=128)
         >>> layout.nnz, layout.capacity
