@@ -24,7 +24,17 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from blocksparse_flash.kernels import backward, decode, forward, hopper_backward, hopper_forward, launch, rows
+from blocksparse_flash.kernels import (
+    backward,
+    decode,
+    forward,
+    hopper_backward,
+    hopper_forward,
+    launch,
+    listing,
+    rows,
+    selecting,
+)
 from blocksparse_flash.kernels.scores import TILE, Scores
 from blocksparse_flash.plan import Plan
 from blocksparse_flash.splitting import Split
@@ -72,12 +82,16 @@ def run_both(
     deterministic: bool = False,
     scores: str = "",
 ) -> None:
-    """Call the launchers of a backend; mode is "layout", "dense" or "causal", or "rows" for those that move rows.
+    """Call the launchers of a backend; mode is "layout", "dense" or "causal", "rows" for those that move rows, or "select" for
+    those that select blocks.
 
     scores is what `scores_of` reads. With a few queries, q_len, the forward's.
     """
     if mode == "rows":
         run_rows(head_dim, dtype, length)
+        return
+    if mode == "select":
+        run_selection(head_dim, dtype, length)
         return
     heads = 2 * group
     q, dout = (torch.empty(2, heads, length if q_len is None else q_len, head_dim, dtype=dtype) for _ in range(2))
@@ -124,6 +138,16 @@ def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
     rows.copy(x, message, order, None)
     rows.copy(message, x, None, order)
     rows.add(x, x, message, [x], table, order, 0)
+
+
+def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
+    """Blocks of a side from scores and from indices, and both directions of their plan, causal for blocks within a tile."""
+    n = length // side
+    selected = selecting.Rows(2, n, n, length, length, (side, side))
+    selecting.of_scores(torch.empty(2, n, n, dtype=dtype), selected, 16, causal=side < 128)
+    bits, *_ = selecting.of_indices(torch.empty(2, n, 16, dtype=torch.int64), selected)
+    selecting.of_rows(*(torch.empty(2 * n * n, dtype=torch.int32) for _ in range(2)), selected)
+    listing.build_plan(bits, listing.Grid(selected, causal=side < 128), (1, 2), (33, 35, 37))
 
 
 def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[ASTSource, dict[str, Any]]:
@@ -222,6 +246,9 @@ def calls(arch: int) -> list[dict[str, Any]]:
     ]
     grid += [{"head_dim": head_dim, **few} for head_dim in (3, 40)]
     grid += [{"head_dim": head_dim, "dtype": half, "mode": "rows"} for head_dim in (64, 128)]
+    # sides of blocks that are selected; of the largest, more cols than a warp holds
+    grid += [{"head_dim": 64, "dtype": half, "mode": "select"}]
+    grid += [{"head_dim": 128, "dtype": torch.float32, "mode": "select", "length": 1 << 17}]
     everything = "sinks softcap slopes learned bias16"
     grid += [{"head_dim": head_dim, "dtype": half, "scores": everything} for head_dim in (64, 128)]
     grid += [{"head_dim": 64, "dtype": half, "scores": scores} for scores in ("sinks", "bias128")]
