@@ -93,8 +93,8 @@ def faults(record: Record) -> list[str]:
         # which has 64 rows
         if not record["wgmma"] and call.get("q_len", 64) * call.get("group", 1) >= 64:
             said.append("has products without wgmma")
-        # head_dim 256, lengths, dropout and options of the scores are right but not tuned: ptxas gives up some of their overlap
-        is_tuned = call["head_dim"] <= 128 and not any(map(call.get, ("limited", "dropout_p", "scores")))
+        # head_dim 256, lengths and options of the scores are right but not tuned: ptxas gives up some of their overlap
+        is_tuned = call["head_dim"] <= 128 and not any(map(call.get, ("limited", "scores")))
         is_tuned |= record["kernel"].startswith("hopper")
         if record["serialised"] and is_tuned:
             said.append(f"serialises wgmma: {', '.join(record['serialised'])}")
