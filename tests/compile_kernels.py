@@ -161,6 +161,22 @@ def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[A
     return source, options.__dict__
 
 
+def early_arrivals(ptx: str) -> int:
+    """Arrivals at mbarriers with an access to shared memory before them and no barrier of its threads between.
+
+    One thread arrives for all of its warps: without the barrier another warp could still read what the arrival gives back,
+    or write what it gives away.
+    """
+    found, is_ordered = 0, True
+    events = r"\b(?:ld|st)\.shared|\b(?:ld|st)matrix|wgmma\.mma_async|\b(?:bar|barrier)\.(?:warp\.)?sync|mbarrier\.arrive\.shared"
+    for event in re.findall(events, ptx):
+        if event.startswith("mbarrier"):
+            found += not is_ordered
+        else:
+            is_ordered = event.startswith("bar")
+    return found
+
+
 def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, Any], arch: int) -> dict[str, Any]:
     """Compile and read registers, spills, shared memory and wgmma waits."""
     with (
@@ -193,6 +209,7 @@ def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, An
         ),
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "wgmma_waits": len(re.findall(r"wgmma\.wait_group", ptx)),
+        "early_arrivals": early_arrivals(ptx),
         "async_copies": len(re.findall(r"cp\.async\.(?:ca|cg|bulk\.tensor)", ptx)),
         # what ptxas says when it gives up the overlap of wgmma with other instructions
         "serialised": sorted(set(re.findall(r"C75\d\d", log.getvalue()))),

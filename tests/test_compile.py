@@ -89,6 +89,8 @@ def faults(record: Record) -> list[str]:
         said.append(f"takes {record['registers']} registers in {record['warps']} warps, more than 65536 in all")
     if record["tensor_memory"] > 512:
         said.append(f"takes {record['tensor_memory']} columns of tensor memory, 512 are there")
+    if record["early_arrivals"]:
+        said.append(f"arrives {record['early_arrivals']} times at an mbarrier before its other warps have met")
     if record["arch"] == 90 and is_half and record["products"]:
         # which has 64 rows
         if not record["wgmma"] and call.get("q_len", 64) * call.get("group", 1) >= 64:
@@ -143,6 +145,7 @@ GOOD = {
     "shared_limit": 232448,
     "products": 2,
     "tensor_memory": 0,
+    "early_arrivals": 0,
     "warps": 8,
     "wgmma": 44,
     "wgmma_waits": 4,
@@ -166,6 +169,7 @@ GOOD = {
         ({"shared": 232449}, "shared memory"),
         ({"registers": 255, "warps": 16}, "registers"),
         ({"tensor_memory": 1024}, "tensor memory"),
+        ({"early_arrivals": 1}, "before its other warps"),
         ({"wgmma": 0, "wgmma_waits": 0}, "without wgmma"),
         ({"serialised": ["C7510"]}, "serialises"),
         ({"wgmma_waits": 23}, "waits"),
@@ -174,6 +178,15 @@ GOOD = {
 def test_each_fault_is_seen(change: dict[str, Any], word: str) -> None:
     (fault,) = faults({**GOOD, **change})
     assert word in fault
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"), [("bar.sync 0, 128;", 0), ("bar.warp.sync -1;", 0), ("add.s32 %r4, %r1, 1;", 1)]
+)
+def test_an_arrival_wants_a_barrier_behind_what_was_read(between: str, expected: int) -> None:
+    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    ptx = f"bar.sync 0, 128; ld.shared.b32 %r1, [%r2]; {between} @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+    assert compile_kernels.early_arrivals(ptx) == expected
 
 
 def test_what_is_no_fault() -> None:
