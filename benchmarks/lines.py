@@ -66,7 +66,8 @@ def read(path: Path) -> list[Line]:
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         run = line["commit"] if line["bench"] == "matmul" else None
-        found[(run, *(line.get(key) for key in IDENTITY))] = line
+        key = (run, *(line.get(key) for key in IDENTITY))
+        found[key] = line
     return [*found.values()]
 
 

@@ -345,9 +345,23 @@ def io_section(lines: Sequence[Line]) -> str:
                 "program holds. [All of them](benchmarks/results/io.md)."
             ),
             table(rows),
+            _io_finding([line for group in groups for line in group]),
             "![Bytes moved against density](benchmarks/results/io.png)",
         ]
     )
+
+
+def _io_finding(lines: Sequence[Line]) -> str:
+    """A sentence: how far from the bound each direction is, and from what its tiles load."""
+    said = []
+    for direction, name in findings.DIRECTIONS.items():
+        found = [line for line in lines if line["direction"] == direction]
+        if found:
+            times, share = ([of(line) for line in found] for of in (_times_the_bound, _share_of_tiles))
+            said.append(
+                f"{name} {min(times):.1f} to {max(times):.1f} times the bound and {min(share):.2f} to {max(share):.2f} of what tiles load"
+            )
+    return f"Bytes that the multiprocessors ask of L2: {'; '.join(said)}."
 
 
 def _times_the_bound(line: Line) -> float:
