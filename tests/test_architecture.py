@@ -375,6 +375,7 @@ TABLE = {
     ),
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/lines.py": Arrows(set()),
+    "benchmarks/findings.py": Arrows({"benchmarks.lines"}),
     "benchmarks/calibrate.py": Arrows(
         {NUMPY, TORCH, "scipy", OURS, *(f"{OURS}.explanation.{name}" for name in ("call", "memory", "prediction"))}
         | {"benchmarks.lines", "benchmarks.sweeps"}
@@ -387,7 +388,7 @@ TABLE = {
     "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
     "benchmarks/report.py": Arrows(
         {f"{OURS}.explanation.prediction"}
-        | {f"benchmarks.{name}" for name in ("bounds", "context_report", "lines", "markdown", "plots")}
+        | {f"benchmarks.{name}" for name in ("bounds", "context_report", "findings", "lines", "markdown", "plots")}
     ),
     "benchmarks/huggingface.py": Arrows(
         {TORCH, OURS, "masks", "transformers", f"{OURS}.huggingface", "benchmarks.measure"}
