@@ -130,5 +130,5 @@ def backward(call: Call) -> Moved:
 
 
 def uses_hopper_backward(call: Call) -> bool:
-    """Wider heads have the portable backward."""
-    return call.backend == "hopper" and max(call.head_dim, call.v_dim) <= 128
+    """Wider heads have the portable backward, and where bits must be equal narrow ones."""
+    return call.backend == "hopper" and (65 if call.deterministic else 1) <= max(call.head_dim, call.v_dim) <= 128
