@@ -19,7 +19,7 @@ from torch import Tensor
 
 import masks
 from benchmarks import measure
-from blocksparse_flash import BlockLayout, attention, attention_with_lse, explain, selection
+from blocksparse_flash import BlockLayout, attention, attention_with_lse, explain, selection, sent_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -283,8 +283,9 @@ def test_a_layout_arrives_by_one_copy_as_it_was() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_plans_come_by_one_copy_each_that_nobody_waits_for() -> None:
+def test_plans_come_by_one_copy_each_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of partial blocks, and of full ones, which a GPU lists itself; the memory of a copy is not overwritten before it is made."""
+    monkeypatch.setattr(sent_blocks, "WORTH_SENDING", 1)
     layouts = []
     for seed in range(6):
         full = masks.random(128 * 128, density=1 / 8, seed=seed)
