@@ -3,8 +3,8 @@
 Everything has the size that the number of selected entries allows (its capacity), so nothing waits for the device and a CUDA
 graph can capture it; what is unused stands behind what is used.
 
-On a GPU four launches do it (kernels/selecting.py, kernels/listing.py). PyTorch's operations here, some 60 which the same GPU
-takes five times as long for, say what they must give, and do it on the CPU, while torch.compile or anything else watches, and
+On a GPU four launches do it (kernels/selecting.py, kernels/listing.py): selecting anew added 0.37 ms to a step of 16,384 tokens on an
+H200, and 1.34 ms by the some 60 operations of PyTorch here. Those say what the kernels must give, and do it on the CPU, while torch.compile or anything else watches, and
 of what those kernels are not made for: see `_has_kernels`, `by_scores` and `build_plan`.
 
 Knows index tensors, block sizes and the records of a plan. Must not know BlockLayout, patterns or backends.
@@ -25,7 +25,7 @@ from .plan import PARTIAL, RECORD, TILE, Plan, list_lengths, of_any_length
 # sub-blocks of a tile up to which every bitmask that can occur is made in advance: 2^4 patterns
 FEW = 4
 # rows and cols of blocks, a million tokens of 128, up to which kernels mark blocks as bits: a program holds the cols of a row, and
-# tiles of the grid are looked at, stored or not, of 8192 x 8192 in some 3 ms
+# tiles of the grid are looked at, stored or not
 MOST_LINES = 8192
 # words of those bits that a row may always have, which are then small against its scores; and for each entry of a row, of
 # which a plan stores as many words

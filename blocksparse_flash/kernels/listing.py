@@ -5,7 +5,7 @@
 
 A launch is a program for some rows, or some columns, of an axis. Where its lists begin, and how many lines have more work than
 its own, each program finds out for itself from all counts, so that the order is the same every time; nothing is sorted.
-Reads the bits of all tiles: time O(tiles of the grid), of which 10^8 a millisecond are looked at. Knows pointers and sizes, and
+Reads the bits of all tiles: time O(tiles of the grid). Knows pointers and sizes, and
 the format of a plan. Does not know layouts, nor what attention does with the lists.
 """
 
