@@ -13,7 +13,9 @@ import io
 import itertools
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 from unittest import mock
 
@@ -177,6 +179,42 @@ def early_arrivals(ptx: str) -> int:
     return found
 
 
+def lost_operands(sass: str) -> int:
+    """Products whose left operand is kept in registers by a loop that writes something else there, in what `cuobjdump -sass` prints.
+
+    A round reads what was loaded (LDSM) before the loop; what the round itself writes there is what the next one reads. The ptxas
+    of Triton 3.6 compiles so from PTX that is right.
+    """
+    code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ +)?([^;/]+?) *;", sass)
+    lines = [(int(place, 16), text) for place, text in code]
+    jumps = [(place, re.match(r"BRA (?:[^,]+, )?0x([0-9a-f]+)", text)) for place, text in lines]
+    loops = [(int(found[1], 16), place) for place, found in jumps if found and int(found[1], 16) < place]
+    results = [(place, text, re.match(r"\S+ R(\d+)\b", text)) for place, text in lines]
+    written = [(place, text, int(found[1])) for place, text, found in results if found]
+    n_lost = 0
+    for place, text in lines:
+        product = re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text)
+        around = [loop for loop in loops if loop[0] <= place <= loop[1]]
+        if not product or not around:
+            continue
+        # the innermost
+        first, last = min(around, key=lambda loop: loop[1] - loop[0])
+        writers = [each for each in written if int(product[1]) <= each[2] < int(product[1]) + 4]
+        before = [each[1] for each in writers if each[0] < first]
+        inside = [each[0] for each in writers if first <= each[0] <= last]
+        n_lost += before[-1:] != [] and before[-1].startswith("LDSM") and bool(inside) and min(inside) > place
+    return n_lost
+
+
+def disassembled(cubin: bytes) -> str:
+    """What ptxas made of a kernel, by the tool that ships inside Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, Any], arch: int) -> dict[str, Any]:
     """Compile and read registers, spills, shared memory and wgmma waits."""
     with (
@@ -210,6 +248,7 @@ def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, An
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "wgmma_waits": len(re.findall(r"wgmma\.wait_group", ptx)),
         "early_arrivals": early_arrivals(ptx),
+        "lost_operands": lost_operands(disassembled(compiled.asm["cubin"])) if "wgmma" in ptx else 0,
         "async_copies": len(re.findall(r"cp\.async\.(?:ca|cg|bulk\.tensor)", ptx)),
         # what ptxas says when it gives up the overlap of wgmma with other instructions
         "serialised": sorted(set(re.findall(r"C75\d\d", log.getvalue()))),

@@ -91,6 +91,8 @@ def faults(record: Record) -> list[str]:
         said.append(f"takes {record['tensor_memory']} columns of tensor memory, 512 are there")
     if record["early_arrivals"]:
         said.append(f"arrives {record['early_arrivals']} times at an mbarrier before its other warps have met")
+    if record["lost_operands"]:
+        said.append(f"loses {record['lost_operands']} operands that a loop keeps in registers")
     if record["arch"] == 90 and is_half and record["products"]:
         # which has 64 rows
         if not record["wgmma"] and call.get("q_len", 64) * call.get("group", 1) >= 64:
@@ -146,6 +148,7 @@ GOOD = {
     "products": 2,
     "tensor_memory": 0,
     "early_arrivals": 0,
+    "lost_operands": 0,
     "warps": 8,
     "wgmma": 44,
     "wgmma_waits": 4,
@@ -170,6 +173,7 @@ GOOD = {
         ({"registers": 255, "warps": 16}, "registers"),
         ({"tensor_memory": 1024}, "tensor memory"),
         ({"early_arrivals": 1}, "before its other warps"),
+        ({"lost_operands": 8}, "keeps in registers"),
         ({"wgmma": 0, "wgmma_waits": 0}, "without wgmma"),
         ({"serialised": ["C7510"]}, "serialises"),
         ({"wgmma_waits": 23}, "waits"),
@@ -187,6 +191,32 @@ def test_an_arrival_wants_a_barrier_behind_what_was_read(between: str, expected:
     compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
     ptx = f"bar.sync 0, 128; ld.shared.b32 %r1, [%r2]; {between} @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
     assert compile_kernels.early_arrivals(ptx) == expected
+
+
+@pytest.mark.parametrize(
+    ("writes", "expected"),
+    [
+        # what another product takes is its own
+        ("F2FP.BF16.F32.PACK_AB R184, R25, R24", 0),
+        ("F2FP.BF16.F32.PACK_AB R183, R25, R24", 1),
+        ("LDSM.16.M88.4 R180, [R3+UR22+0xe000]", 1),
+    ],
+)
+def test_what_a_loop_keeps_may_not_be_written_in_it(writes: str, expected: int) -> None:
+    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    code = [
+        "LDSM.16.M88.4 R180, [R3+UR22+0xe000]",
+        "MOV R9, RZ",
+        "HGMMA.64x64x16.F32.BF16 R24, R180, gdesc[UR16], RZ, !UPT",
+        writes,
+        "HGMMA.64x64x16.F32.BF16 R88, R184, gdesc[UR32].tnspB, R88",
+        "@P1 BRA 0x0010",
+        # another program's, and its own loop around all of these
+        "LDSM.16.M88.4 R180, [R3+UR22+0xe000]",
+        "BRA 0x0000",
+    ]
+    sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
+    assert compile_kernels.lost_operands(sass) == expected
 
 
 def test_what_is_no_fault() -> None:

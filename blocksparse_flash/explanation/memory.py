@@ -12,8 +12,8 @@ from .call import Call
 from .dispatch import TILE
 from .prediction import padded_dim
 
-# head dimensions of hopper's own backward, and where bits must be equal: see kernels/hopper_backward.py
-OWN, OWN_DETERMINISTIC = range(1, 129), range(65, 129)
+# head dimensions of hopper's own backward: see kernels/hopper_backward.py
+OWN = range(1, 129)
 # of lse, delta and the sum of dq, bytes
 FLOAT = 4
 
@@ -133,5 +133,4 @@ def backward(call: Call) -> Moved:
 
 def uses_hopper_backward(call: Call) -> bool:
     """Other heads have the portable backward."""
-    dims = OWN_DETERMINISTIC if call.deterministic else OWN
-    return call.backend == "hopper" and max(call.head_dim, call.v_dim) in dims
+    return call.backend == "hopper" and max(call.head_dim, call.v_dim) in OWN

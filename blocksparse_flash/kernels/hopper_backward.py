@@ -74,9 +74,6 @@ from .parts import sum_cols
 from .tile import TILE, block_of, dense_queries, find_line, find_part, find_record, part_of, record_of
 
 MAX_HEAD_DIM = 128
-# narrower heads have the portable kernels where bits must be equal: without dq this one gave a wrong dk and dv of head_dim 64 on an H200,
-# six patterns of 16,384 tokens; those of 128 were right. Why is not known: it is right where it is simulated
-DETERMINISTIC_FROM = 65
 # which barrier: one for the keys and values, then four of each stage
 KV_FULL = gl.constexpr(0)
 Q_FULL, Q_EMPTY, DOUT_FULL, DOUT_EMPTY = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7)
@@ -100,8 +97,9 @@ class Config:
 
 
 @functools.cache
-def config(dim: int, has_layout: bool, is_plain: bool) -> Config:
-    """The launch table: dim is the larger padded head dimension, is_plain says: no lengths, no groups of heads, no parts.
+def config(dim: int, has_layout: bool, is_plain: bool, has_dq: bool) -> Config:
+    """The launch table: dim is the larger padded head dimension, is_plain says: no lengths, no groups of heads, no parts; has_dq: of
+    all three gradients, not of k and v alone.
 
     What binds (Nsight Compute, H200, 16,384 tokens, hidden size 2048, bf16, of the cycles): shared memory. 128 dense 77 %, tensor
     cores 72 %, 16 million bank conflicts; 128 local 63 and 57 %; 64 dense 67 and 48 %, 99 million conflicts. Before `store_spread`
@@ -112,7 +110,8 @@ def config(dim: int, has_layout: bool, is_plain: bool) -> Config:
     64 holds keys and values in registers, which unburdens shared memory: +1 to +8 % on the few layouts timed, 456 455 366 353 416
     369 for 450 422 358 349 397 366 (dense, causal, local, butterfly, random, bigbird; Triton 3.6). At 128 registers spill
     even so. Ahead of time only: with a layout they spill 8 to 32 bytes under Triton 3.7, 3.8 and 3.9, and under 3.6 where a call
-    is not plain, 8 to 40; without one under 3.9, 56 to 64, where causal. Tried:
+    is not plain, 8 to 40; without one under 3.9, 56 to 64, where causal. Not without dq: the ptxas of Triton 3.6 then puts p and ds
+    where keys and values are held, and from the second step on dk and dv are wrong (tests/compile_kernels.py looks for that). Tried:
     persistent programs that take columns from a queue, with warps that add and scale dq: 128 dense 531 for 558, butterfly 348 for 420;
     64 dense 434 for 401, butterfly 341 for 335.
     sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in place of a pass
@@ -121,7 +120,8 @@ def config(dim: int, has_layout: bool, is_plain: bool) -> Config:
     """
     if dim == 128:
         return Config(stages=2)
-    return Config(stages=3, hold_kv=is_plain and TRITON < (3, 7) if has_layout else TRITON < (3, 9))
+    holds = is_plain and TRITON < (3, 7) if has_layout else TRITON < (3, 9)
+    return Config(stages=3, hold_kv=holds and has_dq)
 
 
 # ---- which steps? ----
@@ -516,7 +516,7 @@ def prepare(
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
     is_plain = options.others[-1] is None and heads == kv_heads and split.parts == 1
-    chosen = config(max(dim, dim_v), walked[0] is not None, is_plain)
+    chosen = config(max(dim, dim_v), walked[0] is not None, is_plain, gradients[0] is not None)
     rows, half, scale = chosen.block_q, HALF.value, options.scale
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
     n_lines = -(-kv_len // TILE_SIDE)
@@ -587,7 +587,7 @@ def backward(
     """dq, dk, dv, contiguous and in q's type. out and lse are the forward's."""
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
     widest = max(q.shape[3], v.shape[3])
-    if widest > MAX_HEAD_DIM or (deterministic and widest < DETERMINISTIC_FROM):
+    if widest > MAX_HEAD_DIM:
         return portable.backward(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, scale, causal, dropout_p)
     dk, dv = writable(k, k.shape), writable(v, v.shape)
     # what autograd hands on may have strides of 0
