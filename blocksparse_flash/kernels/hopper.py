@@ -60,7 +60,8 @@ def accumulator(columns):
 
 @gluon.constexpr_function
 def _barrier_assembly(verb, barrier, warpgroups):
-    return f"bar.{verb} {barrier}, {128 * warpgroups}; mov.b32 $0, $1;"
+    # not `bar`, the aligned form, which promises that all who wait do so at one and the same instruction
+    return f"barrier.{verb} {barrier}, {128 * warpgroups}; mov.b32 $0, $1;"
 
 
 @gluon.jit
