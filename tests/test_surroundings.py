@@ -1,0 +1,67 @@
+"""Does it matter within which of PyTorch's contexts a layout is planned, or attention is called?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocksparse_flash import BlockLayout, attention
+
+SHAPE = 2, 2, 40, 8
+
+
+def tensors() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(SHAPE, generator=draw, requires_grad=True) for _ in range(3)]
+
+
+def of_host() -> BlockLayout:
+    return BlockLayout.from_predicate(lambda q_pos, kv_pos: (q_pos + kv_pos) % 3 != 0, 40, 40, block_size=16)
+
+
+def selected() -> BlockLayout:
+    cols = torch.tensor([[[[0, 2], [1, -1], [2, 0]]]], device="cpu")
+    return BlockLayout.from_topk(cols, 40, 40, block_size=16)
+
+
+LAYOUTS = pytest.mark.parametrize("made", [of_host, selected])
+
+
+@LAYOUTS
+@pytest.mark.parametrize("is_made_inside", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_inference_has_planned_is_trained(
+    made: Callable[[], BlockLayout], is_made_inside: bool, causal: bool
+) -> None:
+    """As of a model that is validated before its first step."""
+    layout, (q, k, v) = made(), tensors()
+    with torch.inference_mode():
+        if is_made_inside:
+            layout = made()
+        bias = torch.zeros(layout.capacity)
+        attention(q, k, v, layout, causal=causal, block_bias=bias)
+    bias = torch.zeros(layout.capacity, requires_grad=True)
+    attention(q, k, v, layout, causal=causal, block_bias=bias).sum().backward()
+    assert bias.grad is not None and q.grad is not None
+    moved = layout.to("cpu").plan("cpu", causal=causal)
+    assert not any(tensor.is_inference() for tensor in moved)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("causal", [False, True])
+def test_tensors_on_the_meta_device_have_shapes_and_leave_no_plan_of_shapes(
+    made: Callable[[], BlockLayout], causal: bool
+) -> None:
+    layout = made()
+    q, k, v = (tensor.detach().to("meta").requires_grad_() for tensor in tensors())
+    out = attention(q, k, v, layout, causal=causal)
+    assert out.is_meta and out.shape == SHAPE
+    out.sum().backward()
+    assert q.grad is not None and q.grad.is_meta
+    assert not layout.plan("cpu", causal=causal).words.is_meta
+    real = [tensor.detach() for tensor in tensors()]
+    assert torch.equal(attention(*real, layout, causal=causal), attention(*real, made(), causal=causal))
