@@ -271,11 +271,11 @@ def _run(
     if dropout_p == 0:
         seed = None
     elif seed is None:
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64)
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
     elif isinstance(seed, Tensor):
         seed = seed.reshape(1)
     else:
-        seed = torch.tensor([seed], dtype=torch.int64)
+        seed = torch.tensor([seed], dtype=torch.int64, device="cpu")
     if kv_lengths is not None:
         kv_lengths = kv_lengths.contiguous()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from blocksparse_flash import BlockLayout, attention
+import masks
+from blocksparse_flash import BlockLayout, attention, packing
+from masks import deepspeed
 
 SHAPE = 2, 2, 40, 8
 
@@ -65,3 +66,41 @@ def test_tensors_on_the_meta_device_have_shapes_and_leave_no_plan_of_shapes(
     assert not layout.plan("cpu", causal=causal).words.is_meta
     real = [tensor.detach() for tensor in tensors()]
     assert torch.equal(attention(*real, layout, causal=causal), attention(*real, made(), causal=causal))
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_default_device_changes_nothing(backend: str, seed: int | None) -> None:
+    layout, (q, k, v) = of_host(), tensors()
+
+    def dropped(draw: int) -> Tensor:
+        torch.manual_seed(draw)
+        return attention(q, k, v, layout, dropout_p=0.5, seed=seed, backend=backend)
+
+    expected = dropped(0)
+    with torch.device("meta"):
+        inside = dropped(0)
+    assert torch.equal(inside, expected)
+
+
+@pytest.mark.parametrize("spec", ["longnet(segments=(16, 32), dilations=(1, 2))", "butterfly | local(window=9)"])
+def test_masks_are_built_whatever_the_default_device(spec: str) -> None:
+    expected = masks.build(spec, 64, block_size=16)
+    with torch.device("meta"):
+        layout = masks.build(spec, 64, block_size=16)
+    assert layout == expected
+
+
+def test_deepspeed_layouts_are_made_whatever_the_default_device() -> None:
+    config = deepspeed.FixedSparsityConfig(num_heads=2, block=16)
+    expected = config.make_layout(128)
+    with torch.device("meta"):
+        made = config.make_layout(128)
+    assert torch.equal(made, expected)
+
+
+def test_packing_is_on_the_host_whatever_the_default_device() -> None:
+    given = [torch.arange(3, dtype=torch.int32), torch.arange(5, dtype=torch.int32)]
+    with torch.device("meta"):
+        packed, places = packing.pack(given)
+    assert all(map(torch.equal, packing.unpack(packed, places), given))
