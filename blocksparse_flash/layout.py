@@ -26,6 +26,7 @@ from . import (
     selection,
     sent_blocks,
     storage,
+    watchers,
 )
 from .arguments import TENSORS
 from .block_bias import BiasIndex
@@ -538,11 +539,8 @@ class BlockLayout:
                     f"call layout.to(q.device) before" + (", and layout.plan(q.device, causal=True)" if causal else "")
                 )
             # of a plan on the meta device there are but the shapes
-            elsewhere = [
-                plan for (at, is_causal), plan in plans.items() if is_causal == causal and at.type != "meta"
-            ]
-            # what is cached in inference mode is also for training, which cannot save its tensors
-            with torch.inference_mode(False):
+            elsewhere = [plan for (at, is_causal), plan in plans.items() if is_causal == causal and at.type != "meta"]
+            with watchers.aside(self.indptr):
                 if elsewhere:
                     plans[device, causal] = elsewhere[0].to(device, non_blocking=non_blocking)
                 else:
@@ -563,8 +561,7 @@ class BlockLayout:
                     f"call layout.bias_index(q.device{', causal=True' if causal else ''}) before"
                 )
             plan = self.plan(device, causal=causal)
-            # as plans
-            with torch.inference_mode(False):
+            with watchers.aside(self.indptr):
                 found[device, causal] = block_bias.build(
                     self.indptr,
                     self.indices,

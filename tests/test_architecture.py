@@ -85,6 +85,7 @@ TABLE = {
                 "selection",
                 "sent_blocks",
                 "storage",
+                "watchers",
             )
         }
     ),
@@ -178,6 +179,7 @@ TABLE = {
                 "layout",
                 "ops",
                 "reference",
+                "watchers",
             )
         },
         {TRITON},

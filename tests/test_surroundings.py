@@ -104,3 +104,32 @@ def test_packing_is_on_the_host_whatever_the_default_device() -> None:
     with torch.device("meta"):
         packed, places = packing.pack(given)
     assert all(map(torch.equal, packing.unpack(packed, places), given))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda of: of.__name__)
+@LAYOUTS
+def test_transforms_of_torch_func_are_refused_and_the_reference_takes_them(
+    made: Callable[[], BlockLayout], transform: Callable[..., Callable[[Tensor], Tensor]]
+) -> None:
+    layout, (q, k, v) = made(), (tensor.detach() for tensor in tensors())
+
+    def by(backend: str, sinks: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        return transform(lambda row: attention(q + row, k, v, layout, backend=backend, sinks=sinks).sum())
+
+    row = torch.zeros(8)
+    with pytest.raises(RuntimeError, match=r'torch\.func.*backend="reference"'):
+        by("eager")(row)
+    with pytest.raises(RuntimeError, match=r'torch\.func.*backend="reference"'):
+        by("eager", torch.zeros(2))(row)
+    assert by("reference")(row).shape == (8,)
+
+
+@LAYOUTS
+def test_what_does_not_depend_on_what_is_transformed_is_computed(made: Callable[[], BlockLayout]) -> None:
+    """As of a frozen encoder; and the plan which that caches is no tensor of the transform."""
+    layout, (q, k, v) = made(), (tensor.detach() for tensor in tensors())
+    expected = attention(q, k, v, made())
+    # products within are tensors of the transform, which do not depend on what it differentiates
+    found = torch.func.grad(lambda weight: (attention(1 * q, 1 * k, 1 * v, layout) * weight).sum())(torch.ones(SHAPE))
+    torch.testing.assert_close(found, expected)
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in layout.plan("cpu"))
