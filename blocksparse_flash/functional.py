@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import block_bias as biases
-from . import contract, copy_engine, explanation, ops, reference
+from . import contract, copy_engine, explanation, ops, reference, watchers
 from .contract import ScoreOptions
 from .explanation import Explanation
 from .explanation.call import Call
@@ -263,6 +263,12 @@ def _run(
     scores: ScoreOptions | None,
 ) -> tuple[Tensor, Tensor]:
     """Layout to plan, seed to tensor, and on to the operator."""
+    if backend != "reference" and watchers.follow(q, k, v, *(scores or ())):
+        raise RuntimeError(
+            f'backend "{backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and what is made of them: '
+            'torch.autograd.grad differentiates it, batch and heads may be as many as are mapped, and backend="reference" '
+            "goes through all of them"
+        )
     if scores is not None:
         scores = _for_kernels(scores, q)
     if q.numel() == 0 or k.numel() == 0:
@@ -271,11 +277,11 @@ def _run(
     if dropout_p == 0:
         seed = None
     elif seed is None:
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64)
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
     elif isinstance(seed, Tensor):
         seed = seed.reshape(1)
     else:
-        seed = torch.tensor([seed], dtype=torch.int64)
+        seed = torch.tensor([seed], dtype=torch.int64, device="cpu")
     if kv_lengths is not None:
         kv_lengths = kv_lengths.contiguous()
 

@@ -24,6 +24,24 @@ def checked_layout(layout: Any) -> Layout:
     return layout
 
 
+def checked_causal(causal: Any) -> bool:
+    """The switch, or a TypeError."""
+    if causal is not True and causal is not False:
+        raise TypeError(
+            f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
+        )
+    return causal
+
+
+def checked_probability(name: str, value: Any) -> float:
+    """The probability to drop an attention weight, or an error that names it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}); 0.0 drops nothing")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value}; 0.0 drops nothing")
+    return value
+
+
 class HoldsLayout(nn.Module):
     """A module whose layout moves along with its weights, planned for `causal`, and is no weight itself."""
 

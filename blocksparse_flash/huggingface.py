@@ -95,11 +95,13 @@ def _packed_alone(function: MaskFunction, batch: int, q_len: int) -> MaskFunctio
     from transformers import masking_utils
 
     known: Any = masking_utils
-    document = torch.zeros(batch, q_len, dtype=torch.int64)
+    document = torch.zeros(batch, q_len, dtype=torch.int64, device="cpu")
     if not hasattr(known, "packed_sequence_compatibility_function"):
         # transformers 5.10 to 5.16
         return known.and_masks(function, known.packed_sequence_mask_function(document))
-    return known.packed_sequence_compatibility_function(function, torch.arange(q_len).expand(batch, -1), document)
+    return known.packed_sequence_compatibility_function(
+        function, torch.arange(q_len, device="cpu").expand(batch, -1), document
+    )
 
 
 def _meaning(mask_function: MaskFunction, local_size: int | None, batch: int, q_len: int) -> tuple[str, int | None]:

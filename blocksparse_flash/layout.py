@@ -26,6 +26,7 @@ from . import (
     selection,
     sent_blocks,
     storage,
+    watchers,
 )
 from .arguments import TENSORS
 from .block_bias import BiasIndex
@@ -537,11 +538,13 @@ class BlockLayout:
                     f"layout has no plan for {device} and torch.compile cannot make one: "
                     f"call layout.to(q.device) before" + (", and layout.plan(q.device, causal=True)" if causal else "")
                 )
-            elsewhere = [plan for (_, is_causal), plan in plans.items() if is_causal == causal]
-            if elsewhere:
-                plans[device, causal] = elsewhere[0].to(device, non_blocking=non_blocking)
-            else:
-                plans[device, causal] = self._new_plan(device, causal, non_blocking)
+            # of a plan on the meta device there are but the shapes
+            elsewhere = [plan for (at, is_causal), plan in plans.items() if is_causal == causal and at.type != "meta"]
+            with watchers.aside(self.indptr):
+                if elsewhere:
+                    plans[device, causal] = elsewhere[0].to(device, non_blocking=non_blocking)
+                else:
+                    plans[device, causal] = self._new_plan(device, causal, non_blocking)
         return plans[device, causal]
 
     def bias_index(self, device: torch.device | str | int, *, causal: bool = False) -> BiasIndex:
@@ -558,15 +561,16 @@ class BlockLayout:
                     f"call layout.bias_index(q.device{', causal=True' if causal else ''}) before"
                 )
             plan = self.plan(device, causal=causal)
-            found[device, causal] = block_bias.build(
-                self.indptr,
-                self.indices,
-                plan,
-                q_len=self.q_len,
-                kv_len=self.kv_len,
-                block_size=self.block_size,
-                device=device,
-            )
+            with watchers.aside(self.indptr):
+                found[device, causal] = block_bias.build(
+                    self.indptr,
+                    self.indices,
+                    plan,
+                    q_len=self.q_len,
+                    kv_len=self.kv_len,
+                    block_size=self.block_size,
+                    device=device,
+                )
         return found[device, causal]
 
     def __repr__(self) -> str:

@@ -6,15 +6,17 @@ patterns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from .contract import MAX_HEAD_DIM
 from .functional import attention
-from .holding import HoldsLayout, Layout, checked_layout
+from .holding import HoldsLayout, Layout, checked_causal, checked_layout, checked_probability
 from .layout import BlockLayout
 from .torch_modules import MultiheadAttention, TransformerEncoderLayer
 
@@ -36,6 +38,23 @@ def _positive(name: str, number: Any) -> int:
     if number < 1:
         raise ValueError(f"{name} must be 1 or more, got {number}")
     return number
+
+
+def _base(name: str, base: Any) -> float:
+    if isinstance(base, bool) or not isinstance(base, int | float):
+        raise TypeError(f"{name} must be a number, a base such as 10000.0, got {base!r} ({type(base).__name__})")
+    if not 0 < base < math.inf:
+        raise ValueError(f"{name} must be a base above 0, such as 10000.0, got {base}")
+    return base
+
+
+def _check_positions(positions: Any) -> None:
+    if not isinstance(positions, Tensor):
+        raise TypeError(
+            f"positions must be a tensor of numbers, got {type(positions).__name__}; torch.as_tensor(positions) makes one"
+        )
+    if positions.is_complex():
+        raise ValueError(f"positions must be real numbers, got {positions.dtype}")
 
 
 class RotaryTable(NamedTuple):
@@ -61,8 +80,11 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
     query and a key depends on their distance. With several axes the first of equal parts of the pairs turns by the first
     axis, and so on, each part as if it were all. Angles are float32: a half type cannot count tokens.
     """
+    _base("base", base)
+    _positive("head_dim", head_dim)
+    _check_positions(positions)
     places = positions[:, None] if positions.dim() == 1 else positions
-    if places.dim() != 2 or head_dim % (2 * places.shape[1]):
+    if places.dim() != 2 or not places.shape[1] or head_dim % (2 * places.shape[1]):
         raise ValueError(
             "positions must have shape (length,) or (length, axes), each axis turning pairs of features, so that head_dim is "
             f"a multiple of 2 axes, got {tuple(positions.shape)} and head_dim={head_dim}"
@@ -134,12 +156,15 @@ class SelfAttention(HoldsLayout):
         self.head_dim = embed_dim // num_heads if head_dim is None else _positive("head_dim", head_dim)
         if rope is not None and self.head_dim % 2:
             raise ValueError(f"rope turns features in pairs, so head_dim must be even, got {self.head_dim}")
-        if rope is not None and not rope > 0:
-            raise ValueError(f"rope must be a base above 0, such as 10000.0, or None, got {rope}")
-        if not 0 <= dropout_p < 1:
-            raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-        self.causal, self.rope, self.dropout_p = causal, rope, dropout_p
+        if self.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {self.head_dim}: take more heads")
+        self.rope = None if rope is None else _base("rope", rope)
+        self.causal, self.dropout_p = checked_causal(causal), checked_probability("dropout_p", dropout_p)
         self.layout = checked_layout(layout)
+        if isinstance(layout, BlockLayout) and (layout.q_len != layout.kv_len or layout.shape[1] not in (1, num_heads)):
+            raise ValueError(
+                f"layout must have as many queries as keys, and 1 head or num_heads={num_heads}, got shape {layout.shape}"
+            )
         # one product for queries, keys and values
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(num_heads * self.head_dim, embed_dim, bias=False)
@@ -157,12 +182,13 @@ class SelfAttention(HoldsLayout):
             return positions
         if positions is None:
             return rotary_table(torch.arange(length, device=x.device), rope, self.head_dim)
+        _check_positions(positions)
         if positions.dim() not in (1, 2) or positions.shape[0] != length:
             raise ValueError(
                 f"positions must have shape (length={length},) or (length={length}, axes), got {tuple(positions.shape)}"
             )
         axes = 1 if positions.dim() == 1 else positions.shape[1]
-        if self.head_dim % (2 * axes):
+        if not axes or self.head_dim % (2 * axes):
             raise ValueError(
                 f"positions have {axes} axes, each of which turns pairs of features, so head_dim must be a "
                 f"multiple of {2 * axes}, got {self.head_dim}"
@@ -177,6 +203,8 @@ class SelfAttention(HoldsLayout):
         """
         if positions is not None and self.rope is None:
             raise ValueError("positions were given, but rope is None and would not use them: rope=10000.0 does")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x must have shape (batch, length, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
         heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
@@ -237,6 +265,10 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, length, embed_dim) to the same shape."""
+        if x.dim() != 3 or x.shape[2] != self.weight.shape[1]:
+            raise ValueError(
+                f"x must have shape (batch, length, embed_dim={self.weight.shape[1]}), got {tuple(x.shape)}"
+            )
         if x.shape[1] > len(self.weight):
             raise ValueError(f"x has {x.shape[1]} tokens, but there are positions for {len(self.weight)}")
         return x + self.weight[: x.shape[1]]
@@ -252,6 +284,10 @@ class EncoderBlock(nn.Module):
 
     def __init__(self, attention: SelfAttention, *, hidden_dim: int | None = None, dropout_p: float = 0.0) -> None:
         super().__init__()
+        if not isinstance(attention, nn.Module) or not hasattr(attention, "embed_dim"):
+            raise TypeError(
+                f"attention must be a module with an embed_dim, such as SelfAttention, got {type(attention).__name__}"
+            )
         embed_dim = attention.embed_dim
         hidden_dim = 4 * embed_dim if hidden_dim is None else _positive("hidden_dim", hidden_dim)
         self.attention_norm = nn.LayerNorm(embed_dim)
@@ -281,12 +317,16 @@ class Encoder(nn.Module):
     torch.Size([1, 256, 64])
     """
 
-    def __init__(self, blocks: Sequence[EncoderBlock]) -> None:
+    def __init__(self, blocks: Iterable[EncoderBlock]) -> None:
         super().__init__()
-        if not blocks:
+        listed = list(blocks)
+        if not listed:
             raise ValueError("blocks must be one or more, got none")
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(blocks[0].attention.embed_dim)
+        for block in listed:
+            if not hasattr(block, "attention"):
+                raise TypeError(f"blocks must have an attention, as EncoderBlock has, got {type(block).__name__}")
+        self.blocks = nn.ModuleList(listed)
+        self.norm = nn.LayerNorm(listed[0].attention.embed_dim)
 
     def forward(
         self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None

@@ -304,9 +304,10 @@ def _is_differentiated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> boo
 
 
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether nothing watches the operators: no compiler, tracer, mode, transform, profiler or subclass."""
+    """Whether nothing watches the operators: no compiler, tracer, mode, transform, profiler or subclass; and there are numbers."""
     return (
         not watchers.are_there()
+        and not q.is_meta
         and type(q) in watchers.PLAIN
         and type(k) in watchers.PLAIN
         and type(v) in watchers.PLAIN

@@ -50,7 +50,7 @@ def pack(tensors: Sequence[Tensor], *, is_pinned: bool = False) -> tuple[Tensor,
         assert tensor.dtype == torch.int32, tensor.dtype
         places.append(Place(-(-end // ALIGNMENT) * ALIGNMENT, tensor.shape))
         end = places[-1].begin + tensor.numel()
-    packed = torch.empty(end, dtype=torch.int32, pin_memory=is_pinned and end <= MOST_PINNED)
+    packed = torch.empty(end, dtype=torch.int32, device="cpu", pin_memory=is_pinned and end <= MOST_PINNED)
     values = packed.numpy()
     for tensor, place in zip(tensors, places, strict=True):
         values[place.begin : place.begin + tensor.numel()] = tensor.detach().numpy().reshape(-1)

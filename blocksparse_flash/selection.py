@@ -32,6 +32,9 @@ MOST_LINES = 8192
 FREE_WORDS, WORDS_OF_ENTRY = 64, 4
 # of scores, which kernels compare as 32 bits
 COMPARABLE = (torch.float32, torch.float16, torch.bfloat16)
+# of scores and indices: those that PyTorch sorts and compares on every device
+FLOATS = (*COMPARABLE, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Selection(NamedTuple):
@@ -50,9 +53,9 @@ def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:
     """
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(values).__name__}")
-    is_integer = not values.is_floating_point() and not values.is_complex() and values.dtype != torch.bool
-    if not (is_integer if kind == "integers" else values.is_floating_point()):
-        raise ValueError(f"{name} must be {kind}, got {values.dtype}")
+    if values.dtype not in (INTEGERS if kind == "integers" else FLOATS):
+        way_out = "int64" if kind == "integers" else "float32"
+        raise ValueError(f"{name} must be {kind}, got {values.dtype}; {name}.to(torch.{way_out}) makes them")
     last, size = ("k", None) if kind == "integers" else (f"n_cols = {frame.n_cols}", frame.n_cols)
     if (
         values.ndim != 4
@@ -129,6 +132,10 @@ def by_scores(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Selectio
     """The cols with the k highest scores (batch, heads, n_rows, n_cols) of each row."""
     if arguments.integer(k, "k") < 1:
         raise ValueError(f"k must be at least 1 col a row, got {k}")
+    if causal is not True and causal is not False:
+        raise TypeError(
+            f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
+        )
     k = min(k, frame.n_cols)
     if not _has_kernels(scores, frame, k):
         return Selection(*sorted_rows(highest(scores, frame, k, causal=causal), frame.n_cols), None)

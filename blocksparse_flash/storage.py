@@ -7,6 +7,7 @@ Must not know what is done with block lists.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,9 +37,15 @@ def no_bitmasks(frame: Frame, device: torch.device) -> torch.Tensor:
     return torch.empty(0, frame.block_size[0], words_per_query(frame.block_size[1]), dtype=torch.int32, device=device)
 
 
+def _on_host(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    # a transform of torch.func would wrap what it sees, and nothing here is differentiated
+    with torch._C._DisableFuncTorch():
+        return [tensor.detach().cpu().numpy() for tensor in tensors]
+
+
 def to_block_list(tensors: Sequence[torch.Tensor], frame: Frame) -> BlockList:
     """The block list of a layout's tensors, copied to the host if they are elsewhere."""
-    indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
+    indptr, indices, ids, bitmasks = _on_host(tensors)
     flat = indptr.reshape(-1, frame.n_rows + 1).astype(np.int64)
     nnz = int(flat[-1, -1])
     rows = np.repeat(np.arange(frame.leads * frame.n_rows), (flat[:, 1:] - flat[:, :-1]).reshape(-1))
@@ -47,7 +54,7 @@ def to_block_list(tensors: Sequence[torch.Tensor], frame: Frame) -> BlockList:
 
 def to_rows(tensors: Sequence[torch.Tensor], frame: Frame, rows: Size) -> tuple[BlockList, Frame]:
     """Rows rows[0] .. rows[1] - 1 of every lead as a block list, with the bitmasks they use, and its frame. O(their nnz)."""
-    indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
+    indptr, indices, ids, bitmasks = _on_host(tensors)
     first, stop = rows
     ends = indptr.reshape(frame.leads, frame.n_rows + 1)[:, first : stop + 1].astype(np.int64)
     counts = np.diff(ends, axis=1).reshape(-1)

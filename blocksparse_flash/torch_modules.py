@@ -13,11 +13,16 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .functional import attention
-from .holding import HoldsLayout, Layout, checked_layout
+from .holding import HoldsLayout, Layout, checked_causal, checked_layout, checked_probability
 
 
 def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
     """int64 (batch,): keys that are no padding, which must come first."""
+    if not isinstance(key_padding_mask, Tensor):
+        raise TypeError(
+            f"key_padding_mask must be a tensor (batch={batch}, kv_len={kv_len}), got {type(key_padding_mask).__name__}; "
+            "torch.as_tensor makes one"
+        )
     if key_padding_mask.shape != (batch, kv_len):
         raise ValueError(
             f"key_padding_mask must have shape (batch={batch}, kv_len={kv_len}), got {tuple(key_padding_mask.shape)}"
@@ -70,8 +75,9 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if value:
                 raise ValueError(f"{name} must be False, got {value!r}: it adds a key that no layout names")
+        checked_probability("dropout", dropout)
         super().__init__(embed_dim, num_heads, dropout, bias, False, False, *others, **named)
-        self.layout, self.causal = checked_layout(layout), causal
+        self.layout, self.causal = checked_layout(layout), checked_causal(causal)
         self._is_packed = self._qkv_same_embed_dim
         # torch's encoders ask for this before they compute a layer without calling its attention, which would be dense
         self._qkv_same_embed_dim = False
@@ -124,6 +130,9 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
             )
         if key_padding_mask is not None and kv_lengths is not None:
             raise ValueError("key_padding_mask and kv_lengths say the same: give one of them")
+        for name, given in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3):
             raise ValueError(
                 "query, key and value must all have 3 axes (2 without a batch), got "
@@ -136,8 +145,8 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         ]
         q, k, v = self._project(*turned)
         if key_padding_mask is not None:
-            mask = key_padding_mask if is_batched else key_padding_mask[None]
-            kv_lengths = _lengths(mask, q.shape[0], k.shape[2])
+            is_row = not is_batched and isinstance(key_padding_mask, Tensor)
+            kv_lengths = _lengths(key_padding_mask[None] if is_row else key_padding_mask, q.shape[0], k.shape[2])
         out = attention(
             q,
             k,

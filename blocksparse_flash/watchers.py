@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NOTHING = nullcontext()
@@ -23,6 +26,30 @@ def are_there() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.jit._trace.is_tracing()
     )
+
+
+@contextmanager
+def aside(tensor: torch.Tensor) -> Iterator[None]:
+    """For what is made of a tensor, which is no input of any function, and cached: neither for inference only, nor wrapped by a
+    transform of torch.func, unless that tensor is."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    with torch.inference_mode(False), _NOTHING if is_wrapped else torch._C._DisableFuncTorch():
+        yield
+
+
+def follow(*values: Any) -> bool:
+    """Whether a transform of torch.func maps or differentiates one of the values, a tensor which then has no memory to read."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    if forward_ad._current_level >= 0:
+        return True
+    for value in values:
+        tensor = value
+        while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            if torch._C._functorch.is_batchedtensor(tensor) or tensor.requires_grad:
+                return True
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
 
 
 @functools.cache

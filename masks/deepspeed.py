@@ -172,8 +172,8 @@ class SparsityConfig(ABC):
         layout = self.layout(seq_len)
         # [heads * rows]
         counts = layout.indptr[0].diff(dim=-1).reshape(-1)
-        rows = torch.repeat_interleave(torch.arange(counts.numel()), counts)
-        kept = torch.zeros(counts.numel(), layout.n_cols, dtype=torch.int64)
+        rows = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
+        kept = torch.zeros(counts.numel(), layout.n_cols, dtype=torch.int64, device=counts.device)
         kept[rows, layout.indices.long()] = 1
         return kept.reshape(-1, layout.n_rows, layout.n_cols).repeat(self.num_heads // self.num_layout_heads, 1, 1)
 

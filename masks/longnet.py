@@ -74,7 +74,7 @@ def _one_head(canvas: Canvas, scales: Sequence[Scale], *, causal: bool) -> Block
 
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         q_pos = q_pos + shift
-        is_kept = torch.zeros((), dtype=torch.bool)
+        is_kept = torch.zeros((), dtype=torch.bool, device=q_pos.device)
         for segment, dilation, offset in scales:
             q_segment, kv_segment = q_pos.div(segment, rounding_mode="floor"), kv_pos // segment
             # kept tokens have the number of their segment, the others numbers beyond all of them, not in common

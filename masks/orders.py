@@ -17,6 +17,9 @@ from .checks import read_integer, read_integers
 
 Grid = int | Sequence[int]
 
+# so many of at least two tokens have the most tokens there may be
+MOST_AXES = 31
+
 
 def read_grid(grid: Grid) -> tuple[int, ...]:
     """The sides of a grid, each at least 1; an int is one axis.
@@ -27,6 +30,8 @@ def read_grid(grid: Grid) -> tuple[int, ...]:
     sides = grid if isinstance(grid, Sequence) and not isinstance(grid, str | bytes) else (grid,)
     if not len(sides):
         raise ValueError("grid: expected the tokens along each axis, at least one axis, got none")
+    if len(sides) > MOST_AXES:
+        raise ValueError(f"grid: expected at most {MOST_AXES} axes, got {len(sides)}: leave out those of one token")
     read = tuple(read_integer("grid", side, at_least=1, unit="tokens") for side in sides)
     if math.prod(read) > MOST_TOKENS:
         raise ValueError(f"grid: expected at most {MOST_TOKENS} tokens, got {math.prod(read)}")
@@ -74,13 +79,19 @@ def _places(grid: Sequence[int]) -> np.ndarray:
     return np.indices(grid).reshape(len(grid), -1)
 
 
-def _interleaved(places: np.ndarray, n_bits: int) -> np.ndarray:
-    """The bits of all axes, the highest of every axis first, as one number a token."""
-    codes = np.zeros(places.shape[1], dtype=np.int64)
-    for bit in range(n_bits - 1, -1, -1):
-        for place in places:
-            codes = codes << 1 | place >> bit & 1
-    return codes
+def _by_bits(places: np.ndarray, n_bits: int) -> np.ndarray:
+    """int64 (tokens,): tokens in the order of their bits, the highest of every axis first."""
+    # the bits of all axes may be more than a number has
+    at_once = 62 // len(places)
+    codes = []
+    for stop in range(n_bits, 0, -at_once):
+        code = np.zeros(places.shape[1], dtype=np.int64)
+        for bit in range(stop - 1, max(0, stop - at_once) - 1, -1):
+            for place in places:
+                code = code << 1 | place >> bit & 1
+        codes.append(code)
+    # the last key counts first
+    return np.lexsort(codes[::-1]) if codes else np.zeros(1, dtype=np.int64)
 
 
 def _n_bits(grid: Sequence[int]) -> int:
@@ -138,7 +149,7 @@ def morton_order(grid: Grid) -> torch.Tensor:
     [0, 1, 4, 5, 2, 3, 6, 7]
     """
     grid = read_grid(grid)
-    return torch.from_numpy(np.argsort(_interleaved(_places(grid), _n_bits(grid)), kind="stable"))
+    return torch.from_numpy(_by_bits(_places(grid), _n_bits(grid)))
 
 
 def hilbert_order(grid: Grid) -> torch.Tensor:
@@ -177,4 +188,4 @@ def hilbert_order(grid: Grid) -> torch.Tensor:
     turns = np.zeros_like(places[0])
     for bit in range(n_bits - 1, 0, -1):
         turns ^= np.where(places[-1] >> bit & 1, (1 << bit) - 1, 0)
-    return torch.from_numpy(np.argsort(_interleaved(places ^ turns, n_bits), kind="stable"))
+    return torch.from_numpy(_by_bits(places ^ turns, n_bits))

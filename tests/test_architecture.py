@@ -85,6 +85,7 @@ TABLE = {
                 "selection",
                 "sent_blocks",
                 "storage",
+                "watchers",
             )
         }
     ),
@@ -178,6 +179,7 @@ TABLE = {
                 "layout",
                 "ops",
                 "reference",
+                "watchers",
             )
         },
         {TRITON},
@@ -193,7 +195,11 @@ TABLE = {
     "blocksparse_flash/holding.py": Arrows({TORCH, f"{OURS}.layout"}),
     "blocksparse_flash/torch_modules.py": Arrows({TORCH, "einops", f"{OURS}.functional", f"{OURS}.holding"}),
     "blocksparse_flash/nn.py": Arrows(
-        {TORCH, "einops", *(f"{OURS}.{name}" for name in ("functional", "holding", "layout", "torch_modules"))}
+        {
+            TORCH,
+            "einops",
+            *(f"{OURS}.{name}" for name in ("contract", "functional", "holding", "layout", "torch_modules")),
+        }
     ),
     "blocksparse_flash/interop/stored.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout"))}

@@ -226,6 +226,13 @@ def test_the_module_uses_what_attention_computes() -> None:
         ({"rope": 0.0}, ValueError, "rope must be a base above 0"),
         ({"rope": -1.0}, ValueError, "rope must be a base above 0"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and below 1, got 1.0"),
+        ({"rope": "10"}, TypeError, "rope must be a number"),
+        ({"rope": True}, TypeError, "rope must be a number"),
+        ({"rope": math.inf}, ValueError, "rope must be a base above 0"),
+        ({"dropout_p": "none"}, TypeError, "dropout_p must be a number"),
+        ({"causal": "no"}, TypeError, "causal must be True or False, got 'no'"),
+        ({"head_dim": 257}, ValueError, "head_dim must be at most 256, got 257"),
+        ({"layout": BlockLayout.from_blocks([], [], 80, 64, block_size=16)}, ValueError, "as many queries as keys"),
         ({"layout": "local"}, TypeError, "layout must be a BlockLayout, a function from a length to one, or None"),
     ],
     ids=str,
@@ -252,6 +259,38 @@ def test_positions_that_do_not_fit_are_refused() -> None:
         layer(tokens(), positions=torch.arange(79))
     with pytest.raises(ValueError, match=r"positions have 3 axes, .* head_dim must be a multiple of 6, got 8"):
         layer(tokens(), positions=torch.zeros(LENGTH, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: module()(None), TypeError, "x must be a torch.Tensor, got NoneType"),
+        (
+            lambda: module(rope=10.0)(tokens(), positions=[1]),
+            TypeError,
+            "positions must be a tensor of numbers, got list",
+        ),
+        (lambda: module(rope=10.0)(tokens(), positions=torch.zeros(LENGTH, 0)), ValueError, "positions have 0 axes"),
+        (lambda: rotary_table(torch.zeros(4, 0), 10.0, 8), ValueError, r"positions must have shape .* got \(4, 0\)"),
+        (lambda: rotary_table(torch.zeros(4) * 1j, 10.0, 8), ValueError, "positions must be real numbers"),
+        (lambda: rotary_table(torch.zeros(4), 0.0, 8), ValueError, "base must be a base above 0"),
+        (lambda: rotary_table(torch.zeros(4), 10.0, 0), ValueError, "head_dim must be 1 or more, got 0"),
+        (
+            lambda: LearnedPositions(LENGTH, 1)(tokens()),
+            ValueError,
+            r"x must have shape \(batch, length, embed_dim=1\)",
+        ),
+        (lambda: EncoderBlock(5), TypeError, "attention must be a module with an embed_dim, .* got int"),
+        (lambda: Encoder([torch.nn.ReLU()]), TypeError, "blocks must have an attention"),
+    ],
+)
+def test_what_is_no_input_is_refused_by_name(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_blocks_may_come_one_by_one() -> None:
+    assert len(Encoder(EncoderBlock(module()) for _ in range(2)).blocks) == 2
 
 
 def encoder(dropout_p: float = 0.0) -> Encoder:

@@ -47,6 +47,17 @@ def test_morton_sorts_interleaved_bits(grid):
     assert masks.morton_order(grid).tolist() == [row_major(grid, place) for place in places]
 
 
+@pytest.mark.parametrize("grid", [(40_000, 1, 1, 1), (1, 2, 1, 1, 17_000), (1,) * 30 + (9,)])
+def test_morton_sorts_more_bits_than_a_number_has(grid):
+    places = sorted(itertools.product(*(range(side) for side in grid)), key=lambda place: z_number(place, 17))
+    assert masks.morton_order(grid).tolist() == [row_major(grid, place) for place in places]
+
+
+def test_more_axes_than_tokens_fill_are_refused():
+    with pytest.raises(ValueError, match="grid: expected at most 31 axes, got 65"):
+        masks.hilbert_order((1,) * 65)
+
+
 def hilbert_places(n_bits):
     """The plane curve by its recursive definition: four copies, the first and the last reflected."""
     if n_bits == 0:

@@ -233,6 +233,21 @@ def test_eager_means_what_the_reference_means(
         torch.testing.assert_close(value, expected[name], msg=lambda message, name=name: f"{name}: {message}")
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_slopes_below_zero_leave_queries_beyond_the_end_alone(backend: str, causal: bool, device: torch.device) -> None:
+    """130 queries fill up to 256, of which the last would have scores of 265."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = {"q": (1, 1, 130, 8), "k": (1, 1, 140, 8), "v": (1, 1, 140, 8)}
+    call = {name: torch.randn(shape, generator=draw).to(device) for name, shape in shapes.items()}
+    call["alibi_slopes"] = torch.tensor([-1.0], device=device)
+    actual, expected = (with_gradients(call, backend=name, causal=causal) for name in (backend, "reference"))
+    for name, value in actual.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=1e-3, atol=1e-3, msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_two_runs_give_equal_bits(backend: str, device: torch.device) -> None:
     call = call_of(layout_of(150, 40, 48), dtype=torch.float32)

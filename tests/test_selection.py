@@ -242,3 +242,20 @@ def test_wrong_calls_are_refused_by_name(change: dict[str, Any], exception: type
     assert build(**good).nnz > 0
     with pytest.raises(exception, match=message):
         build(**good | change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.complex64])
+def test_scores_of_types_that_nothing_compares_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"scores must be floats, got .*scores.to\(torch.float32\)"):
+        BlockLayout.from_scores(torch.zeros(1, 1, 2, 2).to(dtype), 256, 256, k=1, block_size=128)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.bool, torch.float32])
+def test_indices_of_types_that_nothing_sorts_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"indices must be integers, got .*indices.to\(torch.int64\)"):
+        BlockLayout.from_topk(torch.zeros(1, 1, 2, 2).to(dtype), 256, 256, block_size=128)
+
+
+def test_a_switch_of_a_selection_is_true_or_false() -> None:
+    with pytest.raises(TypeError, match="causal must be True or False, got 'no'"):
+        BlockLayout.from_scores(torch.zeros(1, 1, 2, 2), 256, 256, k=1, causal="no", block_size=128)  # type: ignore[arg-type]

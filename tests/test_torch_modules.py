@@ -180,3 +180,21 @@ def test_layouts_of_other_lengths_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="layout describes 32 queries x 32 keys, but q has 96"):
         module(X, X, X)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: MultiheadAttention(24, 3, dropout=1.0), ValueError, "dropout must be at least 0 and below 1, got 1.0"),
+        (lambda: MultiheadAttention(24, 3, causal="no"), TypeError, "causal must be True or False"),
+        (lambda: MultiheadAttention(24, 3)(X, None, X), TypeError, "key must be a torch.Tensor, got NoneType"),
+        (
+            lambda: MultiheadAttention(24, 3)(X, X, X, key_padding_mask=[0]),
+            TypeError,
+            "key_padding_mask must be a tensor",
+        ),
+    ],
+)
+def test_what_is_no_argument_is_refused_by_name(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

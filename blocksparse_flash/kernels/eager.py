@@ -313,13 +313,13 @@ def _unpacked(words: Tensor, dtype: torch.dtype) -> Tensor:
     return bits.transpose(1, 2).to(dtype).flatten(2).sub_(0.5).mul_(torch.inf)
 
 
-def _tiles(tensor: Tensor, dtype: torch.dtype, side: int = TILE) -> Tensor:
-    """(batch, heads, length, dim) -> (batch * heads * tiles, side, dim), zeros past the end."""
+def _tiles(tensor: Tensor, dtype: torch.dtype, side: int = TILE, beyond: float = 0.0) -> Tensor:
+    """(batch, heads, length, dim) -> (batch * heads * tiles, side, dim), `beyond` past the end."""
     batch, heads, length, dim = tensor.shape
     n_tiles = -(-length // side)
     tensor = tensor.to(dtype)
     if length % side:
-        tensor = F.pad(tensor, (0, 0, 0, n_tiles * side - length))
+        tensor = F.pad(tensor, (0, 0, 0, n_tiles * side - length), value=beyond)
     return tensor.reshape(batch * heads * n_tiles, side, dim)
 
 
@@ -531,9 +531,9 @@ def backward(
         changes = Changes(scores, (sizes.batch, sizes.heads), plan, like=q_tiles, wanted=(wanted[1], wanted[2]))
     walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
     k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
-    dout_tiles, delta_tiles, pivot_tiles = (
-        _tiles(tensor, dtype, sizes.q_side) for tensor in (dout, delta[..., None], pivot[..., None])
-    )
+    dout_tiles, delta_tiles = (_tiles(tensor, dtype, sizes.q_side) for tensor in (dout, delta[..., None]))
+    # as for a query that does not exist: a slope may give it scores whose exp is no number, and 0 times that is none either
+    pivot_tiles = _tiles(pivot[..., None], dtype, sizes.q_side, beyond=torch.inf)
     dq_tiles, dk_tiles, dv_tiles = (torch.zeros_like(tiles) for tiles in (q_tiles, k_tiles, v_tiles))
     for index, spans in walk:
         q_chunk, dout_chunk, delta_chunk, pivot_chunk = (
