@@ -53,16 +53,17 @@ def _check_types(q: Tensor, k: Tensor, v: Tensor, autocast: torch.dtype | None) 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
     """batch, heads, q_len, kv_len, head_dim."""
-    if not (q.dim() == k.dim() == v.dim() == 4):
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not (len(q_shape) == len(k_shape) == len(v_shape) == 4):
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.dim() != 4:
                 raise ValueError(
                     f"{name} must have the 4 dimensions (batch, heads, length, head_dim), got shape {tuple(tensor.shape)}; "
                     f"{name}[None] adds one in front, {name}.unflatten(-1, (heads, head_dim)).transpose(1, 2) splits heads"
                 )
-    batch, heads, q_len, head_dim = q.shape
-    k_batch, kv_heads, kv_len, k_dim = k.shape
-    v_batch, v_heads, v_len, v_dim = v.shape
+    batch, heads, q_len, head_dim = q_shape
+    k_batch, kv_heads, kv_len, k_dim = k_shape
+    v_batch, v_heads, v_len, v_dim = v_shape
     if k_batch != v_batch or kv_heads != v_heads or kv_len != v_len:
         raise ValueError(
             f"k and v must agree in batch, heads and length, got k {tuple(k.shape)} and v {tuple(v.shape)}; only their last "

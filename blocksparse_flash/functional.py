@@ -73,6 +73,8 @@ def _unfit_for_hopper(
         return NO_DROPOUT
     if scores is not None:
         return NO_SCORES
+    if copy_engine.can_read_all(q, k, v):
+        return None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         # of rows that are no multiple of 16 bytes the kernels make a copy, autocast of another type: those fit
         if (

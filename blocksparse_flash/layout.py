@@ -530,8 +530,12 @@ class BlockLayout:
                 another stream than the current one uses the plan, or the layout, make it wait: `torch.cuda.Stream.wait_stream`
         raises  ValueError while torch.compile traces, if it is not cached yet
         """
+        plans: dict[tuple[Any, bool], Plan] = self._cache["plans"]
+        # of a tensor's device it is found as it is
+        found = plans.get((device, causal))
+        if found is not None:
+            return found
         device = _resolved(device)
-        plans: dict[tuple[torch.device, bool], Plan] = self._cache["plans"]
         if (device, causal) not in plans:
             if torch.compiler.is_compiling():
                 raise ValueError(

@@ -94,9 +94,9 @@ def _kernels_of(name: str, deterministic: bool) -> tuple[Callable[..., Any], Cal
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *rest, backend = arguments
+    forward = _kernels(arguments[-1], q, k, v)[0]
     with watchers.on(q.device):
-        return _kernels(backend, q, k, v)[0](q, k, v, *rest)
+        return forward(q, k, v, *arguments[:-1])
 
 
 def _backward(dout: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -209,13 +209,10 @@ def _scored_backward_with_autograd(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
+    def forward(ctx: Any, called: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
         plan, kv_lengths, seed, *ctx.options = arguments
-        if _is_plain(q, k, v):
-            out, lse = _forward(q, k, v, *arguments)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                out, lse = _attention_forward(q, k, v, *arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = called(q, k, v, *arguments)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, kv_lengths, seed, *plan)
         return out, lse
@@ -231,7 +228,7 @@ class _Attention(torch.autograd.Function):
         if type(dout) in watchers.PLAIN and _is_plain(q, k, v) and not torch.is_grad_enabled():
             called = _backward
         grads = called(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, *ctx.options)
-        return *grads, *(None,) * 7
+        return None, *grads, *(None,) * 7
 
 
 class _ScoredAttention(torch.autograd.Function):
@@ -273,7 +270,8 @@ def _forward_with_autograd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if _is_differentiated(q, k, v):
-        return _Attention.apply(q, k, v, *arguments)
+        called: Any = _forward if _is_plain(q, k, v) else _attention_forward
+        return _Attention.apply(called, q, k, v, *arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention_forward(q, k, v, *arguments)
 
@@ -322,5 +320,5 @@ def attention_forward(
     if not _is_plain(q, k, v):
         return _attention_forward(q, k, v, *arguments)
     if _is_differentiated(q, k, v):
-        return _Attention.apply(q, k, v, *arguments)
+        return _Attention.apply(_forward, q, k, v, *arguments)
     return _forward(q, k, v, *arguments)

@@ -105,8 +105,6 @@ def _of_shapes(
     if lists:
         items, (n_indices,), (n_ids,) = lists
         of_head, long = n_indices / (items[0] * items[1]), n_long(n_indices, n_ids)
-    if is_of_rows and not long:
-        return WHOLE
     return choose(
         n_lines,
         n_axes,
@@ -131,5 +129,8 @@ def split_of(
     plan              the tensors of plan.Plan; empty: dense, or `causal`
     q_shape, k_shape  (batch, heads, length, head_dim)
     """
+    if first == 0 and not (plan and n_long(plan[1].shape[0], plan[2].shape[0])):
+        # rows are split only where some are long
+        return WHOLE
     lists = (plan[first].shape, plan[first + 1].shape, plan[first + 2].shape) if plan else ()
     return _of_shapes(lists, first == 0, q_shape, k_shape, causal, n_multiprocessors)

@@ -64,6 +64,7 @@ def runs_triton(index: int | None) -> bool:
 
 def on(device: torch.device) -> AbstractContextManager[None]:
     """Makes a GPU the current one where it is not: Triton launches on the current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    # of a tensor that is there: CUDA has been initialised, which torch.cuda.current_device would ask first
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return _NOTHING
     return torch.cuda.device(device)

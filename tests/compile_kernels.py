@@ -321,6 +321,11 @@ def hopper_calls() -> list[dict[str, Any]]:
     ]
     # so many that rows of 192 queries pay
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, "length": 24576} for mode in ("dense", "causal")]
+    # so few rows that none waits in a queue
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": mode, "length": 1024}
+        for head_dim, mode in itertools.product((64, 128), ("layout", "causal"))
+    ]
     grid += [{"head_dim": head_dim, "dtype": half, "limited": True} for head_dim in (64, 128)]
     grid += [{"head_dim": head_dim, "dtype": half, "limited": True, "mode": "dense"} for head_dim in (64, 128)]
     grid += [{"head_dim": head_dim, "dtype": half, "deterministic": True} for head_dim in (64, 128)]

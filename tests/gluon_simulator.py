@@ -383,14 +383,19 @@ class Simulation:
             self.known.update(shared)
         return module
 
-    def _launch(self, kernel: Any, grid: tuple[int, ...], rest: dict[str, Any]) -> Callable[..., None]:
+    def _launch(
+        self, kernel: Any, grid: tuple[int, ...], rest: dict[str, Any], describers: dict[str, Any] | None = None
+    ) -> Callable[..., None]:
         if not inspect.isfunction(kernel):
-            return launch.Launch(kernel, grid, rest)
+            return launch.Launch(kernel, grid, rest, describers)
         names = list(inspect.signature(kernel).parameters)
         options = {name: value for name, value in rest.items() if name in names}
 
         def run(*tensors: Any) -> None:
-            given = [Pointer(each) if isinstance(each, Tensor) else each for each in launcher.described(tensors)]
+            of_each = [(describers or {}).get(name) for name in names[: len(tensors)]]
+            given = [
+                Pointer(each) if isinstance(each, Tensor) else each for each in launcher.described(tensors, of_each)
+            ]
             for program in range(grid[0]):
                 self.language.machine = Machine(self.seed, program, grid[0])
                 kernel(**dict(zip(names, given, strict=False)), **options)

@@ -85,13 +85,13 @@ def check(recorder: Recorder, run: launch.Launch, first: tuple[Any, ...], others
     assert len(recorder.calls) == 1
     bound = run._run
     assert isinstance(bound, launcher.Bound), "Triton's launcher has changed: see blocksparse_flash/kernels/launcher.py"
-    compiled, grid, values = bound._compiled, bound._grid, bound._values
+    compiled, grid, describers, values = bound._compiled, bound._grid, bound._describers, bound._values
     for arguments in others:
         recorder.calls.clear()
         run(*arguments)
         # neither a chain of hooks nor what they would be told
         with mock.patch.multiple(knobs, launch_enter_hook=None, launch_exit_hook=None):
-            compiled[grid](*launcher.described(arguments), *values)
+            compiled[grid](*launcher.described(arguments, describers), *values)
         ours, theirs = (flat(call) for call in recorder.calls)
         # the stream is asked for at each launch
         assert theirs[3] == ours[3] + 1
@@ -103,13 +103,13 @@ def check(recorder: Recorder, run: launch.Launch, first: tuple[Any, ...], others
     assert told.append in recorder.calls[-1], "the hook of a profiler must be handed on"
 
 
-def check_holds_nothing(run: launch.Launch, describers: Any, shape: tuple[int, ...], rest: tuple[Any, ...]) -> None:
+def check_holds_nothing(run: launch.Launch, shape: tuple[int, ...], rest: tuple[Any, ...]) -> None:
     """A launch on tensors that it has not met lets go of them, without the collector of garbage."""
     gc.disable()
     tensors = [torch.empty(shape, dtype=torch.bfloat16) for _ in "qkv"]
     out, lse = torch.empty_like(tensors[0]), torch.empty(shape[:3])
     refs = [weakref.ref(tensor) for tensor in (*tensors, out, lse)]
-    run(*launch.operands(describers, *tensors), *rest, out, lse)
+    run(*tensors, *rest, out, lse)
     del tensors, out, lse
     assert all(ref() is None for ref in refs), "a launch holds its tensors"
     gc.enable()
@@ -136,7 +136,6 @@ def main() -> None:
     plan = [items, indices, indices, items, indices, indices, torch.zeros(3, 128, 4, dtype=torch.int32)]
     with (
         mock.patch.object(launch, "device_limits", lambda _: LIMITS),
-        mock.patch.object(hopper_forward, "multiprocessors", lambda _: 132),
         mock.patch.object(launcher, "KEPT", 2),
     ):
         options = launch.options_of(out, 0.125, False, 0.0, None)
@@ -146,14 +145,14 @@ def main() -> None:
 
         for worth in (1 << 40, 0):
             with mock.patch.object(launch, "WORTH_DESCRIBING", worth):
-                ready = forward.prepare.__wrapped__(seen, seen, seen, launch.see_walk(plan, 0), options)
-            assert (ready.describers is None) == (worth > 0)
+                run = forward.prepare.__wrapped__(seen, seen, seen, launch.see_walk(walks), options)
+            assert any(run._describers) == (worth == 0)
             rest = (*walks, None, None, None, None, None, out, lse)
-            given = [(*launch.operands(ready.describers, *call), *rest) for call in calls]
-            check(recorder, ready.launch, given[0], given)
+            given = [(*call, *rest) for call in calls]
+            check(recorder, run, given[0], given)
             # which holds what it was handed
             with mock.patch.object(Recorder, "__call__", lambda *_: None):
-                check_holds_nothing(ready.launch, ready.describers, shape, rest[:-2])
+                check_holds_nothing(run, shape, rest[:-2])
             recorder.calls.clear()
 
         statistics = backward.prepare_statistics(seen, 256)
@@ -161,17 +160,17 @@ def main() -> None:
         check(recorder, statistics, given[0], given)
         recorder.calls.clear()
 
-        for split in (WHOLE, Split(1, 3)):
-            hopper = hopper_forward.prepare.__wrapped__(
-                seen, seen, seen, seen, launch.see_walk(plan, 0), split, options
-            )
-            queue = torch.zeros(1, dtype=torch.int32)
-            makers = hopper.q, hopper.k, hopper.v
+        # with more rows than programs, which have a queue, and without
+        for split, multiprocessors in ((WHOLE, 132), (WHOLE, 3), (Split(1, 3), 132)):
+            facts = launch.see_all(out, out, out)
+            with mock.patch.object(hopper_forward, "multiprocessors", lambda _, n=multiprocessors: n):
+                hopper = hopper_forward.prepare.__wrapped__(
+                    facts, launch.see_walk(walks), None, split, 0.125, False, None
+                )
+            assert hopper.is_queued == (multiprocessors == 3)
+            queue = torch.zeros(1, dtype=torch.int32) if hopper.is_queued else None
             parts = torch.empty(hopper.n_floats) if hopper.merge else None
-            given = [
-                (*launch.operands(makers, *call), *walks, None, queue, hopper.out(torch.empty_like(out)), lse, parts)
-                for call in calls
-            ]
+            given = [(*call, *walks, None, queue, torch.empty_like(out), lse, parts) for call in calls]
             check(recorder, hopper.launch, given[0], given)
             recorder.calls.clear()
         assert hopper.merge is not None

@@ -84,6 +84,17 @@ def test_a_wide_head_forward(check, layout, call):
     check(Simulation(seed=1), layout, call, backward=False)
 
 
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_a_program_for_each_row(check, layout):
+    """None takes a second one, and there is no queue that could be left over."""
+    simulation = Simulation(seed=8, programs=99)
+    asked = []
+    prepare = simulation.hopper_forward.prepare
+    simulation.hopper_forward.prepare = lambda *facts: asked.append(prepare(*facts)) or asked[-1]
+    check(simulation, layout, CALLS[0], backward=False)
+    assert asked and not any(ready.is_queued for ready in asked)
+
+
 @pytest.mark.parametrize("call", [CALLS[0], CALLS[-1]], ids=str)
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_deterministic(check, layout, call):

@@ -40,6 +40,6 @@ def test_an_unknown_launcher_launches_by_itself() -> None:
             return "described", tensor
 
     compiled, tensor, other = Compiled(), torch.zeros(1), torch.zeros(1)
-    run = launcher.bind(compiled, (4, 1, 1), (tensor, None, (Describer(), tensor)), (3,))
-    run((other, None, (Describer(), other)))
+    run = launcher.bind(compiled, (4, 1, 1), (tensor, None, tensor), (None, None, Describer()), (3,))
+    run((other, None, other))
     assert compiled.given == ((4, 1, 1), (other, None, ("described", other), 3))

@@ -67,7 +67,7 @@ def test_rows_are_merged_by_their_weight(kind: str, device: torch.device) -> Non
     lse = torch.full((batch, heads, q_len), 7.0, device=device)
     rest = {"n_heads": heads, "n_axes": n_axes, "n_lines": n_lines, "q_len": q_len}
     rest |= {"n_split": split.n_lines, "n_parts": split.parts}
-    launch = parts.merge_rows(split, see(items), see(out), rest, dim_v)
+    launch = parts.merge_rows(split, items if items is None else items.shape, see(out), rest, dim_v)
     assert launch is not None
     launch(blocks.to(device).flatten(), None if items is None else items.to(device), out, lse)
     out, lse = out.cpu(), lse.cpu()
@@ -103,7 +103,7 @@ def test_columns_are_added_up(kind: str, device: torch.device) -> None:
     dk, dv = (torch.full((batch, kv_heads, kv_len, dim + 8), 7.0, device=device)[..., :dim] for dim in dims)
     rest = {"n_heads": kv_heads, "n_axes": n_axes, "kv_len": kv_len, "scale": scale, "GROUP": group}
     rest |= {"n_split": split.n_lines, "n_parts": split.parts}
-    launch = parts.sum_cols(split, see(items), see(dk), see(dv), rest, padded)
+    launch = parts.sum_cols(split, items if items is None else items.shape, see(dk), see(dv), rest, padded)
     assert launch is not None
     launch(blocks.to(device).flatten(), None if items is None else items.to(device), dk, dv)
 

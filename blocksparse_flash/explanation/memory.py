@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..splitting import split_of
+from ..splitting import Split, split_of
 from .call import Call
 from .dispatch import TILE
 from .prediction import padded_dim
@@ -60,10 +60,21 @@ def _copies(call: Call) -> int:
     return sum(sizes[name] // dims[name] * _padded(dims[name]) for name in call.unreadable)
 
 
+def _split(call: Call, first: int) -> Split:
+    """How `hopper` splits rows (first = 0) or columns (3)."""
+    plan = [] if call.plan is None else list(call.plan)
+    return split_of(plan, first, call.q.shape, call.k.shape, call.causal, call.multiprocessors)
+
+
+def _queue(call: Call) -> int:
+    """Bytes of the queue from which the programs of `hopper` take rows, if these are more."""
+    n_rows = _split(call, 0).n_programs(-(-call.q_len // TILE), call.batch * call.heads)
+    return FLOAT if n_rows > call.multiprocessors else 0
+
+
 def _parts(call: Call, first: int) -> int:
     """Bytes that the parts of rows (first = 0) or columns (3) write where `hopper` splits them."""
-    plan = [] if call.plan is None else list(call.plan)
-    split = split_of(plan, first, call.q.shape, call.k.shape, call.causal, call.multiprocessors)
+    split = _split(call, first)
     dim, dim_v = padded_dim("hopper", call.head_dim), padded_dim("hopper", call.v_dim)
     if first:
         return FLOAT * split.floats(dim + dim_v, call.batch * call.kv_heads)
@@ -95,7 +106,7 @@ def forward(call: Call) -> Moved:
         workspace = sum(sizes[name] for name, tensor in named.items() if tensor.dtype != call.dtype)
     if workspace is not None and call.backend == "hopper" and not call.is_empty:
         # and the queue of rows, and what their parts write
-        workspace += _copies(call) + FLOAT + _parts(call, 0)
+        workspace += _copies(call) + _queue(call) + _parts(call, 0)
         if call.v_dim % 8:
             workspace += sizes["out"] // call.v_dim * _padded(call.v_dim)
     return Moved(reads, writes, workspace, 0)

@@ -28,10 +28,11 @@ from .launch import (
     Launch,
     Options,
     Seen,
+    Shape,
+    Walk,
     axis_strides,
     constants,
     device_seed,
-    operands,
     options_of,
     padded_dim,
     score_arguments,
@@ -455,25 +456,23 @@ def prepare_statistics(dout: Seen, n_padded: int, cleared: int = 0) -> Launch:
 
 
 class Prepared(NamedTuple):
-    """The launches, None for a gradient without elements; and what describes q, k, v and dout to them, if anything."""
+    """The launches, None for a gradient without elements."""
 
     statistics: Launch
     keys: Launch | None
-    keys_describers: tuple[Describer, ...] | None
     queries: Launch | None
-    queries_describers: tuple[Describer, ...] | None
     n_padded: int
     bias_sums: tuple[int, ...] | None
 
 
 def bias_sums_shape(
-    batch: int, heads: int, items: Seen | None, chosen: Config, options: Options
+    batch: int, heads: int, items: Shape | None, chosen: Config, options: Options
 ) -> tuple[int, ...] | None:
     """The shape of what the launch of dq adds up for the gradient of a bias, None where that is not wanted."""
     scores = options.scores
     if scores is None or scores.pieces is None or items is None or not scores.wanted[2]:
         return None
-    shared = (batch if items.shape[0] == 1 else 1, heads if items.shape[1] == 1 else 1)
+    shared = (batch if items[0] == 1 else 1, heads if items[1] == 1 else 1)
     tables = scores.tables[0]
     assert tables is not None
     return sums_shape(shared, tables.shape[2], scores.pieces, (chosen.block_q, chosen.block_kv))
@@ -485,8 +484,8 @@ def prepare(
     k: Seen,
     v: Seen,
     dout: Seen,
-    rows: tuple[Seen | None, bool],
-    cols: tuple[Seen | None, bool],
+    rows: Walk,
+    cols: Walk,
     options: Options,
 ) -> Prepared:
     """How a call on such tensors is launched."""
@@ -506,14 +505,19 @@ def prepare(
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **asked)
     queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **asked)
 
-    def describers_of(chosen: Config) -> tuple[Describer, ...]:
-        blocks = ((chosen.block_q, dim), (chosen.block_kv, dim), (chosen.block_kv, dim_v), (chosen.block_q, dim_v))
-        return tuple(Describer(seen, (1, 1, *block)) for seen, block in zip((q, k, v, dout), blocks, strict=True))
+    def describers_of(chosen: Config) -> dict[str, Describer]:
+        block_q, block_kv = chosen.block_q, chosen.block_kv
+        return {
+            "q_ref": Describer(q, (1, 1, block_q, dim)),
+            "k_ref": Describer(k, (1, 1, block_kv, dim)),
+            "v_ref": Describer(v, (1, 1, block_kv, dim_v)),
+            "dout_ref": Describer(dout, (1, 1, block_q, dim_v)),
+        }
 
     def walking(
-        kernel: Any, chosen: Config, items: Seen | None, heads: int, length: int, block: int, **added: Any
+        kernel: Any, chosen: Config, items: Shape | None, heads: int, length: int, block: int, **added: Any
     ) -> Launch:
-        n_lines = items.shape[2] if items else -(-length // block)
+        n_lines = items[2] if items else -(-length // block)
         split = TILE_SIDE // block if items else 1
         rest = {
             "q_strides": q.strides[:3],
@@ -531,7 +535,7 @@ def prepare(
             **added,
             **chosen.arguments,
         }
-        return Launch(kernel, (n_lines * split * batch * heads,), rest)
+        return Launch(kernel, (n_lines * split * batch * heads,), rest, describers_of(chosen) if tma else None)
 
     keys = queries = None
     shape = bias_sums_shape(batch, heads, rows[0], queries_config, options)
@@ -543,8 +547,7 @@ def prepare(
     if batch * heads * q_len:
         added = {"scale": scale, **score_arguments(options, 0), "sums_strides": shape and axis_strides(shape)}
         queries = walking(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
-    describers = [describers_of(chosen) if tma else None for chosen in (keys_config, queries_config)]
-    return Prepared(statistics, keys, describers[0], queries, describers[1], n_padded, shape)
+    return Prepared(statistics, keys, queries, n_padded, shape)
 
 
 def backward(
@@ -578,9 +581,8 @@ def backward(
     if scores is not None:
         slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)
         options = options._replace(scores=see_scores(scores, rows, cols, wanted=wanted))
-    walked = see_walk(plan, 0)
-    across = see(plan[3]) if plan else None, walked[1]
-    ready = prepare(see(q), see(k), see(v), see(dout), walked, across, options)
+    by_rows, by_cols = walk(plan, 0), walk(plan, 3)
+    ready = prepare(see(q), see(k), see(v), see(dout), see_walk(by_rows), see_walk(by_cols), options)
     if scores is not None:
         dslopes = torch.empty_like(lse) if wanted[1] else None
         sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)
@@ -589,11 +591,9 @@ def backward(
         ready.statistics(out, dout, lse, dlse, statistics, None, None)
 
     if ready.keys is not None:
-        refs = operands(ready.keys_describers, q, k, v, dout)
-        ready.keys(*refs, statistics, *walk(plan, 3), kv_lengths, seed, slopes, cols, dk, dv)
+        ready.keys(q, k, v, dout, statistics, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
     if ready.queries is not None:
-        refs = operands(ready.queries_describers, q, k, v, dout)
-        ready.queries(*refs, statistics, *walk(plan, 0), kv_lengths, seed, slopes, rows, dq, sums, dslopes)
+        ready.queries(q, k, v, dout, statistics, *by_rows, kv_lengths, seed, slopes, rows, dq, sums, dslopes)
     if scores is None:
         return dq, dk, dv
     delta = statistics[:, :, : q.shape[2], 1]

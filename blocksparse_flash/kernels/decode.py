@@ -29,9 +29,9 @@ from .launch import (
     Launch,
     Options,
     Seen,
+    Walk,
     constants,
     multiprocessors,
-    operands,
     options_of,
     see,
     see_walk,
@@ -250,24 +250,23 @@ def merge_kernel(
 
 
 class Prepared(NamedTuple):
-    """The launches of a call, and what describes k and v, if anything; merge is None where there is one chunk."""
+    """The launches of a call; merge is None where there is one chunk."""
 
     decode: Launch
     merge: Launch | None
     n_chunks: int
-    describers: tuple[Describer, ...] | None
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], n_listed: int, options: Options) -> Prepared:
+def prepare(q: Seen, k: Seen, v: Seen, walked: Walk, n_listed: int, options: Options) -> Prepared:
     """How a call on such tensors is launched.
 
     n_listed  tiles that all records of the plan list, or a little more
     """
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
-    assert items is None or items.shape[2] == 1, items
-    is_shared = items is None or items.shape[1] == 1
+    assert items is None or items[2] == 1, items
+    is_shared = items is None or items[1] == 1
     packed = heads // kv_heads if is_shared else 1
     fixed = constants(head_dim, v_dim, heads // kv_heads, False, options)
     dim, dim_v = fixed["DIM"], fixed["DIM_V"]
@@ -275,7 +274,7 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], n_liste
     chosen = chosen._replace(tma=chosen.tma and wants_descriptors(options.major, k, v))
     n_parts = -(-packed * q_len // chosen.config.block_q)
     n_programs = batch * heads // packed * n_parts
-    n_tiles = n_listed // (items.shape[0] * items.shape[1]) if items else -(-kv_len // TILE_SIDE)
+    n_tiles = n_listed // (items[0] * items[1]) if items else -(-kv_len // TILE_SIDE)
     # a part of 128 rows is written and read again, as 4 bytes a number: it should have seen two tiles of keys at least
     n_worth = n_tiles // max(1, chosen.config.block_q // 64)
     n_chunks = chunks(n_worth, n_programs, multiprocessors(options.device))
@@ -298,17 +297,18 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], n_liste
         "MAX_Q": MAX_QUERIES,
         **chosen.config.arguments,
     }
-    decode = Launch(decode_kernel, (n_programs * n_chunks,), rest)
+    describers = {}
+    if chosen.tma:
+        block_kv = chosen.config.block_kv
+        describers["k_ref"] = Describer(k, (1, 1, block_kv, dim))
+        describers["v_ref"] = Describer(v, (1, 1, block_kv, dim_v))
+    decode = Launch(decode_kernel, (n_programs * n_chunks,), rest, describers)
     merge = None
     if n_chunks > 1:
         at_once = max(2, min(triton.next_power_of_2(n_chunks), 4096 // dim_v))
         sizes = {"n_rows": n_rows, "n_chunks": n_chunks, "V_DIM": v_dim, "DIM_V": dim_v, "CHUNKS": at_once}
         merge = Launch(merge_kernel, (n_rows,), {**sizes, "num_warps": 4})
-    describers = None
-    if chosen.tma:
-        block_kv = chosen.config.block_kv
-        describers = Describer(k, (1, 1, block_kv, dim)), Describer(v, (1, 1, block_kv, dim_v))
-    return Prepared(decode, merge, n_chunks, describers)
+    return Prepared(decode, merge, n_chunks)
 
 
 def forward(
@@ -326,8 +326,9 @@ def forward(
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     options = options_of(q, scale, causal, 0.0, kv_lengths)
     n_listed = plan[1].shape[0] if plan else 0
-    ready = prepare(see(q), see(k), see(v), see_walk(plan, 0), n_listed, options)
-    inputs = (q, *operands(ready.describers, k, v), *walk(plan, 0), kv_lengths)
+    walked = walk(plan, 0)
+    ready = prepare(see(q), see(k), see(v), see_walk(walked), n_listed, options)
+    inputs = (q, k, v, *walked, kv_lengths)
     if ready.merge is None:
         ready.decode(*inputs, out, lse)
         return out, lse

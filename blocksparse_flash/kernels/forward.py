@@ -11,7 +11,6 @@ Knows: a plan's tensors, strides, launch configurations. Does not know: layouts,
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -25,9 +24,9 @@ from .launch import (
     Launch,
     Options,
     Seen,
+    Walk,
     constants,
     device_seed,
-    operands,
     options_of,
     score_arguments,
     see,
@@ -216,15 +215,8 @@ def forward_kernel(
 # fmt: on
 
 
-class Prepared(NamedTuple):
-    """A launch, and what describes q, k and v to it, if anything."""
-
-    launch: Launch
-    describers: tuple[Describer, ...] | None
-
-
 @functools.lru_cache(maxsize=1024)
-def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], options: Options) -> Prepared:
+def prepare(q: Seen, k: Seen, v: Seen, walked: Walk, options: Options) -> Launch:
     """How a call on such tensors is launched."""
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
@@ -240,7 +232,7 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], options
         shared_memory=options.shared_memory,
         changed=options.changes_scores,
     )
-    n_lines = items.shape[2] if items else -(-q_len // chosen.block_q)
+    n_lines = items[2] if items else -(-q_len // chosen.block_q)
     split = TILE_SIDE // chosen.block_q if items else 1
     rest = {
         "q_strides": q.strides[:3],
@@ -256,11 +248,12 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], options
         **score_arguments(options, 0),
         **chosen.arguments,
     }
-    describers = None
+    describers = {}
     if tma:
-        k_block, v_block = (1, 1, chosen.block_kv, dim), (1, 1, chosen.block_kv, dim_v)
-        describers = Describer(q, (1, 1, chosen.block_q, dim)), Describer(k, k_block), Describer(v, v_block)
-    return Prepared(Launch(forward_kernel, (n_lines * split * batch * heads,), rest), describers)
+        describers["q_ref"] = Describer(q, (1, 1, chosen.block_q, dim))
+        describers["k_ref"] = Describer(k, (1, 1, chosen.block_kv, dim))
+        describers["v_ref"] = Describer(v, (1, 1, chosen.block_kv, dim_v))
+    return Launch(forward_kernel, (n_lines * split * batch * heads,), rest, describers)
 
 
 def forward(
@@ -290,6 +283,7 @@ def forward(
     if scores is not None:
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
         options = options._replace(scores=see_scores(scores, added[2]))
-    ready = prepare(see(q), see(k), see(v), see_walk(plan, 0), options)
-    ready.launch(*operands(ready.describers, q, k, v), *walk(plan, 0), kv_lengths, seed, *added, out, lse)
+    walked = walk(plan, 0)
+    launch = prepare(see(q), see(k), see(v), see_walk(walked), options)
+    launch(q, k, v, *walked, kv_lengths, seed, *added, out, lse)
     return out, lse

@@ -243,25 +243,25 @@ def writable(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | 
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_readable(*seen: launch.Seen) -> bool:
+def _is_readable(facts: tuple[Any, ...]) -> bool:
     """Whether the copy engine can read all of such tensors."""
     return all(
         each.strides[-1] == 1 and copy_engine.takes(each.dtype.itemsize, each.shape, each.strides, each.is_aligned)
-        for each in seen
+        for each in launch.apart(facts)
     )
 
 
 def readable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
-    """(the tensors, each as it is where the copy engine can read it, else as a copy; what is seen of them)."""
+    """(the tensors, each as it is where the copy engine can read it, else as a copy; the facts that `see_all` sees)."""
     # asked of all at once, which saves the host two questions
-    seen = tuple([launch.see(tensor) for tensor in tensors])
-    if _is_readable(*seen):
-        return tensors, seen
+    facts = launch.see_all(*tensors)
+    if _is_readable(facts):
+        return tensors, facts
     tensors = tuple(
-        tensor if _is_readable(each) else writable(tensor, tensor.shape).copy_(tensor)
-        for tensor, each in zip(tensors, seen, strict=True)
+        tensor if _is_readable(launch.see_all(tensor)) else writable(tensor, tensor.shape).copy_(tensor)
+        for tensor in tensors
     )
-    return tensors, tuple(map(launch.see, tensors))
+    return tensors, launch.see_all(*tensors)
 
 
 @functools.cache

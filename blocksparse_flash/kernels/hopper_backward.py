@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -61,8 +61,9 @@ from .launch import (
     Launch,
     Options,
     Seen,
+    Walk,
+    apart,
     multiprocessors,
-    operands,
     options_of,
     see,
     see_walk,
@@ -483,36 +484,30 @@ def scale_kernel(sum_ptr, dq_ptr, scale, n_values, BLOCK: tl.constexpr):
 
 
 class Prepared(NamedTuple):
-    """The launches, how many float32 the parts of split columns are, what makes descriptors; None for what is not asked for."""
+    """The launches, None for what is not asked for, and how many float32 the parts of split columns are."""
 
     statistics: Launch
     keys: Launch
     sums: Launch | None
     n_floats: int
     scale: Launch | None
-    q: Describer
-    k: Describer
-    v: Describer
-    dout: Describer
-    line: Describer
-    dq: Describer | None
-    dk: Describer
-    dv: Describer
 
 
 @functools.lru_cache(maxsize=1024)
 def prepare(
-    q: Seen,
-    k: Seen,
-    v: Seen,
-    dout: Seen,
+    facts: tuple[Any, ...],
     line: Seen,
     gradients: tuple[Seen | None, Seen, Seen],
-    walked: tuple[Seen | None, bool],
+    walked: Walk,
     split: Split,
     options: Options,
 ) -> Prepared:
-    """How a call on such tensors is launched; gradients are the float32 sum of dq, dk and dv."""
+    """How a call on such tensors is launched.
+
+    facts      of q, k, v and dout
+    gradients  the float32 sum of dq, dk and dv
+    """
+    q, k, v, dout = apart(facts)
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
     is_plain = options.others[-1] is None and heads == kv_heads and split.parts == 1
@@ -541,7 +536,17 @@ def prepare(
         "MOVER_REGISTERS": chosen.mover_registers,
         "num_warps": 4,
     }
-    scaled = dq = None
+    describers = {
+        "q_desc": Describer(q, (1, 1, rows, dim)),
+        "k_desc": Describer(k, (1, 1, TILE_SIDE, dim)),
+        "v_desc": Describer(v, (1, 1, TILE_SIDE, dim_v)),
+        "dout_desc": Describer(dout, (1, 1, rows, dim_v)),
+        "lse_desc": Describer(line, (rows,)),
+        "delta_desc": Describer(line, (rows,)),
+        "dk_desc": Describer(gradients[1], (1, 1, TILE_SIDE, dim)),
+        "dv_desc": Describer(gradients[2], (1, 1, TILE_SIDE, dim_v)),
+    }
+    scaled = None
     cleared = 0
     if gradients[0] is not None:
         # rows are padded in both
@@ -549,21 +554,13 @@ def prepare(
         n_values = batch * heads * q_len * cleared
         scaling = {"scale": scale, "n_values": n_values, "BLOCK": SCALE_BLOCK, "num_warps": 4}
         scaled = Launch(scale_kernel, (triton.cdiv(n_values, SCALE_BLOCK),), scaling)
-        dq = Describer(gradients[0], (1, 1, half, dim if rows == 2 * half else dim // 2))
+        describers["dq_desc"] = Describer(gradients[0], (1, 1, half, dim if rows == 2 * half else dim // 2))
     return Prepared(
         portable.prepare_statistics(dout, n_padded, cleared),
-        Launch(hopper_backward_kernel, (split.n_programs(n_lines, batch * kv_heads),), rest),
+        Launch(hopper_backward_kernel, (split.n_programs(n_lines, batch * kv_heads),), rest, describers),
         sum_cols(split, walked[0], gradients[1], gradients[2], rest, (dim, dim_v)),
         split.floats(dim + dim_v, batch * kv_heads),
         scaled,
-        Describer(q, (1, 1, rows, dim)),
-        Describer(k, (1, 1, TILE_SIDE, dim)),
-        Describer(v, (1, 1, TILE_SIDE, dim_v)),
-        Describer(dout, (1, 1, rows, dim_v)),
-        Describer(line, (rows,)),
-        dq,
-        Describer(gradients[1], (1, 1, TILE_SIDE, dim)),
-        Describer(gradients[2], (1, 1, TILE_SIDE, dim_v)),
     )
 
 
@@ -591,7 +588,7 @@ def backward(
         return portable.backward(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, scale, causal, dropout_p)
     dk, dv = writable(k, k.shape), writable(v, v.shape)
     # what autograd hands on may have strides of 0
-    (q, k, v, dout), seen = readable(q, k, v, dout)
+    (q, k, v, dout), facts = readable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     axes, n_padded = q.shape[0] * q.shape[1], -(-q.shape[2] // TILE_SIDE) * TILE_SIDE
     lines = q.new_empty(2, axes * n_padded, dtype=torch.float32)
@@ -601,24 +598,21 @@ def backward(
     pairs = torch.empty(axes * n_padded, 2, dtype=torch.float32, device=q.device) if deterministic else None
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
     split = split_of(plan, 3, q.shape, k.shape, causal, multiprocessors(options.device))
-    ready = prepare(*seen, see(lse_line), (see(dq_sum), see(dk), see(dv)), see_walk(plan, 3), split, options)
+    by_cols = walk(plan, 3)
+    ready = prepare(facts, see(lse_line), (see(dq_sum), see(dk), see(dv)), see_walk(by_cols), split, options)
     parts = None if ready.sums is None else lines.new_empty(ready.n_floats)
     ready.statistics(out, dout, lse, dlse, pairs, lines, dq_sum)
-    ready.keys(
-        ready.q(q), ready.k(k), ready.v(v), ready.dout(dout), ready.line(lse_line), ready.line(delta_line),
-        *walk(plan, 3), kv_lengths,
-        None if ready.dq is None else ready.dq(dq_sum), ready.dk(dk), ready.dv(dv), parts,
-    )  # fmt: skip
+    ready.keys(q, k, v, dout, lse_line, delta_line, *by_cols, kv_lengths, dq_sum, dk, dv, parts)
     if ready.sums is not None:
-        ready.sums(parts, walk(plan, 3)[0], dk, dv)
+        ready.sums(parts, by_cols[0], dk, dv)
     if ready.scale is not None:
         dq = writable(q, q.shape)
         ready.scale(dq_sum, dq)
     else:
         dq = q.new_empty(*q.shape)
-        other = portable.prepare(*seen, see_walk(plan, 0), see_walk(plan, 3), options)
-        refs = operands(other.queries_describers, q, k, v, dout)
+        by_rows = walk(plan, 0)
+        other = portable.prepare(*apart(facts), see_walk(by_rows), see_walk(by_cols), options)
         assert other.queries is not None
         # neither slopes nor tables, and no sums for them
-        other.queries(*refs, pairs, *walk(plan, 0), kv_lengths, seed, None, None, dq, None, None)
+        other.queries(q, k, v, dout, pairs, *by_rows, kv_lengths, seed, None, None, dq, None, None)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()

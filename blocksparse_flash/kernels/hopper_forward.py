@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -68,7 +68,19 @@ from .hopper_rows import (
     take_row,
 )
 from .hopper_softmax import mask_scores, rescale, row_parts, soften
-from .launch import Launch, Options, Seen, constants, multiprocessors, options_of, see, see_walk, walk, walk_strides
+from .launch import TILE as TILE_SIDE
+from .launch import (
+    Launch,
+    Walk,
+    apart,
+    multiprocessors,
+    scaling,
+    see_all,
+    see_walk,
+    tell,
+    walk,
+    walk_strides,
+)
 from .parts import merge_rows
 from .tile import LN_2, TILE
 
@@ -360,7 +372,7 @@ def compute(
 
 @gluon.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "group", "n_split", "n_parts"])
 def hopper_forward_kernel(
-    # inputs
+    # inputs; a queue, None: there is a program for each row
     q_desc, k_desc, v_desc, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, queue_ptr,
     # outputs; what parts of rows write, None: there are none
     out_desc, lse_ptr, parts_ptr,
@@ -412,28 +424,39 @@ def hopper_forward_kernel(
 
 
 class Prepared(NamedTuple):
-    """The launch, and of split rows the one that merges their parts and how many float32 they are; what makes descriptors."""
+    """The launch, and of split rows the one that merges their parts and how many float32 they are.
+
+    is_queued  whether there are more rows than programs, which take them from a queue
+    """
 
     launch: Launch
     merge: Launch | None
     n_floats: int
-    q: Describer
-    k: Describer
-    v: Describer
-    out: Describer
+    is_queued: bool
 
 
 @functools.lru_cache(maxsize=1024)
 def prepare(
-    q: Seen, k: Seen, v: Seen, out: Seen, walked: tuple[Seen | None, bool], split: Split, options: Options
+    facts: tuple[Any, ...],
+    walked: Walk,
+    lengths: tuple[torch.dtype, bool] | None,
+    split: Split,
+    scale: float,
+    causal: bool,
+    index: int | None,
 ) -> Prepared:
-    """How a call on such tensors is launched."""
+    """How a call on such tensors is launched.
+
+    facts    of q, k and v
+    lengths  what is told of kv_lengths
+    index    of the device
+    """
+    q, k, v = apart(facts)
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
-    fixed = constants(head_dim, v_dim, heads // kv_heads, True, options)
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
-    n_multiprocessors = multiprocessors(options.device)
-    has_layout, has_lengths = items is not None, options.others[0] is not None
+    n_multiprocessors = multiprocessors(index)
+    has_layout, has_lengths = items is not None, lengths is not None
     # a row that is split has 128 queries
     is_wide = not (has_layout or has_lengths or split.parts > 1) and wide_pays(q_len, batch * heads, n_multiprocessors)
     chosen = config(max(dim, dim_v), has_layout, has_lengths, is_wide)
@@ -452,9 +475,8 @@ def prepare(
         "group": heads // kv_heads,
         "n_split": split.n_lines,
         "n_parts": split.parts,
-        "scale_log2": fixed["scale_log2"],
-        "SIGN": fixed["SIGN"],
-        "CAUSAL": options.causal,
+        **scaling(scale),
+        "CAUSAL": causal,
         "STAGES": chosen.stages,
         "OVERLAP": chosen.overlap,
         "PIN": chosen.pin,
@@ -467,15 +489,20 @@ def prepare(
         "SLACK": chosen.slack,
         "num_warps": 4,
     }
+    (out,) = apart(see_all(writable(torch.empty(0, dtype=q.dtype, device="meta"), (batch, heads, q_len, v_dim))))
+    describers = {
+        "q_desc": Describer(q, (1, 1, half, dim)),
+        "k_desc": Describer(k, (1, 1, chosen.block_kv, dim)),
+        "v_desc": Describer(v, (1, 1, chosen.block_kv, dim_v)),
+        "out_desc": Describer(out, (1, 1, half, dim_v)),
+    }
     n_programs = min(split.n_programs(n_lines, batch * heads), n_multiprocessors)
     return Prepared(
-        Launch(hopper_forward_kernel, (n_programs,), rest),
+        Launch(hopper_forward_kernel, (n_programs,), rest, describers),
         merge_rows(split, items, out, rest, dim_v),
         split.floats(dim_v + 1, batch * heads),
-        Describer(q, (1, 1, half, dim)),
-        Describer(k, (1, 1, chosen.block_kv, dim)),
-        Describer(v, (1, 1, chosen.block_kv, dim_v)),
-        Describer(out, (1, 1, half, dim_v)),
+        # by rows of 128, which is what `explain` knows: rows of 192 may have a queue that they could do without
+        split.n_programs(-(-q_len // TILE_SIDE), batch * heads) > n_multiprocessors,
     )
 
 
@@ -497,15 +524,14 @@ def forward(
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    (q, k, v), seen = readable(q, k, v)
-    options = options_of(q, scale, causal, dropout_p, kv_lengths)
-    split = split_of(plan, 0, q.shape, k.shape, causal, multiprocessors(options.device))
-    ready = prepare(*seen, see(out), see_walk(plan, 0), split, options)
+    (q, k, v), facts = readable(q, k, v)
+    device, walked = q.device, walk(plan, 0)
+    split = split_of(plan, 0, q.shape, k.shape, causal, multiprocessors(device.index))
+    ready = prepare(facts, see_walk(walked), tell(kv_lengths), split, scale, causal, device.index)
     # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
-    queue = torch.zeros(1, dtype=torch.int32, device=q.device)
+    queue = torch.zeros(1, dtype=torch.int32, device=device) if ready.is_queued else None
     parts = None if ready.merge is None else lse.new_empty(ready.n_floats)
-    refs = ready.q(q), ready.k(k), ready.v(v)
-    ready.launch(*refs, *walk(plan, 0), kv_lengths, queue, ready.out(out), lse, parts)
+    ready.launch(q, k, v, *walked, kv_lengths, queue, out, lse, parts)
     if ready.merge is not None:
-        ready.merge(parts, walk(plan, 0)[0], out, lse)
+        ready.merge(parts, walked[0], out, lse)
     return out.contiguous(), lse

@@ -108,8 +108,8 @@ def move(
             ptrs, items_strides, pid, sizes, CAUSAL, BLOCK_KV, WARPGROUPS
         )
         row = (handed, q_start, begin, n_steps, n_partial)
-        # early: it takes as long as a load
-        pid = gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)
+        # early: it takes as long as a load. Without a queue there is a program for each row
+        pid = n_work if queue_ptr is None else gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)
         slot = i_row % 2
         mbarrier.wait(barriers[ROW_EMPTY].index(slot), ((i_row // 2) & 1) ^ 1)
         for i in gl.static_range(ROW_FIELDS):

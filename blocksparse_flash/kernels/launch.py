@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,11 @@ LOG2_E = 1.4426950408889634
 TILE = 128
 # elements of q and k from which on descriptors pay
 WORTH_DESCRIBING = 1 << 20
+
+
+Shape = tuple[int, ...]
+# of one direction of a plan: the shape of its records, None without a plan; which of its tensors are aligned, () for all
+Walk = tuple[Shape | None, tuple[bool, ...]]
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,19 @@ def see(tensor: torch.Tensor | None) -> Seen | None:
     return Seen(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
+def see_all(*tensors: torch.Tensor) -> tuple[Any, ...]:
+    """What `see` sees of each, flat: made and hashed in two thirds of the time; `apart` takes it apart."""
+    facts: list[Any] = []
+    for tensor in tensors:
+        facts += tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
+    return tuple(facts)
+
+
+def apart(facts: tuple[Any, ...]) -> list[Seen]:
+    """What was seen of each tensor."""
+    return [Seen(*facts[i : i + 4]) for i in range(0, len(facts), 4)]
+
+
 def wants_descriptors(major: int, *tensors: Seen) -> bool:
     """Whether the copy engine (TMA, sm90 and later) should read all of these (batch, heads, length, head_dim) tensors.
 
@@ -120,6 +138,11 @@ def see_scores(scores: Scores, *tables: torch.Tensor | None, wanted: Sequence[bo
     return SeenScores(scores.softcap, scores.pieces, changes, tuple(map(see, tables)), others, tuple(wanted))
 
 
+def tell(other: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
+    """What tells tensors apart whose shapes follow: type and alignment."""
+    return None if other is None else (other.dtype, other.data_ptr() % 16 == 0)
+
+
 class Options(NamedTuple):
     """What a launch must know besides q, k, v, dout and the plan; `others`, of further tensors, only tell calls apart."""
 
@@ -142,15 +165,14 @@ class Options(NamedTuple):
 def options_of(q: torch.Tensor, scale: float, causal: bool, dropout_p: float, *others: torch.Tensor | None) -> Options:
     """The options of a call on q's type and device, with `others` among its tensors, whose shapes follow."""
     index = q.device.index
-    told = tuple([None if other is None else (other.dtype, other.data_ptr() % 16 == 0) for other in others])
+    told = tuple([tell(other) for other in others])
     return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), told)
 
 
 class Describer:
     """Makes the descriptors of tensors of one kind, which move one kind of block.
 
-    Past the end of any axis a descriptor reads zero and writes nothing. Called on a tensor it gives what a Launch takes for
-    one: the descriptor is made when it must be.
+    Past the end of any axis a descriptor reads zero and writes nothing.
     """
 
     def __init__(self, seen: Seen, block: tuple[int, ...]) -> None:
@@ -161,9 +183,6 @@ class Describer:
                 strides[axis] = 8 * -(-seen.shape[-1] // 8)
         self._arguments = (list(seen.shape), strides, list(block))
         self._fields: tuple[Any, dict[str, Any]] | None = None
-
-    def __call__(self, tensor: Any) -> tuple[Describer, Any]:
-        return self, tensor
 
     def describe(self, tensor: torch.Tensor) -> Any:
         """The descriptor of a tensor."""
@@ -183,25 +202,26 @@ class Describer:
         return TensorDescriptor(tensor, *self._arguments)
 
 
-def operands(describers: tuple[Describer, ...] | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
-    """The tensors as a launch wants them: as they are where there are no describers."""
-    if describers is None:
-        return tensors
-    return tuple(zip(describers, tensors, strict=True))
-
-
 class Launch:
     """One kernel, ready to launch on tensors of one kind.
 
     kernel    a jitted function whose parameters are the tensors, then the rest
     n_programs, rest   the grid, and everything but the tensors, by name
+    describers         of the tensors that are handed on as descriptors, by name
 
-    Called with tensors, None, and what describers give. From the second call on the compiled kernel is launched directly:
+    Called with tensors and None. From the second call on the compiled kernel is launched directly:
     Triton's own launch would look at each argument anew, some 20 microseconds.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], rest: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        rest: dict[str, Any],
+        describers: Mapping[str, Describer] | None = None,
+    ) -> None:
         self._kernel, self._rest = kernel, rest
+        self._describers = tuple((describers or {}).get(name) for name in kernel.arg_names if name not in rest)
         self._grid = (*grid, 1, 1)[:3]
         self._run: Callable[[Sequence[Any]], None] | None = None
         self._values = tuple(rest[name] for name in kernel.arg_names if name in rest)
@@ -210,24 +230,27 @@ class Launch:
         if self._run is not None:
             self._run(tensors)
             return
-        compiled = self._kernel[self._grid](*launcher.described(tensors), **self._rest)
+        compiled = self._kernel[self._grid](*launcher.described(tensors, self._describers), **self._rest)
         # the interpreter compiles nothing
         if compiled is not None:
-            self._run = launcher.bind(compiled, self._grid, tensors, self._values)
+            self._run = launcher.bind(compiled, self._grid, tensors, self._describers, self._values)
+
+
+def scaling(scale: float) -> dict[str, Any]:
+    """The scale as a positive base-2 factor and a sign, so that the maximum of raw scores can be scaled afterwards.
+
+    Scale 0 multiplies the queries by 0 and the scores by 1.
+    """
+    return {"scale_log2": abs(scale) * LOG2_E if scale != 0 else 1.0, "SIGN": (scale > 0) - (scale < 0)}
 
 
 def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options) -> dict[str, Any]:
-    """The arguments of every kernel that depend on neither lengths nor configuration.
-
-    The scale is a positive base-2 factor and a sign, so that the maximum of raw scores can be scaled afterwards; scale 0
-    multiplies the queries by 0 and the scores by 1.
-    """
-    scale, dropout_p = options.scale, options.dropout_p
+    """The arguments of every portable kernel that depend on neither lengths nor configuration."""
+    dropout_p = options.dropout_p
     return {
-        "scale_log2": abs(scale) * LOG2_E if scale != 0 else 1.0,
+        **scaling(options.scale),
         "threshold": philox.threshold(dropout_p),
         "keep_scale": 1.0 / philox.kept_share(dropout_p),
-        "SIGN": (scale > 0) - (scale < 0),
         "GROUP": group,
         "CAUSAL": options.causal,
         "DROPOUT": dropout_p > 0.0,
@@ -256,9 +279,9 @@ def score_arguments(options: Options, direction: int) -> dict[str, Any]:
     return arguments
 
 
-def walk_strides(items: Seen | None) -> tuple[int, int]:
+def walk_strides(items: Shape | None) -> tuple[int, int]:
     """(batch, head) strides of a plan's records; 0 along an axis that all share, or without a plan."""
-    return (0, 0) if items is None else axis_strides(items.shape)
+    return (0, 0) if items is None else axis_strides(items)
 
 
 def axis_strides(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -268,19 +291,19 @@ def axis_strides(shape: tuple[int, ...]) -> tuple[int, int]:
     return (heads * size if batch > 1 else 0, size if heads > 1 else 0)
 
 
-def see_walk(plan: list[torch.Tensor], first: int) -> tuple[Seen | None, bool]:
-    """The facts about one direction of a plan: its records, and whether all of its tensors are aligned."""
-    if not plan:
-        return None, True
-    addresses = 0
-    for tensor in plan:
-        addresses |= tensor.data_ptr()
-    return see(plan[first]), addresses % 16 == 0
-
-
 def walk(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...]:
     """items, indices, ids, words of one direction of a plan: its rows (first = 0) or its columns (3). Empty is dense."""
     return (plan[first], plan[first + 1], plan[first + 2], plan[6]) if plan else (None,) * 4
+
+
+def see_walk(walked: tuple[torch.Tensor | None, ...]) -> Walk:
+    """The facts about one direction of a plan."""
+    items = walked[0]
+    if items is None:
+        return None, ()
+    addresses = [tensor.data_ptr() for tensor in walked]  # type: ignore[union-attr]
+    off = (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16
+    return items.shape, tuple([address % 16 == 0 for address in addresses]) if off else ()
 
 
 def device_seed(seed: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

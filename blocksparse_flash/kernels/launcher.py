@@ -25,9 +25,12 @@ KEPT = 256
 TAKEN = ["self", "gridX", "gridY", "gridZ", "stream", "function"]
 
 
-def described(arguments: Arguments) -> list[Any]:
-    """Arguments for Triton: of a pair of a describer and a tensor the descriptor."""
-    return [each[0].describe(each[1]) if type(each) is tuple else each for each in arguments]
+def described(arguments: Arguments, describers: Arguments) -> list[Any]:
+    """Arguments for Triton: the descriptor of a tensor where there is a describer, not None."""
+    return [
+        each if describer is None else describer.describe(each)
+        for each, describer in zip(arguments, describers, strict=True)
+    ]
 
 
 def is_hooked() -> bool:
@@ -72,12 +75,15 @@ class Bound:
     Called with arguments of the same kinds as those it was bound with.
     """
 
-    def __init__(self, compiled: Any, grid: tuple[int, ...], arguments: Arguments, values: Arguments) -> None:
-        self._compiled, self._grid, self._values = compiled, grid, tuple(values)
+    def __init__(
+        self, compiled: Any, grid: tuple[int, ...], arguments: Arguments, describers: Arguments, values: Arguments
+    ) -> None:
+        self._compiled, self._grid, self._describers, self._values = compiled, grid, describers, tuple(values)
         self._launch = innermost(compiled.run)
         self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
         # found again among what is handed on: one argument may be given twice
-        marks = [each if each is None or type(each) is tuple else object() for each in arguments]
+        is_described = [describer is not None for describer in describers]
+        marks = [each if each is None or has else object() for each, has in zip(arguments, is_described, strict=True)]
         self._expander = expander(compiled)
         handed = self._expand(marks)
         # Triton 3.7 and later hand on the arguments of the kernel as one
@@ -86,21 +92,21 @@ class Bound:
         self._given = list(handed[-1] if self._nests else handed[4:])
         # (where it goes, which argument it is of): addresses, and tensor maps with those that were made, by address
         place = {id(value): slot for slot, value in enumerate(self._given)}
-        tensors = [i for i, mark in enumerate(marks) if mark is not None and type(mark) is not tuple]
-        self._pointers = [(place[id(marks[i])], i) for i in tensors]
-        pairs = [i for i, mark in enumerate(marks) if type(mark) is tuple]
+        plain = [i for i, mark in enumerate(marks) if mark is not None and not is_described[i]]
+        self._pointers = [(place[id(marks[i])], i) for i in plain]
+        mapped = [i for i, has in enumerate(is_described) if has]
         maps = [slot for slot, value in enumerate(self._given) if type(value).__name__ == "PyCUtensorMap"]
-        self._maps = [(slot, i, dict[int, Any]()) for slot, i in zip(maps, pairs, strict=True)]
+        self._maps = [(slot, i, dict[int, Any]()) for slot, i in zip(maps, mapped, strict=True)]
 
     def __call__(self, arguments: Arguments) -> None:
         if is_hooked():
-            self._compiled[self._grid](*described(arguments), *self._values)
+            self._compiled[self._grid](*described(arguments, self._describers), *self._values)
             return
         given = self._given.copy()
         for slot, i in self._pointers:
             given[slot] = arguments[i].data_ptr()
         for slot, i, made in self._maps:
-            address = arguments[i][1].data_ptr()
+            address = arguments[i].data_ptr()
             given[slot] = made.get(address) or self._make(arguments)[slot]
         stream = self._stream_of(self._device)
         if self._nests:
@@ -112,7 +118,7 @@ class Bound:
         """What Triton's launcher would hand on, but hooks and what they are told."""
         handed: list[Any] = []
         ours, metadata = self._compiled, (None, None, None)
-        given = described(arguments)
+        given = described(arguments, self._describers)
         self._expander(*self._grid, handed, ours.function, ours.packed_metadata, *metadata, *given, *self._values)
         assert (*handed[:3], handed[4]) == (*self._grid, ours.function) and handed[3] is handed
         # a list which held itself would hold the tensors until garbage is collected
@@ -126,17 +132,20 @@ class Bound:
         for slot, i, made in self._maps:
             if len(made) >= KEPT:
                 made.clear()
-            made[arguments[i][1].data_ptr()] = given[slot]
+            made[arguments[i].data_ptr()] = given[slot]
         return given
 
 
-def bind(compiled: Any, grid: tuple[int, ...], arguments: Arguments, values: Arguments) -> Callable[[Arguments], None]:
+def bind(
+    compiled: Any, grid: tuple[int, ...], arguments: Arguments, describers: Arguments, values: Arguments
+) -> Callable[[Arguments], None]:
     """What launches `compiled` on other such arguments as compiled[grid](*arguments, *values) would, hooks included.
 
-    arguments  tensors, None, and pairs of a describer and a tensor, for a descriptor
-    values     what stays the same
+    arguments   tensors and None
+    describers  what makes a descriptor of each; None: it is handed on as it is
+    values      what stays the same
     """
     run = compiled[grid]
     if is_known(compiled.run):
-        return Bound(compiled, grid, arguments, values)
-    return lambda arguments: run(*described(arguments), *values)
+        return Bound(compiled, grid, arguments, describers, values)
+    return lambda arguments: run(*described(arguments, describers), *values)

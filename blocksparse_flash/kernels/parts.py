@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..splitting import MAX_PARTS, Split
 from .launch import TILE as TILE_SIDE
-from .launch import Launch, Seen, walk_strides
+from .launch import Launch, Seen, Shape, walk_strides
 from .tile import LN_2, TILE, head_base, record_of
 
 # rows of a program that adds up
@@ -119,7 +119,7 @@ def sum_cols_kernel(
 # fmt: on
 
 
-def merge_rows(split: Split, items: Seen | None, out: Seen, rest: dict[str, Any], dim_v: int) -> Launch | None:
+def merge_rows(split: Split, items: Shape | None, out: Seen, rest: dict[str, Any], dim_v: int) -> Launch | None:
     """The launch, on (parts, items, out, lse), that merges the parts of rows; rest: the arguments of the kernel before it."""
     if split.parts == 1:
         return None
@@ -131,7 +131,7 @@ def merge_rows(split: Split, items: Seen | None, out: Seen, rest: dict[str, Any]
 
 
 def sum_cols(
-    split: Split, items: Seen | None, dk: Seen, dv: Seen, rest: dict[str, Any], dims: tuple[int, int]
+    split: Split, items: Shape | None, dk: Seen, dv: Seen, rest: dict[str, Any], dims: tuple[int, int]
 ) -> Launch | None:
     """The launch, on (parts, items, dk, dv), that adds up the parts of columns; dims: columns of dk and dv in a part."""
     if split.parts == 1:
