@@ -331,6 +331,7 @@ class Simulation:
             **dict.fromkeys(("gl", "mbarrier", "tma"), self.language),
             "pin": lambda values: values,
             "rescale": lambda out, decay: out * decay,
+            "keep_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
             # where in a buffer values lie is not simulated
             "store_spread": lambda tile, values: tile.store(values),
             "accumulator": lambda columns: None,

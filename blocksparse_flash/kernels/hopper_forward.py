@@ -67,7 +67,7 @@ from .hopper_rows import (
     query_place,
     take_row,
 )
-from .hopper_softmax import mask_scores, rescale, row_parts, soften
+from .hopper_softmax import mask_scores, mask_words, rescale, row_parts, soften
 from .launch import Launch, Options, Seen, constants, multiprocessors, options_of, see, see_walk, walk, walk_strides
 from .parts import merge_rows
 from .tile import LN_2, TILE
@@ -200,6 +200,10 @@ def attend(
     n_now = n_done + i_step
     stage = n_now % STAGES
     v_stage = (n_now - 1) % STAGES
+    words = None
+    if MASKED:
+        # early: they come while this warpgroup waits for keys, its turn and the product
+        words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
     mbarrier.wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1)
     if BEFORE:
         clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)
@@ -220,11 +224,12 @@ def attend(
     if FIRST:
         # partial or not, it is the one step that is looked at
         if row[4] > 0:
-            b_scores = mask_scores(b_scores, ptrs, sizes, row, i_step, limit, WHO, True, CAUSAL, BLOCK_KV)
+            first_words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
+            b_scores = mask_scores(b_scores, first_words, ptrs, sizes, row, i_step, limit, WHO, True, CAUSAL, BLOCK_KV)
         elif ptrs[4] is not None:
-            b_scores = mask_scores(b_scores, ptrs, sizes, row, i_step, limit, WHO, False, CAUSAL, BLOCK_KV)
+            b_scores = mask_scores(b_scores, None, ptrs, sizes, row, i_step, limit, WHO, False, CAUSAL, BLOCK_KV)
     else:
-        b_scores = mask_scores(b_scores, ptrs, sizes, row, i_step, limit, WHO, MASKED, CAUSAL, BLOCK_KV)
+        b_scores = mask_scores(b_scores, words, ptrs, sizes, row, i_step, limit, WHO, MASKED, CAUSAL, BLOCK_KV)
     b_p32, b_decay, b_max, b_sum = soften(b_scores, b_max, b_sum, sizes[5], SLACK)
     if BEFORE:
         # with lengths to look at it would spill more
