@@ -58,11 +58,16 @@ class Ratio(NamedTuple):
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of a file, of equal measurements the latest, in the order in which they were first made."""
+    """The lines of a file, of equal measurements the latest, in the order in which they were first made.
+
+    A matrix product is measured in each run, to stand beside what that run measured: one of another commit is another measurement.
+    """
     found: dict[tuple[Any, ...], Line] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        found[tuple(line.get(key) for key in IDENTITY)] = line
+        run = line["commit"] if line["bench"] == "matmul" else None
+        key = (run, *(line.get(key) for key in IDENTITY))
+        found[key] = line
     return [*found.values()]
 
 
@@ -103,9 +108,11 @@ def versions(lines: Iterable[Line], *keys: str) -> str:
     return ", ".join(f"{key} {' and '.join(sorted({line[key] for line in lines}))}" for key in keys)
 
 
-def matmul_rate(lines: Iterable[Line], device: str) -> float | None:
-    """TFLOP/s of a large matrix product on a device, None if it was not measured."""
-    return next((line["tflops"] for line in of_bench(lines, "matmul") if line["device"] == device), None)
+def matmul_rate(lines: Iterable[Line], shown: Iterable[Line]) -> float | None:
+    """TFLOP/s of a large matrix product in the run that measured `shown`; None if it was not measured, or these are of several runs."""
+    runs = {(line["device"], line["commit"]) for line in shown}
+    found = [line["tflops"] for line in of_bench(lines, "matmul") if {(line["device"], line["commit"])} == runs]
+    return found[0] if found else None
 
 
 def speedup(lines: Sequence[Line], ours: tuple[str, str], peer: tuple[str, str]) -> Ratio | None:
@@ -133,6 +140,13 @@ def change_costs(lines: Sequence[Line]) -> dict[tuple[tuple[str, str], str, int]
         (who(line), line["pattern"], line["head_dim"]): line["ms"] - same[who(line), line["head_dim"]]
         for line in lines
         if line["pattern"] != SAME_MASK and (who(line), line["head_dim"]) in same
+    }
+
+
+def change_noise(lines: Iterable[Line]) -> dict[tuple[tuple[str, str], int], float]:
+    """(provider, head_dim) -> milliseconds by which steps with one mask vary, 20th to 80th percentile; lines of one setting."""
+    return {
+        (who(line), line["head_dim"]): line["ms_p80"] - line["ms_p20"] for line in lines if line["pattern"] == SAME_MASK
     }
 
 

@@ -87,8 +87,8 @@ def ours(backend: str, *, deterministic: bool = False) -> Peer:
     def prepare(pattern: Pattern, shape: Shape) -> Call:
         layout = pattern.layout()
         if layout is not None:
-            # all that attention needs on the device; it would bring it at its first call
-            layout.plan(shape.device)
+            # all that attention needs on the device; it would bring it at its first call, and wait
+            layout.plan(shape.device, non_blocking=True)
         return functools.partial(
             attention, layout=layout, causal=pattern.causal, backend=backend, deterministic=deterministic
         )

@@ -89,8 +89,10 @@ def _legend(figure: Any) -> None:
     for axis in figure.axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             entries.setdefault(name, handle)
+    # four long names are wider than two panels
+    across = 4 if max(map(len, entries)) <= 40 else 2
     figure.legend(
-        [*entries.values()], [*entries], loc="outside lower center", ncols=min(4, len(entries)), frameon=False
+        [*entries.values()], [*entries], loc="outside lower center", ncols=min(across, len(entries)), frameon=False
     )
 
 
@@ -197,6 +199,15 @@ def length(lines: Sequence[Line]) -> Any:
     return figure
 
 
+def swept(lines: Sequence[Line], sweep: str) -> list[Line]:
+    """What is drawn and told of a sweep. Of density only head_dims measured up to half of all blocks: less shows no break-even."""
+    found = measurements.of_bench(lines, sweep)
+    if sweep == "density":
+        reached = {line["head_dim"] for line in found if line["pattern"] != "dense" and line["density"] >= 0.5}
+        found = [line for line in found if line["head_dim"] in reached]
+    return found
+
+
 def _dense_times(lines: Sequence[Line]) -> list[Line]:
     """The dense lines among those of one panel, fastest first."""
     return sorted((line for line in lines if line["pattern"] == "dense"), key=lambda line: line["ms"])
@@ -223,7 +234,9 @@ def break_evens(lines: Sequence[Line]) -> list[str]:
                     continue
                 peer = measurements.label(measurements.who(_dense_times(found)[0]))
                 where = _crossing(found, provider)
-                ends = "faster at every density measured" if where is None else f"level at density {where:.2f}"
+                measured = max(line["density"] for line in found if line["pattern"] != "dense")
+                never = f"faster at every density measured, up to {measured:.2f}"
+                ends = never if where is None else f"level at density {where:.2f}"
                 said.append(f"{measurements.label(provider)}, {name}, head_dim {head_dim}, beside dense {peer}: {ends}")
     return said
 
@@ -364,7 +377,8 @@ def io(lines: Sequence[Line], expected: dict[str, Callable[[Line], float]], meas
                 axis.plot(
                     places, [of(line) for line in mine], linestyle=style, color="#555555", label=f"{what}, {name}"
                 )
-        axis.set_xscale("log", base=2)
+        densities = sorted({line["density"] for line in found})
+        _ticks(axis, densities, [f"{density:.3g}" for density in densities])
         axis.set_yscale("log")
         axis.set_xlabel("share of blocks stored")
         axis.set_ylabel("bytes")
@@ -406,12 +420,12 @@ def figures(
     """Name -> Figure of everything that was measured; a sweep that was not run has none."""
     found: dict[str, Any] = {}
     if of_speed := measurements.of_bench(attention, "attention"):
-        setting, shown = next(iter(measurements.settings(of_speed).items()))
-        found["speed"] = speed(shown, measurements.matmul_rate(attention, setting.device))
+        shown = next(iter(measurements.settings(of_speed).values()))
+        found["speed"] = speed(shown, measurements.matmul_rate(attention, shown))
     drawings = {"length": length, "density": density, "block-size": block_sizes, "change": change}
     for name, draw in drawings.items():
-        if swept := measurements.of_bench(attention, name):
-            found[name] = draw(swept)
+        if shown := swept(attention, name):
+            found[name] = draw(shown)
     found["masks"] = masks(mask_lines)
     if shared := measurements.of_bench(context_lines, "context_parallel"):
         found["context_parallel"] = context(shared)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from blocksparse_flash.explanation import prediction
 
-from . import bounds, context_report, plots
+from . import bounds, context_report, findings, plots
 from . import lines as measurements
 from .lines import Line, Setting
 from .markdown import table
@@ -114,7 +114,7 @@ def attention_section(lines: Sequence[Line]) -> str:
     """The README's table: the setting with the most measurements."""
     setting, shown = next(iter(measurements.settings(measurements.of_bench(lines, "attention")).items()))
     shown = [line for line in shown if line["direction"] in ("fwd", "bwd")]
-    rate = measurements.matmul_rate(lines, setting.device)
+    rate = measurements.matmul_rate(lines, shown)
     beside = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f}."
     return "\n\n".join(
         [
@@ -171,7 +171,7 @@ def everything(lines: Sequence[Line]) -> str:
             if bench == "change":
                 parts.append(change_section(shown))
             else:
-                parts += [caption(setting, shown), cost_table(shown, measurements.matmul_rate(lines, setting.device))]
+                parts += [caption(setting, shown), cost_table(shown, measurements.matmul_rate(lines, shown))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -196,21 +196,31 @@ def change_table(lines: Sequence[Line]) -> str:
 
 def change_ratios(lines: Sequence[Line]) -> str:
     """How many times what a change costs ours it costs the peers: a point for each way to make a new mask of ours."""
-    costs, points = measurements.change_costs(lines), []
+    costs, noise, points = measurements.change_costs(lines), measurements.change_noise(lines), []
     for (provider, way, head_dim), mine in costs.items():
-        # within the noise of the clock there is no ratio
         if not measurements.is_ours(provider) or mine <= 0:
             continue
+        name = f"- {measurements.label(provider)}, head_dim {head_dim}, {way}: {mine:.2f} ms for the change"
+        # within the noise of the clock there is no ratio
+        if mine <= noise[provider, head_dim]:
+            points.append(f"{name}, less than the {noise[provider, head_dim]:.2f} ms by which its steps vary.")
+            continue
         others = [
-            f"{measurements.label(peer)}, {name}, takes {theirs:.2f} ms, {theirs / mine:.3g} times as much"
-            for (peer, name, dim), theirs in costs.items()
+            f"{measurements.label(peer)}, {other}, takes {theirs:.2f} ms, {_beside(theirs, mine, noise[peer, dim])}"
+            for (peer, other, dim), theirs in costs.items()
             if dim == head_dim and theirs > 0 and not measurements.is_ours(peer)
         ]
         if others:
-            points.append(
-                f"- {measurements.label(provider)}, head_dim {head_dim}, {way}: {mine:.2f} ms for the change; {'; '.join(others)}."
-            )
+            points.append(f"{name}; {'; '.join(others)}.")
     return "\n".join(points)
+
+
+def _beside(theirs: float, mine: float, noise: float) -> str:
+    return (
+        f"{theirs / mine:.3g} times as much"
+        if theirs > noise
+        else f"less than the {noise:.2f} ms by which its steps vary"
+    )
 
 
 def change_section(lines: Sequence[Line]) -> str:
@@ -230,12 +240,18 @@ def sweeps_section(lines: Sequence[Line]) -> str:
     """The pictures of the sweeps that were run, and what they say in numbers."""
     said = []
     for name, title in plots.SWEEPS.items():
-        if measurements.of_bench(lines, name):
+        shown = plots.swept(lines, name)
+        if shown:
             said.append(f"![{title}](benchmarks/results/{name}.png)")
         if name == "density":
-            said.append("\n".join(f"- {found}" for found in plots.break_evens(measurements.of_bench(lines, name))))
-        if name == "change" and (changes := measurements.of_bench(lines, name)):
-            said.append(change_section(changes))
+            said.append("\n".join(f"- {found}" for found in plots.break_evens(shown)))
+        if name == "length":
+            said.append(findings.growth(shown))
+        if name == "block-size":
+            said.append(findings.small_blocks(shown))
+        if name == "change" and shown:
+            said.append(change_section(shown))
+    said.append(findings.equal_bits(measurements.of_bench(lines, "deterministic")))
     return "\n\n".join(filter(None, said))
 
 
@@ -329,9 +345,23 @@ def io_section(lines: Sequence[Line]) -> str:
                 "program holds. [All of them](benchmarks/results/io.md)."
             ),
             table(rows),
+            _io_finding([line for group in groups for line in group]),
             "![Bytes moved against density](benchmarks/results/io.png)",
         ]
     )
+
+
+def _io_finding(lines: Sequence[Line]) -> str:
+    """A sentence: how far from the bound each direction is, and from what its tiles load."""
+    said = []
+    for direction, name in findings.DIRECTIONS.items():
+        found = [line for line in lines if line["direction"] == direction]
+        if found:
+            times, share = ([of(line) for line in found] for of in (_times_the_bound, _share_of_tiles))
+            said.append(
+                f"{name} {min(times):.1f} to {max(times):.1f} times the bound and {min(share):.2f} to {max(share):.2f} of what tiles load"
+            )
+    return f"Bytes that the multiprocessors ask of L2: {'; '.join(said)}."
 
 
 def _times_the_bound(line: Line) -> float:

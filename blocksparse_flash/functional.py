@@ -383,7 +383,8 @@ def attention(
     scale      factor on the scores, may be 0 or negative; None is head_dim ** -0.5
     kv_lengths int32 or int64 (batch,), on q's device: keys at and beyond kv_lengths[b] do not exist, and may hold NaN; the
                causal alignment stays that of kv_len. Out of range is refused on the CPU, clamped on a GPU and when compiled
-    dropout_p  probability to drop an attention weight, 0 <= dropout_p < 1; the kept ones are divided by 1 - dropout_p
+    dropout_p  probability to drop an attention weight, 0 <= dropout_p < 1, in steps of 2**-16; the kept ones are divided by
+               1 - dropout_p
     seed       of dropout: an int, or an int64 tensor of one element (for CUDA graphs); None draws one from PyTorch's CPU
                generator. The same seed drops the same pairs, whatever the layout, backend or device
     deterministic  True asks for equal bits in every run, forward and backward; None follows

@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import algebra, arguments, block_bias, blocks, drawing, full_blocks, orders, predicate, selection, storage
+from . import (
+    algebra,
+    arguments,
+    block_bias,
+    blocks,
+    drawing,
+    full_blocks,
+    orders,
+    predicate,
+    selection,
+    sent_blocks,
+    storage,
+)
 from .arguments import TENSORS
 from .block_bias import BiasIndex
 from .blocks import FULL, Array, Axis, BlockList, Frame, Size
@@ -65,7 +77,8 @@ class BlockLayout:
     kv_len: int
     block_size: Size
     if TYPE_CHECKING:
-        # plans and indices of biases by (device, causal), sizes of the axes, and the hash; not part of the value, so not a field
+        # plans and indices of biases by (device, causal), sizes of the axes, the hash, and what was selected on a device; not
+        # part of the value, so not a field
         _cache: dict[str, Any]
 
     def __init__(
@@ -206,7 +219,10 @@ class BlockLayout:
         returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==` and `hash`
                  wait for the device
 
-        A CUDA graph captures this, and attention with it. Selecting has no gradient; attention has its usual ones.
+        A CUDA graph captures this, and attention with it. Selecting has no gradient; attention has its usual ones. On a GPU
+        two kernels make it and two its plan, if it has up to 8192 rows and cols, and n_cols <= 2048 + 128 * k. Beyond that, for
+        plans of blocks of which a tile of 128 x 128 has more than 4, and under torch.compile, some 60 operations of PyTorch
+        give the same.
 
         >>> layout = BlockLayout.from_topk(torch.tensor([[[[0, -1], [1, 0]]]]), 256, 256, block_size=128)
         >>> layout.nnz, layout.capacity
@@ -215,7 +231,7 @@ class BlockLayout:
         frame = arguments.frame(q_len, kv_len, block_size)
         frame = selection.frame_of(indices, "indices", frame, kind="integers")
         selection.check_cols(indices, frame)
-        return cls._selected(selection.known(indices, frame.n_cols), frame)
+        return cls._selected(selection.by_indices(indices, frame), frame)
 
     @classmethod
     def from_scores(
@@ -231,7 +247,7 @@ class BlockLayout:
                 later keys stay: `attention(..., causal=True)` drops them
         """
         frame = selection.frame_of(scores, "scores", arguments.frame(q_len, kv_len, block_size), kind="floats")
-        return cls._selected(selection.highest(scores, frame, k, causal=causal), frame)
+        return cls._selected(selection.by_scores(scores, frame, k, causal=causal), frame)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> BlockLayout:
@@ -491,20 +507,26 @@ class BlockLayout:
             name: getattr(self, name) for name in _NUMBERS
         }
 
-    def to(self, device: torch.device | str | int) -> BlockLayout:
-        """The same layout on a device, with the plan that the kernels walk there."""
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockLayout:
+        """The same layout on a device, with the plan that the kernels walk there.
+
+        non_blocking  as of `plan`
+        """
         device = _resolved(device)
-        self.plan(device)
+        self.plan(device, non_blocking=non_blocking)
         if device == self.device:
             return self
-        moved = self._bare(*to_device([getattr(self, name) for name in TENSORS], device), *self._frame[2:])
+        tensors = to_device([getattr(self, name) for name in TENSORS], device, non_blocking=non_blocking)
+        moved = self._bare(*tensors, *self._frame[2:])
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
-    def plan(self, device: torch.device | str | int, *, causal: bool = False) -> Plan:
+    def plan(self, device: torch.device | str | int, *, causal: bool = False, non_blocking: bool = False) -> Plan:
         """What kernels walk on a device: the layout in tiles, both directions. Made once, then cached.
 
         causal  True: the plan of the pairs with kv_pos <= q_pos + (kv_len - q_len) only
+        non_blocking  True: the host does not wait until a copy to a GPU is done, for masks that change at each step. Before
+                another stream than the current one uses the plan, or the layout, make it wait: `torch.cuda.Stream.wait_stream`
         raises  ValueError while torch.compile traces, if it is not cached yet
         """
         device = _resolved(device)
@@ -516,7 +538,10 @@ class BlockLayout:
                     f"call layout.to(q.device) before" + (", and layout.plan(q.device, causal=True)" if causal else "")
                 )
             elsewhere = [plan for (_, is_causal), plan in plans.items() if is_causal == causal]
-            plans[device, causal] = elsewhere[0].to(device) if elsewhere else self._new_plan(device, causal)
+            if elsewhere:
+                plans[device, causal] = elsewhere[0].to(device, non_blocking=non_blocking)
+            else:
+                plans[device, causal] = self._new_plan(device, causal, non_blocking)
         return plans[device, causal]
 
     def bias_index(self, device: torch.device | str | int, *, causal: bool = False) -> BiasIndex:
@@ -627,20 +652,24 @@ class BlockLayout:
         return algebra.broadcast(self._block_list(), self.shape[:2], axes, self.n_rows * self.n_cols)
 
     @classmethod
-    def _selected(cls, indices: torch.Tensor, frame: Frame) -> BlockLayout:
-        """The layout of the cols that each row names, n_cols for none; its plans are made where it is."""
-        bitmasks = storage.no_bitmasks(frame, indices.device)
-        layout = cls._bare(*selection.sorted_rows(indices, frame.n_cols), bitmasks, *frame[2:])
-        layout._cache["is_selected"] = True
+    def _selected(cls, found: selection.Selection, frame: Frame) -> BlockLayout:
+        """The layout of selected cols; its plans are made where it is."""
+        bitmasks = storage.no_bitmasks(frame, found.indptr.device)
+        layout = cls._bare(found.indptr, found.indices, found.bitmask_ids, bitmasks, *frame[2:])
+        layout._cache["selection"] = found
         return layout
 
-    def _new_plan(self, device: torch.device, causal: bool) -> Plan:
-        if "is_selected" in self._cache and device == self.device:
-            return selection.build_plan(self.indptr, self.indices, **self._frame.sizes, causal=causal)
+    def _new_plan(self, device: torch.device, causal: bool, non_blocking: bool = False) -> Plan:
+        if "selection" in self._cache and device == self.device:
+            return selection.build_plan(self._cache["selection"], **self._frame.sizes, causal=causal)
         if causal:
             restricted = self._causal()
-            return self.plan(device) if restricted == self else restricted._new_plan(device, False)
-        return build_plan(*self._block_list(), **self._frame._asdict(), device=device)
+            if restricted == self:
+                return self.plan(device, non_blocking=non_blocking)
+            return restricted._new_plan(device, False, non_blocking)
+        if self.device.type == "cpu" and sent_blocks.suits(self._frame, self.nnz, len(self.bitmasks), device):
+            return sent_blocks.build_plan(self.indptr, self.indices, self._frame, device, non_blocking=non_blocking)
+        return build_plan(*self._block_list(), **self._frame._asdict(), device=device, non_blocking=non_blocking)
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""

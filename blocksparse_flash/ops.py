@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from . import copy_engine
+from . import copy_engine, watchers
 from .kernels.scores import Scores
 
 # elements of q and k from which on "auto" takes `hopper`. H200, 16 heads of 128, bf16, microseconds of a forward and of a backward,
@@ -23,7 +22,6 @@ from .kernels.scores import Scores
 WORTH_HOPPER = 1 << 24
 # up to as many queries never
 FEW_QUERIES = 64
-_NOTHING = nullcontext()
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, {saved}Tensor[] plan, Tensor? kv_lengths, Tensor? seed, "
     "float scale, bool causal, float dropout_p, str backend"
@@ -51,13 +49,6 @@ torch.library.define(
     f"(Tensor dout, Tensor? dlse, {_SCORED_ARGUMENTS.format(saved='Tensor out, Tensor lse, ')}, bool[] wanted)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dalibi_slopes, Tensor dblock_bias)",
 )
-
-
-def _on(device: torch.device) -> AbstractContextManager[None]:
-    """Makes a GPU the current one where it is not: Triton launches on the current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(device)
 
 
 def is_worth_hopper(q_len: int, n_elements: int) -> bool:
@@ -104,7 +95,7 @@ def _kernels_of(name: str, deterministic: bool) -> tuple[Callable[..., Any], Cal
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *rest, backend = arguments
-    with _on(q.device):
+    with watchers.on(q.device):
         return _kernels(backend, q, k, v)[0](q, k, v, *rest)
 
 
@@ -112,7 +103,7 @@ def _backward(dout: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.
     _, q, k, v, *_, backend = arguments
     rest = arguments[:-1]
     backward = _kernels(backend, q, k, v)[1]
-    with _on(dout.device):
+    with watchers.on(dout.device):
         if not torch.is_autocast_enabled(dout.device.type):
             return backward(dout, *rest)
         # called by autograd inside a region of autocast, which must not choose the types of the products
@@ -237,7 +228,7 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         called: Any = _attention_backward
         # a graph of the backward itself needs the dispatcher, which refuses
-        if type(dout) in _PLAIN and _is_plain(q, k, v) and not torch.is_grad_enabled():
+        if type(dout) in watchers.PLAIN and _is_plain(q, k, v) and not torch.is_grad_enabled():
             called = _backward
         grads = called(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, *ctx.options)
         return *grads, *(None,) * 7
@@ -305,9 +296,6 @@ scored_attention_forward = _scored_attention_forward = torch.ops.blocksparse_fla
 _scored_attention_backward = torch.ops.blocksparse_flash.scored_attention_backward.default
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def _is_differentiated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     # inside forward-mode differentiation any tensor may carry a tangent: the autograd function refuses those
     return (
@@ -318,13 +306,10 @@ def _is_differentiated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> boo
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether nothing watches the operators: no compiler, tracer, mode, transform, profiler or subclass."""
     return (
-        not torch.compiler.is_compiling()
-        and type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.jit._trace.is_tracing()
+        not watchers.are_there()
+        and type(q) in watchers.PLAIN
+        and type(k) in watchers.PLAIN
+        and type(v) in watchers.PLAIN
         and not torch._C._autograd._profiler_enabled()
     )
 

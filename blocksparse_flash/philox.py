@@ -1,12 +1,17 @@
 """Which attention weights does dropout keep?
 
-Knows the counter-based generator Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) and the
-counter layout which every backend shares, so that the mask depends on nothing but the seed and the element's position:
+Knows the counter-based generator Philox 4x32 with 7 rounds, the fewest that pass BigCrush (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", 2011), and the counter layout which every backend shares, so that the mask depends on
+nothing but the seed and the element's position:
 
     key      (seed's low 32 bits, seed's high 32 bits)
-    counter  (kv_pos // 4, q_pos, head, batch)       head counts query heads
-    word     kv_pos % 4 of the four which one counter gives
-    kept     word >= threshold(dropout_p), compared as unsigned numbers
+    counter  (kv_pos // 32 * 8 + kv_pos % 8, q_pos // 16 * 8 + q_pos % 8, head, batch)       head counts query heads
+    word     2 * (q_pos // 8 % 2) + kv_pos // 8 % 2 of the four which one counter gives
+    half     the lower 16 bits of the word where kv_pos // 16 is even, the upper ones where it is odd
+    kept     half >= threshold(dropout_p)
+
+The eight pairs of a counter are pairs which one thread holds of a tile of scores that wgmma or mma.sync has computed (four of
+them where the tile is transposed): what it draws it uses, and nothing goes through shared memory.
 
 Must not know tiles, layouts or backends: that is what makes the mask independent of them.
 """
@@ -16,19 +21,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROUNDS = 10
+ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 LOW_32 = 0xFFFFFFFF
+# halves of words
+VALUES = 1 << 16
 
 
 def threshold(dropout_p: float) -> int:
-    """The smallest 32-bit word that is kept: round(dropout_p * 2**32), and at most 2**32 - 1, so that it fits 32 bits.
+    """The smallest half of a word that is kept: round(dropout_p * 2**16), and at most 2**16 - 1, so that some are.
 
-    >>> threshold(0.25) == 2**30
+    >>> threshold(0.25) == 2**14
     True
     """
-    return min(round(dropout_p * 2**32), LOW_32)
+    return min(round(dropout_p * VALUES), VALUES - 1)
+
+
+def kept_share(dropout_p: float) -> float:
+    """The probability to be kept, 1 - dropout_p but for 2**-17: what is kept is divided by it, so that the mean is right.
+
+    >>> kept_share(0.25)
+    0.75
+    """
+    return 1 - threshold(dropout_p) / VALUES
 
 
 def philox_4x32(
@@ -66,8 +82,9 @@ def keep_mask(
     """
     seed = seed.reshape(())
     key = (seed & LOW_32, (seed >> 32) & LOW_32)
-    word_0, word_1, word_2, word_3 = philox_4x32((kv_pos >> 2, q_pos, head_idx, batch_idx), key)
-    # even positions use words 0 and 2, odd ones 1 and 3
-    is_odd, is_upper = (kv_pos & 1).bool(), (kv_pos & 2).bool()
-    word = torch.where(is_upper, torch.where(is_odd, word_3, word_2), torch.where(is_odd, word_1, word_0))
-    return word >= threshold(dropout_p)
+    of_kv, of_q = (kv_pos >> 5 << 3) + (kv_pos & 7), (q_pos >> 4 << 3) + (q_pos & 7)
+    word_0, word_1, word_2, word_3 = philox_4x32((of_kv, of_q, head_idx, batch_idx), key)
+    is_later_kv, is_later_q = (kv_pos & 8).bool(), (q_pos & 8).bool()
+    word = torch.where(is_later_q, torch.where(is_later_kv, word_3, word_2), torch.where(is_later_kv, word_1, word_0))
+    half = torch.where((kv_pos & 16).bool(), word >> 16, word & (VALUES - 1))
+    return half >= threshold(dropout_p)

@@ -52,9 +52,9 @@ class Plan(NamedTuple):
     col_ids: torch.Tensor
     words: torch.Tensor
 
-    def to(self, device: torch.device | str) -> Plan:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Plan:
         """The same plan on another device."""
-        return of_any_length(Plan(*to_device(self, device)))
+        return of_any_length(Plan(*to_device(self, device, non_blocking=non_blocking)))
 
 
 def build_plan(
@@ -68,6 +68,7 @@ def build_plan(
     kv_len: int,
     block_size: tuple[int, int],
     device: torch.device | str,
+    non_blocking: bool = False,
 ) -> Plan:
     """Regroup a canonical block list (see blocks.py) to tiles and list them by rows and by columns. O(nnz log nnz)."""
     keys, ids, words = blocks.regroup(keys, ids, bitmasks, q_len=q_len, kv_len=kv_len, old=block_size, new=(TILE, TILE))
@@ -89,7 +90,7 @@ def build_plan(
         lengths = list_lengths(len(ids), n_long, of_rows=of_rows)
         arrays += [records.reshape(batch, heads, -1, RECORD), *map(_padded, lists, lengths)]
     tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in (*arrays, words)]
-    return of_any_length(Plan(*to_device(tensors, device)))
+    return of_any_length(Plan(*to_device(tensors, device, non_blocking=non_blocking)))
 
 
 def of_any_length(plan: Plan) -> Plan:
@@ -143,14 +144,21 @@ def _walk(
     records[..., 1] = (np.cumsum(work) - work)[record_line]
     records[..., 2], records[..., 3] = work[record_line], n_partial[record_line]
     records.reshape(-1, RECORD)[record_line, 4] = np.arange(n_major)
-    n_long = 0
-    if work.size:
-        # twice the mean, without a division
-        is_long = records[..., 2] * n_lines > 2 * len(line)
-        records[..., 7] = is_long.sum(axis=1).max()
-        of_head = work.reshape(leads, n_major).sum(axis=1, keepdims=True)
-        n_long = int((is_long & (LONG * records[..., 2].astype(np.int64) > of_head)).sum(axis=1).max())
+    records[..., 7], n_long = long_lines(work.reshape(leads, n_major))
     return records, listed, listed_ids, n_long
+
+
+def long_lines(work: np.ndarray) -> tuple[int, int]:
+    """How many lines have over twice the mean work, and of these are worth splitting, of the head that has most.
+
+    work  tiles, int64 (heads, lines)
+    """
+    if not work.size:
+        return 0, 0
+    of_head = work.sum(axis=1, keepdims=True)
+    # without a division
+    is_long = work * work.size > 2 * of_head.sum()
+    return int(is_long.sum(axis=1).max()), int((is_long & (LONG * work > of_head)).sum(axis=1).max())
 
 
 def _order(values: np.ndarray, limit: int) -> np.ndarray | slice:

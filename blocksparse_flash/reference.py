@@ -106,7 +106,7 @@ def _attention(
 
     weights = weights / total
     if dropout_p > 0:
-        weights = weights * _keep(seed, weights.shape, dropout_p) / (1 - dropout_p)
+        weights = weights * _keep(seed, weights.shape, dropout_p) / philox.kept_share(dropout_p)
     return weights.to(v.dtype) @ v, lse
 
 

@@ -3,22 +3,44 @@
 Everything has the size that the number of selected entries allows (its capacity), so nothing waits for the device and a CUDA
 graph can capture it; what is unused stands behind what is used.
 
+On a GPU four launches do it (kernels/selecting.py, kernels/listing.py): selecting anew added 0.37 ms to a step of 16,384 tokens on an
+H200, and 1.34 ms by the some 60 operations of PyTorch here. Those say what the kernels must give, and do it on the CPU, while torch.compile or anything else watches, and
+of what those kernels are not made for: see `_has_kernels`, `by_scores` and `build_plan`.
+
 Knows index tensors, block sizes and the records of a plan. Must not know BlockLayout, patterns or backends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import arguments
+from . import arguments, watchers
 from .blocks import FULL, Frame, Size
 from .plan import PARTIAL, RECORD, TILE, Plan, list_lengths, of_any_length
 
 # sub-blocks of a tile up to which every bitmask that can occur is made in advance: 2^4 patterns
 FEW = 4
+# rows and cols of blocks, a million tokens of 128, up to which kernels mark blocks as bits: a program holds the cols of a row, and
+# tiles of the grid are looked at, stored or not
+MOST_LINES = 8192
+# words of those bits that a row may always have, which are then small against its scores; and for each entry of a row, of
+# which a plan stores as many words
+FREE_WORDS, WORDS_OF_ENTRY = 64, 4
+# of scores, which kernels compare as 32 bits
+COMPARABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Selection(NamedTuple):
+    """int32 tensors of a layout of full blocks, and the same as bits, (axes, n_rows, words), where kernels made them."""
+
+    indptr: Tensor
+    indices: Tensor
+    bitmask_ids: Tensor
+    bits: Tensor | None
 
 
 def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:
@@ -62,10 +84,65 @@ def check_cols(selected: Tensor, frame: Frame) -> None:
         )
 
 
-def highest(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Tensor:
-    """The cols with the k highest scores of each row, n_cols where fewer than k can be selected."""
+def _is_on_gpu(tensor: Tensor) -> bool:
+    """Whether kernels can be launched on a tensor: on a GPU, seen by nobody."""
+    return (
+        tensor.is_cuda
+        and not watchers.are_there()
+        and type(tensor) in watchers.PLAIN
+        and watchers.runs_triton(tensor.device.index)
+    )
+
+
+def _has_kernels(selected: Tensor, frame: Frame, k: int) -> bool:
+    """Whether kernels make the lists of these cols, k a row; they have a limit in memory and in time."""
+    n_rows, n_cols = frame.n_rows, frame.n_cols
+    return (
+        _is_on_gpu(selected)
+        and 0 < n_rows <= MOST_LINES
+        and 0 < n_cols <= MOST_LINES
+        and k > 0
+        and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * k
+    )
+
+
+def _selected(found: tuple[Tensor, ...], frame: Frame) -> Selection:
+    bits, indptr, indices, ids = found
+    return Selection(indptr.view(frame.batch, frame.heads, frame.n_rows + 1), indices, ids, bits)
+
+
+def by_indices(indices: Tensor, frame: Frame) -> Selection:
+    """The cols that each row names; what is not a col, and a col named again, is left out.
+
+    indices  integers (batch, heads, n_rows, k)
+    """
+    if not _has_kernels(indices, frame, indices.shape[3]):
+        return Selection(*sorted_rows(known(indices, frame.n_cols), frame.n_cols), None)
+    from .kernels import selecting
+
+    with watchers.on(indices.device):
+        rows = selecting.Rows(frame.leads, frame.n_rows, frame.n_cols, *frame[2:])
+        return _selected(selecting.of_indices(indices.contiguous(), rows), frame)
+
+
+def by_scores(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Selection:
+    """The cols with the k highest scores (batch, heads, n_rows, n_cols) of each row."""
     if arguments.integer(k, "k") < 1:
         raise ValueError(f"k must be at least 1 col a row, got {k}")
+    k = min(k, frame.n_cols)
+    if not _has_kernels(scores, frame, k):
+        return Selection(*sorted_rows(highest(scores, frame, k, causal=causal), frame.n_cols), None)
+    if scores.dtype not in COMPARABLE:
+        return by_indices(highest(scores, frame, k, causal=causal), frame)
+    from .kernels import selecting
+
+    with watchers.on(scores.device):
+        rows = selecting.Rows(frame.leads, frame.n_rows, frame.n_cols, *frame[2:])
+        return _selected(selecting.of_scores(scores.detach().contiguous(), rows, k, causal=causal), frame)
+
+
+def highest(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Tensor:
+    """The cols with the k highest scores of each row, k <= n_cols; n_cols where fewer can be selected."""
     values = scores.detach().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if causal:
         ahead, (block_q, block_kv) = frame.kv_len - frame.q_len, frame.block_size
@@ -75,7 +152,7 @@ def highest(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Tensor:
         last_q = last_q.clamp_(max=frame.kv_len - 1)
         first_kv = torch.arange(0, frame.n_cols * block_kv, block_kv, device=scores.device)
         values.masked_fill_(first_kv > last_q[:, None], -torch.inf)
-    found = values.topk(min(k, frame.n_cols), dim=3)
+    found = values.topk(k, dim=3)
     return found.indices.masked_fill_(found.values == -torch.inf, frame.n_cols)
 
 
@@ -105,13 +182,48 @@ def sorted_rows(selected: Tensor, n_cols: int) -> tuple[Tensor, Tensor, Tensor]:
     return indptr.view(batch, heads, n_rows + 1), indices[:-1], torch.full_like(indices[:-1], FULL)
 
 
-def build_plan(indptr: Tensor, indices: Tensor, *, q_len: int, kv_len: int, block_size: Size, causal: bool) -> Plan:
+def build_plan(selection: Selection, *, q_len: int, kv_len: int, block_size: Size, causal: bool) -> Plan:
     """What plan.build_plan makes of the same full blocks, on the device of the tensors and without waiting for it.
 
-    The lists have the length that capacity allows, and more bitmasks may be there than any tile has. Few operations,
-    for each costs the host more than the device: both directions go through each of them together.
+    The lists have the length that capacity allows, and more bitmasks may be there than any tile has.
     causal  also drops the pairs with kv_pos > q_pos + (kv_len - q_len)
     """
+    indptr, indices, _, bits = selection
+    parts = [max(1, TILE // side) for side in block_size]
+    if bits is not None and _is_on_gpu(bits) and parts[0] * parts[1] <= FEW:
+        return _plan_by_kernels(
+            bits, indptr, len(indices), q_len=q_len, kv_len=kv_len, block_size=block_size, causal=causal
+        )
+    return _plan_by_operations(indptr, indices, q_len=q_len, kv_len=kv_len, block_size=block_size, causal=causal)
+
+
+def _plan_by_kernels(
+    bits: Tensor, indptr: Tensor, capacity: int, *, q_len: int, kv_len: int, block_size: Size, causal: bool
+) -> Plan:
+    from .kernels import listing, selecting
+
+    batch, heads, n_ends = indptr.shape
+    rows = selecting.Rows(batch * heads, n_ends - 1, -(-kv_len // block_size[1]), q_len, kv_len, block_size)
+    grid = listing.Grid(rows, causal)
+    n_indices, n_row_ids, n_col_ids = _lengths(capacity * grid.tiles[0] * grid.tiles[1], rows.axes, grid.shape)
+    with watchers.on(bits.device):
+        return of_any_length(
+            Plan._make(listing.build_plan(bits, grid, (batch, heads), (n_indices, n_row_ids, n_col_ids)))
+        )
+
+
+def _lengths(n_entries: int, axes: int, grid: Size) -> tuple[int, int, int]:
+    """How long the lists of indices, of the ids of rows and of those of columns are, for so many entries at most."""
+    # one more for what is left out; none is known to be long
+    size = min(n_entries, axes * grid[0] * grid[1] + 1)
+    (n_indices, n_row_ids), (_, n_col_ids) = (list_lengths(size, 0, of_rows=of_rows) for of_rows in (True, False))
+    return n_indices, n_row_ids, n_col_ids
+
+
+def _plan_by_operations(
+    indptr: Tensor, indices: Tensor, *, q_len: int, kv_len: int, block_size: Size, causal: bool
+) -> Plan:
+    """Few operations, for each costs the host more than a GPU: both directions go through each of them together."""
     grid = -(-q_len // TILE), -(-kv_len // TILE)
     axes, looks = indptr.shape[0] * indptr.shape[1], _Looks(block_size, q_len, kv_len, indptr.device)
     axis, row, col, pattern = _tiles(indptr, indices, grid, block_size)
@@ -226,16 +338,15 @@ def _walked(
     records = torch.stack([*fields, n_long[:, None, None].expand_as(launch)], dim=3).to(torch.int32)
 
     size = min(len(row), axes * grid[0] * grid[1] + 1)
-    # none is known to be long
-    lengths = [list_lengths(size, 0, of_rows=of_rows) for of_rows in (True, False)]
+    n_indices, *n_ids = _lengths(len(row), axes, (grid[0], grid[1]))
     # every list begins at a multiple of 32 bytes
-    lists = torch.zeros(2, 2, -(-max(lengths[1]) // 8) * 8, dtype=torch.int32, device=row.device)
+    lists = torch.zeros(2, 2, -(-max(n_ids) // 8) * 8, dtype=torch.int32, device=row.device)
     lists[0, :, :size] = (keys[:, :size] & (2 * PARTIAL - 1)) - PARTIAL
     lists[1, :, :size] = ids.masked_fill(is_full, 0)[order[:, :size]]
     sides: list[Tensor] = []
     for side in (0, 1):
         sides.append(records[side, :, : grid[side]].reshape(*leads, grid[side], RECORD).contiguous())
-        sides += [values[side, :length] for values, length in zip(lists, lengths[side], strict=True)]
+        sides += [lists[0, side, :n_indices], lists[1, side, : n_ids[side]]]
     return of_any_length(Plan._make([*sides, words]))
 
 

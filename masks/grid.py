@@ -22,7 +22,7 @@ from .checks import read_integers, read_switch
 from .orders import Grid, read_grid, read_order, read_per_axis
 
 PerAxis = int | Sequence[int]
-Order = torch.Tensor | np.ndarray | Sequence[int]
+Order = torch.Tensor | np.ndarray | Sequence[int] | str
 
 
 def _canvas(grid: Sequence[int], block_size: BlockSize) -> Canvas:
@@ -83,7 +83,8 @@ def neighborhood(
     dilation    tokens from one that is seen to the next; kernel * dilation is at most the side
     stride      neighbouring tokens that share a window, 1 to kernel
     causal      True, or which axes, see no later token along the axis
-    order       int64 (tokens,): the token at each position, as `tile_order` gives it; None is row-major
+    order       int64 (tokens,): the token at each position, as `tile_order` gives it, or "morton" or "hilbert", the
+                name of a curve; None is row-major
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, tokens, tokens), shared by every head, exact to the token
     raises      ValueError if a number is out of range or there is one for a wrong number of axes
@@ -131,7 +132,8 @@ def swin(
     grid        tokens along each axis, row-major; an int is one axis
     window      tokens of a window along each axis; an int for all of them
     shift       where along each axis the second window begins, 0 to window - 1; every other layer takes window // 2
-    order       int64 (tokens,): the token at each position, as `tile_order` gives it; None is row-major
+    order       int64 (tokens,): the token at each position, as `tile_order` gives it, or "morton" or "hilbert", the
+                name of a curve; None is row-major
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, tokens, tokens), shared by every head, exact to the token
     raises      ValueError if a number is out of range or there is one for a wrong number of axes
@@ -180,7 +182,8 @@ def sliding_tile(
     grid        tokens along each axis, row-major; an int is one axis
     kernel      tokens seen along each axis, a multiple of the tile; an int for all of them
     tile        tokens of a tile along each axis; tiles at the far ends may be smaller
-    order       int64 (tokens,): the token at each position, as `tile_order` gives it; None is row-major
+    order       int64 (tokens,): the token at each position, as `tile_order` gives it, or "morton" or "hilbert", the
+                name of a curve; None is row-major
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, tokens, tokens), shared by every head, exact to the token
     raises      ValueError if kernel is no multiple of tile or holds more tiles than there are, or a number is out of
@@ -232,7 +235,8 @@ def axial(
     grid        tokens along each axis, row-major; an int is one axis
     axes        along which axes to attend, 0 the first; None is all of them
     causal      True sees no later token of a line
-    order       int64 (tokens,): the token at each position, as `tile_order` gives it; None is row-major
+    order       int64 (tokens,): the token at each position, as `tile_order` gives it, or "morton" or "hilbert", the
+                name of a curve; None is row-major
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, tokens, tokens), shared by every head, exact to the token
     raises      ValueError if an axis does not exist, or none is given

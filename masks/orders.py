@@ -48,10 +48,15 @@ def read_per_axis(
     return tuple(read_integer(name, number, at_least=at_least, unit=unit) for number in value)
 
 
-def read_order(order: torch.Tensor | np.ndarray | Sequence[int] | None, grid: Sequence[int]) -> np.ndarray | None:
-    """A permutation of the tokens of the grid as int64 (tokens,), or None: row-major."""
+def read_order(order: torch.Tensor | np.ndarray | Sequence[int] | str | None, grid: Sequence[int]) -> np.ndarray | None:
+    """A permutation of the tokens of the grid as int64 (tokens,), or None: row-major. A string names a curve."""
     if order is None:
         return None
+    if isinstance(order, str):
+        curves = {"morton": morton_order, "hilbert": hilbert_order}
+        if order not in curves:
+            raise ValueError(f'order: expected "morton", "hilbert" or the token at each position, got {order!r}')
+        return curves[order](grid).numpy()
     tokens, n_tokens = read_integers("order", order), math.prod(grid)
     if tokens.size != n_tokens:
         raise ValueError(f"order: expected one token for each of {n_tokens} positions of the grid, got {tokens.size}")

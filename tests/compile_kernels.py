@@ -1,6 +1,6 @@
-"""What do the kernels compile to, without a GPU? `python -m tests.compile_kernels 90` prints a JSON line a kernel.
+"""What do the kernels compile to, without a GPU? `python -m tests.compile_kernels 90` prints a JSON line a launch.
 
-`hopper` instead of an architecture means the Gluon kernels, on sm90.
+`hopper` instead of an architecture means the Gluon kernels, on sm90. `90-few` and `hopper-few` mean fewer calls: what is tuned.
 
 Runs the launchers on CPU tensors, catches each launch and compiles it ahead of time for that architecture with the
 ptxas that ships inside Triton. Must run in a process of its own: the test process interprets the kernels.
@@ -24,7 +24,17 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from blocksparse_flash.kernels import backward, decode, forward, hopper_backward, hopper_forward, launch, rows
+from blocksparse_flash.kernels import (
+    backward,
+    decode,
+    forward,
+    hopper_backward,
+    hopper_forward,
+    launch,
+    listing,
+    rows,
+    selecting,
+)
 from blocksparse_flash.kernels.scores import TILE, Scores
 from blocksparse_flash.plan import Plan
 from blocksparse_flash.splitting import Split
@@ -72,12 +82,16 @@ def run_both(
     deterministic: bool = False,
     scores: str = "",
 ) -> None:
-    """Call the launchers of a backend; mode is "layout", "dense" or "causal", or "rows" for those that move rows.
+    """Call the launchers of a backend; mode is "layout", "dense" or "causal", "rows" for those that move rows, or "select" for
+    those that select blocks.
 
     scores is what `scores_of` reads. With a few queries, q_len, the forward's.
     """
     if mode == "rows":
         run_rows(head_dim, dtype, length)
+        return
+    if mode == "select":
+        run_selection(head_dim, dtype, length)
         return
     heads = 2 * group
     q, dout = (torch.empty(2, heads, length if q_len is None else q_len, head_dim, dtype=dtype) for _ in range(2))
@@ -126,6 +140,16 @@ def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
     rows.add(x, x, message, [x], table, order, 0)
 
 
+def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
+    """Blocks of a side from scores and from indices, and both directions of their plan, causal for blocks within a tile."""
+    n = length // side
+    selected = selecting.Rows(2, n, n, length, length, (side, side))
+    selecting.of_scores(torch.empty(2, n, n, dtype=dtype), selected, 16, causal=side < 128)
+    bits, *_ = selecting.of_indices(torch.empty(2, n, 16, dtype=torch.int64), selected)
+    selecting.of_rows(*(torch.empty(2 * n * n, dtype=torch.int32) for _ in range(2)), selected)
+    listing.build_plan(bits, listing.Grid(selected, causal=side < 128), (1, 2), (33, 35, 37))
+
+
 def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[ASTSource, dict[str, Any]]:
     """What the just-in-time compiler would compile, and with which options."""
     backend = make_backend(GPUTarget("cuda", arch, 32))
@@ -137,9 +161,24 @@ def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[A
     return source, options.__dict__
 
 
-def compile_launch(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> dict[str, Any]:
+def early_arrivals(ptx: str) -> int:
+    """Arrivals at mbarriers with an access to shared memory before them and no barrier of its threads between.
+
+    One thread arrives for all of its warps: without the barrier another warp could still read what the arrival gives back,
+    or write what it gives away.
+    """
+    found, is_ordered = 0, True
+    events = r"\b(?:ld|st)\.shared|\b(?:ld|st)matrix|wgmma\.mma_async|\b(?:bar|barrier)\.(?:warp\.)?sync|mbarrier\.arrive\.shared"
+    for event in re.findall(events, ptx):
+        if event.startswith("mbarrier"):
+            found += not is_ordered
+        else:
+            is_ordered = event.startswith("bar")
+    return found
+
+
+def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, Any], arch: int) -> dict[str, Any]:
     """Compile and read registers, spills, shared memory and wgmma waits."""
-    source, options = source_of(kernel, kwargs, arch)
     with (
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),
@@ -170,52 +209,67 @@ def compile_launch(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> di
         ),
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "wgmma_waits": len(re.findall(r"wgmma\.wait_group", ptx)),
+        "early_arrivals": early_arrivals(ptx),
         "async_copies": len(re.findall(r"cp\.async\.(?:ca|cg|bulk\.tensor)", ptx)),
         # what ptxas says when it gives up the overlap of wgmma with other instructions
         "serialised": sorted(set(re.findall(r"C75\d\d", log.getvalue()))),
     }
 
 
-def calls(arch: int) -> list[dict[str, Any]]:
-    """The calls whose launches are compiled: every head_dim and type of the launch tables, and every option once."""
+def table_calls(arch: int) -> list[dict[str, Any]]:
+    """A call for every row of the launch tables, which differ by architecture."""
     half = torch.bfloat16
     if SHARED_MEMORY[arch] < 160 * 1024:
         # the rows for little shared memory; all else is as on sm80
         little = [{"head_dim": dim, "dtype": dtype} for dim in (64, 128, 256) for dtype in (half, torch.float32)]
         return little + [{**call, "q_len": q_len} for call in little for q_len in (1, 64)]
-    grid = [
-        {"head_dim": head_dim, "dtype": half, "mode": mode}
-        for head_dim, mode in itertools.product((64, 128), ("layout", "dense", "causal"))
-    ]
-    grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (16, 40, 96, 256)]
+    grid = [{"head_dim": head_dim, "dtype": half} for head_dim in (64, 128, 256)]
     grid += [{"head_dim": head_dim, "dtype": torch.float32} for head_dim in (64, 128, 256)]
-    grid += [{"head_dim": head_dim, "dtype": torch.float16} for head_dim in (64, 128)]
-    # 3 and 100: rows of 6 and 200 bytes, which the copy engine does not take
-    grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (3, 100)]
-    grid += [{"head_dim": 64, "dtype": half, **option} for option in ({"group": 4}, {"limited": True}, {"dlse": True})]
-    grid += [{"head_dim": head_dim, "dtype": half, "dropout_p": 0.1} for head_dim in (64, 128)]
+    grid += [
+        {"head_dim": head_dim, "dtype": half, **option}
+        for head_dim in (64, 128)
+        for option in ({"dropout_p": 0.1}, {"scores": "softcap"})
+    ]
     # of a few queries: 4, 32, 64 and 256 rows that share their keys
     grid += [
         {"head_dim": head_dim, "dtype": half, "q_len": q_len, "group": 4}
         for head_dim, q_len in itertools.product((64, 128), (1, 8, 16, 64))
     ]
+    grid += [{"head_dim": 256, "dtype": half, "q_len": q_len, "group": 4} for q_len in (1, 64)]
+    grid += [{"head_dim": 128, "dtype": torch.float32, "q_len": 1, "group": 4}]
+    if arch >= 90:
+        # too small for descriptors: pointers
+        grid += [{"head_dim": head_dim, "dtype": half, "length": 256} for head_dim in (64, 128)]
+    return grid
+
+
+def calls(arch: int) -> list[dict[str, Any]]:
+    """The calls whose launches are compiled: every row of the launch tables, and every option once."""
+    grid = table_calls(arch)
+    if SHARED_MEMORY[arch] < 160 * 1024:
+        return grid
+    half = torch.bfloat16
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": mode}
+        for head_dim, mode in itertools.product((64, 128), ("dense", "causal"))
+    ]
+    # 3 and 100: rows of 6 and 200 bytes, which the copy engine does not take
+    grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (3, 16, 40, 96, 100)]
+    grid += [{"head_dim": head_dim, "dtype": torch.float16} for head_dim in (64, 128)]
+    grid += [{"head_dim": 64, "dtype": half, **option} for option in ({"group": 4}, {"limited": True}, {"dlse": True})]
     few = {"dtype": half, "q_len": 1, "group": 4}
     grid += [
         {"head_dim": 128, **few, **option} for option in ({"mode": "dense"}, {"mode": "causal"}, {"limited": True})
     ]
-    grid += [{"head_dim": head_dim, **few} for head_dim in (3, 40, 256)]
-    grid += [{"head_dim": 128, **few, "dtype": torch.float32}, {"head_dim": 256, **few, "q_len": 64}]
+    grid += [{"head_dim": head_dim, **few} for head_dim in (3, 40)]
     grid += [{"head_dim": head_dim, "dtype": half, "mode": "rows"} for head_dim in (64, 128)]
-    grid += [
-        {"head_dim": head_dim, "dtype": half, "scores": scores}
-        for head_dim in (64, 128)
-        for scores in ("softcap", "sinks softcap slopes learned bias16")
-    ]
+    # sides of blocks that are selected; of the largest, more cols than a warp holds
+    grid += [{"head_dim": 64, "dtype": half, "mode": "select"}]
+    grid += [{"head_dim": 128, "dtype": torch.float32, "mode": "select", "length": 1 << 17}]
+    everything = "sinks softcap slopes learned bias16"
+    grid += [{"head_dim": head_dim, "dtype": half, "scores": everything} for head_dim in (64, 128)]
     grid += [{"head_dim": 64, "dtype": half, "scores": scores} for scores in ("sinks", "bias128")]
     grid += [{"head_dim": 64, "dtype": half, "mode": "causal", "scores": "slopes"}]
-    if arch >= 90:
-        # too small for descriptors: pointers
-        grid += [{"head_dim": head_dim, "dtype": half, "length": 256} for head_dim in (64, 128)]
     return grid
 
 
@@ -241,22 +295,38 @@ def hopper_calls() -> list[dict[str, Any]]:
     return [{**call, "backend": "hopper"} for call in grid]
 
 
+def few_hopper_calls() -> list[dict[str, Any]]:
+    """Those of `hopper_calls` whose head_dim is tuned, and one of 256."""
+    return [call for call in hopper_calls() if call["head_dim"] <= 128 or call.get("mode") == "layout"]
+
+
 def main(targets: list[str]) -> None:
     if triton.knobs.runtime.interpret:
         raise SystemExit("TRITON_INTERPRET=1 interprets the kernels; unset it to compile them")
     for target in targets:
-        is_hopper = target == "hopper"
-        arch = 90 if is_hopper else int(target)
+        name, _, is_few = target.partition("-")
+        is_hopper = name == "hopper"
+        arch = 90 if is_hopper else int(name)
+        if is_hopper:
+            chosen = few_hopper_calls() if is_few else hopper_calls()
+        else:
+            chosen = table_calls(arch) if is_few else calls(arch)
         met: set[str] = set()
-        for call in hopper_calls() if is_hopper else calls(arch):
+        # calls share kernels, above all the small ones before and after the loops
+        records: dict[str, dict[str, Any]] = {}
+        for call in chosen:
             named = {**call, "dtype": str(call["dtype"]).removeprefix("torch.")}
             for kernel, kwargs in launches(arch, **call):
+                source, options = source_of(kernel, kwargs, arch)
                 # the portable kernels that backend hopper launches are compiled for every architecture: here one of each
-                key = source_of(kernel, kwargs, arch)[0].hash() if kernel.is_gluon() else kernel.fn.__name__
+                key = source.hash() if kernel.is_gluon() else kernel.fn.__name__
                 if is_hopper and key in met:
                     continue
                 met.add(key)
-                print(json.dumps({**compile_launch(kernel, kwargs, arch), "call": named}), flush=True)
+                record_key = f"{source.hash()} {sorted(options.items(), key=str)}"
+                if record_key not in records:
+                    records[record_key] = compile_launch(kernel, source, options, arch)
+                print(json.dumps({**records[record_key], "call": named}), flush=True)
 
 
 if __name__ == "__main__":

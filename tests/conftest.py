@@ -10,6 +10,7 @@ import os
 import hypothesis
 import pytest
 import torch
+from interpreter import patch_once_a_launch
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -17,6 +18,8 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+if not HAS_CUDA:
+    patch_once_a_launch()
 
 # a shared CI machine stops for seconds at times, so a deadline would only test the machine
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)

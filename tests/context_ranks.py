@@ -73,7 +73,9 @@ def run(n_ranks: int, cases: Cases, timeout: float = TIMEOUT) -> dict[str, list[
 if __name__ == "__main__":
     # read when Triton is imported: its kernels run without a GPU
     os.environ["TRITON_INTERPRET"] = "1"
-    from tests import context_cases
+    from tests import context_cases, interpreter
+
+    interpreter.patch_once_a_launch()
 
     n_ranks = int(sys.argv[1])
     only = sys.argv[2] if len(sys.argv) > 2 and sys.argv[2] != "-v" else ""

@@ -166,7 +166,7 @@ def _textbook(
     weights = torch.exp2((scores - total).masked_fill(~attends, -torch.inf))
     kept = weights
     if dropout_p > 0:
-        kept = weights * reference._keep(seed, weights.shape, dropout_p) / (1 - dropout_p)
+        kept = weights * reference._keep(seed, weights.shape, dropout_p) / reference.philox.kept_share(dropout_p)
     if isinstance(out, int):
         largest = weights.detach().amax(dim=-1, keepdim=True)
         later = torch.rand(largest.shape, generator=torch.Generator().manual_seed(out)).to(largest)

@@ -61,13 +61,31 @@ TABLE = {
     "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks", f"{OURS}.packing"}),
     "blocksparse_flash/block_bias.py": Arrows({TORCH, f"{OURS}.blocks", f"{OURS}.plan"}),
-    "blocksparse_flash/selection.py": Arrows({TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan"))}),
+    "blocksparse_flash/watchers.py": Arrows({TORCH}, {TRITON}),
+    "blocksparse_flash/selection.py": Arrows(
+        {TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan", "watchers"))},
+        {f"{OURS}.kernels.{name}" for name in ("selecting", "listing")},
+    ),
+    "blocksparse_flash/sent_blocks.py": Arrows(
+        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("blocks", "packing", "plan", "selection", "watchers"))},
+        {f"{OURS}.kernels.{name}" for name in ("selecting", "listing")},
+    ),
     "blocksparse_flash/layout.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("algebra", "arguments", "block_bias", "blocks", "description"))}
         | {f"{OURS}.drawing"}
         | {
             f"{OURS}.{name}"
-            for name in ("full_blocks", "gather", "orders", "packing", "plan", "predicate", "selection", "storage")
+            for name in (
+                "full_blocks",
+                "gather",
+                "orders",
+                "packing",
+                "plan",
+                "predicate",
+                "selection",
+                "sent_blocks",
+                "storage",
+            )
         }
     ),
     "blocksparse_flash/philox.py": Arrows({TORCH}),
@@ -80,7 +98,7 @@ TABLE = {
     "blocksparse_flash/kernels/score_tile.py": Arrows({TRITON, f"{OURS}.kernels.tile"}),
     "blocksparse_flash/kernels/launcher.py": Arrows({TRITON}),
     "blocksparse_flash/kernels/launch.py": Arrows(
-        {TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.launcher", f"{OURS}.kernels.scores"}
+        {TORCH, TRITON, *(f"{OURS}.{name}" for name in ("copy_engine", "philox", "kernels.launcher", "kernels.scores"))}
     ),
     "blocksparse_flash/kernels/parts.py": Arrows(
         {TRITON, f"{OURS}.splitting", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
@@ -95,6 +113,10 @@ TABLE = {
         {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "scores", "score_tile"))},
     ),
     "blocksparse_flash/kernels/rows.py": Arrows({TORCH, TRITON, f"{OURS}.kernels.launch", f"{OURS}.kernels.tile"}),
+    "blocksparse_flash/kernels/selecting.py": Arrows({TORCH, TRITON, f"{OURS}.kernels.launch"}),
+    "blocksparse_flash/kernels/listing.py": Arrows(
+        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("launch", "selecting", "tile"))},
+    ),
     "blocksparse_flash/kernels/hopper.py": Arrows(
         {TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"}
     ),
@@ -121,7 +143,7 @@ TABLE = {
         {NUMPY, TORCH, f"{OURS}.philox", f"{OURS}.kernels.scores", f"{OURS}.kernels.eager_scores"}
     ),
     "blocksparse_flash/ops.py": Arrows(
-        {TORCH, f"{OURS}.copy_engine", f"{OURS}.kernels.scores"},
+        {TORCH, f"{OURS}.copy_engine", f"{OURS}.watchers", f"{OURS}.kernels.scores"},
         {f"{OURS}.kernels.{name}" for name in ("eager", "forward", "backward", "hopper_forward", "hopper_backward")},
     ),
     "blocksparse_flash/contract.py": Arrows({TORCH, f"{OURS}.layout"}),
@@ -353,6 +375,7 @@ TABLE = {
     ),
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/lines.py": Arrows(set()),
+    "benchmarks/findings.py": Arrows({"benchmarks.lines"}),
     "benchmarks/calibrate.py": Arrows(
         {NUMPY, TORCH, "scipy", OURS, *(f"{OURS}.explanation.{name}" for name in ("call", "memory", "prediction"))}
         | {"benchmarks.lines", "benchmarks.sweeps"}
@@ -365,7 +388,7 @@ TABLE = {
     "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
     "benchmarks/report.py": Arrows(
         {f"{OURS}.explanation.prediction"}
-        | {f"benchmarks.{name}" for name in ("bounds", "context_report", "lines", "markdown", "plots")}
+        | {f"benchmarks.{name}" for name in ("bounds", "context_report", "findings", "lines", "markdown", "plots")}
     ),
     "benchmarks/huggingface.py": Arrows(
         {TORCH, OURS, "masks", "transformers", f"{OURS}.huggingface", "benchmarks.measure"}

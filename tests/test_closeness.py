@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from closeness import BLOCK_ROWS, assert_as_accurate
@@ -128,6 +130,15 @@ def test_noise_where_the_truth_is_zero_fails():
     actual[0, 0, 3, 3] = 1e-30
     with pytest.raises(AssertionError, match=r"1 of .* first at \(0, 0, 3\)"):
         assert_as_accurate(actual, plain, truth, name="dk")
+
+
+@pytest.mark.parametrize(("steps", "is_right"), [(998, True), (1002, True), (997, False), (1003, False)])
+def test_below_the_smallest_normal_number_a_rounding_is_a_step(steps, is_right):
+    """float16 has a number every 2**-24 there."""
+    truth = torch.full((1, 1, 64, 8), 1000 * 2.0**-24, dtype=torch.float64)
+    actual = torch.full_like(truth, steps * 2.0**-24).half()
+    with contextlib.nullcontext() if is_right else pytest.raises(AssertionError, match="too far"):
+        assert_as_accurate(actual, truth.half(), truth, name="out")
 
 
 def test_three_axes_are_rows():

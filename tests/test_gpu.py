@@ -5,6 +5,7 @@ The zoo of layouts (test_zoo.py) and the operators (test_ops.py) run on the GPU 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import masks
 from benchmarks import measure
-from blocksparse_flash import BlockLayout, attention, attention_with_lse, explain
+from blocksparse_flash import BlockLayout, attention, attention_with_lse, explain, selection, sent_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -279,6 +280,63 @@ def test_a_layout_arrives_by_one_copy_as_it_was() -> None:
     # memory that was given back would be written to here
     junk = [torch.full((1 << 16,), 7, dtype=torch.int32, device="cuda") for _ in range(64)]
     assert torch.equal(kept.cpu(), wanted[6]) and len(junk) == 64
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_plans_come_by_one_copy_each_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of partial blocks, and of full ones, which a GPU lists itself; the memory of a copy is not overwritten before it is made."""
+    monkeypatch.setattr(sent_blocks, "WORTH_SENDING", 1)
+    layouts = []
+    for seed in range(6):
+        full = masks.random(128 * 128, density=1 / 8, seed=seed)
+        layouts += [full, full & masks.local(128 * 128, window=1000 + seed)]
+
+    def plans(layouts: list[BlockLayout]) -> list[list[Tensor]]:
+        return [list(layout.plan("cuda", non_blocking=True)) for layout in layouts]
+
+    # compiles, and pins memory
+    plans([copy.deepcopy(layout) for layout in layouts])
+    busy = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(4):
+            busy = busy @ busy
+        found = plans(layouts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for layout, plan in zip(layouts, found, strict=True):
+        expected = list(copy.deepcopy(layout).plan("cpu"))
+        # how bitmasks are named is free
+        for at in (0, 1, 3, 4):
+            assert torch.equal(plan[at].cpu(), expected[at])
+        assert [len(ids) for ids in (plan[2], plan[5])] == [len(ids) for ids in (expected[2], expected[5])]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_a_selection_is_made_by_kernels_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by operations, of which there are many; without waiting."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("operations are used")
+
+    monkeypatch.setattr(selection, "sorted_rows", refused)
+    monkeypatch.setattr(selection, "_plan_by_operations", refused)
+    scores = torch.rand(1, 2, 64, 64, device="cuda")
+    cols = scores.topk(5, dim=3).indices
+
+    def both(causal: bool) -> None:
+        made = BlockLayout.from_scores(scores, 8192, 8192, k=5, causal=causal, block_size=128)
+        for layout in (made, BlockLayout.from_topk(cols, 8192, 8192, block_size=128)):
+            layout.plan("cuda", causal=causal)
+
+    for causal in (False, True):
+        both(causal)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            both(causal)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")

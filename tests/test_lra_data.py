@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def test_fresh_samples_go_through_the_stages(root: Path) -> None:
     task = generator_of(find("pathfinder32"), rules).draw("fresh", np.arange(8))["image"].reshape(8, 1, -1)
     assert not (first.tokens.numpy() == task[:4]).all(axis=(1, 2)).any()
     assert (second.tokens.numpy() == task[4:]).all(axis=(1, 2)).tolist() == [False, False, True, True]
+
+
+def test_a_changed_task_is_changed_in_every_split_and_not_long_range_arena(root: Path) -> None:
+    rules = Rules(contour_length=6, changes={"distractor_dashes": 0, "margins": [2]})
+    module = data("pathfinder32", root, "fresh", rules=rules)
+    preset = dataclasses.replace(pathfinder.preset(32, contour_length=6), distractor_dashes=0, margins=(2,))
+    for split, loader in (("fresh", module.train_dataloader()), ("validation", module.val_dataloader())):
+        expected = sources.PathfinderSource(preset).draw(split, np.arange(4))["image"]
+        assert (next(iter(loader)).tokens[:, 0].numpy() == expected.reshape(4, -1)).all()
+    assert Rules().are_published
+    assert not Rules(changes={"margins": [2]}).are_published
 
 
 def test_released_files_are_read(tmp_path: Path) -> None:
@@ -130,6 +142,10 @@ def test_the_floor_of_released_images_is_found_in_their_pixels(tmp_path: Path) -
         (
             lambda: data("listops-small", Path(), "fresh", rules=Rules(stages=[Stage(1, {"depth": 3})])),
             r"changes must be fields of .* got \['depth'\]",
+        ),
+        (
+            lambda: generator_of(find("listops"), Rules(changes={"depth": 3})),
+            r"rules: changes must be .* got \['depth'\]",
         ),
     ],
 )

@@ -83,6 +83,15 @@ def test_rotary_positions_of_an_image_are_its_pixels() -> None:
     torch.testing.assert_close(classifier.sin[19], angles.sin())
 
 
+def test_scaled_positions_are_those_of_larger_strokes() -> None:
+    plain, halved = model(PICTURE), model(PICTURE, rope_scale=0.5)
+    assert plain.cos is not None
+    assert halved.cos is not None
+    # the pixel at (2, 4) is where (1, 2) was
+    torch.testing.assert_close(halved.cos[2 * 8 + 4], plain.cos[8 + 2])
+    assert not torch.allclose(halved.cos[1], plain.cos[1])
+
+
 def test_the_order_of_pixels_changes_nothing_but_what_the_mask_keeps() -> None:
     """Dense attention with positions that go along does not see an order."""
     x, lengths = tokens(PICTURE), torch.full((3, 1), 64, dtype=torch.int32)

@@ -203,22 +203,31 @@ def test_weights_go_from_one_resolution_to_the_next(
     """Self-pretraining at 32 pixels, then classification at 64, with the pixels' units kept."""
     start = tmp_path / "small" / "checkpoints" / "last.ckpt"
     sizes = {"train": 4, "validation": 2, "test": 2}
-    for folder, task, objective in (("small", "pathfinder32", "guess"), ("large", "pathfinder64", "classify")):
+
+    def fit(folder: str, task: str, objective: str, *more: str, steps: int = 1) -> None:
         run(
             tmp_path / folder,
             root,
             "fit",
             *(["--model.start", str(start)] if folder == "large" else []),
+            *more,
             data={"task": task, "source": "fresh", "rules": {"contour_length": 6}, "sizes": sizes, "batch_size": 2},
             model={
                 "architecture": {**TINY, "mask": "butterfly", "block_size": 128},
                 "recipe": {"warmup": 1, "objective": objective},
             },
             checkpoint={"every_n_train_steps": 1},
-            trainer={"max_steps": 1, "limit_val_batches": 0},
+            trainer={"max_steps": steps, "limit_val_batches": 0},
         )
+
+    fit("small", "pathfinder32", "guess")
+    fit("large", "pathfinder64", "classify")
     assert "of pathfinder32; new: none" in capsys.readouterr().out
     assert last(tmp_path / "large")["task"] == "pathfinder64"
+    # going on begins with what was reached: the first weights are not asked for again
+    start.unlink()
+    fit("large", "pathfinder64", "classify", "--ckpt_path", "last", steps=2)
+    assert last(tmp_path / "large")["global_step"] == 2
 
 
 def test_rates_follow_their_schedules() -> None:

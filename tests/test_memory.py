@@ -67,8 +67,9 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
         module.prepare.cache_clear()
 
 
-# head dimensions: whole rows of 16 bytes; rows that are padded, of one side and of both; wider than hopper's backward
-@pytest.mark.parametrize("dims", [(64, 64), (64, 60), (36, 20), (192, 192)])
+# head dimensions: whole rows of 16 bytes, narrow ones, which have no deterministic backward of hopper's, and wide ones; rows that are
+# padded, of one side and of both; wider than hopper's backward
+@pytest.mark.parametrize("dims", [(64, 64), (65, 128), (128, 100), (64, 60), (36, 20), (192, 192)])
 @pytest.mark.parametrize("backend", ["triton", "hopper", "hopper, deterministic"])
 # split: a layout of a few long rows, and columns
 @pytest.mark.parametrize("kind", ["plain", "layout", "strided", "split"])

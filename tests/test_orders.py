@@ -105,9 +105,24 @@ def test_an_int_is_one_axis():
         assert order.tolist() == list(range(10))
 
 
+@pytest.mark.parametrize("curve", ["morton", "hilbert"])
+def test_a_curve_is_named_where_a_mask_takes_an_order(curve):
+    grid, order = (16, 32), getattr(masks, f"{curve}_order")
+    given = masks.neighborhood(grid, kernel=5, order=order(grid), block_size=64)
+    assert masks.neighborhood(grid, kernel=5, order=curve, block_size=64) == given
+    written = f"neighborhood(grid=(16, 32), kernel=5, order='{curve}')"
+    assert masks.build(written, 16 * 32, block_size=64) == given
+    assert given != masks.neighborhood(grid, kernel=5, block_size=64)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (
+            lambda: masks.neighborhood((4, 4), kernel=3, order="peano"),
+            ValueError,
+            "order: .* \"hilbert\" .* got 'peano'",
+        ),
         (lambda: masks.tile_order((4, 4), tile=0), ValueError, "tile: .* at least 1, got 0"),
         (lambda: masks.tile_order((4, 4), tile=(2, 2, 2)), ValueError, "tile: .* each of 2 axes, got 3"),
         (lambda: masks.tile_order((4, 4), tile=1.0), TypeError, "tile: .* got 1.0"),

@@ -7,14 +7,14 @@ import torch
 
 from blocksparse_flash import philox
 
-# the known-answer vectors published with Random123 for philox4x32-10
+# the known-answer vectors published with Random123 for philox4x32-7
 KNOWN_ANSWERS = {
-    "zeros": ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    "ones": ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    "zeros": ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    "ones": ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     "pi": (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
     ),
 }
 
@@ -37,31 +37,33 @@ def test_known_answers(name):
     assert tuple(word.item() for word in words) == expected
 
 
-def test_counter_and_word_are_those_of_the_docstring():
-    seed, batch, head, q_pos, kv_pos = 0x299F31D0A4093822, 3, 5, 1_000_003, 4 * 77 + 2
-    words = philox.philox_4x32(as_int64(77, q_pos, head, batch), as_int64(0xA4093822, 0x299F31D0))
-    word = words[2].item()
-    kept_below = philox.keep_mask(
-        torch.tensor([seed]), *as_int64(batch, head, q_pos, kv_pos), dropout_p=(word - 1) / 2**32
-    )
-    kept_at = philox.keep_mask(torch.tensor([seed]), *as_int64(batch, head, q_pos, kv_pos), dropout_p=word / 2**32)
-    kept_above = philox.keep_mask(
-        torch.tensor([seed]), *as_int64(batch, head, q_pos, kv_pos), dropout_p=(word + 1) / 2**32
-    )
-    assert (kept_below.item(), kept_at.item(), kept_above.item()) == (True, True, False)
+def test_counter_word_and_half_are_those_of_the_docstring():
+    # of 32 keys number 77, of 16 queries number 41; the word of the later 8 queries and the earlier 8 keys, the upper half
+    seed, batch, head, q_pos, kv_pos = 0x299F31D0A4093822, 3, 5, 16 * 41 + 8 + 5, 32 * 77 + 16 + 6
+    words = philox.philox_4x32(as_int64(8 * 77 + 6, 8 * 41 + 5, head, batch), as_int64(0xA4093822, 0x299F31D0))
+    half = words[2].item() >> 16
+    place = as_int64(batch, head, q_pos, kv_pos)
+    kept = [
+        philox.keep_mask(torch.tensor([seed]), *place, dropout_p=(half + more) / 2**16).item() for more in (-1, 0, 1)
+    ]
+    assert kept == [True, True, False]
 
 
-@pytest.mark.parametrize("residue", range(4))
-def test_each_residue_of_the_key_position_uses_its_own_word(residue):
-    words = philox.philox_4x32(as_int64(9, 2, 1, 0), as_int64(7, 0))
-    expected = words[residue].item() >= 2**31
-    assert philox.keep_mask(torch.tensor(7), *as_int64(0, 1, 2, 4 * 9 + residue), dropout_p=0.5).item() == expected
+@pytest.mark.parametrize("of_16", [0, 5, 8, 15])
+@pytest.mark.parametrize("of_32", range(32))
+def test_each_pair_uses_its_own_half(of_32, of_16):
+    words = philox.philox_4x32(as_int64(8 * 9 + of_32 % 8, 8 * 3 + of_16 % 8, 1, 0), as_int64(7, 0))
+    half = (words[2 * (of_16 // 8) + of_32 // 8 % 2].item() >> (of_32 // 16 * 16)) & 0xFFFF
+    place = as_int64(0, 1, 16 * 3 + of_16, 32 * 9 + of_32)
+    at, above = (philox.keep_mask(torch.tensor(7), *place, dropout_p=(half + more) / 2**16).item() for more in (0, 1))
+    assert (at, above) == (True, False)
 
 
 def test_a_negative_seed_is_its_two_complement_bits():
     words = philox.philox_4x32(as_int64(0, 0, 0, 0), as_int64(0xFFFFFFFF, 0xFFFFFFFF))
-    for kv_pos, word in enumerate(words):
-        kept = philox.keep_mask(torch.tensor([-1]), *as_int64(0, 0, 0, kv_pos), dropout_p=0.5)
+    for number, word in enumerate(words):
+        place = as_int64(0, 0, 8 * (number // 2), 16 + 8 * (number % 2))
+        kept = philox.keep_mask(torch.tensor([-1]), *place, dropout_p=0.5)
         assert kept.item() == (word.item() >= 2**31)
 
 
@@ -86,16 +88,19 @@ def test_kept_share_is_one_minus_dropout_p(dropout_p):
     assert abs(mask.double().mean().item() - (1 - dropout_p)) < 6 * deviation
 
 
-def test_neighbours_are_uncorrelated():
+@pytest.mark.parametrize("distance", [1, 2, 8, 16, 32])
+def test_neighbours_are_uncorrelated(distance):
     signs = keep(2024, 1, 1, 512, 512, dropout_p=0.5)[0, 0].double() * 2 - 1
-    for shifted, original in ((signs[1:], signs[:-1]), (signs[:, 1:], signs[:, :-1]), (signs[:, 4:], signs[:, :-4])):
+    for shifted, original in ((signs[distance:], signs[:-distance]), (signs[:, distance:], signs[:, :-distance])):
         assert abs((shifted * original).mean().item()) < 6 / original.numel() ** 0.5
 
 
-def test_threshold_fits_32_bits():
+def test_threshold_fits_16_bits_and_the_share_goes_with_it():
     assert philox.threshold(0.0) == 0
-    assert philox.threshold(0.5) == 2**31
-    assert philox.threshold(1 - 2**-53) == 2**32 - 1
+    assert philox.threshold(0.5) == 2**15
+    assert philox.threshold(1 - 2**-53) == 2**16 - 1
+    assert philox.kept_share(1 - 2**-53) == 2**-16
+    assert philox.kept_share(0.1) == 1 - round(0.1 * 2**16) / 2**16
 
 
 def test_dropout_of_zero_keeps_everything():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import context_report, measure, plots, report
+from benchmarks import context_report, findings, measure, plots, report
 from benchmarks import lines as measurements
 
 TRITON, FLEX, CUDNN = ("blocksparse_flash", "triton"), ("flex", "triton"), ("cudnn", "cudnn")
@@ -111,6 +111,14 @@ def test_a_later_measurement_replaces_an_earlier_one(tmp_path: Path) -> None:
     ]
 
 
+def test_a_matrix_product_stands_beside_what_its_own_run_measured(tmp_path: Path) -> None:
+    said = [of(("torch", "cublas"), bench="matmul", tflops=rate, commit=run) for rate, run in ((700, "a"), (800, "b"))]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(one) + "\n" for one in said))
+    lines = measurements.read(tmp_path / "lines.jsonl")
+    assert [measurements.matmul_rate(lines, [of(TRITON, commit=run)]) for run in "abc"] == [700, 800, None]
+    assert measurements.matmul_rate(lines, [of(TRITON, commit="a"), of(FLEX, commit="b")]) is None
+
+
 def test_speedup_is_over_what_both_measured() -> None:
     found = [of(TRITON, ms=1.0), of(TRITON, ms=2.0, direction="bwd"), of(TRITON, ms=9.0, pattern="dense")]
     found += [of(FLEX, ms=2.0), of(FLEX, ms=16.0, direction="bwd"), of(FLEX, ms=1.0, direction="mask")]
@@ -151,6 +159,66 @@ def test_sweeps_are_told_with_their_break_even() -> None:
     assert report.sweeps_section([]) == ""
     assert report.everything(SWEPT).count("## ") == 5
     assert all(f"`python -m benchmarks.attention --sweep {name}`" in report.everything(SWEPT) for name in plots.SWEEPS)
+
+
+def test_growth_is_between_the_shortest_and_the_longest_of_each_direction() -> None:
+    found = [of(TRITON, bench="length", n=n, ms=ms) for n, ms in ((8192, 1.0), (16384, 2.0), (65536, 9.0))]
+    found += [of(TRITON, bench="length", n=65536, direction="bwd"), of(FLEX, bench="length", n=16384)]
+    # a backward of one length, FlexAttention's lines and what launches take say nothing of growth
+    assert findings.growth(found) == (
+        "- blocksparse_flash, triton, forward, head_dim 64: 4 times the tokens, 16,384 to 65,536, take 4.5 times as long."
+    )
+
+
+def test_small_blocks_are_told_beside_those_of_a_tile() -> None:
+    found = [
+        of(TRITON, bench="block-size", pattern=f"random, {side}", ms=ms, direction=direction)
+        for direction, slow in (("fwd", 1.0), ("bwd", 2.0))
+        for side, ms in ((16, 8.0 * slow**2), (64, 3.0 * slow), (128, slow), (256, slow))
+    ]
+    assert findings.small_blocks([*found, of(FLEX, bench="block-size", pattern="random, 64", ms=99.0)]) == (
+        "- random, our backends, times the time in blocks of 128: 3.00 to 3.00 in blocks of 64, 8.00 to 16.00 in blocks of 16."
+    )
+    # without blocks of 128 there is nothing to compare with
+    assert findings.small_blocks([one for one in found if one["pattern"] != "random, 128"]) == ""
+
+
+def test_equal_bits_are_told_where_both_ways_were_measured() -> None:
+    equal = ("blocksparse_flash", "triton, deterministic")
+    found = [
+        of(by, bench="deterministic", direction="bwd", pattern=pattern, ms=ms)
+        for by, pattern, ms in (
+            (TRITON, "dense", 2.0),
+            (equal, "dense", 2.5),
+            (TRITON, "local", 1.0),
+            (equal, "local", 1.1),
+        )
+    ]
+    said = findings.equal_bits([*found, of(TRITON, bench="deterministic", direction="bwd", head_dim=128)])
+    assert said == (
+        "- blocksparse_flash, triton, backward, head_dim 64, `deterministic=True`: 1.10 to 1.25 times as long, over dense 1.25, "
+        "local 1.10."
+    )
+    assert findings.equal_bits([of(TRITON, bench="deterministic", direction="bwd")]) == ""
+
+
+def test_a_density_sweep_that_ended_early_tells_no_break_even() -> None:
+    early = [one for one in SWEPT if one["bench"] == "density" and one["pattern"] != "random, 1"]
+    assert plots.swept(early, "density") == [] and "results/density.png" not in report.sweeps_section(early)
+    # what was measured stands in the table of everything
+    assert "| random, 0.1 |" in report.everything(early)
+
+
+def test_a_change_within_the_noise_has_no_ratio() -> None:
+    found = [
+        of(by, bench="change", pattern=pattern, ms=ms, direction="step")
+        for by, pattern, ms in ((TRITON, "same mask", 2.0), (TRITON, "new mask", 2.1), (FLEX, "same mask", 2.0), (FLEX, "new mask", 9.0))
+    ]  # fmt: skip
+    assert report.change_ratios(found) == (
+        "- blocksparse_flash, triton, head_dim 64, new mask: 0.10 ms for the change, less than the 0.20 ms by which its steps vary."
+    )
+    found[1]["ms"], found[3]["ms"] = 3.0, 2.1
+    assert report.change_ratios(found).endswith("takes 0.10 ms, less than the 0.20 ms by which its steps vary.")
 
 
 # ---- pictures ----

@@ -11,6 +11,7 @@ Every input is a view into a larger buffer full of NaN, and new memory is full o
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -250,7 +251,15 @@ def blocks_of(layout: Layout) -> Tensor | None:
     return plain.block_of_pairs(layout.build()) if isinstance(layout, cases.Case) else None
 
 
-def run(backend: str, layout: Layout, call: Call, tensors: dict[str, Tensor], device: torch.device) -> list[Tensor]:
+def run(
+    backend: str,
+    layout: Layout,
+    call: Call,
+    tensors: dict[str, Tensor],
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+) -> list[Tensor]:
     """out, lse, dq, dk, dv, and the gradients of what is added."""
     options = {name: tensor.requires_grad_() for name, tensor in added(layout, call, call.dtype, device).items()}
     leaves = [tensors[name].requires_grad_() for name in ("q", "k", "v")]
@@ -262,8 +271,8 @@ def run(backend: str, layout: Layout, call: Call, tensors: dict[str, Tensor], de
         kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
         dropout_p=call.dropout_p,
         seed=SEED,
-        # the tests' poisoned memory asks for True, with which `hopper` has another backward
-        deterministic=False,
+        # never None: the tests' poisoned memory asks for True, with which `hopper` has another backward
+        deterministic=deterministic,
         backend=backend,
         softcap=call.softcap,
         **options,
@@ -298,11 +307,13 @@ def expected(layout: Layout, call: Call, device: torch.device) -> list[tuple[lis
     ]
 
 
-def assert_backend_is_accurate(backend: str, layout: Layout, call: Call, device: torch.device) -> None:
+def assert_backend_is_accurate(
+    backend: str, layout: Layout, call: Call, device: torch.device, *, deterministic: bool = False
+) -> None:
     """Raises unless out, lse, dq, dk and dv are within the tolerance of closeness.py."""
     tensors = {name: tensor.to(device) for name, tensor in inputs(layout, call).items()}
     tensors = {name: buried(tensor).detach() if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
-    actual = run(backend, layout, call, tensors, device)
+    actual = run(backend, layout, call, tensors, device, deterministic=deterministic)
     names = [*NAMES, *(f"d{name}" for name in added(layout, call, call.dtype, device))]
     for name, result, (plains, truth) in zip(names, actual, expected(layout, call, device), strict=True):
         if result.dim() >= 3 and name != "dblock_bias":
@@ -313,11 +324,20 @@ def assert_backend_is_accurate(backend: str, layout: Layout, call: Call, device:
 
 
 def _as_rows(values: Tensor) -> Tensor:
-    return values.reshape(1, -1, values.shape[-1])
+    # a layout without tiles has no bias, and -1 of nothing could be any number
+    return values.reshape(1, math.prod(values.shape[:-1]), values.shape[-1])
 
 
 def test_is_as_accurate_as_the_reference(backend, layout, call, device):
     assert_backend_is_accurate(backend, layout, call, device)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0; other backends have no other kernels for it")
+@pytest.mark.parametrize("asked", HOPPER_CALLS, ids=str)
+@pytest.mark.parametrize("where", [(256, 256), (113, 203), "causal", "full-ragged", "one-block"], ids=str)
+def test_equal_bits_are_as_accurate(where, asked, device):
+    (found,) = [each for each in [*cases.LAYOUTS, *DENSE] if where in (each, getattr(each, "name", None))]
+    assert_backend_is_accurate("hopper", found, asked, device, deterministic=True)
 
 
 def test_the_spread_meets_every_value_of_every_axis():

@@ -51,37 +51,48 @@ class Rules:
 
     contour_length  of Pathfinder: 14 (hard), 9, 6
     settings        of Pathfinder: "release" or "documented", see pathfinder.preset
+    changes         other fields of the generator's preset, of all splits: a task that is not Long Range Arena's
     stages          of a fresh stream, before the task itself
     """
 
     contour_length: int = 14
     settings: str = "release"
+    changes: dict[str, Any] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
 
     @property
     def are_published(self) -> bool:
         """Whether what is tested has the rules of Long Range Arena."""
-        return (self.contour_length, self.settings) == (Rules.contour_length, Rules.settings)
+        return (self.contour_length, self.settings) == (Rules.contour_length, Rules.settings) and not self.changes
 
 
-def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Source:
+def _changed(source: sources.Generator, changes: dict[str, Any], name: str) -> sources.Generator:
+    """The same source with other fields of its rules."""
+    known = {each.name for each in dataclasses.fields(source.rules)}
+    if unknown := set(changes) - known:
+        raise ValueError(f"{name}: changes must be fields of {sorted(known)}, got {sorted(unknown)}")
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    return dataclasses.replace(source, rules=dataclasses.replace(source.rules, **fields))  # type: ignore[arg-type]
+
+
+def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Generator:
     """The source of a task that can be generated."""
+    source: sources.Generator
     if task.name.startswith("listops"):
-        return sources.ListOpsSource(listops.PRESETS["small" if task.name == "listops-small" else "lra"], seed)
-    if task.name.startswith("path") and task.grid is not None:
+        source = sources.ListOpsSource(listops.PRESETS["small" if task.name == "listops-small" else "lra"], seed)
+    elif task.name.startswith("path") and task.grid is not None:
         preset = pathfinder.preset(task.grid[0], contour_length=rules.contour_length, settings=rules.settings)
-        return sources.PathfinderSource(preset, seed)
-    raise ValueError(f'task {task.name!r} cannot be generated: source="official" reads its files, "stand-in" plays it')
+        source = sources.PathfinderSource(preset, seed)
+    else:
+        raise ValueError(
+            f'task {task.name!r} cannot be generated: source="official" reads its files, "stand-in" plays it'
+        )
+    return _changed(source, rules.changes, "rules")
 
 
-def stage_source(source: sources.Source, stage: Stage, length: int) -> sources.Source:
+def stage_source(source: sources.Generator, stage: Stage, length: int) -> sources.Generator:
     """The same source by the rules of a stage; its records stay as long."""
-    rules = source.rules  # type: ignore[attr-defined]
-    known = {each.name for each in dataclasses.fields(rules)}
-    if unknown := set(stage.changes) - known:
-        raise ValueError(f"stages: changes must be fields of {sorted(known)}, got {sorted(unknown)}")
-    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in stage.changes.items()}
-    changed = dataclasses.replace(source, rules=dataclasses.replace(rules, **changes))  # type: ignore[type-var]
+    changed = _changed(source, stage.changes, "stages")
     if isinstance(changed, sources.ListOpsSource):
         return dataclasses.replace(changed, padded_length=length)
     return changed

@@ -30,6 +30,8 @@ class Architecture:
     hidden_dim  of the dense layers; head_dim: None is embed_dim // num_heads
     positions   "rope": rotary, by index, or by row and column of an image, in pixels; "learned": a vector a place; "none"
     rope_base   of the rotary positions
+    rope_scale  what pixels are multiplied by: less than 1 for an image whose strokes are larger than those that the weights
+                come from
     pooling     "mean", "max" or "mean+max" over the real tokens, "cls": a token of its own in front, "first": the first
                 token, "padded mean": the sum over the real tokens by the length with padding, as Nystromformer has it
     pooled_dim  features between the two layers of the head; None is embed_dim
@@ -48,6 +50,7 @@ class Architecture:
     block_size: int = 128
     positions: Literal["rope", "learned", "none"] = "rope"
     rope_base: float = 100.0
+    rope_scale: float = 1.0
     pooling: Literal["mean", "max", "mean+max", "cls", "first", "padded mean"] = "mean+max"
     pooled_dim: int | None = None
     dropout_p: float = 0.0
@@ -191,7 +194,8 @@ class Classifier(nn.Module):
         cos, sin, base = None, None, self.architecture.rope_base
         if is_rotary:
             length = self.task.length + (self.cls is not None)
-            cos, sin = rotary_table(torch.arange(length) if places is None else places, base, self.head_dim)
+            steps = torch.arange(length) if places is None else places
+            cos, sin = rotary_table(steps * self.architecture.rope_scale, base, self.head_dim)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

@@ -42,7 +42,7 @@ def curve_of(folder: Path, run: str) -> Curve | None:
         if rows and config.exists():
             data = yaml.safe_load(config.read_text())["data"]
             source, given = data.get("source", "generated"), data.get("rules") or {}
-            rules = Rules(**{name: given[name] for name in ("contour_length", "settings") if name in given})
+            rules = Rules(**{name: given[name] for name in ("contour_length", "settings", "changes") if name in given})
             what = f"{data['task']}, {source} data"
             is_lra = data["task"] in LRA and source != "stand-in" and rules.are_published
     return Curve(run, what, is_lra, dict(sorted(accuracy.items()))) if accuracy else None
@@ -106,13 +106,12 @@ def _against_length(axes: Axes, lines: Sequence[Line], key: str, unit: float, pu
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("tokens")
-    axes.legend(fontsize=6)
 
 
 def lengths(lines: Sequence[Line]) -> Figure:
     """Time and memory of forward and backward of attention alone on one device at one size; both axes logarithmic."""
     both = [line for line in lines if line["direction"] == "fwd+bwd"]
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 5.4), layout="constrained")
     time, memory = figure.subplots(1, 2)
     size = f"batch {lines[0]['batch']}, {lines[0]['heads']} heads, head_dim {lines[0]['head_dim']}"
     figure.suptitle(f"forward and backward on {lines[0]['device']}, {size}")
@@ -120,4 +119,6 @@ def lengths(lines: Sequence[Line]) -> Figure:
     time.set_ylabel("ms")
     _against_length(memory, both, "peak_bytes", 2.0**20, MEMORY_MB)
     memory.set_ylabel("MiB")
+    # both panels show the same, in the same colours
+    figure.legend(*time.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)
     return figure

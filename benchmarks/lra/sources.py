@@ -128,6 +128,9 @@ class ListOpsSource:
             attempt += 1
 
 
+Generator = PathfinderSource | ListOpsSource
+
+
 def split_of(tokens: bytes) -> str:
     """Where an expression may appear: one in eight in test, one in eight in validation."""
     return {0: "test", 1: "validation"}.get(zlib.crc32(tokens) % 8, "train")

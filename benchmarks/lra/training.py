@@ -123,7 +123,7 @@ class Experiment(lightning.LightningModule):
         self.answers, self.pair_answers = Answers(), Answers()
         self.result: Result | None = None
         # of the checkpoint that the weights come from
-        self.trained_steps = 0
+        self.trained_steps, self._goes_on = 0, False
         self._streams: list[dict[str, Any]] | None = None
 
     # ---- steps ----
@@ -209,8 +209,8 @@ class Experiment(lightning.LightningModule):
     def on_fit_start(self) -> None:
         if self.is_compiled:
             self._compile()
-        # a checkpoint that training goes on from has its own weights
-        if self.start is None or self.global_step:
+        # a checkpoint that training goes on from has its own weights; which step it has reached is not known yet
+        if self.start is None or self._goes_on:
             return
         found = torch.load(self.start, map_location="cpu", weights_only=True)
         weights = {name.removeprefix("model."): weight for name, weight in found["state_dict"].items()}
@@ -237,7 +237,7 @@ class Experiment(lightning.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._streams = checkpoint["streams"]
-        self.trained_steps = checkpoint["global_step"]
+        self.trained_steps, self._goes_on = checkpoint["global_step"], True
 
     def on_train_start(self) -> None:
         # the last thing before the first step: dropout and hidden tokens go on where they were

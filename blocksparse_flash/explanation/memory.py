@@ -12,6 +12,8 @@ from .call import Call
 from .dispatch import TILE
 from .prediction import padded_dim
 
+# head dimensions of hopper's own backward, and where bits must be equal: see kernels/hopper_backward.py
+OWN, OWN_DETERMINISTIC = range(1, 129), range(65, 129)
 # of lse, delta and the sum of dq, bytes
 FLOAT = 4
 
@@ -130,5 +132,6 @@ def backward(call: Call) -> Moved:
 
 
 def uses_hopper_backward(call: Call) -> bool:
-    """Wider heads have the portable backward."""
-    return call.backend == "hopper" and max(call.head_dim, call.v_dim) <= 128
+    """Other heads have the portable backward."""
+    dims = OWN_DETERMINISTIC if call.deterministic else OWN
+    return call.backend == "hopper" and max(call.head_dim, call.v_dim) in dims

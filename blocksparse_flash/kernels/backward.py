@@ -81,8 +81,10 @@ def config_keys(
 
     H200, (1, 2048 / dim, 16384, dim) bf16 dense, milliseconds. 128, tma: 64x64 4 warps 2 stages (two programs a
     multiprocessor) 7.5; 64x128 8 warps 8.9, 32x64 8.9, 64x64 8 warps 16.5. 64, tma: 64x64 4 warps 3 stages 9.4;
-    2 stages 9.4, 128x64 9.0 to 9.7 but it spills, 64x128 8 warps 12.2. Pointers and dropout: more than 32x64 spills,
-    4 warps spill without wgmma, 8 warps make ptxas serialise it (C7515). float32: 4 warps spill. sm100, where nothing was
+    2 stages 9.4, 128x64 9.0 to 9.7 but it spills, 64x128 8 warps 12.2. Dropout, of (256, 2, 1024, 32), (1, 32, 8192, 64),
+    (1, 16, 8192, 128): 32x64 2 stages 0.90, 4.24, 3.15; 3 stages 0.97, 4.24, 2.99; 64x64 3 stages 0.97, 4.19; 2 stages 1.03,
+    4.23, 2.85 but it spills at 128; without dropout 0.39, 2.28, 1.85. Pointers: more than 32x64 spills, 4 warps spill without
+    wgmma, 8 warps make ptxas serialise it (C7515). float32: 4 warps spill. sm100, where nothing was
     run, and changed scores, which were not: what is nearest and does not spill.
     """
     if element_size == 4:
@@ -92,6 +94,8 @@ def config_keys(
             return Config(32, 32, 8 if dim <= 64 else 4, 2)
         return Config(32, 64, 8, 2 if major == 9 else 1)
     if dim <= 128:
+        if tma and dropout and major == 9:
+            return Config(64 if 32 < dim <= 64 else 32, 64, 4, 2 if dim <= 32 else 3)
         if tma and not dropout:
             if major == 10 and dim <= 64:
                 return Config(32, 64, 8, 3)
@@ -115,7 +119,9 @@ def config_queries(
     """The launch table of dq: block_q is owned, block_kv walked.
 
     As at `config_keys`. 128, tma: 64x64 4 warps 2 stages 5.4; 3 stages 5.9, 128x64 8 warps 5.5, 128x64 4 warps 14.0.
-    64, tma: 128x64 4 warps 3 stages 5.0; 2 stages 5.8, 64x64 3 stages 5.8.
+    64, tma: 128x64 4 warps 3 stages 5.0; 2 stages 5.8, 64x64 3 stages 5.8. Dropout, as there: 64x64 4 warps 3 stages 0.48, 2.33,
+    2.09; 2 stages 0.50, 2.45, 1.85; 128x64 8 warps 0.56, 3.26, 2.05; 64x64 8 warps 1.06, 4.65, 4.98 (serialised); without
+    dropout 0.32, 1.35, 1.41.
     """
     small = shared_memory < 160 * 1024
     if element_size == 4:
@@ -125,7 +131,7 @@ def config_queries(
             return Config(128, 64, 8, 3) if dim <= 64 else Config(64, 32, 8 if major == 10 else 4, 2)
         return Config(64, 32, 4, 2) if dim <= 64 else Config(64, 64, 8, 2)
     if dim <= 128 and dropout:
-        return Config(64, 64, 8, 2)
+        return Config(64, 64, 4, 3 if dim <= 64 else 2) if tma and major == 9 else Config(64, 64, 8, 2)
     if dim <= 64:
         return Config(128, 64, 4, 3) if tma else Config(128, 64, 8, 3)
     if dim <= 128:
@@ -294,8 +300,7 @@ def keys_kernel(
                 dout_ref, dout_strides, i_batch, i_head, q_start, q_len, V_DIM, BLOCK_Q, DIM_V, TMA, True, False
             )
             if DROPOUT:
-                m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
-                m_kept = tl.trans(m_kept)
+                m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
                 b_kept_p = tl.where(m_kept, b_p * keep_scale, 0.0)
                 b_dv, b_dv_lost = add_product(b_kept_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
                 b_dp = product(b_v, tl.trans(b_dout), PRECISION)
@@ -407,7 +412,7 @@ def queries_kernel(
             )  # fmt: skip
             b_p = tl.where(m_pairs, b_p, 0.0)
         if DROPOUT:
-            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
+            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
             b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
         if dslopes_ptr is not None:

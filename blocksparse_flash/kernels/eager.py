@@ -12,7 +12,7 @@ s = scale q k^T, per row of queries:
                dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout
 
 Options of the scores (scores.py) change s before the mask; a sink is a partial result that every row starts from.
-Dropout multiplies p by keep / (1 - dropout_p) where it meets v, and dp likewise. Half types are computed in float32.
+Dropout multiplies p by keep / philox.kept_share where it meets v, and dp likewise. Half types are computed in float32.
 
 Only stored tiles are computed. Memory is O(tokens) for the float32 copies and the gradients, plus a bounded chunk. Each
 chunk owns its rows of out and dq; what it gives to dk and dv is added in a fixed order, so every device gives equal bits
@@ -105,7 +105,7 @@ class _Span(NamedTuple):
     shape     (sharing heads, rows, queries, keys) of the scores
     limit     (rows, queries, keys of the partial tiles), or None
     length_limit  broadcasts to shape, or None
-    keep      of that shape, 0 or 1 / (1 - dropout_p), or None
+    keep      of that shape, 0 or 1 / philox.kept_share(dropout_p), or None
     change    what the options of the scores do, or None
     """
 
@@ -216,7 +216,7 @@ class _Walk:
         assert self.seed is not None, "dropout_p > 0 needs a seed"
         batch_idx, head_idx = batch_idx[:, :, None, None], head_idx[:, :, None, None]
         is_kept = philox.keep_mask(self.seed.to(self.device), batch_idx, head_idx, q_pos, kv_pos, self.dropout_p)
-        return is_kept.to(self.dtype).mul_(1 / (1 - self.dropout_p))
+        return is_kept.to(self.dtype).mul_(1 / philox.kept_share(self.dropout_p))
 
     def _change(
         self,

@@ -71,13 +71,16 @@ def config(
 
     H200, (1, 2048 / dim, 16384, dim) bf16 dense, TFLOP/s. 128, tma: 128x64 4 warps 2 stages (two programs a
     multiprocessor) 551; 8 warps 3 stages 484, 128x128 8 warps 482, 128x32 441. 64, tma: 128x64 4 warps 3 stages 438;
-    4 stages 428, 8 warps 427, 128x128 324. Dropout needs the registers of 8 warps. Pointers: 8 warps at 128, 4 spill.
-    float32: 4 warps spill. sm100, where nothing was run, and changed scores (softcap, ALiBi, bias), which were not: what is
+    4 stages 428, 8 warps 427, 128x128 324. Dropout, milliseconds of (256, 2, 1024, 32), (1, 32, 8192, 64), (1, 16, 8192, 128):
+    64x64 4 warps 0.59, 2.65, 1.65; 128x64 4 warps 0.62, 2.60, 1.92 (2 stages, spills); 128x64 8 warps 0.63, 2.80, 2.09; without
+    dropout 0.25, 1.25, 1.01. Pointers: 8 warps at 128, 4 spill. float32: 4 warps spill. sm100, where nothing was run, and changed scores (softcap, ALiBi, bias), which were not: what is
     nearest and does not spill.
     """
     small = shared_memory < 160 * 1024
     if element_size == 4:
         return Config(64, 32, 8, 2) if dim <= 64 else Config(32, 32, 8, 1 if dim > 128 and small else 2)
+    if dim <= 128 and dropout and major == 9 and tma and not changed:
+        return Config(128 if 32 < dim <= 64 else 64, 64, 4, 3)
     if dim <= 128 and (dropout or changed):
         return Config(128, 64, 8, 2)
     if dim <= 64:
@@ -195,7 +198,7 @@ def forward_kernel(
         b_lost = b_lost * b_decay[:, None]
         b_max = b_new_max
         if DROPOUT:
-            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV)
+            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
             b_p = tl.where(m_kept, b_p, 0.0)
         # [BLOCK_KV, DIM_V]
         b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)

@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .. import copy_engine
+from .. import copy_engine, philox
 from . import launcher
 from .scores import Scores
 
@@ -225,8 +225,8 @@ def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options
     scale, dropout_p = options.scale, options.dropout_p
     return {
         "scale_log2": abs(scale) * LOG2_E if scale != 0 else 1.0,
-        "threshold": min(round(dropout_p * 2**32), 2**32 - 1) - 2**31,
-        "keep_scale": 1.0 / (1.0 - dropout_p),
+        "threshold": philox.threshold(dropout_p),
+        "keep_scale": 1.0 / philox.kept_share(dropout_p),
         "SIGN": (scale > 0) - (scale < 0),
         "GROUP": group,
         "CAUSAL": options.causal,

@@ -233,18 +233,39 @@ def bitmask_pairs(words_ptr, i_bitmask, q_start, kv_start, ROWS: tl.constexpr, C
 
 
 @triton.jit
-def kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Which pairs dropout keeps: [ROWS, COLS] bool. Philox 4x32-10, see philox.py for the counter.
+def kept_pairs(
+    seed_ptr, threshold, i_batch, i_head, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """Which pairs dropout keeps: [ROWS, COLS] bool, or TRANSPOSED. Philox 4x32-7, see philox.py for the counter.
 
-    threshold   round(dropout_p * 2^32) - 2^31: the comparison is unsigned, the arithmetic signed
+    threshold   of philox.py
+    ROWS, COLS  multiples of 16 and 32
     """
-    o_q = q_start + tl.arange(0, ROWS)[:, None]
-    o_kv = kv_start // 4 + tl.arange(0, COLS // 4)[None, :]
-    o_zero = tl.zeros([ROWS, COLS // 4], tl.int32)
-    b_0, b_1, b_2, b_3 = tl.philox(tl.load(seed_ptr), o_kv + o_zero, o_q + o_zero, i_head + o_zero, i_batch + o_zero)
-    # [ROWS, COLS // 4, 2, 2] in the order 0 1 2 3
-    b_words = tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3)).reshape(ROWS, COLS)
-    return (b_words.to(tl.int32, bitcast=True) ^ -2147483648) >= threshold
+    # of each 16 queries, and of each 32 keys, the 8 counters
+    o_q = q_start // 2 + tl.arange(0, ROWS // 2)
+    if TRANSPOSED:
+        # bit 4 of a key is a warp's there: each counter is computed by both and half of it used
+        o_col = tl.arange(0, COLS // 2)
+        o_kv = (kv_start // 4 + o_col // 16 * 8 + o_col % 8)[:, None]
+        o_q = o_q[None, :]
+        o_zero = tl.zeros([COLS // 2, ROWS // 2], tl.int32)
+    else:
+        o_kv = (kv_start // 4 + tl.arange(0, COLS // 4))[None, :]
+        o_q = o_q[:, None]
+        o_zero = tl.zeros([ROWS // 2, COLS // 4], tl.int32)
+    b_0, b_1, b_2, b_3 = tl.philox(tl.load(seed_ptr), o_kv + o_zero, o_q + o_zero, i_head + o_zero, i_batch + o_zero, 7)
+    # [.., bit 3 of the key, bit 3 of the query]
+    b_words = tl.join(tl.join(b_0, b_1), tl.join(b_2, b_3))
+    if TRANSPOSED:
+        b_halves = (b_words >> (o_col // 8 % 2 * 16)[:, None, None, None].to(tl.uint32)) & 0xFFFF
+        m_kept = (b_halves >= threshold).reshape(COLS // 16, 8, ROWS // 16, 8, 2, 2)
+        m_kept = m_kept.permute(0, 4, 1, 2, 5, 3).reshape(COLS, ROWS)
+    else:
+        # [.., bit 4 of the key]
+        m_kept = tl.join((b_words & 0xFFFF) >= threshold, (b_words >> 16) >= threshold)
+        m_kept = m_kept.reshape(ROWS // 16, 8, COLS // 32, 8, 2, 2, 2)
+        m_kept = m_kept.permute(0, 5, 1, 2, 6, 4, 3).reshape(ROWS, COLS)
+    return m_kept
 
 
 # fmt: off

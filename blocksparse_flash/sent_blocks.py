@@ -1,0 +1,68 @@
+"""How does a GPU make the plan of full blocks that the host lists? From their indices, which are few words, by three launches.
+
+What plan.build_plan makes on the host is three times as long as the indices, and the host has to make it. What stands in lengths, by which launches decide, the host still counts.
+
+Knows index tensors of the host and the records of a plan. Must not know BlockLayout, patterns or backends.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from . import watchers
+from .blocks import Frame
+from .packing import to_device
+from .plan import TILE, Plan, list_lengths, long_lines, of_any_length
+from .selection import FREE_WORDS, MOST_LINES, WORDS_OF_ENTRY
+
+# blocks from which on that pays: H200, what a new mask adds to a step of `hopper`, milliseconds, 2,048 blocks 0.82 for 0.63, 32,768 blocks
+# 1.03 for 1.61, though the host was busier than when it made the plans itself; between them nothing was measured
+WORTH_SENDING = 1 << 14
+
+
+def suits(frame: Frame, nnz: int, n_bitmasks: int, device: torch.device) -> bool:
+    """Whether the kernels make the plan of so many blocks: they know full ones of one tile each, on a grid that bits can hold."""
+    n_rows, n_cols = frame.n_rows, frame.n_cols
+    return (
+        device.type == "cuda"
+        and n_bitmasks == 0
+        and nnz >= WORTH_SENDING
+        and frame.block_size == (TILE, TILE)
+        and max(n_rows, n_cols) <= MOST_LINES
+        and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * (nnz // (frame.leads * n_rows))
+        and not watchers.are_there()
+        and watchers.runs_triton(device.index)
+    )
+
+
+def build_plan(
+    indptr: torch.Tensor, indices: torch.Tensor, frame: Frame, device: torch.device, *, non_blocking: bool
+) -> Plan:
+    """The plan of full blocks of 128 x 128; it names bitmasks otherwise than plan.build_plan, and holds some that no tile has.
+
+    indptr, indices  of a layout, on the host
+    non_blocking     True: the host does not wait until it is made, and another stream than the current one must
+    """
+    from .kernels import listing, selecting
+
+    rows = selecting.Rows(frame.leads, frame.n_rows, frame.n_cols, *frame[2:])
+    grid = listing.Grid(rows, causal=False)
+    ends = indptr.numpy().reshape(frame.leads, -1)
+    # behind them are those that a selection has no use for
+    indices = indices[: ends[-1, -1]]
+    first_col = np.repeat(np.arange(frame.leads) * frame.n_cols, ends[:, -1] - ends[:, 0])
+    of_cols = np.bincount(indices.numpy() + first_col, minlength=frame.leads * frame.n_cols)
+    work = np.diff(ends).astype(np.int64), of_cols.reshape(frame.leads, -1)
+    (n_indices, n_row_ids), (_, n_col_ids) = (
+        list_lengths(len(indices), long_lines(tiles)[1], of_rows=of_rows)
+        for tiles, of_rows in zip(work, (True, False), strict=True)
+    )
+    with watchers.on(device):
+        sent_indptr, sent_indices = to_device([indptr, indices], device, non_blocking=True)
+        bits = selecting.of_rows(sent_indptr, sent_indices, rows)
+        lengths = n_indices, n_row_ids, n_col_ids
+        plan = of_any_length(Plan._make(listing.build_plan(bits, grid, (frame.batch, frame.heads), lengths)))
+        if not non_blocking and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    return plan
