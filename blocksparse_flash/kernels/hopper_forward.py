@@ -201,7 +201,7 @@ def attend(
     stage = n_now % STAGES
     v_stage = (n_now - 1) % STAGES
     words = None
-    if MASKED:
+    if MASKED and ptrs[1] is not None:
         # early: they come while this warpgroup waits for keys, its turn and the product
         words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
     mbarrier.wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1)
@@ -224,8 +224,7 @@ def attend(
     if FIRST:
         # partial or not, it is the one step that is looked at
         if row[4] > 0:
-            first_words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
-            b_scores = mask_scores(b_scores, first_words, ptrs, sizes, row, i_step, limit, WHO, True, CAUSAL, BLOCK_KV)
+            b_scores = mask_scores(b_scores, None, ptrs, sizes, row, i_step, limit, WHO, True, CAUSAL, BLOCK_KV)
         elif ptrs[4] is not None:
             b_scores = mask_scores(b_scores, None, ptrs, sizes, row, i_step, limit, WHO, False, CAUSAL, BLOCK_KV)
     else:

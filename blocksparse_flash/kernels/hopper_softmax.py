@@ -17,16 +17,13 @@ from .tile import TILE
 
 @gluon.jit
 def mask_words(ptrs, row, i_step, WHO: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """What `mask_scores` wants of the bitmask of a partial step: two loads, one after the other."""
-    _, indices_ptr, ids_ptr, words_ptr, _, _, _, _ = ptrs
+    """The words of a partial step's bitmask, where there is a layout: two loads, one after the other."""
+    _, _, ids_ptr, words_ptr, _, _, _, _ = ptrs
     _, _, begin, _, _ = row
     STEPS: gl.constexpr = TILE // BLOCK_KV
-    if indices_ptr is not None:
-        i_bitmask = gl.load(ids_ptr + begin + i_step // STEPS)
-        o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
-        return bit_words(words_ptr, i_bitmask, i_step % STEPS * (BLOCK_KV // 32), o_q, BLOCK_KV)
-    else:
-        return None
+    i_bitmask = gl.load(ids_ptr + begin + i_step // STEPS)
+    o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
+    return bit_words(words_ptr, i_bitmask, i_step % STEPS * (BLOCK_KV // 32), o_q, BLOCK_KV)
 
 
 @gluon.jit
@@ -34,7 +31,11 @@ def mask_scores(
     b_scores, words, ptrs, sizes, row, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):  # fmt: skip
-    """-inf where a pair does not attend; MASKED says whether the step is partial, `words` are then those of its bitmask."""
+    """-inf where a pair does not attend.
+
+    MASKED  whether the step is partial
+    words   of its bitmask, as `mask_words` loads them; None: they are loaded here, if there are any
+    """
     _, indices_ptr, _, _, kv_lengths_ptr, _, _, _ = ptrs
     _, _, _, q_len, kv_len, _, _, _ = sizes
     _, q_start, _, _, _ = row
@@ -44,6 +45,8 @@ def mask_scores(
         o_kv = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, accumulator(BLOCK_KV)))
     if indices_ptr is not None:
         if MASKED:
+            if words is None:
+                words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
             b_scores = keep_columns(b_scores, words, o_kv)
         if kv_lengths_ptr is not None:
             b_scores = gl.where(gl.expand_dims(kv_start + o_kv < limit, 0), b_scores, float("-inf"))
