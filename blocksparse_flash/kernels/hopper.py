@@ -141,15 +141,25 @@ def store_int(smem, value):
     smem.store(gl.full([1], 0, gl.int32, layout) + value)
 
 
+@gluon.constexpr_function
+def _words_assembly(words):
+    return f"ld.global.nc.v{words}.b32 {{{', '.join(f'${i}' for i in range(words))}}}, [${words}];"
+
+
+@gluon.jit
+def load_words(p_words, WORDS: gl.constexpr):
+    """WORDS int32 (2 or 4) from each pointer on, aligned to as many, in one load; nobody writes them while the kernel runs."""
+    text: gl.constexpr = _words_assembly(WORDS)
+    types: gl.constexpr = (gl.int32,) * WORDS
+    constraints: gl.constexpr = "=r," * WORDS + "l"
+    return gl.inline_asm_elementwise(text, constraints, [p_words], dtype=types, is_pure=True, pack=1)
+
+
 @gluon.jit
 def bit_words(words_ptr, i_bitmask, i_first, o_row, COLS: gl.constexpr):
-    """The words of rows of a bitmask that hold COLS columns, from word i_first of each row on: four, of 64 columns two twice."""
+    """The words of rows of a bitmask that hold COLS columns, from word i_first of each row on."""
     p_words = words_ptr + i_bitmask.to(gl.int64) * (TILE * TILE // 32) + o_row * (TILE // 32) + i_first
-    first, second = gl.load(p_words), gl.load(p_words + 1)
-    if COLS == TILE:
-        return first, second, gl.load(p_words + 2), gl.load(p_words + 3)
-    else:
-        return first, second, first, second
+    return load_words(p_words, COLS // 32)
 
 
 @gluon.jit
@@ -168,12 +178,12 @@ def keep_bits(b_scores, b_bits, b_bit):
 @gluon.jit
 def keep_columns(b_scores, words, o_col):
     """The scores of the pairs that attend, -inf else; `words` of each row and 1-D column offsets, each of a slice of one layout."""
-    o_lane = gl.expand_dims(o_col % LANE_BITS, 0)
+    o_lane = gl.expand_dims(o_col % LANE_BITS // 2 * 2, 0)
     o_word = gl.expand_dims(o_col // 32, 0)
     b_bits = gl.expand_dims(words[0], 1) >> o_lane
     for i_word in gl.static_range(1, o_col.shape[0] // 32):
         b_bits = gl.where(o_word == i_word, gl.expand_dims(words[i_word], 1) >> o_lane, b_bits)
-    b_bit = gl.expand_dims(1 << (o_col % 32 // LANE_BITS * LANE_BITS), 0)
+    b_bit = gl.expand_dims(1 << (o_col % 32 // LANE_BITS * LANE_BITS + o_col % 2), 0)
     return keep_bits(b_scores, b_bits, b_bit)
 
 
