@@ -141,18 +141,23 @@ def store_int(smem, value):
     smem.store(gl.full([1], 0, gl.int32, layout) + value)
 
 
-@gluon.constexpr_function
-def _words_assembly(words):
-    return f"ld.global.nc.v{words}.b32 {{{', '.join(f'${i}' for i in range(words))}}}, [${words}];"
-
-
 @gluon.jit
 def load_words(p_words, WORDS: gl.constexpr):
-    """WORDS int32 (2 or 4) from each pointer on, aligned to as many, in one load; nobody writes them while the kernel runs."""
-    text: gl.constexpr = _words_assembly(WORDS)
-    types: gl.constexpr = (gl.int32,) * WORDS
-    constraints: gl.constexpr = "=r," * WORDS + "l"
-    return gl.inline_asm_elementwise(text, constraints, [p_words], dtype=types, is_pure=True, pack=1)
+    """WORDS int32 (2 or 4) from each pointer on, which is aligned to them, in one load; none is written while the kernel runs."""
+    if WORDS == 4:
+        return gl.inline_asm_elementwise(
+            "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [p_words],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "ld.global.nc.v2.b32 {$0, $1}, [$2];",
+            "=r,=r,l",
+            [p_words],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ def mask_words(ptrs, row, i_step, WHO: gl.constexpr, BLOCK_KV: gl.constexpr):
     _, _, ids_ptr, words_ptr, _, _, _, _ = ptrs
     _, _, begin, _, _ = row
     STEPS: gl.constexpr = TILE // BLOCK_KV
-    i_bitmask = gl.load(ids_ptr + begin + i_step // STEPS)
+    i_bitmask = gl.load(ids_ptr + (begin + i_step // STEPS))
     o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
     return bit_words(words_ptr, i_bitmask, i_step % STEPS * (BLOCK_KV // 32), o_q, BLOCK_KV)
 
