@@ -103,6 +103,8 @@ class Language:
     """What a kernel's source calls gl, tl, mbarrier, tma and so on, on the machine that runs now."""
 
     int32, int64, float32 = torch.int32, torch.int64, torch.float32
+    # which torch does not multiply
+    uint32 = uint64 = torch.int64
     static_range = range
 
     def __init__(self) -> None:
@@ -120,6 +122,9 @@ class Language:
     NVMMASharedLayout = types.SimpleNamespace(get_default_for=lambda *arguments: None)
 
     # values
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(value).to(dtype)
 
     def program_id(self, axis: int) -> Tensor:
         return torch.tensor(self.machine.program)
@@ -331,6 +336,8 @@ class Simulation:
             **dict.fromkeys(("gl", "mbarrier", "tma"), self.language),
             "pin": lambda values: values,
             "rescale": lambda out, decay: out * decay,
+            "load_words": lambda pointers, count: tuple(self.language.load(pointers + i) for i in range(count)),
+            "keep_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
             # where in a buffer values lie is not simulated
             "store_spread": lambda tile, values: tile.store(values),
             "accumulator": lambda columns: None,

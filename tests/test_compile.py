@@ -36,10 +36,9 @@ KNOWN_SPILLS = {
     ("hopper_backward_kernel", 128, True, False): 324,
     ("hopper_backward_kernel", 128, False, True): 628,
     ("hopper_backward_kernel", 128, True, True): 340,
-    # three words, stored once a program and loaded once a row
-    ("hopper_forward_kernel", 128, False, False): 28,
-    ("hopper_forward_kernel", 128, True, False): 64,
-    ("hopper_forward_kernel", 128, True, True): 64,
+    # up to three words, stored once a program and loaded once a row
+    ("hopper_forward_kernel", 128, True, False): 44,
+    ("hopper_forward_kernel", 128, True, True): 32,
 }
 
 Record = dict[str, Any]

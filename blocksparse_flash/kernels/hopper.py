@@ -143,18 +143,54 @@ def store_int(smem, value):
 
 
 @gluon.jit
-def bit_columns(words_ptr, i_bitmask, i_first, o_row, o_col, COLS: gl.constexpr):
-    """Which pairs of a part of a tile attend: bool over rows x columns (1-D offsets, each of a slice of one layout).
+def load_words(p_words, WORDS: gl.constexpr):
+    """WORDS int32 (2 or 4) from each pointer on, which is aligned to them, in one load; none is written while the kernel runs."""
+    if WORDS == 4:
+        return gl.inline_asm_elementwise(
+            "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [p_words],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "ld.global.nc.v2.b32 {$0, $1}, [$2];",
+            "=r,=r,l",
+            [p_words],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
 
-    i_first   word of each row in which the COLS columns begin
-    """
+
+@gluon.jit
+def bit_words(words_ptr, i_bitmask, i_first, o_row, COLS: gl.constexpr):
+    """The words of rows of a bitmask that hold COLS columns, from word i_first of each row on."""
     p_words = words_ptr + i_bitmask.to(gl.int64) * (TILE * TILE // 32) + o_row * (TILE // 32) + i_first
-    o_lane = gl.expand_dims(o_col % LANE_BITS, 0)
+    return load_words(p_words, COLS // 32)
+
+
+@gluon.jit
+def keep_bits(b_scores, b_bits, b_bit):
+    """b_scores where a bit is set, -inf else: [rows, columns], the bits to be looked at [1, columns].
+
+    In assembly: LLVM packs the tests of all pairs into words again, and unpacks those, some 200 instructions a step.
+    """
+    b_bits, b_bit = gl.broadcast(b_bits, b_bit)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.u32 p, t, 0; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r", [b_scores, b_bits, b_bit], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def keep_columns(b_scores, words, o_col):
+    """The scores of the pairs that attend, -inf else; `words` of each row and 1-D column offsets, each of a slice of one layout."""
+    o_lane = gl.expand_dims(o_col % LANE_BITS // 2 * 2, 0)
     o_word = gl.expand_dims(o_col // 32, 0)
-    b_bits = gl.expand_dims(gl.load(p_words), 1) >> o_lane
-    for i_word in gl.static_range(1, COLS // 32):
-        b_bits = gl.where(o_word == i_word, gl.expand_dims(gl.load(p_words + i_word), 1) >> o_lane, b_bits)
-    return ((b_bits >> gl.expand_dims(o_col % 32 // LANE_BITS * LANE_BITS, 0)) & 1) != 0
+    b_bits = gl.expand_dims(words[0], 1) >> o_lane
+    for i_word in gl.static_range(1, o_col.shape[0] // 32):
+        b_bits = gl.where(o_word == i_word, gl.expand_dims(words[i_word], 1) >> o_lane, b_bits)
+    b_bit = gl.expand_dims(1 << (o_col % 32 // LANE_BITS * LANE_BITS + o_col % 2), 0)
+    return keep_bits(b_scores, b_bits, b_bit)
 
 
 @gluon.jit

@@ -67,7 +67,7 @@ from .hopper_rows import (
     query_place,
     take_row,
 )
-from .hopper_softmax import mask_scores, rescale, row_parts, soften
+from .hopper_softmax import mask_scores, mask_words, rescale, row_parts, soften
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Launch,
@@ -84,7 +84,7 @@ from .launch import (
 from .parts import merge_rows
 from .tile import LN_2, TILE
 
-# whether pinning and three warpgroups are free of spills
+# whether pinning, three warpgroups and, wider than 64, early words are free of spills
 FITS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 
@@ -101,6 +101,7 @@ class Config:
     queries    sets of them in flight, one a row
     slack      by how much, in base 2, a maximum may grow before out is rescaled
     out_in_q   out takes the place of q in shared memory
+    early_words  those of a partial step's bitmask are loaded before its keys are waited for, not behind its product
     registers, mover_registers  of a computing thread, of the moving warp
     """
 
@@ -113,6 +114,7 @@ class Config:
     queries: int = 1
     slack: float = 0.0
     out_in_q: bool = False
+    early_words: bool = True
     registers: int = 240
     mover_registers: int = 24
 
@@ -147,8 +149,8 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
     380 382 401 383. At 128, slack 8 and two steps a round 636 615 561 559 584 540 where the sum whole had 664 597 533 537 579 540.
 
     Ahead of time only: `pin` spills with Triton 3.9 (84 bytes), as queries in registers did beside it (128: 36 to 204), and 3
-    warpgroups with lengths (264) or with Triton 3.9 (692). At 128 with a layout, 2 sets spill 28 with Triton 3.6: three words,
-    stored once a program, loaded once a row; without `pin` none, but the wait for p v stands before the exponentials.
+    warpgroups with lengths (264) or with Triton 3.9 (692), and early words at 128 with Triton 3.9 (32). With Triton 3.6 a partial
+    step of a layout has 566 instructions at 64, 613 at 128, a full one 451 and 502; of them 64 select, 32 move bits to predicates.
 
     What bound 1 set (Nsight Compute, of the cycles): 128 dense tensor cores 80 %, shared memory 53 %, exponentials 41 %, L2
     45 %; 128 butterfly 63, 44, 33, 44. 64 dense tensor cores 51 %, exponentials 52 %, issue 46 %, so both pipes wait for each
@@ -156,11 +158,11 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
     """
     if dim == 256:
         # out takes 128 registers, and there is no room for it beside q
-        return Config(block_kv=64, out_in_q=True)
+        return Config(block_kv=64, out_in_q=True, early_words=FITS)
     if dim == 64 and is_wide and FITS:
         return Config(stages=4, warpgroups=3, registers=160, mover_registers=32)
     slack = 8.0 if dim == 128 and has_layout and not has_lengths else 0.0
-    return Config(stages=2 if dim == 128 else 4, queries=2, slack=slack, pin=FITS)
+    return Config(stages=2 if dim == 128 else 4, queries=2, slack=slack, pin=FITS, early_words=FITS or dim == 64)
 
 
 def wide_pays(q_len: int, n_axes: int, n_programs: int) -> bool:
@@ -197,7 +199,7 @@ def wait_for_values(rings, barriers, n_now, STAGES: gl.constexpr):
 def attend(
     state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr,
     SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, OVERLAP: gl.constexpr,
-    PIN: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr,
+    PIN: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
 ):  # fmt: skip
     """The scores of step i_step and, where it is not the FIRST with OVERLAP, meanwhile the output of the step before.
 
@@ -212,6 +214,10 @@ def attend(
     n_now = n_done + i_step
     stage = n_now % STAGES
     v_stage = (n_now - 1) % STAGES
+    words = None
+    if EARLY_WORDS and MASKED and ptrs[1] is not None:
+        # they come while this warpgroup waits for keys, its turn and the product
+        words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
     mbarrier.wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1)
     if BEFORE:
         clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)
@@ -232,11 +238,11 @@ def attend(
     if FIRST:
         # partial or not, it is the one step that is looked at
         if row[4] > 0:
-            b_scores = mask_scores(b_scores, ptrs, sizes, row, i_step, limit, WHO, True, CAUSAL, BLOCK_KV)
+            b_scores = mask_scores(b_scores, None, ptrs, sizes, row, i_step, limit, WHO, True, CAUSAL, BLOCK_KV)
         elif ptrs[4] is not None:
-            b_scores = mask_scores(b_scores, ptrs, sizes, row, i_step, limit, WHO, False, CAUSAL, BLOCK_KV)
+            b_scores = mask_scores(b_scores, None, ptrs, sizes, row, i_step, limit, WHO, False, CAUSAL, BLOCK_KV)
     else:
-        b_scores = mask_scores(b_scores, ptrs, sizes, row, i_step, limit, WHO, MASKED, CAUSAL, BLOCK_KV)
+        b_scores = mask_scores(b_scores, words, ptrs, sizes, row, i_step, limit, WHO, MASKED, CAUSAL, BLOCK_KV)
     b_p32, b_decay, b_max, b_sum = soften(b_scores, b_max, b_sum, sizes[5], SLACK)
     if BEFORE:
         # with lengths to look at it would spill more
@@ -275,7 +281,9 @@ def hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO: gl
     n_heads, _, _, q_len, _, _, _, _ = sizes
     i_axis, q_start, _, _, _ = row
     o_q = q_start + WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(k_ring.shape[3])))
-    gl.store(ptrs[5] + i_axis.to(gl.int64) * q_len + o_q, b_lse * LN_2, mask=o_q < q_len)
+    # unsigned: else the sign of q_len is kept from the kernel's beginning on, and spilled
+    p_lse = ptrs[5] + i_axis.to(gl.uint32).to(gl.uint64) * gl.cast(q_len, gl.uint32) + o_q
+    gl.store(p_lse, b_lse * LN_2, mask=o_q < q_len)
     if not OUT_IN_Q:
         # the row before has left the buffer
         tma.store_wait(0)
@@ -291,7 +299,7 @@ def hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO: gl
 def compute(
     descriptors, rings, barriers, ptrs, sizes, WHO: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr, PING_PONG: gl.constexpr,
-    OUT_IN_Q: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr,
+    OUT_IN_Q: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
 ):  # fmt: skip
     q_ring, k_ring, v_ring, _, row_ring = rings
     _, _, _, _, kv_lengths_ptr, _, _, parts_ptr = ptrs
@@ -327,17 +335,17 @@ def compute(
             if n_steps > 0:
                 state = attend(
                     state, q_tile, rings, barriers, ptrs, sizes, row, n_done, 0, limit, WHO, False, SIGN, CAUSAL, STAGES,
-                    True, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK,
+                    True, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
                 )  # fmt: skip
         for i_step in range(1 if OVERLAP else 0, n_partial):
             state = attend(
                 state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, True, SIGN, CAUSAL, STAGES,
-                False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK,
+                False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
             )  # fmt: skip
         for i_step in range(gl.maximum(n_partial, 1) if OVERLAP else n_partial, n_steps):
             state = attend(
                 state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, False, SIGN, CAUSAL, STAGES,
-                False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK,
+                False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
             )  # fmt: skip
         b_out, b_max, b_sum, b_p = state
         n_done += n_steps
@@ -384,7 +392,7 @@ def hopper_forward_kernel(
     # compile time
     SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr,
     PING_PONG: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
-    MOVER_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr, QUERIES: gl.constexpr, SLACK: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr, QUERIES: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_KV: gl.constexpr = k_desc.block_type.shape[2]
     DIM: gl.constexpr = q_desc.block_type.shape[3]
@@ -410,7 +418,7 @@ def hopper_forward_kernel(
     gl.warp_specialize(
         [
             (compute, (descriptors, rings, barriers, ptrs, sizes, who, SIGN, CAUSAL, STAGES, OVERLAP, PIN, PING_PONG,
-                       OUT_IN_Q, WARPGROUPS, SLACK))
+                       OUT_IN_Q, WARPGROUPS, SLACK, EARLY_WORDS))
             if who < WARPGROUPS else
             (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, group, CAUSAL, BLOCK_KV, STAGES, WARPGROUPS))
             for who in ((0, 1, 2) if WARPGROUPS == 2 else (0, 1, 2, 3))
@@ -487,6 +495,7 @@ def prepare(
         "WARPGROUPS": chosen.warpgroups,
         "QUERIES": chosen.queries,
         "SLACK": chosen.slack,
+        "EARLY_WORDS": chosen.early_words,
         "num_warps": 4,
     }
     (out,) = apart(see_all(writable(torch.empty(0, dtype=q.dtype, device="meta"), (batch, heads, q_len, v_dim))))

@@ -72,7 +72,8 @@ def key_start(indices_ptr, row, i_step, BLOCK_KV: gl.constexpr):
     _, _, begin, n_steps, n_partial = row
     if indices_ptr is not None:
         STEPS: gl.constexpr = TILE // BLOCK_KV
-        return (gl.load(indices_ptr + begin + i_step // STEPS) & INDEX_BITS) * TILE + i_step % STEPS * BLOCK_KV
+        # added first, here and in mask_words: else a pointer to the entry behind the list's first is kept, and spilled
+        return (gl.load(indices_ptr + (begin + i_step // STEPS)) & INDEX_BITS) * TILE + i_step % STEPS * BLOCK_KV
     else:
         # the full steps end where the partial ones begin
         return gl.where(i_step < n_partial, begin + i_step, begin + i_step - n_steps) * BLOCK_KV

@@ -10,31 +10,44 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper import HALF, accumulator, bit_columns
+from .hopper import HALF, accumulator, bit_words, keep_columns
 from .hopper_rows import key_start
 from .tile import TILE
 
 
 @gluon.jit
+def mask_words(ptrs, row, i_step, WHO: gl.constexpr, BLOCK_KV: gl.constexpr):
+    """The words of a partial step's bitmask, where there is a layout: two loads, one after the other."""
+    _, _, ids_ptr, words_ptr, _, _, _, _ = ptrs
+    _, _, begin, _, _ = row
+    STEPS: gl.constexpr = TILE // BLOCK_KV
+    i_bitmask = gl.load(ids_ptr + (begin + i_step // STEPS))
+    o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
+    return bit_words(words_ptr, i_bitmask, i_step % STEPS * (BLOCK_KV // 32), o_q, BLOCK_KV)
+
+
+@gluon.jit
 def mask_scores(
-    b_scores, ptrs, sizes, row, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    b_scores, words, ptrs, sizes, row, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):  # fmt: skip
-    """-inf where a pair does not attend; MASKED says whether the step is partial."""
-    _, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, _, _, _ = ptrs
+    """-inf where a pair does not attend.
+
+    MASKED  whether the step is partial
+    words   of its bitmask, as `mask_words` loads them; None: they are loaded here, if there are any
+    """
+    _, indices_ptr, _, _, kv_lengths_ptr, _, _, _ = ptrs
     _, _, _, q_len, kv_len, _, _, _ = sizes
-    _, q_start, begin, _, _ = row
-    STEPS: gl.constexpr = TILE // BLOCK_KV
+    _, q_start, _, _, _ = row
     if MASKED or kv_lengths_ptr is not None:
         kv_start = key_start(indices_ptr, row, i_step, BLOCK_KV)
         o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
         o_kv = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, accumulator(BLOCK_KV)))
     if indices_ptr is not None:
         if MASKED:
-            i_bitmask = gl.load(ids_ptr + begin + i_step // STEPS)
-            i_first = i_step % STEPS * (BLOCK_KV // 32)
-            m_pairs = bit_columns(words_ptr, i_bitmask, i_first, o_q, o_kv, BLOCK_KV)
-            b_scores = gl.where(m_pairs, b_scores, float("-inf"))
+            if words is None:
+                words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
+            b_scores = keep_columns(b_scores, words, o_kv)
         if kv_lengths_ptr is not None:
             b_scores = gl.where(gl.expand_dims(kv_start + o_kv < limit, 0), b_scores, float("-inf"))
     elif MASKED:
