@@ -105,7 +105,7 @@ TABLE = {
         {TRITON, f"{OURS}.splitting", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
     ),
     "blocksparse_flash/kernels/decode.py": Arrows(
-        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts"))},
+        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "scores", "score_tile"))},
     ),
     "blocksparse_flash/kernels/forward.py": Arrows(
         {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "decode", "scores", "score_tile"))},
