@@ -186,6 +186,22 @@ def test_any_number_of_queries(index: int, n_chunks: int, device) -> None:
         assert_as_accurate(actual, same, truth[0], name=name)
 
 
+@pytest.mark.parametrize("n_chunks", [1, 3], indirect=True)
+def test_a_row_has_its_sink_once_and_none_of_minus_infinity(n_chunks: int, device) -> None:
+    """The third query has no keys."""
+    layout = sinks_and_window(7, 300)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, length, 16, generator=generator).to(device) for length in (7, 300, 300))
+    sinks = torch.tensor([-torch.inf, 0.5], device=device)
+    out, lse = attention_with_lse(q, k, v, layout, sinks=sinks, backend="triton")
+    plain_out, plain_lse = attention_with_lse(q, k, v, layout, backend="triton")
+    assert torch.equal(out[:, 0], plain_out[:, 0]) and torch.equal(lse[:, 0], plain_lse[:, 0])
+    assert not out[:, :, 2].any() and lse[0, :, 2].tolist() == pytest.approx([-math.inf, 0.5])
+    # with a sink the weights are less by its share
+    torch.testing.assert_close(out[:, 1], plain_out[:, 1] * (plain_lse[:, 1] - lse[:, 1]).exp()[..., None])
+    torch.testing.assert_close(lse[:, 1], torch.logaddexp(plain_lse[:, 1], sinks[1]))
+
+
 @pytest.mark.parametrize("n_chunks", [5], indirect=True)
 def test_every_run_gives_equal_bits(n_chunks: int, device) -> None:
     layout, call = LAYOUTS[1], CALLS[0]

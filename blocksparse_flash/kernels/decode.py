@@ -79,14 +79,17 @@ class Chosen(NamedTuple):
     tma: bool
 
 
-def config(n_rows: int, dim: int, element_size: int, *, shared_memory: int) -> Chosen:
+def config(
+    n_rows: int, dim: int, element_size: int, *, shared_memory: int, major: int = 0, changed: bool = False
+) -> Chosen:
     """The launch table: n_rows queries share their keys, dim is the larger padded head dimension.
 
     What counts is how many bytes are on their way from memory. H200, one query, batch 8, 32 heads on 8, 131,072 keys of
     which 11 % are stored, 128, bf16: share of a copy's 4243 GB/s by PROGRAMS: 64 keys 4 warps 3 stages 2: 87.5, 3: 87.2, 4: 79.8,
     6: 86.0, 8: 84.6, 12: 84.5; by TMA 87.4, 87.3, 80.7, 86.0, 85.0, 84.5; 4 stages 86.0, 77.1, 84.1, 83.4, 82.9, 83.1; 2 stages 4: 73.7,
     8: 83.9; 5 stages 74.4, 71.0; 8 warps 84.6, 81.7; 128 keys 4 warps 2 stages 86.9, 85.5; 8 warps 3 stages 82.7, 80.5; 32 keys 4
-    stages 85.2, 83.2. The others are compiled for sm80, sm86, sm90 and sm100, where half types do not spill, and not timed.
+    stages 85.2, 83.2. The others are compiled for sm80, sm86, sm90 and sm100, where half types do not spill, and not timed; nor are changed scores, for
+    which 64 rows of 128 take 8 warps on sm80 and sm86 not to spill.
     """
     small = shared_memory < 160 * 1024
     block_q = max(16, min(128, triton.next_power_of_2(n_rows)))
@@ -98,6 +101,8 @@ def config(n_rows: int, dim: int, element_size: int, *, shared_memory: int) -> C
         chosen = Config(block_q, 32, 4, 2 if small else 3) if is_narrow else Config(64, 32 if small else 64, 8, 2)
     elif block_q == 128:
         chosen = Config(128, 64, 8, 2 if small else 3)
+    elif block_q == 64 and dim > 64 and changed and major == 8:
+        chosen = Config(64, 64, 8, 2 if small else 3)
     else:
         chosen = Config(block_q, 64, 4, 4 if dim <= 64 else 2 if small else 3)
     return Chosen(chosen, tma=False)
@@ -306,7 +311,14 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: tuple[Seen | None, bool], n_liste
     packed = heads // kv_heads if is_shared else 1
     fixed = constants(head_dim, v_dim, heads // kv_heads, False, options)
     dim, dim_v = fixed["DIM"], fixed["DIM_V"]
-    chosen = config(packed * q_len, max(dim, dim_v), q.dtype.itemsize, shared_memory=options.shared_memory)
+    chosen = config(
+        packed * q_len,
+        max(dim, dim_v),
+        q.dtype.itemsize,
+        shared_memory=options.shared_memory,
+        major=options.major,
+        changed=options.changes_scores,
+    )
     chosen = chosen._replace(tma=chosen.tma and wants_descriptors(options.major, k, v))
     n_parts = -(-packed * q_len // chosen.config.block_q)
     n_programs = batch * heads // packed * n_parts
