@@ -101,7 +101,7 @@ def piece_values(
                 b_values = tl.where(is_here[None, :], tl.load(p_first + i_piece * STEP_ALONG), b_values)
     else:
         o_line = (start + tl.arange(0, LINES)) // PIECE * STEP + first
-        b_values += line_values(p_table, o_line, STEP_ALONG, LINES, COLS, PIECE_ALONG)
+        b_values = line_values(p_table, o_line, STEP_ALONG, LINES, COLS, PIECE_ALONG)
     return b_values
 
 
