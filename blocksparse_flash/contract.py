@@ -237,16 +237,23 @@ def _check_block_bias(bias: Any, layout: BlockLayout | None, batch: int, heads: 
         )
 
 
+def checked_softcap(softcap: Any) -> float | None:
+    """The cap as a float; TypeError or ValueError if it is none."""
+    if softcap is None:
+        return None
+    cap = _number("softcap", softcap)
+    if not 0 < cap < math.inf:
+        raise ValueError(f"softcap must be above 0 and finite, got {cap}; softcap=None caps nothing")
+    return cap
+
+
 def check_scores(options: ScoreOptions, q: Tensor, layout: BlockLayout | None) -> ScoreOptions:
     """The options, the cap as a float; TypeError or ValueError if one does not fit. q and layout have been checked."""
     sinks, softcap, alibi_slopes, block_bias = options
     batch, heads = q.shape[:2]
     if sinks is not None:
         _check_for_heads("sinks", sinks, heads, q.device)
-    if softcap is not None:
-        softcap = _number("softcap", softcap)
-        if not 0 < softcap < math.inf:
-            raise ValueError(f"softcap must be above 0 and finite, got {softcap}; softcap=None caps nothing")
+    softcap = checked_softcap(softcap)
     if alibi_slopes is not None:
         _check_for_heads("alibi_slopes", alibi_slopes, heads, q.device)
     if block_bias is not None:

@@ -1,7 +1,7 @@
 """How does attention become a layer, and layers an encoder?
 
-Knows: torch.nn modules, projections, head splits, rotary positions, and where a layout lives. Must not know: backends, plans,
-patterns.
+Knows: torch.nn modules, projections, head splits, rotary positions, what changes scores, and where a layout lives. Must not
+know: backends, plans, patterns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from .contract import MAX_HEAD_DIM
+from .alibi import slopes_of
+from .contract import MAX_HEAD_DIM, checked_softcap
 from .functional import attention
 from .holding import HoldsLayout, Layout, checked_causal, checked_layout, checked_probability
 from .layout import BlockLayout
@@ -28,6 +29,7 @@ __all__ = [
     "RotaryTable",
     "SelfAttention",
     "TransformerEncoderLayer",
+    "alibi_slopes",
     "rotary_table",
 ]
 
@@ -55,6 +57,24 @@ def _check_positions(positions: Any) -> None:
         )
     if positions.is_complex():
         raise ValueError(f"positions must be real numbers, got {positions.dtype}")
+
+
+def _switch(name: str, value: Any, way_out: str) -> bool:
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); {way_out}")
+    return value
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """The slopes of ALiBi's authors for so many heads, for the `alibi_slopes` of attention: float32 (num_heads,), on the CPU.
+
+    2 ** (-8 (h + 1) / num_heads) for a power of two; for another number those of the power of two below, then every other
+    one of the power of two above (Press et al., arXiv:2108.12409, section 3, and the code published with it).
+
+    >>> alibi_slopes(3)
+    tensor([0.0625, 0.0039, 0.2500])
+    """
+    return torch.tensor(slopes_of(_positive("num_heads", num_heads)), dtype=torch.float32, device="cpu")
 
 
 class RotaryTable(NamedTuple):
@@ -120,12 +140,18 @@ class SelfAttention(HoldsLayout):
                index, or where `positions` of a call say: pixels of a grid, seconds
     dropout_p  probability to drop an attention weight while training; drawn from PyTorch's CPU generator
     head_dim   features of a head; None is embed_dim // num_heads
+    sinks      True learns one more logit a row for each head, of a key without a value, which takes what a query wants of
+               nothing: the parameter `sinks` (num_heads,), which starts at 0: the softmax whose denominator has 1 more (the
+               Zero Sink of Xiao et al. 2024, section 3.3; gpt-oss learns it). -inf is no sink, and would never learn
+    softcap    c > 0: a score s becomes c * tanh(s / c) (Gemma 2, section 2); None caps nothing
+    alibi      True then takes slope * |q_pos - kv_pos| from it, of token indices whatever `positions` are, by
+               `alibi_slopes(num_heads)`, which are no weights and stay float32
     raises     TypeError, ValueError
 
-    The layout is no weight: `state_dict` holds the projections only, so that they load into a module with another layout
-    or length. Copies, pickles and `torch.save(module)` keep it. `module.to(device)` moves it along and plans it there, as
-    does the constructor, so that the module can be compiled; a function's layouts are the function's business (to compile,
-    it returns planned ones: `layout.to(device)`).
+    The layout is no weight: `state_dict` holds the projections and the sinks only, so that they load into a module with
+    another layout or length. Copies, pickles and `torch.save(module)` keep it. `module.to(device)` moves it along and plans
+    it there, as does the constructor, so that the module can be compiled; a function's layouts are the function's business
+    (to compile, it returns planned ones: `layout.to(device)`).
 
     >>> SelfAttention(64, 4, kv_heads=2, rope=10000.0)(torch.zeros(2, 256, 64)).shape
     torch.Size([2, 256, 64])
@@ -142,6 +168,9 @@ class SelfAttention(HoldsLayout):
         rope: float | None = None,
         dropout_p: float = 0.0,
         head_dim: int | None = None,
+        sinks: bool = False,
+        softcap: float | None = None,
+        alibi: bool = False,
     ) -> None:
         super().__init__()
         self.embed_dim = _positive("embed_dim", embed_dim)
@@ -168,7 +197,20 @@ class SelfAttention(HoldsLayout):
         # one product for queries, keys and values
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(num_heads * self.head_dim, embed_dim, bias=False)
+        learns_sinks = _switch("sinks", sinks, "a layout of first tokens that all attend to is masks.sink_window")
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if learns_sinks else None
+        self.softcap = checked_softcap(softcap)
+        self.alibi = _switch("alibi", alibi, "slopes of your own are for `attention`")
+        # a buffer, which whatever moves weights moves along
+        self.register_buffer("alibi_slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
         self._place_layout()
+
+    def _place_layout(self) -> None:
+        """Fills in the slopes as well: a conversion has rounded them, `to_empty` has left nothing of them."""
+        super()._place_layout()
+        device = self.qkv.weight.device
+        if self.alibi and device.type != "meta":
+            self.alibi_slopes = alibi_slopes(self.num_heads).to(device)
 
     def _table(self, rope: float, positions: Tensor | RotaryTable | None, x: Tensor) -> RotaryTable:
         """How far each token's features turn, checked."""
@@ -222,7 +264,18 @@ class SelfAttention(HoldsLayout):
         """
         dropout_p = self.dropout_p if self.training else 0.0
         layout = self.layout_for(q.shape[2])
-        return attention(q, k, v, layout, causal=self.causal, kv_lengths=kv_lengths, dropout_p=dropout_p)
+        return attention(
+            q,
+            k,
+            v,
+            layout,
+            causal=self.causal,
+            kv_lengths=kv_lengths,
+            dropout_p=dropout_p,
+            sinks=self.sinks,
+            softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes,
+        )
 
     def unite(self, heads: Tensor) -> Tensor:
         """The third part of forward: heads (batch, heads, length, head_dim) to (batch, length, embed_dim)."""
@@ -247,7 +300,8 @@ class SelfAttention(HoldsLayout):
             layout = "every pair" if self.layout is None else getattr(self.layout, "__name__", repr(self.layout))
         return (
             f"{self.embed_dim}, {self.num_heads}, layout={layout}, kv_heads={self.kv_heads}, causal={self.causal}, "
-            f"rope={self.rope}, dropout_p={self.dropout_p}, head_dim={self.head_dim}"
+            f"rope={self.rope}, dropout_p={self.dropout_p}, head_dim={self.head_dim}, sinks={self.sinks is not None}, "
+            f"softcap={self.softcap}, alibi={self.alibi}"
         )
 
 

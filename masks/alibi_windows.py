@@ -1,6 +1,6 @@
 """How far does each head look when distance is charged by the head?
 
-Knows ALiBi's slopes, and that a penalty of slope * distance up to a threshold is a window.
+Knows whose slopes ALiBi's are, and that a penalty of slope * distance up to a threshold is a window.
 Must not know how windows are built, beyond calling them.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.alibi import slopes_of
 
 from .canvas import BlockSize, Length
 from .checks import kind_of, read_integer, read_switch
@@ -30,14 +31,6 @@ def _read_positive(name: str, value: object) -> float:
     if not 0.0 < number < math.inf:
         raise ValueError(f"{name}: expected a positive number, got {value!r}")
     return number
-
-
-def _slopes_of(heads: int) -> list[float]:
-    """The slopes that ALiBi's authors give to so many heads."""
-    n_regular = 1 << (heads.bit_length() - 1)
-    slopes = [2.0 ** (-8.0 * (head + 1) / n_regular) for head in range(n_regular)]
-    # beyond a power of two, every other slope of the next one
-    return slopes + [2.0 ** (-4.0 * (2 * head + 1) / n_regular) for head in range(heads - n_regular)]
 
 
 def alibi_windows(
@@ -79,7 +72,7 @@ def alibi_windows(
             f"heads, slopes: expected exactly one of the two, got {'both' if slopes is not None else 'neither'}"
         )
     if heads is not None:
-        numbers = _slopes_of(read_integer("heads", heads, at_least=1, unit="heads"))
+        numbers = slopes_of(read_integer("heads", heads, at_least=1, unit="heads"))
     else:
         given = slopes.tolist() if isinstance(slopes, np.ndarray | torch.Tensor) else slopes
         if not isinstance(given, Sequence) or isinstance(given, str | bytes):

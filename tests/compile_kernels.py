@@ -43,6 +43,8 @@ from blocksparse_flash.splitting import Split
 
 # bytes of shared memory that a program may take
 SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 100: 232448}
+# options of the scores, as scores_of reads them
+EVERYTHING = "sinks softcap slopes learned bias16"
 
 
 def launches(arch: int, *, parts: int = 1, **call: Any) -> list[tuple[JITFunction, dict[str, Any]]]:
@@ -261,7 +263,8 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
     if SHARED_MEMORY[arch] < 160 * 1024:
         # the rows for little shared memory; all else is as on sm80
         little = [{"head_dim": dim, "dtype": dtype} for dim in (64, 128, 256) for dtype in (half, torch.float32)]
-        return little + [{**call, "q_len": q_len} for call in little for q_len in (1, 64)]
+        little += [{**call, "q_len": q_len} for call in little for q_len in (1, 64)]
+        return [*little, {"head_dim": 128, "dtype": half, "q_len": 16, "group": 4, "scores": EVERYTHING}]
     grid = [{"head_dim": head_dim, "dtype": half} for head_dim in (64, 128, 256)]
     grid += [{"head_dim": head_dim, "dtype": torch.float32} for head_dim in (64, 128, 256)]
     grid += [
@@ -305,10 +308,11 @@ def calls(arch: int) -> list[dict[str, Any]]:
     # sides of blocks that are selected; of the largest, more cols than a warp holds
     grid += [{"head_dim": 64, "dtype": half, "mode": "select"}]
     grid += [{"head_dim": 128, "dtype": torch.float32, "mode": "select", "length": 1 << 17}]
-    everything = "sinks softcap slopes learned bias16"
-    grid += [{"head_dim": head_dim, "dtype": half, "scores": everything} for head_dim in (64, 128)]
+    grid += [{"head_dim": head_dim, "dtype": half, "scores": EVERYTHING} for head_dim in (64, 128)]
     grid += [{"head_dim": 64, "dtype": half, "scores": scores} for scores in ("sinks", "bias128")]
     grid += [{"head_dim": 64, "dtype": half, "mode": "causal", "scores": "slopes"}]
+    # 4 and 64 rows of heads with options of their own
+    grid += [{**few, "head_dim": 128, "q_len": q_len, "scores": EVERYTHING} for q_len in (1, 16)]
     return grid
 
 

@@ -284,6 +284,9 @@ def is_the_layer_of_one_process() -> None:
         for (name, weight), wanted in zip(layer.named_parameters(), one.parameters(), strict=True):
             dist.all_reduce(weight.grad)
             assert torch.allclose(weight.grad, wanted.grad, rtol=1e-10, atol=1e-11), (order, name)
+    for option in ({"sinks": True}, {"softcap": 3.0}, {"alibi": True}):
+        (name,) = option
+        assert f"{name} must be" in raised(ValueError, lambda option=option: bd.SelfAttention(16, plan, **option))
 
 
 def trains_with_fsdp(n_context: int) -> None:

@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from blocksparse_flash.kernels import backward, forward, hopper_forward, launch, launcher
+from blocksparse_flash.kernels import backward, decode, forward, hopper_forward, launch, launcher
+from blocksparse_flash.kernels.scores import Scores
 from blocksparse_flash.splitting import WHOLE, Split
 
 LIMITS = (9, 232448)
@@ -136,6 +137,7 @@ def main() -> None:
     plan = [items, indices, indices, items, indices, indices, torch.zeros(3, 128, 4, dtype=torch.int32)]
     with (
         mock.patch.object(launch, "device_limits", lambda _: LIMITS),
+        mock.patch.object(decode, "multiprocessors", lambda _: 132),
         mock.patch.object(launcher, "KEPT", 2),
     ):
         options = launch.options_of(out, 0.125, False, 0.0, None)
@@ -158,6 +160,22 @@ def main() -> None:
         statistics = backward.prepare_statistics(seen, 256)
         given = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None) for call in calls]
         check(recorder, statistics, given[0], given)
+        recorder.calls.clear()
+
+        # of a few queries; sinks go to the merge
+        q, added = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(2)
+        scored = options._replace(scores=launch.see_scores(Scores(added, added, None, [], 30.0), None))
+        few = launch.see(q)
+        assert few is not None
+        split_keys = decode.prepare.__wrapped__(few, seen, seen, (None, ()), 0, scored)
+        assert split_keys.merge is not None and not any(split_keys.decode._describers)
+        parts, lses = torch.empty(split_keys.n_chunks, 2, 64), torch.empty(split_keys.n_chunks, 2)
+        dense = (None,) * 6
+        given = [(q, *call[1:], *dense, added, None, parts, lses) for call in calls]
+        check(recorder, split_keys.decode, given[0], given)
+        recorder.calls.clear()
+        given = [(parts, lses, added, call[0], lse) for call in calls]
+        check(recorder, split_keys.merge, given[0], given)
         recorder.calls.clear()
 
         # with more rows than programs, which have a queue, and without

@@ -44,6 +44,7 @@ FAMILIES = (
 
 # file: arrows. Reading down, a file only points up (kernels excepted: they point at tile, launch and philox)
 TABLE = {
+    "blocksparse_flash/alibi.py": Arrows(set()),
     "blocksparse_flash/blocks.py": Arrows({NUMPY}),
     "blocksparse_flash/algebra.py": Arrows({NUMPY, f"{OURS}.blocks"}),
     "blocksparse_flash/gather.py": Arrows({NUMPY, f"{OURS}.algebra", f"{OURS}.blocks"}),
@@ -105,7 +106,7 @@ TABLE = {
         {TRITON, f"{OURS}.splitting", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
     ),
     "blocksparse_flash/kernels/decode.py": Arrows(
-        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts"))},
+        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "scores", "score_tile"))},
     ),
     "blocksparse_flash/kernels/forward.py": Arrows(
         {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "decode", "scores", "score_tile"))},
@@ -195,11 +196,8 @@ TABLE = {
     "blocksparse_flash/holding.py": Arrows({TORCH, f"{OURS}.layout"}),
     "blocksparse_flash/torch_modules.py": Arrows({TORCH, "einops", f"{OURS}.functional", f"{OURS}.holding"}),
     "blocksparse_flash/nn.py": Arrows(
-        {
-            TORCH,
-            "einops",
-            *(f"{OURS}.{name}" for name in ("contract", "functional", "holding", "layout", "torch_modules")),
-        }
+        {TORCH, "einops"}
+        | {f"{OURS}.{name}" for name in ("alibi", "contract", "functional", "holding", "layout", "torch_modules")}
     ),
     "blocksparse_flash/interop/stored.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout"))}
@@ -338,7 +336,7 @@ TABLE = {
     "masks/tree.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
     "masks/block_diffusion.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.checks"}),
     "masks/alibi_windows.py": Arrows(
-        {NUMPY, TORCH, OURS, *(f"masks.{name}" for name in ("canvas", "checks", "heads", "local"))}
+        {NUMPY, TORCH, OURS, f"{OURS}.alibi", *(f"masks.{name}" for name in ("canvas", "checks", "heads", "local"))}
     ),
     "masks/shared_prefix.py": Arrows({NUMPY, TORCH, OURS, "masks.canvas", "masks.documents"}),
     "masks/erdos_renyi.py": Arrows(

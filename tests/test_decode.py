@@ -19,6 +19,7 @@ from test_zoo import (
     BFLOAT16,
     Call,
     Layout,
+    added,
     assert_backend_is_accurate,
     buried,
     expected,
@@ -37,7 +38,7 @@ decode = pytest.importorskip("blocksparse_flash.kernels.decode", reason="needs T
 CHUNKS = (1, 2, 37)
 
 
-def sinks_and_window(q_len: int, kv_len: int) -> BlockLayout:
+def sinks_and_window(q_len: int, kv_len: int, block_size: int = 64) -> BlockLayout:
     """Bitmasks in the first, the diagonal and the ragged last tile, and a query without keys, the third if there is one."""
     ahead = kv_len - q_len
     return BlockLayout.from_predicate(
@@ -46,7 +47,7 @@ def sinks_and_window(q_len: int, kv_len: int) -> BlockLayout:
         ),
         q_len,
         kv_len,
-        block_size=64,
+        block_size=block_size,
     )
 
 
@@ -83,6 +84,8 @@ LAYOUTS: list[Layout] = [
     Case("sinks-1", lambda: sinks_and_window(1, 500)),
     Case("sinks-7", lambda: sinks_and_window(7, 500)),
     Case("sinks-30", lambda: sinks_and_window(30, 512)),
+    # several blocks a tile, both ways
+    Case("fine-25", lambda: sinks_and_window(25, 500, 16)),
     Case("per-head-1", lambda: random_pairs(1, 300, 4)),
     Case("per-head-17", lambda: random_pairs(17, 300, 4)),
     Case("per-batch-3", lambda: by_batch(3, 300)),
@@ -102,6 +105,14 @@ CALLS = [
     Call(head_dim=256, kv_heads=1, dtype=BFLOAT16, causal=True, has_kv_lengths=True),
     Call(head_dim=16, scale=0.0, has_kv_lengths=True),
 ]
+# rows of a program are of heads with sinks, slopes and biases of their own
+SCORES = [
+    Call(head_dim=40, bias="heads", has_slopes=True, kv_heads=1),
+    Call(head_dim=16, bias="heads", has_sinks=True, scale=0.0, has_kv_lengths=True),
+    Call(head_dim=64, has_sinks=True, softcap=1.5, scale=-0.3, dtype=torch.float16),
+    Call(head_dim=16, bias="batch", has_sinks=True, softcap=2.0, has_slopes=True, has_kv_lengths=True, causal=True, kv_heads=1),
+    Call(head_dim=32, has_sinks=True, kv_heads=1),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -113,13 +124,17 @@ def n_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def spread() -> list[Any]:
-    """Every layout in every number of chunks, each time with another call."""
-    found = []
+    """Every layout in every number of chunks, each time with another call; and with one that changes scores."""
+    chosen = [
+        (layout, CALLS[(3 * index + turn) % len(CALLS)], n_chunks)
+        for index, layout in enumerate(LAYOUTS)
+        for turn, n_chunks in enumerate(CHUNKS)
+    ]
     for index, layout in enumerate(LAYOUTS):
-        for turn, n_chunks in enumerate(CHUNKS):
-            call = CALLS[(3 * index + turn) % len(CALLS)]
-            found.append(pytest.param(layout, call, n_chunks, id=f"{name_of(layout)}-{call}-in-{n_chunks}"))
-    return found
+        chosen.append((layout, SCORES[index % len(SCORES)], CHUNKS[index % len(CHUNKS)]))
+    # all options at once of all heads at once, in several chunks
+    chosen.append((LAYOUTS[3], SCORES[3], 2))
+    return [pytest.param(*each, id=f"{name_of(each[0])}-{each[1]}-in-{each[2]}") for each in chosen]
 
 
 @pytest.mark.parametrize(("layout", "call", "n_chunks"), spread(), indirect=["n_chunks"])
@@ -137,6 +152,8 @@ def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call,
             scale=call.scale,
             kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
             backend="triton",
+            softcap=call.softcap,
+            **added(layout, call, call.dtype, device),
         )
         for name, result, references in zip(("out", "lse"), found, expected(layout, call, device), strict=False):
             assert_as_accurate(result, *references, name=name)
@@ -169,6 +186,22 @@ def test_any_number_of_queries(index: int, n_chunks: int, device) -> None:
         assert_as_accurate(actual, same, truth[0], name=name)
 
 
+@pytest.mark.parametrize("n_chunks", [1, 3], indirect=True)
+def test_a_row_has_its_sink_once_and_none_of_minus_infinity(n_chunks: int, device) -> None:
+    """The third query has no keys."""
+    layout = sinks_and_window(7, 300)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, length, 16, generator=generator).to(device) for length in (7, 300, 300))
+    sinks = torch.tensor([-torch.inf, 0.5], device=device)
+    out, lse = attention_with_lse(q, k, v, layout, sinks=sinks, backend="triton")
+    plain_out, plain_lse = attention_with_lse(q, k, v, layout, backend="triton")
+    assert torch.equal(out[:, 0], plain_out[:, 0]) and torch.equal(lse[:, 0], plain_lse[:, 0])
+    assert not out[:, :, 2].any() and lse[0, :, 2].tolist() == pytest.approx([-math.inf, 0.5])
+    # with a sink the weights are less by its share
+    torch.testing.assert_close(out[:, 1], plain_out[:, 1] * (plain_lse[:, 1] - lse[:, 1]).exp()[..., None])
+    torch.testing.assert_close(lse[:, 1], torch.logaddexp(plain_lse[:, 1], sinks[1]))
+
+
 @pytest.mark.parametrize("n_chunks", [5], indirect=True)
 def test_every_run_gives_equal_bits(n_chunks: int, device) -> None:
     layout, call = LAYOUTS[1], CALLS[0]
@@ -190,8 +223,9 @@ def test_parts_are_merged_by_their_weight(n_chunks: int, at_once: int, device) -
     lses[-1, 3] = 10_000.0
     parts[lses.isneginf()] = 0.0
     out, lse = torch.empty(n_rows, v_dim, device=device), torch.empty(n_rows, device=device)
-    sizes = {"n_rows": n_rows, "n_chunks": n_chunks, "V_DIM": v_dim, "DIM_V": 32, "CHUNKS": at_once}
-    decode.merge_kernel[(n_rows,)](parts.to(device), lses.to(device), out, lse, **sizes)
+    sizes = {"n_heads": 1, "n_rows": n_rows, "n_chunks": n_chunks, "q_len": n_rows}
+    sizes |= {"V_DIM": v_dim, "DIM_V": 32, "CHUNKS": at_once}
+    decode.merge_kernel[(n_rows,)](parts.to(device), lses.to(device), None, out, lse, **sizes)
     weights = (lses.double() * math.log(2)).softmax(0).nan_to_num(0.0)
     expected_out = (weights[..., None] * parts).sum(0)
     torch.testing.assert_close(out.cpu().double(), expected_out, rtol=1e-5, atol=1e-6)

@@ -47,6 +47,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "Bert": ("BertForMaskedLM", {**SIZES, **UNDROPPED}, False),
     "ModernBert": ("ModernBertForMaskedLM", {**SIZES, "pad_token_id": 0, "local_attention": 2 * LENGTH}, False),
 }
+# with sinks, and windows in some of their layers
+WINDOWS = {**GROUPED, "sliding_window": 20}
+GPT_OSS = "GptOssForCausalLM", {**WINDOWS, "head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+GRANITE_SWA = "GraniteSWAForCausalLM", {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"]}
+# with capped scores
+GEMMA2 = "Gemma2ForCausalLM", {**WINDOWS, "head_dim": 4, "attn_logit_softcapping": 0.02}
 Attends = Callable[[int, int], bool]
 
 
@@ -189,6 +195,18 @@ def test_models_that_look_attention_up_are_known() -> None:
     assert not transformers.XLNetLMHeadModel.is_backend_compatible()
 
 
+BLOOM = "BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 1, "n_head": 4}
+MPT = "MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 16, "n_layers": 1, "n_heads": 4, "max_seq_len": 64}
+
+
+@pytest.mark.parametrize("family", [BLOOM, MPT], ids=["Bloom", "Mpt"])
+def test_models_with_alibi_have_attention_of_their_own_and_say_so(family: tuple[str, dict[str, Any]]) -> None:
+    """Where one looks its attention up some day, this fails, and ALiBi is to be read from what it passes."""
+    assert not getattr(transformers, family[0]).is_backend_compatible()
+    with pytest.raises((AttributeError, TypeError), match="Mask"):
+        model(family, "blocksparse", LAYOUT)(ids(1, 30))
+
+
 def test_vision_transformers_have_a_layout_over_patches() -> None:
     """17 tokens: the class token, and 4 x 4 patches. ViT makes no mask of its own."""
     sizes = {
@@ -310,6 +328,24 @@ def test_token_by_token_is_one_forward(family: str) -> None:
     for part in ids().split([20, 7, *[1] * (LENGTH - 27)], dim=1):
         parts.append(made(part, past_key_values=cache).logits)
     torch.testing.assert_close(torch.cat(parts, dim=1), made(ids()).logits)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "dense"])
+@pytest.mark.parametrize("family", [GPT_OSS, GEMMA2], ids=["GptOss", "Gemma2"])
+def test_sinks_and_capped_scores_token_by_token(family: tuple[str, dict[str, Any]], layout: BlockLayout | None) -> None:
+    """Padded on the left, with a cache that forgets what a window has left behind; each as if alone."""
+    made = model(family, "blocksparse", layout).float().eval()
+    tokens, is_token = ids(2, 50), torch.ones(2, 50, dtype=torch.bool)
+    is_token[0, :9] = False
+    cache, parts = transformers.DynamicCache(config=made.config), []
+    for begin, end in [(0, 30), *((at, at + 1) for at in range(30, 50))]:
+        place = positions(is_token)[:, begin:end]
+        inputs = {"attention_mask": is_token[:, :end], "position_ids": place, "past_key_values": cache}
+        parts.append(made(tokens[:, begin:end], **inputs).logits)
+    together = torch.cat(parts, dim=1)
+    for batch, first in enumerate((9, 0)):
+        alone = made(tokens[batch : batch + 1, first:], attention_mask=torch.ones(1, 50 - first)).logits[0]
+        torch.testing.assert_close(together[batch, first:], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "dense"])
@@ -450,27 +486,27 @@ def test_packed_sequences_stay_apart(layout: BlockLayout | None) -> None:
     assert_equal(ours, theirs, "sdpa")
 
 
-def test_sinks_take_their_share() -> None:
-    """GPT-OSS gives each head a logit that a query may attend to for nothing, and a window to its first layer."""
-    family = (
-        "GptOssForCausalLM",
-        {**GROUPED, "head_dim": 4, "num_local_experts": 2, "sliding_window": 20, "num_experts_per_tok": 1},
-    )
+@pytest.mark.parametrize("family", [GPT_OSS, GRANITE_SWA], ids=["GptOss", "GraniteSWA"])
+def test_sinks_take_their_share(family: tuple[str, dict[str, Any]]) -> None:
+    """They give each head a logit that a query may attend to for nothing, and a window to their first layer."""
+    if not hasattr(transformers, family[0]):
+        pytest.skip(f"needs a transformers that has {family[0]}")
     everywhere = torch.ones(2, LENGTH, dtype=torch.bool)
     mapping = {
         "full_attention": added(spelled_out(attends, everywhere, causal=True)).float().clamp(min=-1e30),
         "sliding_attention": added(spelled_out(attends, everywhere, causal=True, window=20)).float().clamp(min=-1e30),
     }
-    # its experts have no float64
+    # experts have no float64
     theirs = logits_and_gradients(model(family, "eager").float(), input_ids=ids(), attention_mask=mapping)
     ours = logits_and_gradients(model(family, "blocksparse", LAYOUT).float(), input_ids=ids())
-    assert any("sinks" in name for name in ours)
+    sinks = [gradient for name, gradient in ours.items() if "sinks" in name]
+    assert len(sinks) == 2 and all(gradient.any() for gradient in sinks)
     assert_equal(ours, theirs, "eager")
 
 
 def test_scores_are_capped() -> None:
     """Gemma 2 caps them, in windows and everywhere."""
-    family = "Gemma2ForCausalLM", {**GROUPED, "head_dim": 4, "sliding_window": 20, "attn_logit_softcapping": 0.02}
+    family = GEMMA2
     everywhere = torch.ones(2, LENGTH, dtype=torch.bool)
     mapping = {
         "full_attention": added(spelled_out(attends, everywhere, causal=True)),

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention
-from blocksparse_flash.nn import Encoder, EncoderBlock, LearnedPositions, RotaryTable, SelfAttention, rotary_table
+from blocksparse_flash.nn import (
+    Encoder,
+    EncoderBlock,
+    LearnedPositions,
+    RotaryTable,
+    SelfAttention,
+    alibi_slopes,
+    rotary_table,
+)
 
 LENGTH = 80
 
@@ -42,11 +50,28 @@ def spelled_out(self: SelfAttention, x: Tensor, layout: BlockLayout | None) -> T
         if self.rope is not None:
             q, k = (torch.stack([rotated(t[:, p], p, self.rope) for p in range(x.shape[1])], dim=1) for t in (q, k))
         scores = q @ k.transpose(1, 2) / math.sqrt(width)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.alibi:
+            index = torch.arange(x.shape[1])
+            scores = scores - published_slopes(self.num_heads)[head] * (index[:, None] - index).abs()
         attends = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if layout is None else layout.to_dense()[0, 0]
         if self.causal:
             attends = attends.tril()
-        outs.append(scores.masked_fill(~attends, -torch.inf).softmax(-1) @ v)
+        weights = scores.masked_fill(~attends, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        if self.sinks is not None:
+            total = total + self.sinks[head].exp()
+        outs.append(weights / total @ v)
     return torch.cat(outs, dim=-1) @ self.out.weight.T
+
+
+def published_slopes(heads: int) -> list[float]:
+    """Section 3: a geometric sequence that starts at 2**(-8 / n), which is its ratio too. Of other numbers their code says:
+    those of the power of two below, then of the next power of two the first, the third, the fifth, ..."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes, others = ([(2 ** (-8 / n)) ** place for place in range(1, n + 1)] for n in (power, 2 * power))
+    return [*slopes, *others[::2]][:heads]
 
 
 def rotated(features: Tensor, position: float, base: float) -> Tensor:
@@ -65,6 +90,79 @@ def rotated(features: Tensor, position: float, base: float) -> Tensor:
 def test_output_is_that_of_the_layer_spelled_out(changes: dict[str, Any]) -> None:
     layer, x = module(**changes), tokens()
     torch.testing.assert_close(layer(x), spelled_out(layer, x, changes.get("layout", window(LENGTH))))
+
+
+# ---- what is done to scores ----
+
+OPTIONS = [
+    {"sinks": True},
+    {"softcap": 0.4},
+    {"alibi": True},
+    {"alibi": True, "num_heads": 6, "embed_dim": 36, "causal": True},
+    {"sinks": True, "softcap": 2, "alibi": True, "kv_heads": 2, "rope": 100.0, "causal": True},
+    {"sinks": True, "alibi": True, "layout": None},
+]
+
+
+@pytest.mark.parametrize("changes", OPTIONS, ids=str)
+def test_scores_are_changed_as_spelled_out_and_all_learn(changes: dict[str, Any]) -> None:
+    """In float64: the output, and the gradients of x and of every weight, the sinks among them."""
+    layer = module(**changes).double()
+    if layer.sinks is not None:
+        torch.nn.init.normal_(layer.sinks)
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(2, LENGTH, layer.embed_dim, generator=draw, dtype=torch.float64, requires_grad=True)
+    dout = torch.randn(x.shape, generator=draw, dtype=torch.float64)
+    names, leaves = zip(("x", x), *layer.named_parameters(), strict=True)
+    results = [
+        (out, *torch.autograd.grad(out, leaves, dout))
+        for out in (layer(x), spelled_out(layer, x, changes.get("layout", window(LENGTH))))
+    ]
+    assert ("sinks" in names) == changes.get("sinks", False)
+    for name, actual, expected in zip(("out", *names), *results, strict=True):
+        assert actual.abs().sum() > 0
+        torch.testing.assert_close(actual, expected, msg=lambda said, name=name: f"{name}: {said}")
+
+
+def test_sinks_start_as_one_more_in_the_denominator() -> None:
+    layer, x = module(sinks=True, layout=None), tokens()
+    assert layer.sinks is not None and not layer.sinks.any()
+    assert set(layer.state_dict()) == {"qkv.weight", "out.weight", "sinks"}
+    q, k, v = layer.project(x)
+    weights = (q @ k.mT / math.sqrt(8)).exp()
+    torch.testing.assert_close(layer.attend(q, k, v), weights / (1 + weights.sum(-1, keepdim=True)) @ v)
+    layer(x).square().sum().backward()
+    assert layer.sinks.grad is not None and (layer.sinks.grad != 0).all()
+    assert module().sinks is None
+
+
+@pytest.mark.parametrize("heads", [*range(1, 18), 24, 40, 64])
+def test_slopes_are_the_published_ones(heads: int) -> None:
+    torch.testing.assert_close(alibi_slopes(heads), torch.tensor(published_slopes(heads)), rtol=1e-6, atol=0)
+
+
+def test_slopes_are_no_weights_and_stay_as_they_are() -> None:
+    """6 heads have slopes that no half type holds."""
+    layer = module(alibi=True, num_heads=6, embed_dim=36)
+    assert set(layer.state_dict()) == {"qkv.weight", "out.weight"}
+    with torch.device("meta"):
+        empty = module(alibi=True, num_heads=6, embed_dim=36)
+    for moved in (layer.bfloat16().float(), layer.bfloat16(), copy.deepcopy(layer), empty.to_empty(device="cpu")):
+        assert moved.alibi_slopes is not None and torch.equal(moved.alibi_slopes, alibi_slopes(6))
+    with torch.device("meta"):
+        empty = module(alibi=True)
+    empty.load_state_dict(module().state_dict(), assign=True)
+    assert torch.equal(empty(tokens()), module(alibi=True)(tokens()))
+
+
+def test_a_module_that_changes_scores_compiles_and_is_copied() -> None:
+    layer, x = module(sinks=True, softcap=2.0, alibi=True, causal=True), tokens()
+    torch.nn.init.normal_(layer.sinks)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    assert "sinks=True, softcap=2.0, alibi=True" in repr(layer)
+    assert "sinks=False, softcap=None, alibi=False" in repr(module())
 
 
 def test_rotary_scores_depend_on_distances_only() -> None:
@@ -233,6 +331,10 @@ def test_the_module_uses_what_attention_computes() -> None:
         ({"causal": "no"}, TypeError, "causal must be True or False, got 'no'"),
         ({"head_dim": 257}, ValueError, "head_dim must be at most 256, got 257"),
         ({"layout": BlockLayout.from_blocks([], [], 80, 64, block_size=16)}, ValueError, "as many queries as keys"),
+        ({"sinks": 4}, TypeError, r"sinks must be True or False, got 4 \(int\); .* masks\.sink_window"),
+        ({"alibi": torch.ones(4)}, TypeError, "alibi must be True or False, got tensor"),
+        ({"softcap": 0}, ValueError, "softcap must be above 0 and finite, got 0.0; softcap=None caps nothing"),
+        ({"softcap": True}, TypeError, r"softcap must be a float or an int, got True \(bool\)"),
         ({"layout": "local"}, TypeError, "layout must be a BlockLayout, a function from a length to one, or None"),
     ],
     ids=str,
@@ -293,6 +395,11 @@ def test_blocks_may_come_one_by_one() -> None:
     assert len(Encoder(EncoderBlock(module()) for _ in range(2)).blocks) == 2
 
 
+def test_slopes_of_no_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_heads must be 1 or more, got 0"):
+        alibi_slopes(0)
+
+
 def encoder(dropout_p: float = 0.0) -> Encoder:
     torch.manual_seed(0)
     blocks = [
@@ -313,6 +420,16 @@ def test_an_encoder_is_its_blocks_spelled_out() -> None:
         expected = expected + second(torch.nn.functional.gelu(first(block.dense_norm(expected))))
     torch.testing.assert_close(stack(x, lengths, places), stack.norm(expected))
     assert not torch.equal(stack(x, lengths, places), stack(x, lengths))
+
+
+def test_an_encoder_takes_layers_that_change_scores() -> None:
+    layer = module(sinks=True, softcap=1.0, alibi=True)
+    x, lengths = tokens(), torch.tensor([30, LENGTH])
+    block = EncoderBlock(layer, hidden_dim=48)
+    attended = x + layer(block.attention_norm(x), lengths)
+    torch.testing.assert_close(block(x, lengths), attended + block.dense(block.dense_norm(attended)))
+    Encoder([block])(x).sum().backward()
+    assert layer.sinks is not None and layer.sinks.grad is not None and layer.sinks.grad.any()
 
 
 def test_dropout_of_features_is_for_training() -> None:

@@ -20,6 +20,7 @@ class SelfAttention(nn.Module):
     plan       of `distributed.plan`; its heads are those of this module
     layer      which of the plan's layouts
     rope       base of rotary positions by the token's place in the whole sequence; None adds no positions
+    sinks, softcap, alibi  of nn.SelfAttention are refused: `distributed.attention` has none of them
     raises     TypeError, ValueError
 
     The plan is no weight, and belongs to a group of processes: it is neither in the `state_dict` nor pickled along.
@@ -28,8 +29,24 @@ class SelfAttention(nn.Module):
     average is then the gradient of the mean over all tokens.
     """
 
-    def __init__(self, embed_dim: int, plan: ContextPlan, *, layer: int = 0, rope: float | None = None) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        plan: ContextPlan,
+        *,
+        layer: int = 0,
+        rope: float | None = None,
+        sinks: bool = False,
+        softcap: float | None = None,
+        alibi: bool = False,
+    ) -> None:
         super().__init__()
+        for name, value, nothing in (("sinks", sinks, False), ("softcap", softcap, None), ("alibi", alibi, False)):
+            if value is not nothing:
+                raise ValueError(
+                    f"{name} must be {nothing}, got {value!r}: ranks that share a sequence exchange keys and values, and change "
+                    "no scores; blocksparse_flash.nn.SelfAttention of one process does"
+                )
         if not isinstance(plan, ContextPlan):
             raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
         num_heads, kv_heads = plan.heads

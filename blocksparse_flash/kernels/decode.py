@@ -7,7 +7,8 @@ their queries, head after head, and keys and values are read once for all of the
     part_c = sum_j 2^s_j v_j / sum_j 2^s_j     lse_c = log2 sum_j 2^s_j     -inf without keys, and part_c = 0
     out = sum_c 2^lse_c part_c / sum_c 2^lse_c     lse = ln 2 * log2 sum_c 2^lse_c
 
-which a second kernel computes, in the order of the chunks. How many chunks a row has depends on shapes and the GPU alone:
+which a second kernel computes, in the order of the chunks. Options of the scores are compiled in where a call has them: they
+change a tile of scores before its mask, each row by the numbers of its head; a sink is where the sum over c starts. How many chunks a row has depends on shapes and the GPU alone:
 where they begin and end, each program reads from the row's record. So every run gives equal bits, and nothing waits.
 
 Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
@@ -33,15 +34,20 @@ from .launch import (
     constants,
     multiprocessors,
     options_of,
+    score_arguments,
     see,
+    see_scores,
     see_walk,
     walk,
     walk_strides,
     wants_descriptors,
 )
 from .parts import merge_end, merge_step
+from .score_tile import changed_row_scores
+from .scores import Scores
 from .tile import (
     LN_2,
+    LOG2_E,
     TILE,
     WITHOUT_SIGN,
     add_product,
@@ -73,14 +79,17 @@ class Chosen(NamedTuple):
     tma: bool
 
 
-def config(n_rows: int, dim: int, element_size: int, *, shared_memory: int) -> Chosen:
+def config(
+    n_rows: int, dim: int, element_size: int, *, shared_memory: int, major: int = 0, changed: bool = False
+) -> Chosen:
     """The launch table: n_rows queries share their keys, dim is the larger padded head dimension.
 
     What counts is how many bytes are on their way from memory. H200, one query, batch 8, 32 heads on 8, 131,072 keys of
     which 11 % are stored, 128, bf16: share of a copy's 4243 GB/s by PROGRAMS: 64 keys 4 warps 3 stages 2: 87.5, 3: 87.2, 4: 79.8,
     6: 86.0, 8: 84.6, 12: 84.5; by TMA 87.4, 87.3, 80.7, 86.0, 85.0, 84.5; 4 stages 86.0, 77.1, 84.1, 83.4, 82.9, 83.1; 2 stages 4: 73.7,
     8: 83.9; 5 stages 74.4, 71.0; 8 warps 84.6, 81.7; 128 keys 4 warps 2 stages 86.9, 85.5; 8 warps 3 stages 82.7, 80.5; 32 keys 4
-    stages 85.2, 83.2. The others are compiled for sm80, sm86, sm90 and sm100, where half types do not spill, and not timed.
+    stages 85.2, 83.2. The others are compiled for sm80, sm86, sm90 and sm100, where half types do not spill, and not timed; nor are changed scores, for
+    which 64 rows of 128 take 8 warps on sm80 and sm86 not to spill.
     """
     small = shared_memory < 160 * 1024
     block_q = max(16, min(128, triton.next_power_of_2(n_rows)))
@@ -92,6 +101,8 @@ def config(n_rows: int, dim: int, element_size: int, *, shared_memory: int) -> C
         chosen = Config(block_q, 32, 4, 2 if small else 3) if is_narrow else Config(64, 32 if small else 64, 8, 2)
     elif block_q == 128:
         chosen = Config(128, 64, 8, 2 if small else 3)
+    elif block_q == 64 and dim > 64 and changed and major == 8:
+        chosen = Config(64, 64, 8, 2 if small else 3)
     else:
         chosen = Config(block_q, 64, 4, 4 if dim <= 64 else 2 if small else 3)
     return Chosen(chosen, tma=False)
@@ -112,23 +123,32 @@ def chunks(n_tiles: int, n_programs: int, n_multiprocessors: int) -> int:
 
 
 # fmt: off
+@triton.jit
+def with_sink(b_max, b_sum, sinks_ptr, o_head):
+    """The running maximum and sum after the sinks of those heads, keys without a value; a sink of -inf is none."""
+    b_sink = tl.load(sinks_ptr + o_head) * LOG2_E
+    return tl.maximum(b_max, b_sink), b_sum + tl.where(b_sink == float("-inf"), 0.0, 1.0)
+
+
 @triton.jit(do_not_specialize=["n_heads", "n_rows", "n_parts", "n_chunks", "q_len", "kv_len"])
 def decode_kernel(
-    # inputs
-    q_ptr, k_ref, v_ref, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
+    # inputs; sinks where there is one chunk
+    q_ptr, k_ref, v_ref, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, sinks_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous: of all chunks one after another, or of the only one
     out_ptr, lse_ptr,
     # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, items_strides,
+    q_strides, k_strides, v_strides, items_strides, tables_strides,
     # sizes: n_rows = batch * heads * q_len, n_parts programs share the PACKED * q_len rows of a chunk
-    n_heads, n_rows, n_parts, n_chunks, q_len, kv_len, scale_log2,
+    n_heads, n_rows, n_parts, n_chunks, q_len, kv_len, scale_log2, cap,
     # compile time: PACKED query heads have the same keys, SPLIT: there is more than one chunk
     SIGN: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, MAX_Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, MAX_Q: tl.constexpr,
+    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
     HAS_LAYOUT: tl.constexpr = items_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
+    CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_KV
     # parts of one chunk are neighbours: the second finds its keys in L2
     i_part = tl.program_id(0) % n_parts
@@ -154,6 +174,19 @@ def decode_kernel(
     # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
     b_max = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
+    # the head of a row past the last one is not read
+    o_head = tl.minimum(o_row // q_len, PACKED - 1)
+    if sinks_ptr is not None:
+        b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_head + o_head)
+    factor = scale_log2
+    b_slopes = None
+    o_line = None
+    if CHANGED:
+        factor = 1.0
+        if slopes_ptr is not None:
+            b_slopes = tl.load(slopes_ptr + i_head + o_head) * LOG2_E
+        if tables_ptr is not None:
+            o_line = o_head.to(tl.int64) * tables_strides[1] + o_q // PIECE_Q * (TILE // PIECE_KV)
 
     # steps of BLOCK_KV keys: of the partial tiles of the row, then of the full ones
     n_full = 0
@@ -182,6 +215,11 @@ def decode_kernel(
         b_k = load_tile(k_ref, k_strides, i_batch, i_head // GROUP, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
         # [BLOCK_Q, BLOCK_KV]
         b_scores = product(b_q, tl.trans(b_k), PRECISION)
+        if CHANGED:
+            b_scores = changed_row_scores(
+                b_scores, scale_log2, cap, b_slopes, o_q, tables_ptr, tables_strides, i_batch, i_head, o_line,
+                i_step // STEPS, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+            )
         if is_partial:
             o_kv = kv_start + tl.arange(0, BLOCK_KV)
             if HAS_LAYOUT:
@@ -195,8 +233,8 @@ def decode_kernel(
         if LIMITED and HAS_LAYOUT:
             m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
             b_scores = tl.where(m_kv[None, :], b_scores, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * scale_log2)
-        b_p = tl.math.exp2(b_scores * scale_log2 - b_new_max[:, None])
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * factor)
+        b_p = tl.math.exp2(b_scores * factor - b_new_max[:, None])
         b_decay = tl.math.exp2(b_max - b_new_max)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_out = b_out * b_decay[:, None]
@@ -218,14 +256,14 @@ def decode_kernel(
     tl.store(lse_ptr + row + o_row, b_lse, mask=o_row < PACKED * q_len)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_chunks"])
+@triton.jit(do_not_specialize=["n_heads", "n_rows", "n_chunks", "q_len"])
 def merge_kernel(
     # inputs, contiguous: (n_chunks, n_rows, V_DIM) and (n_chunks, n_rows), base 2
-    parts_ptr, lses_ptr,
+    parts_ptr, lses_ptr, sinks_ptr,
     # outputs, contiguous
     out_ptr, lse_ptr,
     # sizes
-    n_rows, n_chunks,
+    n_heads, n_rows, n_chunks, q_len,
     # compile time
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr,
 ):
@@ -234,6 +272,8 @@ def merge_kernel(
     b_out = tl.zeros([DIM_V], tl.float32)
     b_max = tl.full([1], -3.0e38, tl.float32)
     b_sum = tl.zeros([1], tl.float32)
+    if sinks_ptr is not None:
+        b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_row // q_len % n_heads)
     for first in tl.range(0, n_chunks, CHUNKS):
         o_chunk = first + tl.arange(0, CHUNKS)
         m_chunk = o_chunk < n_chunks
@@ -270,7 +310,14 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: Walk, n_listed: int, options: Opt
     packed = heads // kv_heads if is_shared else 1
     fixed = constants(head_dim, v_dim, heads // kv_heads, False, options)
     dim, dim_v = fixed["DIM"], fixed["DIM_V"]
-    chosen = config(packed * q_len, max(dim, dim_v), q.dtype.itemsize, shared_memory=options.shared_memory)
+    chosen = config(
+        packed * q_len,
+        max(dim, dim_v),
+        q.dtype.itemsize,
+        shared_memory=options.shared_memory,
+        major=options.major,
+        changed=options.changes_scores,
+    )
     chosen = chosen._replace(tma=chosen.tma and wants_descriptors(options.major, k, v))
     n_parts = -(-packed * q_len // chosen.config.block_q)
     n_programs = batch * heads // packed * n_parts
@@ -291,6 +338,7 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: Walk, n_listed: int, options: Opt
         "q_len": q_len,
         "kv_len": kv_len,
         **{name: value for name, value in fixed.items() if name not in ("threshold", "keep_scale", "DROPOUT")},
+        **score_arguments(options, 0),
         "PACKED": packed,
         "SPLIT": n_chunks > 1,
         "TMA": chosen.tma,
@@ -306,8 +354,9 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: Walk, n_listed: int, options: Opt
     merge = None
     if n_chunks > 1:
         at_once = max(2, min(triton.next_power_of_2(n_chunks), 4096 // dim_v))
-        sizes = {"n_rows": n_rows, "n_chunks": n_chunks, "V_DIM": v_dim, "DIM_V": dim_v, "CHUNKS": at_once}
-        merge = Launch(merge_kernel, (n_rows,), {**sizes, "num_warps": 4})
+        sizes = {name: rest[name] for name in ("n_heads", "n_rows", "n_chunks", "q_len")}
+        widths = {"V_DIM": v_dim, "DIM_V": dim_v, "CHUNKS": at_once}
+        merge = Launch(merge_kernel, (n_rows,), {**sizes, **widths, "num_warps": 4})
     return Prepared(decode, merge, n_chunks)
 
 
@@ -319,21 +368,27 @@ def forward(
     kv_lengths: torch.Tensor | None,
     scale: float,
     causal: bool,
+    scores: Scores | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous."""
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, heads, q_len, v.shape[3])
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     options = options_of(q, scale, causal, 0.0, kv_lengths)
+    sinks = slopes = tables = None
+    if scores is not None:
+        sinks, slopes, tables = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
+        options = options._replace(scores=see_scores(scores, tables))
     n_listed = plan[1].shape[0] if plan else 0
     walked = walk(plan, 0)
     ready = prepare(see(q), see(k), see(v), see_walk(walked), n_listed, options)
     inputs = (q, k, v, *walked, kv_lengths)
     if ready.merge is None:
-        ready.decode(*inputs, out, lse)
+        ready.decode(*inputs, sinks, slopes, tables, out, lse)
         return out, lse
     parts = out.new_empty(ready.n_chunks, *out.shape, dtype=torch.float32)
     lses = lse.new_empty(ready.n_chunks, *lse.shape)
-    ready.decode(*inputs, parts, lses)
-    ready.merge(parts, lses, out, lse)
+    # a sink is one key of the row, not one of each chunk
+    ready.decode(*inputs, None, slopes, tables, parts, lses)
+    ready.merge(parts, lses, sinks, out, lse)
     return out, lse

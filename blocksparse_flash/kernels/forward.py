@@ -269,9 +269,8 @@ def forward(
     scores: Scores | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous."""
-    # the options of the scores are compiled into this kernel, not into that of decoding
-    if scores is None and decode.takes(q.shape, k.shape[2], dropout_p):
-        return decode.forward(q, k, v, plan, kv_lengths, scale, causal)
+    if decode.takes(q.shape, k.shape[2], dropout_p):
+        return decode.forward(q, k, v, plan, kv_lengths, scale, causal, scores)
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, heads, q_len, v.shape[3])
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)

@@ -29,16 +29,21 @@ def tanh(b_x):
 
 
 @triton.jit
-def distances(q_start, kv_start, ahead, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr):
-    """|q_pos + ahead - kv_pos|: float32 [BLOCK_Q, BLOCK_KV], or [BLOCK_KV, BLOCK_Q] if T; ahead = kv_len - q_len."""
+def query_distances(o_q, near, BLOCK_KV: tl.constexpr, T: tl.constexpr):
+    """|o_q + near - o_kv| of BLOCK_KV keys from 0 on: float32 [queries, BLOCK_KV], or [BLOCK_KV, queries] if T."""
     # the difference of the starts first: near pairs are exact at any position
-    near = (q_start + ahead - kv_start).to(tl.float32)
-    o_q = tl.arange(0, BLOCK_Q).to(tl.float32) + near
+    o_q = o_q.to(tl.float32) + near.to(tl.float32)
     o_kv = tl.arange(0, BLOCK_KV).to(tl.float32)
     if T:
         return tl.abs(o_q[None, :] - o_kv[:, None])
     else:
         return tl.abs(o_q[:, None] - o_kv[None, :])
+
+
+@triton.jit
+def distances(q_start, kv_start, ahead, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr):
+    """|q_pos + ahead - kv_pos|: float32 [BLOCK_Q, BLOCK_KV], or [BLOCK_KV, BLOCK_Q] if T; ahead = kv_len - q_len."""
+    return query_distances(tl.arange(0, BLOCK_Q), q_start + ahead - kv_start, BLOCK_KV, T)
 
 
 @triton.jit
@@ -64,6 +69,20 @@ def find_table(
 
 
 @triton.jit
+def line_values(p_table, o_line, STEP: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, PIECE: tl.constexpr):
+    """[LINES, COLS]: of each line the numbers from o_line on in a table, STEP apart, each for PIECE columns."""
+    b_values = tl.zeros([LINES, COLS], tl.float32)
+    if PIECE >= COLS:
+        b_values += load_floats(p_table, o_line)[:, None]
+    else:
+        o_col = tl.arange(0, COLS)
+        for i_piece in tl.static_range(COLS // PIECE):
+            b_line = load_floats(p_table, o_line + i_piece * STEP)
+            b_values = tl.where((o_col // PIECE == i_piece)[None, :], b_line[:, None], b_values)
+    return b_values
+
+
+@triton.jit
 def piece_values(
     p_table, start, along, STEP: tl.constexpr, STEP_ALONG: tl.constexpr,
     LINES: tl.constexpr, PIECE: tl.constexpr, COLS: tl.constexpr, PIECE_ALONG: tl.constexpr,
@@ -71,8 +90,8 @@ def piece_values(
     """[LINES, COLS]: the number of each pair's piece. `start` and `along` are tokens within the tile, STEPs apart in a table."""
     b_values = tl.zeros([LINES, COLS], tl.float32)
     first = along // PIECE_ALONG * STEP_ALONG
-    o_col = tl.arange(0, COLS)
     if PIECE >= LINES:
+        o_col = tl.arange(0, COLS)
         p_first = p_table + start // PIECE * STEP + first
         if PIECE_ALONG >= COLS:
             b_values += tl.load(p_first)
@@ -82,13 +101,20 @@ def piece_values(
                 b_values = tl.where(is_here[None, :], tl.load(p_first + i_piece * STEP_ALONG), b_values)
     else:
         o_line = (start + tl.arange(0, LINES)) // PIECE * STEP + first
-        if PIECE_ALONG >= COLS:
-            b_values += load_floats(p_table, o_line)[:, None]
-        else:
-            for i_piece in tl.static_range(COLS // PIECE_ALONG):
-                b_line = load_floats(p_table, o_line + i_piece * STEP_ALONG)
-                b_values = tl.where((o_col // PIECE_ALONG == i_piece)[None, :], b_line[:, None], b_values)
+        b_values = line_values(p_table, o_line, STEP_ALONG, LINES, COLS, PIECE_ALONG)
     return b_values
+
+
+@triton.jit
+def capped_scores(b_scores, factor, cap):
+    """(scores in base 2, the tanh of the cap), as changed_scores has it."""
+    b_tanh = b_scores * factor
+    if cap is not None:
+        b_tanh = tanh(b_tanh)
+        b_scores = b_tanh * cap
+    else:
+        b_scores = b_tanh
+    return b_scores, b_tanh
 
 
 # fmt: off
@@ -105,12 +131,7 @@ def changed_scores(
     slope    in base 2, read only where slopes_ptr is given
     i_tile   listed tile, read only where tables_ptr, in base 2, is given
     """
-    b_tanh = b_scores * factor
-    if cap is not None:
-        b_tanh = tanh(b_tanh)
-        b_scores = b_tanh * cap
-    else:
-        b_scores = b_tanh
+    b_scores, b_tanh = capped_scores(b_scores, factor, cap)
     if slopes_ptr is not None:
         b_scores -= slope * distances(q_start, kv_start, ahead, BLOCK_Q, BLOCK_KV, T)
     if tables_ptr is not None:
@@ -124,6 +145,26 @@ def changed_scores(
                 p_table, q_start % TILE, kv_start % TILE, TILE // PIECE_KV, 1, BLOCK_Q, PIECE_Q, BLOCK_KV, PIECE_KV
             )
     return b_scores, b_tanh
+
+
+@triton.jit
+def changed_row_scores(
+    b_scores, factor, cap, b_slopes, o_q, tables_ptr, tables_strides, i_batch, i_head, o_line, i_tile, kv_start, ahead,
+    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):
+    """Scores in base 2, [BLOCK_Q, BLOCK_KV], of rows that are queries o_q of several heads from i_head on, in the first tile.
+
+    b_slopes  of each row, in base 2, or None
+    o_line    where the line of each row begins, in the table of i_head
+    the rest  as changed_scores
+    """
+    b_scores, _ = capped_scores(b_scores, factor, cap)
+    if b_slopes is not None:
+        b_scores -= b_slopes[:, None] * query_distances(o_q, ahead - kv_start, BLOCK_KV, False)
+    if tables_ptr is not None:
+        p_table = find_table(tables_ptr, tables_strides, i_batch, i_head, i_tile, PIECE_Q, PIECE_KV)
+        b_scores += line_values(p_table + kv_start % TILE // PIECE_KV, o_line, 1, BLOCK_Q, BLOCK_KV, PIECE_KV)
+    return b_scores
 
 
 @triton.jit
