@@ -27,7 +27,8 @@ class Deadline(Callback):
         self.at = at
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if time.time() >= self.at:
+        # the clock of the first process, or some would stop a step before others
+        if trainer.strategy.broadcast(time.time() >= self.at):
             trainer.should_stop = True
 
 
@@ -81,8 +82,8 @@ class Progress(Callback):
     ) -> None:
         loss = outputs["loss"].detach()
         self._loss = loss if self._loss is None else self._loss + loss
-        self._steps, self._samples = self._steps + 1, self._samples + len(batch.labels)
-        self._tokens += batch.tokens.numel()
+        self._steps, self._samples = self._steps + 1, self._samples + len(batch.labels) * trainer.world_size
+        self._tokens += batch.tokens.numel() * trainer.world_size
         if time.perf_counter() - self._since >= self.every:
             self._say(trainer)
         self._waiting_since = time.perf_counter()
