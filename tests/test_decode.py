@@ -5,6 +5,7 @@ Forward and backward against the one tolerance, as in test_zoo.py: inputs in NaN
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -195,11 +196,14 @@ def test_a_row_has_its_sink_once_and_none_of_minus_infinity(n_chunks: int, devic
     sinks = torch.tensor([-torch.inf, 0.5], device=device)
     out, lse = attention_with_lse(q, k, v, layout, sinks=sinks, backend="triton")
     plain_out, plain_lse = attention_with_lse(q, k, v, layout, backend="triton")
-    assert torch.equal(out[:, 0], plain_out[:, 0]) and torch.equal(lse[:, 0], plain_lse[:, 0])
+    # not bit by bit: with sinks and without are two kernels, each compiled as a GPU likes it
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    close(out[:, 0], plain_out[:, 0])
+    close(lse[:, 0], plain_lse[:, 0])
     assert not out[:, :, 2].any() and lse[0, :, 2].tolist() == pytest.approx([-math.inf, 0.5])
     # with a sink the weights are less by its share
-    torch.testing.assert_close(out[:, 1], plain_out[:, 1] * (plain_lse[:, 1] - lse[:, 1]).exp()[..., None])
-    torch.testing.assert_close(lse[:, 1], torch.logaddexp(plain_lse[:, 1], sinks[1]))
+    close(out[:, 1], plain_out[:, 1] * (plain_lse[:, 1] - lse[:, 1]).exp()[..., None])
+    close(lse[:, 1], torch.logaddexp(plain_lse[:, 1], sinks[1]))
 
 
 @pytest.mark.parametrize("n_chunks", [5], indirect=True)
