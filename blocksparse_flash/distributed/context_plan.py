@@ -27,6 +27,7 @@ from .costs import Costs, costs_of, report
 from .messages import redistribute
 from .ownership import ORDERS, Pairs
 from .side import Side
+from .times import Work
 
 SCHEMES = ("auto", "exchange", "ulysses")
 # share of a rank's tiles in rows that need nothing from others, from which on these rows are computed apart
@@ -39,7 +40,7 @@ class LayerPlan:
 
     layout   of all tokens, of the heads that this rank computes under "ulysses"; None under "exchange"
     tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
-    busiest  what the rank receives that receives most under "exchange", in heads * tokens
+    work     what the rank with most of it does under "exchange"
     costs    of every scheme, and why this one
     """
 
@@ -47,7 +48,7 @@ class LayerPlan:
     layout: BlockLayout | None
     tensors: list[Tensor]
     counts: list[int]
-    busiest: int
+    work: Work
     costs: Costs
 
 
@@ -320,12 +321,10 @@ def _layer(
     layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, owner: Array, q_heads: int, rank: int,
     n_ranks: int, device: torch.device,
 ) -> LayerPlan:  # fmt: skip
-    # a number of Python's own: torch.compile reads it
-    busiest = int(costs.exchange.max())
     if costs.scheme == "ulysses":
-        return LayerPlan("ulysses", _heads_of(layout, q_heads, rank, n_ranks).to(device), [], [], busiest, costs)
+        return LayerPlan("ulysses", _heads_of(layout, q_heads, rank, n_ranks).to(device), [], [], costs.work, costs)
     flat = _exchanged(tiles, pairs, costs.shipped, owner, rank, n_ranks, device)
-    return LayerPlan("exchange", None, *flat, busiest, costs)
+    return LayerPlan("exchange", None, *flat, costs.work, costs)
 
 
 def _orders(owner: Array, length: int, n_ranks: int) -> tuple[Array, list[int]]:
@@ -412,10 +411,10 @@ def plan(
              work), "tuned" (moves least; seconds), or the rank of each tile. A rank may hold none. All but "contiguous"
              leave gaps between a rank's tokens: use `positions`
     scheme   "exchange" moves the needed keys, "ulysses" whole heads (key heads must be a multiple of the ranks); "auto"
-             takes for each layer the one whose busiest rank receives fewer bytes
+             takes for each layer the one whose step should take less time, by the rates of H200s
     deterministic  True: rows are never split between ranks, so that out and dq equal those of one process bit by bit.
-             Otherwise queries that reach most keys may travel instead of the keys; two runs give equal bits anyway, but
-             for dq of backend="hopper"
+             Otherwise queries that reach most keys travel instead of the keys where that should be faster; two runs
+             give equal bits anyway, but for dq of backend="hopper"
     keep_received  keep received keys and values for the backward; False receives them again, which costs time
     check_calls  True: before each call of attention the ranks compare what they were given, and raise together where one
              was given something else. For development: it waits for the device, and cannot be compiled
