@@ -76,3 +76,8 @@ def test_a_name_is_obeyed() -> None:
 def test_a_slow_link_ships_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "LINK", 1e3)
     assert len(costs_of("bigbird", 65536, 16, 2).shipped) == 2
+
+
+def test_much_is_computed_apart_and_little_at_once() -> None:
+    assert times.splitting_pays(262144 // 2, 16, 128, 2) and times.splitting_pays(262144 // 4, 16, 128, 2)
+    assert not times.splitting_pays(65536 // 4, 16, 128, 2) and not times.splitting_pays(65536 // 2, 4, 128, 2)

@@ -21,9 +21,9 @@ from .. import arguments
 from ..blocks import Array
 from ..layout import BlockLayout
 from ..plan import TILE
-from . import ownership, traffic
+from . import ownership, times, traffic
 from .agreement import agreed
-from .costs import Costs, costs_of, report
+from .costs import ELEMENT_BYTES, HEAD_DIM, Costs, costs_of, report
 from .messages import redistribute
 from .ownership import ORDERS, Pairs
 from .side import Side
@@ -264,28 +264,32 @@ def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
     return BlockLayout(indptr, indices, ids, tiles.bitmasks, q_len=length, kv_len=length, block_size=TILE)
 
 
-def _far(row: Array, col: Array, owner: Array, rank: int) -> Array:
+def _far(row: Array, col: Array, owner: Array, rank: int, length: int, kv_heads: int) -> Array:
     """Which tiles of rows of a rank are computed with what it receives: those that need it, or all.
 
     Rows that need nothing from others are computed where keys lie, while messages travel. That pays if they are much of the
-    work; else it is simpler to compute all rows at once.
+    work, and there is much; else it is simpler and faster to compute all rows at once.
     """
     mine = owner[row] == rank
     needs = np.zeros(len(owner), np.bool_)
     needs[row[mine & (owner[col] != rank)]] = True
     held = np.flatnonzero(owner == rank)
     is_near = ~needs[row[mine]]
-    return held[needs[held]] if is_near.sum() > LEAST_NEAR * len(is_near) else held
+    n_tokens = int(traffic.tokens_of(held, length).sum())
+    if not is_near.sum() > LEAST_NEAR * len(is_near):
+        return held
+    return held[needs[held]] if times.splitting_pays(n_tokens, kv_heads, HEAD_DIM, ELEMENT_BYTES) else held
 
 
 def _exchanged(
-    tiles: BlockLayout, pairs: Pairs, shipped: Array, owner: Array, rank: int, n_ranks: int, device: torch.device
-) -> tuple[list[Tensor], list[int]]:
+    tiles: BlockLayout, pairs: Pairs, shipped: Array, owner: Array, kv_heads: int, rank: int, n_ranks: int,
+    device: torch.device,
+) -> tuple[list[Tensor], list[int]]:  # fmt: skip
     """The flat sides of one layer on one rank: of keys, of shipped queries if there are any; then the plan of near rows."""
     length, held, ships = tiles.q_len, np.flatnonzero(owner == rank), np.isin(pairs.row, shipped)
     n_tokens, nothing = int(traffic.tokens_of(held, length).sum()), np.zeros(0, np.int64)
     row, col = pairs.row[~ships], pairs.col[~ships]
-    far, stays = _far(row, col, owner, rank), _without(tiles, shipped)
+    far, stays = _far(row, col, owner, rank, length, kv_heads), _without(tiles, shipped)
     keys = traffic.moves(owner[row], col, owner)
     found = traffic.lists(col[np.isin(row, far)], keys, owner, length, rank, n_ranks)
     splits = len(far) < len(held)
@@ -318,12 +322,12 @@ def _heads_of(layout: BlockLayout, q_heads: int, rank: int, n_ranks: int) -> Blo
 
 
 def _layer(
-    layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, owner: Array, q_heads: int, rank: int,
+    layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, owner: Array, heads: tuple[int, int], rank: int,
     n_ranks: int, device: torch.device,
 ) -> LayerPlan:  # fmt: skip
     if costs.scheme == "ulysses":
-        return LayerPlan("ulysses", _heads_of(layout, q_heads, rank, n_ranks).to(device), [], [], costs.work, costs)
-    flat = _exchanged(tiles, pairs, costs.shipped, owner, rank, n_ranks, device)
+        return LayerPlan("ulysses", _heads_of(layout, heads[0], rank, n_ranks).to(device), [], [], costs.work, costs)
+    flat = _exchanged(tiles, pairs, costs.shipped, owner, heads[1], rank, n_ranks, device)
     return LayerPlan("exchange", None, *flat, costs.work, costs)
 
 
@@ -366,7 +370,7 @@ def _built(
         costs_of(pair, owner, length, sides, n_ranks, asked=asked, whole_rows=flags["deterministic"]) for pair in pairs
     ]
     layers = tuple(
-        _layer(layout, tile, pair, cost, owner, sides[0], rank, n_ranks, device)
+        _layer(layout, tile, pair, cost, owner, sides, rank, n_ranks, device)
         for layout, tile, pair, cost in zip(found, tiles, pairs, costs, strict=True)
     )
     tokens, sizes = _orders(owner, length, n_ranks)
@@ -415,7 +419,8 @@ def plan(
     deterministic  True: rows are never split between ranks, so that out and dq equal those of one process bit by bit.
              Otherwise queries that reach most keys travel instead of the keys where that should be faster; two runs
              give equal bits anyway, but for dq of backend="hopper"
-    keep_received  keep received keys and values for the backward; False receives them again, which costs time
+    keep_received  keep received keys and values, joined with own ones, for the backward; False receives them again,
+             which costs time
     check_calls  True: before each call of attention the ranks compare what they were given, and raise together where one
              was given something else. For development: it waits for the device, and cannot be compiled
     returns  ContextPlan; print it

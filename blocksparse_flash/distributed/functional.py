@@ -125,7 +125,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _
     if backend == "hopper":
         backend = functional._promising(backend, plan.is_deterministic or None)
     options = call.scale, call.n_chunks, plan.keeps_received, plan.group_name, backend
-    out, lse, _ = exchange_forward(q, k, v, found.tensors, found.counts, *options)
+    out, lse, *_ = exchange_forward(q, k, v, found.tensors, found.counts, *options)
     return out, lse
 
 

@@ -23,6 +23,10 @@ EXCHANGE_COPIES, ULYSSES_COPIES = 0.36, 1.55
 # what the host takes for a further message and its launches, and for rows that are shipped, forward or backward
 CHUNK, SHIPPING = 150e-6, 1e-3
 MOST_CHUNKS = 4
+# bytes a second of copies: joining 2 GiB, butterfly of 262,144 tokens
+MEMORY = 4.05e12
+# what the host takes, forward and backward, to compute rows that need no messages apart: an assumption
+SPLITTING = 400e-6
 # of the time with fewer messages; messages and attention compete for multiprocessors, which the model leaves out
 CONVINCING = 0.95
 
@@ -83,6 +87,15 @@ def ulysses(work: Work, call: Call, n_ranks: int) -> float:
     return 2 * (2 * LATENCY + link(work.received, call, ULYSSES_COPIES)) + sum(
         attention(work, call, call.q_heads / n_ranks)
     )
+
+
+def splitting_pays(n_tokens: int, kv_heads: int, head_dim: int, element_bytes: int) -> bool:
+    """Whether it is worth its launches to compute rows that need no messages where their keys lie.
+
+    It saves joining own keys and values with received ones, and adding up gradients: each is read and written.
+    """
+    n_bytes = 2 * n_tokens * kv_heads * head_dim * element_bytes
+    return 2 * 2 * n_bytes / MEMORY > SPLITTING
 
 
 def best_chunks(work: Work, call: Call, kv_heads: int) -> int:
