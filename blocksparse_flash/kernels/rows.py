@@ -55,14 +55,15 @@ def copy_kernel(
         p_target = head_base(target_ptr, target_strides, i_batch, i_head) + o_to[:, None] * target_strides[2]
         b_rows = tl.load(p_source + o_dim[None, :], mask=m_rows, other=0.0)
         tl.store(p_target + o_dim[None, :], b_rows.to(target_ptr.dtype.element_ty), mask=m_rows)
+    # names of its own: the types of the two branches differ
     elif second_source_ptr is not None:
-        m_rows = m_row[:, None] & (o_dim < SECOND_FEATURES)[None, :]
-        p_source = head_base(second_source_ptr, second_source_strides, i_batch, i_head)
-        p_target = head_base(second_target_ptr, second_target_strides, i_batch, i_head)
-        p_source += o_from[:, None] * second_source_strides[2] + o_dim[None, :]
-        p_target += o_to[:, None] * second_target_strides[2] + o_dim[None, :]
-        b_rows = tl.load(p_source, mask=m_rows, other=0.0)
-        tl.store(p_target, b_rows.to(second_target_ptr.dtype.element_ty), mask=m_rows)
+        m_seconds = m_row[:, None] & (o_dim < SECOND_FEATURES)[None, :]
+        p_second = head_base(second_source_ptr, second_source_strides, i_batch, i_head)
+        p_into = head_base(second_target_ptr, second_target_strides, i_batch, i_head)
+        p_second += o_from[:, None] * second_source_strides[2] + o_dim[None, :]
+        p_into += o_to[:, None] * second_target_strides[2] + o_dim[None, :]
+        b_seconds = tl.load(p_second, mask=m_seconds, other=0.0)
+        tl.store(p_into, b_seconds.to(second_target_ptr.dtype.element_ty), mask=m_seconds)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
