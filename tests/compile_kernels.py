@@ -141,6 +141,7 @@ def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
     order, table = torch.zeros(length, dtype=torch.int64), torch.zeros(2, length, dtype=torch.int32)
     rows.copy(x, message, order, None)
     rows.copy(message, x, None, order)
+    rows.copy(x, message, order, None, (x, message))
     rows.add(x, x, message, [x], table, order, 0)
 
 

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -27,6 +28,7 @@ import masks
 from benchmarks import train_context_parallel
 from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
+from blocksparse_flash.distributed import times
 from blocksparse_flash.distributed.side import sides
 from blocksparse_flash.nn import SelfAttention
 from tests import closeness
@@ -53,21 +55,33 @@ from tests.context_truth import (
 Cases = dict[str, Callable[[], None]]
 
 
+def near_apart() -> contextlib.AbstractContextManager[object]:
+    """Rows that need no messages are computed apart, few as they are."""
+    return mock.patch.object(times, "SPLITTING", -1.0)
+
+
 def equals_one_process(layout: str, order: str, kv_heads: int, scheme: str) -> None:
     n_ranks, heads = dist.get_world_size(), (4, kv_heads)
     order_of = orders(n_ranks, -(-LENGTH // 128))[order]
-    plan = bd.plan(
-        layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme=scheme, deterministic=True
-    )
+    with near_apart():
+        plan = bd.plan(
+            layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme=scheme, deterministic=True
+        )
     case = whole(layout, LENGTH, heads)
     assert_equal_to_one_process(plan, case, rows_are_whole=True, repeats=order == "zigzag")
+
+
+def slow_link() -> contextlib.AbstractContextManager[object]:
+    """Bytes alone decide what a plan takes."""
+    return mock.patch.multiple(times, LINK=1e3, ULYSSES_COPIES=0, EXCHANGE_COPIES=0)
 
 
 def ships_rows(layout: str, order: str, kv_heads: int) -> None:
     """Rows that reach most tiles travel, when that moves less: within tolerance, and less work for the busiest rank."""
     n_ranks, heads = dist.get_world_size(), (4, kv_heads)
     order_of = orders(n_ranks, -(-LENGTH // 128))[order]
-    plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="exchange")
+    with slow_link():
+        plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="exchange")
     costs = plan.layers[0].costs
     assert len(costs.shipped), "no row is shipped: the case tests nothing"
     assert costs.exchange.max() < costs.bound.max()
@@ -139,12 +153,14 @@ def ulysses_equals_one_process(layout: str, order: str) -> None:
 
 
 def auto_takes_what_moves_less() -> None:
+    """Where the link is what takes time."""
     n_ranks = dist.get_world_size()
     layouts = [layout_of("local", LENGTH), BlockLayout.from_dense(torch.ones(LENGTH, LENGTH).bool(), block_size=128)]
     # the gathered keys of a dense layout are more than ulysses' heads from 3 ranks on
-    plan = bd.plan(layouts, dist.group.WORLD, heads=n_ranks)
-    assert [layer.scheme for layer in plan.layers] == ["exchange", "ulysses" if n_ranks > 2 else "exchange"]
-    plan = bd.plan(layouts, dist.group.WORLD, heads=(2 * n_ranks, 1))
+    with slow_link():
+        plan = bd.plan(layouts, dist.group.WORLD, heads=n_ranks)
+        assert [layer.scheme for layer in plan.layers] == ["exchange", "ulysses" if n_ranks > 2 else "exchange"]
+        plan = bd.plan(layouts, dist.group.WORLD, heads=(2 * n_ranks, 1))
     assert [layer.scheme for layer in plan.layers] == ["exchange", "exchange"]
     assert "do not divide" in str(plan) and "lower bound" in str(plan)
     case = whole("local", LENGTH, (2 * n_ranks, 1))
@@ -167,7 +183,8 @@ def half_types(scheme: str) -> None:
     """bfloat16 travels as it is; sums over ranks are float32. Keys, values and shipped rows."""
     n_ranks = dist.get_world_size()
     heads = (n_ranks, n_ranks)
-    plan = bd.plan(layout_of("global", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme)
+    with slow_link():
+        plan = bd.plan(layout_of("global", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme)
     assert scheme == "ulysses" or len(plan.layers[0].costs.shipped)
     case = in_half("global", heads)
     for name, actual, truth, same in zip(NAMES, sharded(plan, case), case.truth, case.same, strict=True):
@@ -178,7 +195,8 @@ def half_types(scheme: str) -> None:
 def kernels_give_the_same_bits() -> None:
     """The portable kernels, in Triton's interpreter: forward and dq are those of one process, bit by bit."""
     case = interpreted()
-    plan = bd.plan(layout_of("narrow", 560), dist.group.WORLD, heads=(2, 1), deterministic=True)
+    with near_apart():
+        plan = bd.plan(layout_of("narrow", 560), dist.group.WORLD, heads=(2, 1), deterministic=True)
     _, near = sides(plan.layers[0].tensors, plan.layers[0].counts, 2)
     assert bool(near) == (dist.get_rank() == 0), "rows are to be computed apart on the first rank alone"
     for name, actual, same in zip(NAMES, sharded(plan, case, backend="triton"), case.same, strict=True):

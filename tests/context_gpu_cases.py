@@ -25,7 +25,7 @@ from benchmarks import train_context_parallel
 from blocksparse_flash import attention
 from blocksparse_flash import distributed as bd
 from tests import closeness, crew
-from tests.context_cases import raised
+from tests.context_cases import near_apart, raised, slow_link
 from tests.context_truth import NAMES, Whole, called, layout_of, orders, sharded
 
 IS_GPU = torch.cuda.is_available()
@@ -81,16 +81,19 @@ def assert_as_one_process(
 def exchange_equals_one_process(layout: str, order: str, kv_heads: int, backend: str = "auto") -> None:
     order_of = orders(dist.get_world_size(), -(-LENGTH // 128))[order]
     options = {"order": order_of, "scheme": "exchange", "deterministic": True}
-    plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=(HEADS, kv_heads), **options)
+    with near_apart():
+        plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=(HEADS, kv_heads), **options)
     # one message: chunks of heads may be too small for the copy engine, and then are summed in another order
     case = whole(layout, (HEADS, kv_heads))
     assert_as_one_process(plan, case, layout, ("out", "lse", "dq"), backend=backend, chunks=1)
 
 
 def ships_rows(layout: str, order: str, kv_heads: int) -> None:
-    plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=(HEADS, kv_heads), order=order, scheme="exchange")
+    heads = HEADS, kv_heads
+    with slow_link():
+        plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order, scheme="exchange")
     assert len(plan.layers[0].costs.shipped), "no row is shipped: the check tests nothing"
-    assert_as_one_process(plan, whole(layout, (HEADS, kv_heads)), layout, ())
+    assert_as_one_process(plan, whole(layout, heads), layout, ())
 
 
 def ulysses_equals_one_process(layout: str, order: str, kv_heads: int) -> None:
@@ -144,7 +147,8 @@ def runs_over_and_over(layout: str, group: int, n_runs: int) -> None:
 def never_waits_on_the_host(scheme: str) -> None:
     """Neither the forward nor the backward makes the host wait for the GPU, but the first call, which compiles."""
     heads = (HEADS, HEADS)
-    plan = bd.plan(layout_of("bigbird", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme, order="zigzag")
+    with slow_link():
+        plan = bd.plan(layout_of("bigbird", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme, order="zigzag")
     case = whole("bigbird", heads)
     sharded(plan, case)
     leaves = [plan.shard(tensor, dim=2).requires_grad_() for tensor in case[:3]]

@@ -252,8 +252,10 @@ TABLE = {
     ),
     "blocksparse_flash/distributed/ownership.py": Arrows({NUMPY, f"{OURS}.blocks"}, {"scipy"}),
     "blocksparse_flash/distributed/traffic.py": Arrows({NUMPY, f"{OURS}.blocks", f"{OURS}.plan"}),
+    "blocksparse_flash/distributed/times.py": Arrows({f"{OURS}.plan"}),
     "blocksparse_flash/distributed/costs.py": Arrows(
-        {NUMPY, *(f"{OURS}.{name}" for name in ("blocks", "plan", "distributed.ownership", "distributed.traffic"))}
+        {NUMPY, *(f"{OURS}.{name}" for name in ("blocks", "plan"))}
+        | {f"{OURS}.distributed.{name}" for name in ("ownership", "times", "traffic")}
     ),
     "blocksparse_flash/distributed/agreement.py": Arrows({TORCH}),
     "blocksparse_flash/distributed/local.py": Arrows({TORCH, f"{OURS}.ops"}),
@@ -268,7 +270,10 @@ TABLE = {
     ),
     "blocksparse_flash/distributed/context_plan.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "plan"))}
-        | {f"{OURS}.distributed.{name}" for name in ("agreement", "costs", "messages", "ownership", "side", "traffic")}
+        | {
+            f"{OURS}.distributed.{name}"
+            for name in ("agreement", "costs", "messages", "ownership", "side", "times", "traffic")
+        }
     ),
     "blocksparse_flash/distributed/ulysses.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("functional", "layout", "distributed.messages"))},
@@ -276,7 +281,10 @@ TABLE = {
     ),
     "blocksparse_flash/distributed/functional.py": Arrows(
         {TORCH, f"{OURS}.contract", f"{OURS}.functional", f"{OURS}.ops"}
-        | {f"{OURS}.distributed.{name}" for name in ("agreement", "context_plan", "dtensors", "exchange", "ulysses")}
+        | {
+            f"{OURS}.distributed.{name}"
+            for name in ("agreement", "context_plan", "dtensors", "exchange", "times", "ulysses")
+        }
     ),
     "blocksparse_flash/distributed/dtensors.py": Arrows({TORCH}, {f"{OURS}.distributed.context_plan"}),
     "blocksparse_flash/distributed/nn.py": Arrows(

@@ -53,6 +53,21 @@ def test_some_rows_are_picked_and_the_others_stay(device: torch.device) -> None:
         assert (target == 1).all()
 
 
+@pytest.mark.parametrize("widths", [(8, 8), (128, 12), (12, 128)])
+def test_two_tensors_are_copied_at_once(widths: tuple[int, int], device: torch.device) -> None:
+    """As keys and values of other widths are: into and out of a message, some rows."""
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(1))[:50].to(device)
+    sources = [strided(drawn((2, 3, 70, n), torch.bfloat16, device, n)) for n in widths]
+    for backend in ("eager", "triton"):
+        picked = rows.picked_both(sources, order, backend)
+        targets = [torch.zeros_like(source) for source in sources]
+        rows.copy_both(picked, targets, backend, put=order)
+        for source, some, target in zip(sources, picked, targets, strict=True):
+            assert torch.equal(some, source[:, :, order])
+            assert torch.equal(target[:, :, order], source[:, :, order])
+            assert target.count_nonzero() == some.count_nonzero()
+
+
 def test_nothing_is_copied_without_rows(device: torch.device) -> None:
     none, target = torch.zeros(0, dtype=torch.long, device=device), torch.ones(1, 2, 5, 8, device=device)
     for backend in ("eager", "triton"):

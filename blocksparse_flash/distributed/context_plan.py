@@ -21,12 +21,13 @@ from .. import arguments
 from ..blocks import Array
 from ..layout import BlockLayout
 from ..plan import TILE
-from . import ownership, traffic
+from . import ownership, times, traffic
 from .agreement import agreed
-from .costs import Costs, costs_of, report
+from .costs import ELEMENT_BYTES, HEAD_DIM, Costs, costs_of, report
 from .messages import redistribute
 from .ownership import ORDERS, Pairs
 from .side import Side
+from .times import Work
 
 SCHEMES = ("auto", "exchange", "ulysses")
 # share of a rank's tiles in rows that need nothing from others, from which on these rows are computed apart
@@ -39,7 +40,7 @@ class LayerPlan:
 
     layout   of all tokens, of the heads that this rank computes under "ulysses"; None under "exchange"
     tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
-    busiest  what the rank receives that receives most under "exchange", in heads * tokens
+    work     what the rank with most of it does under "exchange"
     costs    of every scheme, and why this one
     """
 
@@ -47,7 +48,7 @@ class LayerPlan:
     layout: BlockLayout | None
     tensors: list[Tensor]
     counts: list[int]
-    busiest: int
+    work: Work
     costs: Costs
 
 
@@ -263,28 +264,32 @@ def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
     return BlockLayout(indptr, indices, ids, tiles.bitmasks, q_len=length, kv_len=length, block_size=TILE)
 
 
-def _far(row: Array, col: Array, owner: Array, rank: int) -> Array:
+def _far(row: Array, col: Array, owner: Array, rank: int, length: int, kv_heads: int) -> Array:
     """Which tiles of rows of a rank are computed with what it receives: those that need it, or all.
 
     Rows that need nothing from others are computed where keys lie, while messages travel. That pays if they are much of the
-    work; else it is simpler to compute all rows at once.
+    work, and there is much; else it is simpler and faster to compute all rows at once.
     """
     mine = owner[row] == rank
     needs = np.zeros(len(owner), np.bool_)
     needs[row[mine & (owner[col] != rank)]] = True
     held = np.flatnonzero(owner == rank)
     is_near = ~needs[row[mine]]
-    return held[needs[held]] if is_near.sum() > LEAST_NEAR * len(is_near) else held
+    n_tokens = int(traffic.tokens_of(held, length).sum())
+    if not is_near.sum() > LEAST_NEAR * len(is_near):
+        return held
+    return held[needs[held]] if times.splitting_pays(n_tokens, kv_heads, HEAD_DIM, ELEMENT_BYTES) else held
 
 
 def _exchanged(
-    tiles: BlockLayout, pairs: Pairs, shipped: Array, owner: Array, rank: int, n_ranks: int, device: torch.device
-) -> tuple[list[Tensor], list[int]]:
+    tiles: BlockLayout, pairs: Pairs, shipped: Array, owner: Array, kv_heads: int, rank: int, n_ranks: int,
+    device: torch.device,
+) -> tuple[list[Tensor], list[int]]:  # fmt: skip
     """The flat sides of one layer on one rank: of keys, of shipped queries if there are any; then the plan of near rows."""
     length, held, ships = tiles.q_len, np.flatnonzero(owner == rank), np.isin(pairs.row, shipped)
     n_tokens, nothing = int(traffic.tokens_of(held, length).sum()), np.zeros(0, np.int64)
     row, col = pairs.row[~ships], pairs.col[~ships]
-    far, stays = _far(row, col, owner, rank), _without(tiles, shipped)
+    far, stays = _far(row, col, owner, rank, length, kv_heads), _without(tiles, shipped)
     keys = traffic.moves(owner[row], col, owner)
     found = traffic.lists(col[np.isin(row, far)], keys, owner, length, rank, n_ranks)
     splits = len(far) < len(held)
@@ -317,15 +322,13 @@ def _heads_of(layout: BlockLayout, q_heads: int, rank: int, n_ranks: int) -> Blo
 
 
 def _layer(
-    layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, owner: Array, q_heads: int, rank: int,
+    layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, owner: Array, heads: tuple[int, int], rank: int,
     n_ranks: int, device: torch.device,
 ) -> LayerPlan:  # fmt: skip
-    # a number of Python's own: torch.compile reads it
-    busiest = int(costs.exchange.max())
     if costs.scheme == "ulysses":
-        return LayerPlan("ulysses", _heads_of(layout, q_heads, rank, n_ranks).to(device), [], [], busiest, costs)
-    flat = _exchanged(tiles, pairs, costs.shipped, owner, rank, n_ranks, device)
-    return LayerPlan("exchange", None, *flat, busiest, costs)
+        return LayerPlan("ulysses", _heads_of(layout, heads[0], rank, n_ranks).to(device), [], [], costs.work, costs)
+    flat = _exchanged(tiles, pairs, costs.shipped, owner, heads[1], rank, n_ranks, device)
+    return LayerPlan("exchange", None, *flat, costs.work, costs)
 
 
 def _orders(owner: Array, length: int, n_ranks: int) -> tuple[Array, list[int]]:
@@ -367,7 +370,7 @@ def _built(
         costs_of(pair, owner, length, sides, n_ranks, asked=asked, whole_rows=flags["deterministic"]) for pair in pairs
     ]
     layers = tuple(
-        _layer(layout, tile, pair, cost, owner, sides[0], rank, n_ranks, device)
+        _layer(layout, tile, pair, cost, owner, sides, rank, n_ranks, device)
         for layout, tile, pair, cost in zip(found, tiles, pairs, costs, strict=True)
     )
     tokens, sizes = _orders(owner, length, n_ranks)
@@ -412,11 +415,12 @@ def plan(
              work), "tuned" (moves least; seconds), or the rank of each tile. A rank may hold none. All but "contiguous"
              leave gaps between a rank's tokens: use `positions`
     scheme   "exchange" moves the needed keys, "ulysses" whole heads (key heads must be a multiple of the ranks); "auto"
-             takes for each layer the one whose busiest rank receives fewer bytes
+             takes for each layer the one whose step should take less time, by the rates of H200s
     deterministic  True: rows are never split between ranks, so that out and dq equal those of one process bit by bit.
-             Otherwise queries that reach most keys may travel instead of the keys; two runs give equal bits anyway, but
-             for dq of backend="hopper"
-    keep_received  keep received keys and values for the backward; False receives them again, which costs time
+             Otherwise queries that reach most keys travel instead of the keys where that should be faster; two runs
+             give equal bits anyway, but for dq of backend="hopper"
+    keep_received  keep received keys and values, joined with own ones, for the backward; False receives them again,
+             which costs time
     check_calls  True: before each call of attention the ranks compare what they were given, and raise together where one
              was given something else. For development: it waits for the device, and cannot be compiled
     returns  ContextPlan; print it

@@ -1,9 +1,10 @@
-"""What does each scheme move, and which one moves least?
+"""What does each scheme move and compute, and which one takes least time?
 
 Knows pairs of tiles, owners and numbers of heads. Must not know torch, layouts or process groups.
 
 The unit is a number: one feature of one head of one token, keys and values having the same head_dim. Bytes are
-numbers * head_dim * element size. All counts are of what a rank receives in one forward of one layer of one batch.
+numbers * head_dim * element size. All counts are of what a rank receives in one forward of one layer of one batch. Times are
+those of times.py, for one sequence of heads of 128 in two bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import numpy as np
 
 from ..blocks import Array
 from ..plan import TILE
-from . import traffic
+from . import times, traffic
 from .ownership import Pairs
+from .times import Call, Work
+
+# what a plan is chosen for
+HEAD_DIM, ELEMENT_BYTES = 128, 2
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Costs:
     all_gather  all keys and values of others
     tiles     tiles that the rank computes under "exchange", for one batch and head, whichever needs them
     shipped   rows of tiles whose queries travel under "exchange"
+    work      what the rank with most of it does under "exchange", shipped rows apart
     scheme, reason  the one taken
     """
 
@@ -38,6 +44,7 @@ class Costs:
     all_gather: Array
     tiles: Array
     shipped: Array
+    work: Work
     scheme: str
     reason: str
 
@@ -56,42 +63,77 @@ def _received(
     return received
 
 
-def _shipped(pairs: Pairs, owner: Array, length: int, heads: tuple[int, int], n_ranks: int) -> tuple[Array, Array]:
-    """Which rows to ship, and what ranks then receive: those that reach most tiles, if the busiest rank receives less."""
-    nothing = np.zeros(len(owner), np.bool_)
-    reaches_most = 2 * np.bincount(pairs.row, minlength=len(owner)) > len(owner)
-    stays, ships = (_received(pairs, rows, owner, length, heads, n_ranks) for rows in (nothing, reaches_most))
-    return (reaches_most, ships) if ships.max() < stays.max() else (nothing, stays)
+def _longest(rank: Array, line: Array, n_tiles: int) -> int:
+    """The most tiles of one row, or column, that one rank computes."""
+    return int(np.bincount(rank * n_tiles + line).max(initial=0))
+
+
+def _work(pairs: Pairs, rank: Array, received: int) -> Work:
+    """What the busiest rank does when rank[i] computes pair i."""
+    n_tiles = int(max(pairs.row.max(initial=0), pairs.col.max(initial=0))) + 1
+    tiles = int(np.bincount(rank).max(initial=0))
+    return Work(received, tiles, _longest(rank, pairs.row, n_tiles), _longest(rank, pairs.col, n_tiles))
+
+
+def _exchange(
+    pairs: Pairs, is_shipped: Array, owner: Array, length: int, heads: tuple[int, int], n_ranks: int
+) -> tuple[float, Work, Array]:
+    """Seconds of a step when these rows are shipped; the work without them; what each rank receives."""
+    received = _received(pairs, is_shipped, owner, length, heads, n_ranks)
+    ships = is_shipped[pairs.row]
+    stay, travel = Pairs(pairs.row[~ships], pairs.col[~ships]), Pairs(pairs.row[ships], pairs.col[ships])
+    call = _call(heads)
+    work = _work(stay, owner[stay.row], int(received.max()))
+    seconds = times.exchange(work, call, times.best_chunks(work, call, heads[1]))
+    if len(travel.row):
+        seconds += times.shipping(_work(travel, owner[travel.col], 0), call)
+    return seconds, work, received
+
+
+def _call(heads: tuple[int, int]) -> Call:
+    return Call(1, heads[0], heads[0] // heads[1], HEAD_DIM, ELEMENT_BYTES)
 
 
 def costs_of(
     pairs: Pairs, owner: Array, length: int, heads: tuple[int, int], n_ranks: int, *, asked: str, whole_rows: bool
 ) -> Costs:
-    """What a layer costs, and the scheme for it: asked, or the cheaper one for "auto". whole_rows: none is shipped."""
+    """What a layer costs, and the scheme for it: asked, or the faster one for "auto". whole_rows: none is shipped.
+
+    Rows that reach most tiles are shipped if that is faster than sending every rank the keys it needs.
+    """
     q_heads, kv_heads = heads
     held = traffic.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
     is_shipped = np.zeros(len(owner), np.bool_)
-    bound = exchange = _received(pairs, is_shipped, owner, length, heads, n_ranks)
-    if not whole_rows:
-        is_shipped, exchange = _shipped(pairs, owner, length, heads, n_ranks)
+    seconds, work, bound = _exchange(pairs, is_shipped, owner, length, heads, n_ranks)
+    exchange = bound
+    reaches_most = 2 * np.bincount(pairs.row, minlength=len(owner)) > len(owner)
+    if not whole_rows and reaches_most.any():
+        found = _exchange(pairs, reaches_most, owner, length, heads, n_ranks)
+        if found[0] < seconds:
+            is_shipped, (seconds, work, exchange) = reaches_most, found
     ulysses = None
     if kv_heads % n_ranks == 0:
         # q, k and v of others' tokens for own heads, out of others' heads for own tokens
         ulysses = ((length - held) * (q_heads + 2 * kv_heads) + held * q_heads * (n_ranks - 1)) // n_ranks
     scheme, reason = asked, "asked for by name"
     if asked == "auto":
-        scheme, reason = _cheaper(int(exchange.max()), None if ulysses is None else int(ulysses.max()), heads, n_ranks)
+        other = None
+        if ulysses is not None:
+            whole = _work(pairs, np.zeros(len(pairs.row), np.int64), int(ulysses.max()))
+            other = times.ulysses(whole, _call(heads), n_ranks)
+        scheme, reason = _faster(seconds, other, heads, n_ranks)
     tiles = np.bincount(owner[np.where(is_shipped[pairs.row], pairs.col, pairs.row)], minlength=n_ranks)
     all_gather = 2 * kv_heads * (length - held)
-    return Costs(bound, exchange, ulysses, all_gather, tiles, np.flatnonzero(is_shipped), scheme, reason)
+    return Costs(bound, exchange, ulysses, all_gather, tiles, np.flatnonzero(is_shipped), work, scheme, reason)
 
 
-def _cheaper(exchange: int, ulysses: int | None, heads: tuple[int, int], n_ranks: int) -> tuple[str, str]:
+def _faster(exchange: float, ulysses: float | None, heads: tuple[int, int], n_ranks: int) -> tuple[str, str]:
     if ulysses is None:
         return "exchange", f"{n_ranks} ranks do not divide {heads[1]} key heads, which ulysses needs"
+    said = "a step on H200s should take {:.3g} ms, of {} {:.3g}"
     if exchange <= ulysses:
-        return "exchange", f"its busiest rank receives {exchange / max(ulysses, 1):.3g} of what ulysses would"
-    return "ulysses", f"its busiest rank receives {ulysses / exchange:.3g} of what exchange would"
+        return "exchange", said.format(1e3 * exchange, "ulysses", 1e3 * ulysses)
+    return "ulysses", said.format(1e3 * ulysses, "exchange", 1e3 * exchange)
 
 
 def report(plan: Any, head_dim: int = 128, element_bytes: int = 2) -> str:

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import contract, functional, ops
-from . import dtensors, ulysses
+from . import dtensors, times, ulysses
 from .agreement import agreed
 from .context_plan import ContextPlan
 from .exchange import exchange_forward
-
-# 16 MiB take 60 microseconds at the 278 GB/s measured between two H200s, NCCL some 30 of latency: shorter ones would not pay
-MOST_CHUNKS, LEAST_BYTES = 4, 16 << 20
 
 
 def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
@@ -45,12 +42,11 @@ def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) ->
 
 
 def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Tensor) -> int:
-    """How many messages: those asked for, or as many as pay for the rank that receives most, so that all ranks agree."""
-    kv_heads = plan.heads[1]
+    """How many messages: those asked for, or as many as take least time on the busiest rank, so that all ranks agree."""
+    q_heads, kv_heads = plan.heads
     if chunks is None:
-        # costs are keys and values of one head_dim
-        n_bytes = k.shape[0] * plan.layers[layer].busiest // 2 * (k.shape[3] + v.shape[3]) * k.element_size()
-        return max(n for n in range(1, MOST_CHUNKS + 1) if kv_heads % n == 0 and (n == 1 or n * LEAST_BYTES <= n_bytes))
+        call = times.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, k.element_size())
+        return times.best_chunks(plan.layers[layer].work, call, kv_heads)
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         raise TypeError(f"chunks must be an int or None, got {chunks!r}")
     if chunks < 1 or kv_heads % chunks:
@@ -129,7 +125,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _
     if backend == "hopper":
         backend = functional._promising(backend, plan.is_deterministic or None)
     options = call.scale, call.n_chunks, plan.keeps_received, plan.group_name, backend
-    out, lse, _ = exchange_forward(q, k, v, found.tensors, found.counts, *options)
+    out, lse, *_ = exchange_forward(q, k, v, found.tensors, found.counts, *options)
     return out, lse
 
 
@@ -180,8 +176,8 @@ def attention(
     plan     what `plan` made; its layout, order and scheme
     layer    which of the plan's layouts
     scale    factor on the scores; None is head_dim ** -0.5
-    chunks   messages into which the key heads are divided, so that one travels while another is computed; None: up to 4, of
-             16 MiB at least
+    chunks   messages into which the key heads are divided, so that one travels while another is computed; None: up to 4,
+             as many as should take least time
     backend  "auto", "hopper", "triton" or "eager", as in blocksparse_flash.attention
     returns  (batch, heads, plan.local_length, v_head_dim)
     raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the others then

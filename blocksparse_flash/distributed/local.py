@@ -24,14 +24,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], scale: float, ba
 
 
 def attend_backward(
-    douts: tuple[Tensor, Tensor],
+    douts: tuple[Tensor, Tensor | None],
     inputs: tuple[Tensor, Tensor, Tensor],
     outs: tuple[Tensor, Tensor],
     plan: list[Tensor],
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attend`: douts (dout, dlse), inputs (q, k, v), outs (out, lse)."""
+    """Gradients of `attend`: douts (dout, dlse or None), inputs (q, k, v), outs (out, lse)."""
     q, k, v = inputs
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

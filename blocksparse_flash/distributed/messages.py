@@ -46,7 +46,11 @@ def packed(tensors: list[Tensor], tokens: Tensor, backend: str) -> Tensor:
     """The message that holds these tokens of tensors of one dtype, side by side."""
     features = [tensor.shape[3] for tensor in tensors]
     message = tensors[0].new_empty(len(tokens), *tensors[0].shape[:2], sum(features))
-    for tensor, part in zip(tensors, unpacked(message, features), strict=True):
+    parts = unpacked(message, features)
+    if len(tensors) == 2:
+        rows.copy_both(tensors, parts, backend, taken=tokens)
+        return message
+    for tensor, part in zip(tensors, parts, strict=True):
         rows.copy(tensor, part, backend, taken=tokens)
     return message
 
@@ -63,6 +67,20 @@ def joined(
     whole = mine.new_empty(*mine.shape[:2], len(own_slots) + len(slots), mine.shape[3])
     rows.copy(mine, whole, backend, taken=own, put=own_slots)
     return rows.copy(received, whole, backend, put=slots)
+
+
+def join_both(
+    into: Sequence[Tensor],
+    mine: Sequence[Tensor],
+    own: Tensor | None,
+    own_slots: Tensor,
+    received: Sequence[Tensor],
+    slots: Tensor,
+    backend: str,
+) -> None:
+    """`joined` of keys and values, into two tensors."""
+    rows.copy_both(mine, into, backend, taken=own, put=own_slots)
+    rows.copy_both(received, into, backend, put=slots)
 
 
 def add_at(total: Tensor, tokens: Tensor, part: Tensor) -> None:

@@ -5,6 +5,8 @@ Knows tensors (batch, heads, tokens, features), index lists, the name of a backe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,31 @@ def copy(
         return target
     found = (source if taken is None else source.index_select(2, taken)).to(target.dtype)
     return target.copy_(found) if put is None else target.index_copy_(2, put, found)
+
+
+def copy_both(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    backend: str,
+    *,
+    taken: Tensor | None = None,
+    put: Tensor | None = None,
+) -> None:
+    """`copy` of two tensors of as many tokens and heads, such as keys and values, in one launch."""
+    if backend != "eager" and all(target.numel() for target in targets):
+        from ..kernels import rows
+
+        rows.copy(sources[0], targets[0], taken, put, (sources[1], targets[1]))
+        return
+    for source, target in zip(sources, targets, strict=True):
+        copy(source, target, backend, taken=taken, put=put)
+
+
+def picked_both(sources: Sequence[Tensor], taken: Tensor, backend: str) -> list[Tensor]:
+    """`picked` of two tensors of as many tokens and heads, in one launch."""
+    targets = [x.new_empty(*x.shape[:2], len(taken), x.shape[3]) for x in sources]
+    copy_both(sources, targets, backend, taken=taken)
+    return targets
 
 
 def picked(source: Tensor, taken: Tensor, backend: str) -> Tensor:

@@ -75,11 +75,13 @@ class Backward:
     """Gradients of shipped rows: sent when made, awaited by `finish`."""
 
     def __init__(
-        self, inputs: tuple[Tensor, Tensor], douts: tuple[Tensor, Tensor], lse: Tensor, queries: Side, walk: Walk
+        self, inputs: tuple[Tensor, Tensor], douts: tuple[Tensor, Tensor | None], lse: Tensor, queries: Side, walk: Walk
     ) -> None:
-        """inputs (q, out), douts (dout, dlse), of all tokens of this rank."""
-        q, out, dout, dlse, lse = (tensor.index_select(2, queries.own) for tensor in (*inputs, *douts, lse))
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=3) - dlse.masked_fill(lse == -torch.inf, 0)
+        """inputs (q, out), douts (dout, dlse or None), of all tokens of this rank."""
+        q, out, dout, lse = (tensor.index_select(2, queries.own) for tensor in (*inputs, douts[0], lse))
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=3)
+        if douts[1] is not None:
+            delta -= douts[1].index_select(2, queries.own).masked_fill(lse == -torch.inf, 0)
         self.mine = [q, dout, messages.words(torch.stack([lse, delta], dim=3), q.dtype)]
         self.queries, self.walk = queries, walk
         message = messages.packed(self.mine, queries.sent_places, walk.backend)

@@ -1,6 +1,6 @@
 """How do rows of tensors move and add up on a GPU? Two kernels that read and write each row once, at the speed of memory.
 
-    copy    target[:, :, put] = source[:, :, taken]
+    copy    target[:, :, put] = source[:, :, taken], of one pair (source, target) or of two with the same lists
     add     total[:, :, rows] = sums over ranks, in their order and in float32, of rows which a table names
 
 With PyTorch's index_select and index_copy_ a row is read and written several times on its way, and sums keep a float32 tensor
@@ -27,15 +27,15 @@ ELEMENTS = 8192
 # fmt: off
 @triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
 def copy_kernel(
-    # inputs; the lists are int64, or None for all rows in order
-    source_ptr, taken_ptr, put_ptr,
+    # inputs; the lists are int64, or None for all rows in order; program_id(1) tells the first source from the second one
+    source_ptr, second_source_ptr, taken_ptr, put_ptr,
     # outputs
-    target_ptr,
+    target_ptr, second_target_ptr,
     # strides in elements: (batch, head, row)
-    source_strides, target_strides,
+    source_strides, target_strides, second_source_strides, second_target_strides,
     n_rows, n_blocks, n_heads,
-    # compile time
-    FEATURES: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    # compile time; the DIM of the wider one
+    FEATURES: tl.constexpr, SECOND_FEATURES: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):
     i_axis = tl.program_id(0) // n_blocks
     i_batch, i_head = i_axis // n_heads, i_axis % n_heads
@@ -48,11 +48,22 @@ def copy_kernel(
     if put_ptr is not None:
         o_to = tl.load(put_ptr + o_row, mask=m_row, other=0)
     o_dim = tl.arange(0, DIM)
-    # [ROWS, DIM]
-    m_rows = m_row[:, None] & (o_dim < FEATURES)[None, :]
-    p_source = head_base(source_ptr, source_strides, i_batch, i_head) + o_from[:, None] * source_strides[2] + o_dim[None, :]
-    p_target = head_base(target_ptr, target_strides, i_batch, i_head) + o_to[:, None] * target_strides[2] + o_dim[None, :]
-    tl.store(p_target, tl.load(p_source, mask=m_rows, other=0.0).to(target_ptr.dtype.element_ty), mask=m_rows)
+    if tl.program_id(1) == 0:
+        # [ROWS, DIM]
+        m_rows = m_row[:, None] & (o_dim < FEATURES)[None, :]
+        p_source = head_base(source_ptr, source_strides, i_batch, i_head) + o_from[:, None] * source_strides[2]
+        p_target = head_base(target_ptr, target_strides, i_batch, i_head) + o_to[:, None] * target_strides[2]
+        b_rows = tl.load(p_source + o_dim[None, :], mask=m_rows, other=0.0)
+        tl.store(p_target + o_dim[None, :], b_rows.to(target_ptr.dtype.element_ty), mask=m_rows)
+    # names of its own: the types of the two branches differ
+    elif second_source_ptr is not None:
+        m_seconds = m_row[:, None] & (o_dim < SECOND_FEATURES)[None, :]
+        p_second = head_base(second_source_ptr, second_source_strides, i_batch, i_head)
+        p_into = head_base(second_target_ptr, second_target_strides, i_batch, i_head)
+        p_second += o_from[:, None] * second_source_strides[2] + o_dim[None, :]
+        p_into += o_to[:, None] * second_target_strides[2] + o_dim[None, :]
+        b_seconds = tl.load(p_second, mask=m_seconds, other=0.0)
+        tl.store(p_into, b_seconds.to(second_target_ptr.dtype.element_ty), mask=m_seconds)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
@@ -109,22 +120,45 @@ def _sizes(shape: tuple[int, ...], n_rows: int) -> tuple[int, dict[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _copy_launch(
-    tensors: tuple[Seen, Seen, Seen | None, Seen | None],
+    tensors: tuple[Seen | None, ...],
     n_rows: int,
     device: torch.device,  # noqa: ARG001  a launch is of one
 ) -> Launch:
-    source, target, _, _ = tensors
-    n_programs, sizes = _sizes(target.shape, n_rows)
-    strides = {"source_strides": source.strides[:3], "target_strides": target.strides[:3]}
-    return Launch(copy_kernel, (n_programs,), strides | sizes)
+    source, second_source, _, _, target, second_target = tensors
+    assert source is not None and target is not None
+    pair = [(source, target)]
+    if second_source is not None and second_target is not None:
+        pair.append((second_source, second_target))
+    wide = max((of[1].shape for of in pair), key=lambda shape: shape[3])
+    n_programs, sizes = _sizes(wide, n_rows)
+    (source, target), (second_source, second_target) = pair[0], pair[-1]
+    strides = {
+        "source_strides": source.strides[:3],
+        "target_strides": target.strides[:3],
+        "second_source_strides": second_source.strides[:3],
+        "second_target_strides": second_target.strides[:3],
+    }
+    features = {"FEATURES": target.shape[3], "SECOND_FEATURES": second_target.shape[3]}
+    return Launch(copy_kernel, (n_programs, len(pair)), strides | sizes | features)
 
 
-def copy(source: torch.Tensor, target: torch.Tensor, taken: torch.Tensor | None, put: torch.Tensor | None) -> None:
-    """target[:, :, put] = source[:, :, taken], in target's type. The lists are contiguous int64; None is all rows."""
+def copy(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    taken: torch.Tensor | None,
+    put: torch.Tensor | None,
+    second: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """target[:, :, put] = source[:, :, taken], in target's type, and likewise of the second (source, target).
+
+    The lists are contiguous int64; None is all rows. Batches, heads and rows of both pairs are equal.
+    """
     n_rows = len(taken) if taken is not None else source.shape[2]
     if n_rows and target.numel():
-        tensors: Any = see(source), see(target), see(taken), see(put)
-        _copy_launch(tensors, n_rows, source.device)(source, taken, put, target)
+        second_source, second_target = (None, None) if second is None else second
+        tensors = tuple(see(tensor) for tensor in (source, second_source, taken, put, target, second_target))
+        launch = _copy_launch(tensors, n_rows, source.device)
+        launch(source, second_source, taken, put, target, second_target)
 
 
 @functools.lru_cache(maxsize=1024)

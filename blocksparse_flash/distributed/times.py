@@ -1,0 +1,107 @@
+"""How long would a layer take, and into how many messages is it best cut? A model of link, attention and host.
+
+Knows how much a rank receives and computes. Must not know torch, layouts, owners or process groups. Rates are those measured on
+two H200s (benchmarks/results/context_parallel.md); on other machines the choices are right as long as the ratios are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..plan import TILE
+
+# bytes a second that a rank receives, and what a message takes besides
+LINK, LATENCY = 278e9, 36e-6
+# operations a second of attention: random blocks, 262,144 tokens, forward and backward
+FORWARD_RATE, BACKWARD_RATE = 563e12, 500e12
+# a program walks a row, or the columns of a group of heads, tile by tile: one of 8,192 tiles took 40.9 ms of a backward
+BACKWARD_TILE = 5e-6
+# it computes five products of a tile where a forward has two
+FORWARD_TILE = 0.4 * BACKWARD_TILE
+# packing and joining, over the time on the link: exchange of butterfly and Ulysses of local, 262,144 tokens
+EXCHANGE_COPIES, ULYSSES_COPIES = 0.36, 1.55
+# what the host takes for a further message and its launches, and for rows that are shipped, forward or backward
+CHUNK, SHIPPING = 150e-6, 1e-3
+MOST_CHUNKS = 4
+# bytes a second of copies: joining 2 GiB, butterfly of 262,144 tokens
+MEMORY = 4.05e12
+# what the host takes, forward and backward, to compute rows that need no messages apart: an assumption
+SPLITTING = 400e-6
+# of the time with fewer messages; messages and attention compete for multiprocessors, which the model leaves out
+CONVINCING = 0.95
+
+
+class Work(NamedTuple):
+    """The most that any rank does in one forward of one sequence, in numbers of Python's own: torch.compile reads them.
+
+    received  heads * tokens, as in costs.Costs
+    tiles     for one head, whichever needs them
+    row, column  tiles of the longest row and column which one rank computes
+    """
+
+    received: int
+    tiles: int
+    row: int
+    column: int
+
+
+class Call(NamedTuple):
+    """What a call adds: sequences, query heads, query heads a key head, their dimension, bytes of one number."""
+
+    batch: int
+    q_heads: int
+    group: int
+    head_dim: float
+    element_bytes: int
+
+
+def link(received: float, call: Call, copies: float) -> float:
+    """Seconds that receiving takes, with the copies before and behind it."""
+    return (1 + copies) * received * call.batch * call.head_dim * call.element_bytes / LINK
+
+
+def attention(work: Work, call: Call, q_heads: float) -> tuple[float, float]:
+    """Seconds of a forward and a backward of so many heads, no faster than their longest walk."""
+    products = call.batch * q_heads * work.tiles * 2 * TILE * TILE * call.head_dim
+    forward = max(2 * products / FORWARD_RATE, work.row * FORWARD_TILE)
+    backward = max(5 * products / BACKWARD_RATE, max(work.row, work.column * call.group) * BACKWARD_TILE)
+    return forward, backward
+
+
+def exchange(work: Work, call: Call, n_chunks: int) -> float:
+    """Seconds of a step whose heads are cut into so many messages, each of which travels while another is computed."""
+    message = LATENCY + link(work.received, call, EXCHANGE_COPIES) / n_chunks
+    total = 0.0
+    for compute in attention(work, call, call.q_heads / n_chunks):
+        total += message + compute + (n_chunks - 1) * (max(message, compute) + CHUNK)
+    return total
+
+
+def shipping(work: Work, call: Call) -> float:
+    """Seconds of a step that shipped rows add: their queries, attended to before the messages back can leave."""
+    return 2 * (SHIPPING + 2 * LATENCY) + sum(attention(work, call, call.q_heads))
+
+
+def ulysses(work: Work, call: Call, n_ranks: int) -> float:
+    """Seconds of a step; work.tiles are those of all ranks."""
+    return 2 * (2 * LATENCY + link(work.received, call, ULYSSES_COPIES)) + sum(
+        attention(work, call, call.q_heads / n_ranks)
+    )
+
+
+def splitting_pays(n_tokens: int, kv_heads: int, head_dim: int, element_bytes: int) -> bool:
+    """Whether it is worth its launches to compute rows that need no messages where their keys lie.
+
+    It saves joining own keys and values with received ones, and adding up gradients: each is read and written.
+    """
+    n_bytes = 2 * n_tokens * kv_heads * head_dim * element_bytes
+    return 2 * 2 * n_bytes / MEMORY > SPLITTING
+
+
+def best_chunks(work: Work, call: Call, kv_heads: int) -> int:
+    """Into how many messages to cut, a divisor of the key heads: more of them only if that is faster beyond doubt."""
+    best = 1
+    for n_chunks in range(2, MOST_CHUNKS + 1):
+        if kv_heads % n_chunks == 0 and exchange(work, call, n_chunks) < CONVINCING * exchange(work, call, best):
+            best = n_chunks
+    return best

@@ -1,0 +1,83 @@
+"""Are messages and schemes chosen as times measured on H200s ask for? Against benchmarks/results/context_parallel.md."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.patterns import patterns
+from blocksparse_flash.distributed import costs, times
+from blocksparse_flash.distributed.costs import Costs
+from blocksparse_flash.distributed.ownership import Pairs
+from blocksparse_flash.distributed.times import Call, Work
+
+
+def costs_of(name: str, length: int, kv_heads: int, n_ranks: int, *, asked: str = "auto") -> Costs:
+    (pattern,) = (pattern for pattern in patterns(length) if pattern.name == name)
+    n_tiles = length // 128
+    owner = np.arange(n_tiles) * n_ranks // n_tiles
+    pairs = Pairs(*np.nonzero(pattern.blocks))
+    return costs.costs_of(pairs, owner, length, (16, kv_heads), n_ranks, asked=asked, whole_rows=False)
+
+
+def chunks(found: Costs, kv_heads: int) -> int:
+    return times.best_chunks(found.work, Call(1, 16, 16 // kv_heads, 128, 2), kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "kv_heads", "expected"),
+    [("local", 65536, 16, 1), ("local", 65536, 4, 1), ("butterfly", 65536, 4, 1), ("bigbird", 65536, 4, 1)],
+)
+def test_short_messages_and_long_walks_stay_whole(name: str, length: int, kv_heads: int, expected: int) -> None:
+    assert chunks(costs_of(name, length, kv_heads, 2), kv_heads) == expected
+
+
+def test_long_messages_are_cut_by_divisors_of_the_heads() -> None:
+    work = Work(received=4 << 20, tiles=12288, row=12, column=12)
+    call = Call(1, 16, 1, 128, 2)
+    assert times.best_chunks(work, call, 16) > 1
+    assert times.best_chunks(work, call, 7) == 1
+    assert times.best_chunks(work, call, 3) in (1, 3)
+    # every program walks its longest row anew for each chunk
+    assert times.best_chunks(work._replace(row=8192), call, 16) == 1
+    # of batches too
+    small = work._replace(received=1 << 15, tiles=96)
+    assert times.best_chunks(small, call, 16) == 1 < times.best_chunks(small, call._replace(batch=128), 16)
+
+
+# (name, kv heads, all-gather, Ulysses, exchange that ships) in ms of a step of 262,144 tokens on two GPUs
+MEASURED = [("bigbird", 16, 26.598, 33.477, 32.852), ("bigbird", 4, 26.198, 52.481, 82.230)]
+
+
+@pytest.mark.parametrize(("name", "kv_heads", "gathers", "ulysses", "ships"), MEASURED)
+def test_what_was_slower_is_not_taken(name: str, kv_heads: int, gathers: float, ulysses: float, ships: float) -> None:
+    """All keys go everywhere here: exchange without shipping moves what an all-gather moves."""
+    assert gathers < min(ulysses, ships)
+    found = costs_of(name, 262144, kv_heads, 2)
+    assert found.scheme == "exchange" and not len(found.shipped)
+    assert (found.exchange == found.all_gather).any()
+    call = Call(1, 16, 16 // kv_heads, 128, 2)
+    assert times.exchange(found.work, call, 1) == pytest.approx(gathers / 1e3, rel=0.2)
+
+
+@pytest.mark.parametrize(("name", "measured"), [("local", 27.354e-3), ("butterfly", 30.330e-3), ("random", 253.9e-3)])
+def test_ulysses_takes_about_what_was_measured(name: str, measured: float) -> None:
+    found = costs_of(name, 262144, 16, 2)
+    assert found.ulysses is not None and found.scheme == "exchange"
+    whole = Work(int(found.ulysses.max()), int(found.tiles.sum()), 1, 1)
+    assert times.ulysses(whole, Call(1, 16, 1, 128, 2), 2) == pytest.approx(measured, rel=0.1)
+
+
+def test_a_name_is_obeyed() -> None:
+    assert costs_of("local", 65536, 16, 2, asked="ulysses").scheme == "ulysses"
+    assert "ulysses" in costs_of("local", 65536, 16, 2).reason
+
+
+def test_a_slow_link_ships_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "LINK", 1e3)
+    assert len(costs_of("bigbird", 65536, 16, 2).shipped) == 2
+
+
+def test_much_is_computed_apart_and_little_at_once() -> None:
+    assert times.splitting_pays(262144 // 2, 16, 128, 2) and times.splitting_pays(262144 // 4, 16, 128, 2)
+    assert not times.splitting_pays(65536 // 4, 16, 128, 2) and not times.splitting_pays(65536 // 2, 4, 128, 2)
