@@ -72,6 +72,9 @@ def frame(q_len: object, kv_len: object, block_size: object) -> Frame:
 
 def integers(values: object, name: str) -> Array:
     """int64 (n,) copy of a tensor, an array or a list of integers."""
+    if isinstance(values, torch.Tensor) and values.is_floating_point():
+        # NumPy has not all of these types
+        raise ValueError(f"{name} must be integers, got {values.dtype}")
     array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     if not array.size and not isinstance(values, (torch.Tensor, np.ndarray)):
         array = array.astype(np.int64)

@@ -343,6 +343,11 @@ def attention_mask(
     asked = _Asked(kind, None, config, batch_size, part)
     is_token = attention_mask
     if is_token is not None:
+        if is_token.ndim != 2 or is_token.shape[0] != batch_size:
+            raise ValueError(
+                f"attention_mask must be (batch, length), 1 for a token and 0 for padding, with batch {batch_size} as the "
+                f"inputs have, got shape {tuple(is_token.shape)}"
+            )
         missing = max(0, asked.kv_stop - is_token.shape[1])
         is_token = torch.nn.functional.pad(is_token, (0, missing))[:, : asked.kv_stop]
         if not torch.compiler.is_compiling() and bool(is_token.all()):

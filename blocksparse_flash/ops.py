@@ -207,6 +207,17 @@ def _scored_backward_with_autograd(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return _Gradients.apply(_scored_attention_backward, *arguments)
 
 
+def _refuse_mapped(*grads: torch.Tensor | None) -> None:
+    """RuntimeError for gradients that vmap holds together: the kernels know their own batch only."""
+    # is_grads_batched has a vmap of its own, older than torch.func's
+    known = torch._C._functorch
+    if any(g is not None and (known.is_legacy_batchedtensor(g) or known.is_batchedtensor(g)) for g in grads):
+        raise RuntimeError(
+            "attention_backward takes one gradient at a time, but torch.vmap maps it over several, as is_grads_batched=True "
+            'and vectorize=True do: take them in a loop without these, or backend="reference" goes through vmap'
+        )
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, called: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
@@ -219,6 +230,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        _refuse_mapped(dout, dlse)
         q, k, v, out, lse, kv_lengths, seed, *plan = ctx.saved_tensors
         if dout is None:
             # only lse was used
@@ -253,6 +265,7 @@ class _ScoredAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        _refuse_mapped(dout, dlse)
         q, k, v, sinks, slopes, bias, out, lse, kv_lengths, seed, *lists = ctx.saved_tensors
         plan, bias_index = lists[: ctx.sizes[0]], lists[ctx.sizes[0] :]
         if dout is None:

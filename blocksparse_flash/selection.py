@@ -27,6 +27,9 @@ FEW = 4
 # rows and cols of blocks, a million tokens of 128, up to which kernels mark blocks as bits: a program holds the cols of a row, and
 # tiles of the grid are looked at, stored or not
 MOST_LINES = 8192
+# rows or cols of all batches and heads together: each program adds the counts of all before its own, and places that it fills,
+# 1024 at a time and program, are 32-bit numbers
+MOST_OF_ALL_AXES = 1 << 20
 # words of those bits that a row may always have, which are then small against its scores; and for each entry of a row, of
 # which a plan stores as many words
 FREE_WORDS, WORDS_OF_ENTRY = 64, 4
@@ -104,6 +107,7 @@ def _has_kernels(selected: Tensor, frame: Frame, k: int) -> bool:
         _is_on_gpu(selected)
         and 0 < n_rows <= MOST_LINES
         and 0 < n_cols <= MOST_LINES
+        and frame.leads * max(n_rows, n_cols) <= MOST_OF_ALL_AXES
         and k > 0
         and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * k
     )

@@ -14,7 +14,7 @@ from . import watchers
 from .blocks import Frame
 from .packing import to_device
 from .plan import TILE, Plan, list_lengths, long_lines, of_any_length
-from .selection import FREE_WORDS, MOST_LINES, WORDS_OF_ENTRY
+from .selection import FREE_WORDS, MOST_LINES, MOST_OF_ALL_AXES, WORDS_OF_ENTRY
 
 # blocks from which on that pays: H200, what a new mask adds to a step of `hopper`, milliseconds, 2,048 blocks 0.82 for 0.63, 32,768 blocks
 # 1.03 for 1.61, though the host was busier than when it made the plans itself; between them nothing was measured
@@ -30,6 +30,7 @@ def suits(frame: Frame, nnz: int, n_bitmasks: int, device: torch.device) -> bool
         and nnz >= WORTH_SENDING
         and frame.block_size == (TILE, TILE)
         and max(n_rows, n_cols) <= MOST_LINES
+        and frame.leads * max(n_rows, n_cols) <= MOST_OF_ALL_AXES
         and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * (nnz // (frame.leads * n_rows))
         and not watchers.are_there()
         and watchers.runs_triton(device.index)

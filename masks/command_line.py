@@ -77,7 +77,10 @@ def _show(options: argparse.Namespace) -> None:
     if options.out is None:
         print(layout)
         return
-    layout.plot().savefig(options.out)
+    try:
+        layout.plot().savefig(options.out)
+    except OSError as error:
+        raise ValueError(f"--out: cannot write {options.out}: {error.strerror or error}") from error
     print(f"drawn to {options.out}")
 
 

@@ -53,6 +53,13 @@ def test_show_makes_a_picture(tmp_path, suffix):
     assert (tmp_path / f"mask{suffix}").stat().st_size > 1000
 
 
+def test_a_picture_that_cannot_be_written_is_said(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    path = tmp_path / "missing" / "mask.svg"
+    assert main(["show", SPEC, "--length", "300", "--out", str(path)]) == 2
+    assert f"--out: cannot write {path}: No such file or directory" in capsys.readouterr().err
+
+
 def test_describe_prints_the_report(monkeypatch, capsys):
     monkeypatch.setattr(BlockLayout, "describe", lambda layout: f"{layout.nnz} blocks")
     assert main(["describe", SPEC, "--length", "300", "--block-size", "64"]) == 0

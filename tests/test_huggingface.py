@@ -630,6 +630,22 @@ def test_what_cannot_be_is_refused_by_name(
         forward(model(family, "blocksparse", **changes), **inputs)
 
 
+@pytest.mark.parametrize("shape", [(3, 30), (1, 30), (2, 30, 30), (30,)])
+def test_masks_of_other_sequences_are_refused(shape: tuple[int, ...]) -> None:
+    """Where nothing of them was padding they passed for no mask at all."""
+    made = model("Llama", "blocksparse", LAYOUT)
+    for value in (0, 1):
+        with pytest.raises(ValueError, match=r"attention_mask must be \(batch, length\), .* with batch 2 as"):
+            huggingface.attention_mask(
+                2,
+                30,
+                30,
+                mask_function=transformers.masking_utils.causal_mask_function,
+                attention_mask=torch.full(shape, value, dtype=torch.bool),
+                config=made.config,
+            )
+
+
 def test_static_caches_are_refused() -> None:
     made = model("Llama", "blocksparse", LAYOUT)
     with pytest.raises(ValueError, match="cache_implementation='dynamic'"):

@@ -140,6 +140,14 @@ def test_deepspeed_and_xformers_and_back(seed: int) -> None:
     torch.testing.assert_close(to_xformers(below, causal=True), tensor * torch.ones(n, n, dtype=torch.int64).tril())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.uint8], ids=str)
+def test_masks_are_of_any_type_that_has_0_and_1(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[[1, 0], [1, 1]]])
+    assert from_deepspeed(mask.to(dtype), block=16) == from_deepspeed(mask, block=16)
+    base = from_block_sparse_attention(mask[None].to(dtype), [1], 256, 256)
+    assert base == from_block_sparse_attention(mask[None], [1], 256, 256)
+
+
 # ---------------------------------------------------------------------------------------------------------- wrong calls
 
 BASE = torch.ones(1, 1, 2, 2, dtype=torch.bool)

@@ -145,7 +145,31 @@ def test_scipy_adds_what_is_stored_twice() -> None:
         from_scipy_csr(scipy.sparse.csr_array(np.eye(4)) * 2, block_size=16)
 
 
+def test_many_times_the_same_pair_is_not_once() -> None:
+    """257 ones of 8 bits are 1, and 256 of them 0, if their sum may wrap around."""
+    for count in (256, 257):
+        ones, nowhere = np.ones(count, np.int8), np.zeros(count, np.int64)
+        pairs = scipy.sparse.coo_array((ones, (nowhere, nowhere)), shape=(3, 3))
+        whole = scipy.sparse.bsr_array((np.ones((count, 16, 16), np.int8), nowhere, [0, count]), shape=(16, 16))
+        with pytest.raises(ValueError, match=f"only, got {count} at"):
+            from_scipy_csr(pairs, block_size=16)
+        with pytest.raises(ValueError, match=f"only, got {count} at"):
+            from_scipy_bsr(whole)
+
+
 # -------------------------------------------------------------------------------------------------------- torch.sparse
+
+
+@pytest.mark.parametrize("col", [-1, 4])
+def test_keys_that_do_not_exist_are_refused(col: int) -> None:
+    """PyTorch and SciPy do not look unless they are asked to; the layout had no such pair, or another."""
+    indptr, cols = [0, 1, 1, 1, 1], [col]
+    tensor = torch.sparse_csr_tensor(indptr, cols, [1.0], (4, 4), check_invariants=False)
+    matrix = scipy.sparse.csr_array((4, 4), dtype=np.int8)
+    matrix.data, matrix.indices, matrix.indptr = np.ones(1, np.int8), np.array(cols), np.array(indptr)
+    for call in (from_torch_sparse, from_scipy_csr):
+        with pytest.raises(ValueError, match=f"indices must be in 0 .. n_cols - 1 = 3, got {col} at 0"):
+            call(tensor if call is from_torch_sparse else matrix, block_size=16)
 
 
 @given(problems())
@@ -202,6 +226,10 @@ def rows(indptr: list[int], indices: list[int], **options: Any) -> BlockLayout:
         (lambda: rows([0, 1, 1], [0], packed_mask=torch.zeros(31, dtype=torch.uint8)), ValueError, "packed_mask must be uint8 with 32 entries"),
         (lambda: to_flashinfer(as_layout(np.ones((30, 30), np.bool_), 16)), ValueError, "has 30 keys, but FlashInfer takes multiples of block_kv = 16 only: pad the keys"),
         (lambda: to_flashinfer(as_layout(np.ones((32, 32), np.bool_), 16), head=1), ValueError, "head must be in 0 .. 0"),
+        (lambda: rows([0, 1, 1], [0], mask=ONE.numpy()), TypeError, "mask must be a torch.Tensor, got ndarray"),
+        (lambda: rows([0, 1, 1], [0], packed_mask=[0]), TypeError, "packed_mask must be a torch.Tensor, got list"),
+        (lambda: from_flashinfer(torch.ones(3).bfloat16(), torch.ones(1), 32, 32, block_size=16), ValueError, "indptr must be integers, got torch.bfloat16"),
+        (lambda: from_scipy_csr(scipy.sparse.coo_array(np.ones(3)), block_size=16), ValueError, r"matrix must have two axes \(q_len, kv_len\), got shape \(3,\)"),
         (lambda: to_scipy_bsr(3), TypeError, "layout must be a BlockLayout, got int"),  # type: ignore[arg-type]
         (lambda: from_scipy_bsr(BSR.tocsr()), TypeError, "must be a scipy.sparse BSR matrix, got csr_array: use from_scipy_csr"),
         (lambda: from_scipy_bsr(BSR, q_len=16), ValueError, r"q_len must end in the last block, in 17 .. 32, got 16"),

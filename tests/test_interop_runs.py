@@ -200,6 +200,16 @@ def test_flashmask_of_a_million_tokens_takes_what_it_stores() -> None:
     assert torch.equal(again, window.clamp(max=length))
 
 
+@pytest.mark.parametrize("value", [2**63 - 1, 2**63, 2**64 - 1])
+def test_flashmask_bounds_of_any_size_mean_all_queries(value: int) -> None:
+    """Beyond int64 they wrapped around to negative ones, and masked everything."""
+    bounds = torch.full((1, 1, 3, 1), value, dtype=torch.uint64)
+    assert (
+        from_flashmask(bounds, 3, causal=True, block_size=16).to_dense()[0, 0].tolist()
+        == np.tri(3, dtype=bool).tolist()
+    )
+
+
 good = torch.tensor([[[[2], [3], [4]]]], dtype=torch.int32)
 
 
@@ -209,7 +219,8 @@ good = torch.tensor([[[[2], [3], [4]]]], dtype=torch.int32)
         (lambda: from_flashmask(good, 4, causal=False, block_size=16), ValueError, "must end in 2 or 4 bounds with causal=False"),
         (lambda: from_flashmask(good.repeat(1, 1, 1, 4), 4, causal=True, block_size=16), ValueError, "must end in 1 or 2 bounds with causal=True"),
         (lambda: from_flashmask(good - 3, 4, causal=True, block_size=16), ValueError, r"must not be negative, got -1 at \(0, 0, 0, 0\)"),
-        (lambda: from_flashmask(good.float(), 4, causal=True, block_size=16), ValueError, "must be integers, got float32"),
+        (lambda: from_flashmask(good.float(), 4, causal=True, block_size=16), ValueError, "must be integers, got torch.float32"),
+        (lambda: from_flashmask(good.bfloat16(), 4, causal=True, block_size=16), ValueError, "must be integers, got torch.bfloat16"),
         (lambda: from_flashmask(good[0], 4, causal=True, block_size=16), ValueError, "must have shape .batch, heads, kv_len, bounds."),
         (lambda: from_flashmask(good, 4, causal=1, block_size=16), TypeError, "causal must be a bool, got 1"),
         (lambda: from_flashmask([[2]], 4, causal=True, block_size=16), TypeError, "must be a torch.Tensor, got list"),

@@ -191,3 +191,9 @@ def test_floors_are_printed(root: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--help"])
     assert "generate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("batch_size", [0, -4])
+def test_batches_hold_something(batch_size: int) -> None:
+    with pytest.raises(ValueError, match=f"batch_size must be 1 or more, got {batch_size}"):
+        LraData("listops-small", batch_size=batch_size)

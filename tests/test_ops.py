@@ -198,6 +198,34 @@ def test_a_second_derivative_is_refused(device: torch.device, layout: BlockLayou
         grad.sum().backward()
 
 
+@pytest.mark.parametrize("of_scores", [False, True], ids=["plain", "scored"])
+def test_several_gradients_at_once_are_refused(of_scores: bool, device: torch.device, layout: BlockLayout) -> None:
+    """vmap went into the kernels, and its error named an operation inside of them."""
+    q, k, v = tensors(device)
+    slopes = torch.ones(2, device=device) if of_scores else None
+
+    def first(q: torch.Tensor, backend: str) -> torch.Tensor:
+        return attention(q, k, v, layout, alibi_slopes=slopes, backend=backend)[0, 0, :2, 0]
+
+    out, lse = attention_with_lse(q, k, v, layout, alibi_slopes=slopes)
+    for result in (out, lse):
+        grads = torch.ones(3, *result.shape, device=device)
+        with pytest.raises(
+            RuntimeError, match=r"attention_backward takes one gradient at a time.* is_grads_batched=True"
+        ):
+            torch.autograd.grad(result, q, grads, is_grads_batched=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward takes one gradient at a time"):
+        torch.autograd.functional.jacobian(lambda q: first(q, "auto"), q, vectorize=True)
+    # the ways out
+    ours = torch.autograd.functional.jacobian(lambda q: first(q, "auto"), q)
+    torch.testing.assert_close(
+        torch.autograd.functional.jacobian(lambda q: first(q, "reference"), q, vectorize=True),
+        ours,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
 def test_autocast_computes_in_its_type(device: torch.device, layout: BlockLayout) -> None:
     q, k, v = tensors(device)
     with torch.autocast(device.type, dtype=torch.bfloat16):

@@ -197,3 +197,14 @@ def test_kernels_are_not_launched_where_something_watches(device: torch.device) 
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         assert not selection._is_on_gpu(scores)
     assert selection._is_on_gpu(scores) == (device.type == "cuda")
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(128, 1024), (1024, 128), (1024, 1024)])
+def test_kernels_take_no_more_rows_of_all_heads_than_they_can_number(
+    q_len: int, kv_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2^21 programs or more fill places past 2^31, which wrapped around: the loop of fill_behind then had a step of 0."""
+    monkeypatch.setattr(selection, "_is_on_gpu", lambda _: True)
+    frame = Frame(1 << 10, 1 << 7, q_len, kv_len, (128, 128))
+    assert selection._has_kernels(torch.empty(0), frame, 4)
+    assert not selection._has_kernels(torch.empty(0), frame._replace(batch=1 << 18), 4)

@@ -64,6 +64,9 @@ def test_layouts_that_suit_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not sent_blocks.suits(frame._replace(block_size=(64, 128)), 32768, 0, gpu)
     assert not sent_blocks.suits(frame._replace(q_len=1 << 20, kv_len=1 << 20), 32768, 0, gpu)
     assert not sent_blocks.suits(frame._replace(q_len=1 << 21), 1 << 20, 0, gpu)
+    # rows of all axes: 2^20, and more
+    assert sent_blocks.suits(frame._replace(heads=1 << 11), 1 << 20, 0, gpu)
+    assert not sent_blocks.suits(frame._replace(heads=1 << 15), 1 << 24, 0, gpu)
     monkeypatch.setattr(watchers, "runs_triton", lambda _: False)
     assert not sent_blocks.suits(frame, 32768, 0, gpu)
 

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("numba", reason="needs the extra [lra]")
 
 from benchmarks.lra import sets
+from benchmarks.lra.__main__ import generate
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,38 @@ def test_an_interrupted_set_goes_on_where_it_stopped(tmp_path: Path) -> None:
     stored = sets.make(Squares(), "test", 4000, root=tmp_path)
     assert [file.stat().st_mtime_ns for file in files if file.is_file()] == before
     assert (stored[:]["square"] == np.arange(4000) ** 2).all()
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"), [(0, "No data left"), (100, "is no part of a set"), (-1, r"of shape \(7,\), not \(1000,\)")]
+)
+def test_a_part_that_is_not_whole_is_named(kept: int, message: str, tmp_path: Path) -> None:
+    """As a full disk or a broken copy leaves it. Without it the same call makes the set again."""
+    sets.make(Squares(), "test", 2000, root=tmp_path)
+    (file,) = tmp_path.rglob("000001.npy")
+    if kept < 0:
+        np.save(file, np.load(file)[:7])
+    else:
+        file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"000001\.npy is no part of a set: .*Remove it") as refused:
+        sets.make(Squares(), "test", 2000, root=tmp_path)
+    refused.match(message)
+    file.unlink()
+    assert sets.make(Squares(), "test", 2000, root=tmp_path)[1999]["square"] == 1999**2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 0}, "workers must be 1 or more, got 0"),
+        ({"workers": 1, "splits": ("test", "tset")}, "splits must be of .* got 'tset'"),
+    ],
+)
+def test_generate_refuses_before_it_makes_anything(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """0 workers were taken for one for each core, and a wrong split was met when those before it were made."""
+    with pytest.raises(ValueError, match=message):
+        generate("listops-small", root=tmp_path, **options)
+    assert not list(tmp_path.rglob("*"))
 
 
 def test_a_larger_set_keeps_the_parts_of_a_smaller_one(tmp_path: Path) -> None:

@@ -51,8 +51,10 @@ def generate(
     for split in splits:
         if split not in data.SPLITS:
             raise ValueError(f"splits must be of {data.SPLITS}, got {split!r}")
+    workers = os.cpu_count() or 1 if workers is None else workers
+    for split in splits:
         count = getattr(found.sizes, split)
-        stored = sets.make(source, split, count, root=root, workers=workers or os.cpu_count() or 1)
+        stored = sets.make(source, split, count, root=root, workers=workers)
         known = "as recorded" if sets.recorded(source, split, count) is not None else "of which none is recorded"
         print(f"{source.name} {split}: {len(stored)} samples, SHA-256 {stored.digest()}, {known}")
 

@@ -159,6 +159,8 @@ class LraData(lightning.LightningDataModule):
     ) -> None:
         super().__init__()
         self.task, self.source, self.root, self.seed = find(task), source, Path(root), seed
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
         self.batch_size = batch_size
         self.sizes = self.task.sizes if sizes is None else sizes
         self.rules = Rules() if rules is None else rules

@@ -29,12 +29,24 @@ PART = 1000
 RECORDED = Path(__file__).with_name("digests.json")
 
 
+def _read_part(file: Path) -> np.ndarray:
+    """The records of a part, mapped into memory."""
+    try:
+        part = np.load(file, mmap_mode="r")
+        problem = None if part.shape == (PART,) else f"of shape {part.shape}, not {(PART,)}"
+    except (EOFError, ValueError) as error:
+        problem = str(error)
+    if problem is not None:
+        raise ValueError(f"{file} is no part of a set: {problem}. Remove it, and the same command makes it anew")
+    return part
+
+
 class StoredSet:
     """Records (count,) on disk: indexed by a number, a slice, or an array of numbers; iterates in parts."""
 
     def __init__(self, files: list[Path], count: int) -> None:
         self.count = count
-        self._parts = [np.load(file, mmap_mode="r") for file in files]
+        self._parts = [_read_part(file) for file in files]
 
     def __len__(self) -> int:
         return self.count

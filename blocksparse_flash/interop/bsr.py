@@ -147,6 +147,9 @@ def from_flashinfer(
         raise ValueError("mask and packed_mask must not both be given: they say the same")
     begins, cols = _read_rows(indptr, indices, blocks.grid(q_len, kv_len, sides))
     nnz, pairs = len(cols), None
+    for tensor, name in ((mask, "mask"), (packed_mask, "packed_mask")):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if mask is not None:
         if mask.dtype != torch.bool or tuple(mask.shape) != (nnz, *sides):
             raise ValueError(f"mask must be bool (nnz, R, C) = {(nnz, *sides)}, got {mask.dtype} {tuple(mask.shape)}")
@@ -211,9 +214,10 @@ def from_scipy_bsr(matrix: Any, *, q_len: int | None = None, kv_len: int | None 
         raise TypeError(
             f"matrix must be a scipy.sparse BSR matrix, got {type(matrix).__name__}: use from_scipy_csr for tokens"
         )
-    # a copy: summing duplicates would change the caller's
-    matrix = matrix.copy()
-    matrix.sum_duplicates()
+    if not matrix.has_canonical_format:
+        # a copy: summing duplicates would change the caller's
+        matrix = _countable(matrix).copy()
+        matrix.sum_duplicates()
     q_len, kv_len, sides = _lengths(matrix.shape, matrix.blocksize, q_len, kv_len)
     pairs = _checked_pairs(matrix.data, matrix.indptr, matrix.indices, q_len, kv_len, sides, "matrix")
     return _from_bsr(matrix.indptr, matrix.indices, pairs, q_len=q_len, kv_len=kv_len, block_size=sides)
@@ -238,10 +242,17 @@ def from_scipy_csr(matrix: Any, *, block_size: int | Size) -> BlockLayout:
 
     if not scipy.sparse.issparse(matrix):
         raise TypeError(f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}")
-    csr = matrix.tocsr(copy=True)
+    if matrix.ndim != 2:
+        raise ValueError(f"matrix must have two axes (q_len, kv_len), got shape {matrix.shape}")
+    csr = _countable(matrix).tocsr(copy=True)
     csr.sum_duplicates()
     check_zeros_and_ones(csr.data, "matrix")
     return _from_csr(csr.indptr, csr.indices, csr.data != 0, csr.shape, arguments.sides(block_size))
+
+
+def _countable(matrix: Any) -> Any:
+    """The matrix in a type in which sums of entries do not wrap around: 257 ones are not 1."""
+    return matrix.astype(np.int64) if matrix.dtype.kind in "iu" else matrix
 
 
 # ----------------------------------------------------------------------------------------------------- torch.sparse
@@ -288,7 +299,7 @@ def from_torch_sparse(
             f"tensor must be torch.sparse_bsr or torch.sparse_csr with two axes, got {tensor.layout} with "
             f"{tensor.ndim}: call to_sparse_csr() on one head, or BlockLayout.from_dense for a dense mask"
         )
-    indptr, cols, values = host(tensor.crow_indices()), host(tensor.col_indices()), _values(tensor)
+    indptr, cols, values = host(tensor.crow_indices()), host(tensor.col_indices()), host(tensor.values())
     if tensor.layout == torch.sparse_bsr:
         if block_size is not None and arguments.sides(block_size) != tuple(values.shape[1:]):
             raise ValueError(
@@ -306,12 +317,6 @@ def from_torch_sparse(
     return _from_csr(indptr, cols, values != 0, tuple(tensor.shape), arguments.sides(block_size))
 
 
-def _values(tensor: torch.Tensor) -> Array:
-    values = tensor.values()
-    # NumPy has no bfloat16
-    return host(values.float() if values.dtype == torch.bfloat16 else values)
-
-
 # ------------------------------------------------------------------------------------------------------ over tokens
 
 
@@ -324,8 +329,9 @@ def _to_csr(layout: BlockLayout) -> tuple[Array, Array]:
 
 
 def _from_csr(indptr: Array, cols: Array, attends: Array, shape: tuple[int, ...], sides: Size) -> BlockLayout:
-    queries = np.repeat(np.arange(shape[0]), np.diff(indptr))[attends]
-    first = cols[attends].astype(np.int64)
+    begins, keys = _read_rows(indptr, cols, (shape[0], shape[1]))
+    queries = np.repeat(np.arange(shape[0]), np.diff(begins))[attends]
+    first = keys[attends]
     runs = merged(queries, first, first + 1, shape[1])
     return layout_of_runs(runs, (1, 1), q_len=shape[0], kv_len=shape[1], block_size=sides)
 

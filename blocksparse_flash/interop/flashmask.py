@@ -82,7 +82,7 @@ def _read_bounds(tensor: object, causal: object) -> Array:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     array = host(tensor) if isinstance(tensor, torch.Tensor) else tensor
     if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers, got {array.dtype}")
+        raise ValueError(f"{name} must be integers, got {tensor.dtype}")
     if array.ndim != 4 or 0 in array.shape[:2]:
         raise ValueError(f"{name} must have shape (batch, heads, kv_len, bounds), got {array.shape}")
     if array.shape[3] not in _BOUNDS[causal]:
@@ -93,7 +93,12 @@ def _read_bounds(tensor: object, causal: object) -> Array:
     if array.size and array.min() < 0:
         where = tuple(int(i) for i in np.argwhere(array < 0)[0])
         raise ValueError(f"{name} must not be negative, got {array[where]} at {where}")
-    return array.astype(np.int64)
+    # uint64 goes further than int64: all of that means q_len
+    return (
+        np.minimum(array, np.iinfo(np.int64).max).astype(np.int64)
+        if array.dtype == np.uint64
+        else array.astype(np.int64)
+    )
 
 
 def _masked(bounds: Array, causal: bool, q_len: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:

@@ -32,7 +32,11 @@ class Stored(NamedTuple):
 
 
 def host(tensor: torch.Tensor) -> Array:
-    return tensor.detach().cpu().numpy()
+    """The values on the host; bfloat16 and types of 8 bits, which NumPy lacks, as float32, that holds each of theirs."""
+    tensor = tensor.detach()
+    if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):
+        tensor = tensor.float()
+    return tensor.cpu().numpy()
 
 
 def check_layout(layout: object) -> None:
