@@ -45,19 +45,33 @@ def test_long_messages_are_cut_by_divisors_of_the_heads() -> None:
     assert times.best_chunks(small, call, 16) == 1 < times.best_chunks(small, call._replace(batch=128), 16)
 
 
-# (name, kv heads, all-gather, Ulysses, exchange that ships) in ms of a step of 262,144 tokens on two GPUs
-MEASURED = [("bigbird", 16, 26.598, 33.477, 32.852), ("bigbird", 4, 26.198, 52.481, 82.230)]
+# (name, tokens, key heads, exchange, all-gather): ms of a step on four GPUs
+MEASURED = [
+    ("butterfly", 262144, 16, 14.885, 22.741),
+    ("random", 262144, 16, 125.622, 129.568),
+    ("butterfly", 262144, 4, 8.668, 10.504),
+    ("random", 262144, 4, 119.027, 119.563),
+    ("bigbird", 262144, 4, 10.842, 11.215),
+    ("random", 65536, 16, 9.747, 10.609),
+    ("butterfly", 65536, 16, 4.571, 5.766),
+    ("bigbird", 65536, 4, 2.980, 2.981),
+]
 
 
-@pytest.mark.parametrize(("name", "kv_heads", "gathers", "ulysses", "ships"), MEASURED)
-def test_what_was_slower_is_not_taken(name: str, kv_heads: int, gathers: float, ulysses: float, ships: float) -> None:
-    """All keys go everywhere here: exchange without shipping moves what an all-gather moves."""
-    assert gathers < min(ulysses, ships)
-    found = costs_of(name, 262144, kv_heads, 2)
+@pytest.mark.parametrize(("name", "length", "kv_heads", "exchanges", "gathers"), MEASURED)
+def test_what_was_faster_is_taken(name: str, length: int, kv_heads: int, exchanges: float, gathers: float) -> None:
+    """Without shipping, which bigbird's exchange on 4 key heads was measured without too, in about the time that it took."""
+    assert exchanges < gathers
+    found = costs_of(name, length, kv_heads, 4)
     assert found.scheme == "exchange" and not len(found.shipped)
-    assert (found.exchange == found.all_gather).any()
-    call = Call(1, 16, 16 // kv_heads, 128, 2)
-    assert times.exchange(found.work, call, 1) == pytest.approx(gathers / 1e3, rel=0.2)
+    predicted = times.exchange(found.work, Call(1, 16, 16 // kv_heads, 128, 2), chunks(found, kv_heads))
+    assert predicted == pytest.approx(exchanges / 1e3, rel=0.21)
+
+
+def test_heavy_rows_are_shipped_where_that_was_faster() -> None:
+    """On four GPUs, 16 key heads: 15.2 ms a step for an all-gather's 23.4 at 262,144 tokens, 6.8 for 6.1 at 65,536."""
+    assert len(costs_of("bigbird", 262144, 16, 4).shipped) == 2
+    assert not len(costs_of("bigbird", 65536, 16, 4).shipped)
 
 
 @pytest.mark.parametrize(("name", "measured"), [("local", 27.354e-3), ("butterfly", 30.330e-3), ("random", 253.9e-3)])

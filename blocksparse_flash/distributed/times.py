@@ -1,7 +1,9 @@
 """How long would a layer take, and into how many messages is it best cut? A model of link, attention and host.
 
 Knows how much a rank receives and computes. Must not know torch, layouts, owners or process groups. Rates are those measured on
-two H200s (benchmarks/results/context_parallel.md); on other machines the choices are right as long as the ratios are.
+two and four H200s (benchmarks/results/context_parallel.md), but where it says that they are assumed; on other machines the
+choices are right as long as the ratios are. Steps of exchange on four were 0.9 to 1.4 times what the model says, of local
+layouts, where the host binds, up to 2.2 times.
 """
 
 from __future__ import annotations
@@ -14,20 +16,22 @@ from ..plan import TILE
 LINK, LATENCY = 278e9, 36e-6
 # operations a second of attention: random blocks, 262,144 tokens, forward and backward
 FORWARD_RATE, BACKWARD_RATE = 563e12, 500e12
-# a program walks a row, or the columns of a group of heads, tile by tile: one of 8,192 tiles took 40.9 ms of a backward
-BACKWARD_TILE = 5e-6
+# a rank walks its longest row, or the columns of a group of heads, tile by tile, however many programs share them: with these, bigbird
+# on 4 key heads and four ranks takes 11.4 ms a step of 262,144 tokens, 2.9 of 65,536, where 10.8 and 3.0 were measured
+BACKWARD_TILE = 2e-6
 # it computes five products of a tile where a forward has two
 FORWARD_TILE = 0.4 * BACKWARD_TILE
 # packing and joining, over the time on the link: exchange of butterfly and Ulysses of local, 262,144 tokens
 EXCHANGE_COPIES, ULYSSES_COPIES = 0.36, 1.55
-# what the host takes for a further message and its launches, and for rows that are shipped, forward or backward
-CHUNK, SHIPPING = 150e-6, 1e-3
+# what the host takes for a further message and its launches, which is assumed, and for rows that are shipped, forward or backward:
+# bigbird of 262,144 tokens on four ranks took it 4.2 and 1.3 ms more than an all-gather
+CHUNK, SHIPPING = 150e-6, 2.7e-3
 MOST_CHUNKS = 4
 # bytes a second of copies: joining 2 GiB, butterfly of 262,144 tokens
 MEMORY = 4.05e12
 # what the host takes, forward and backward, to compute rows that need no messages apart: an assumption
 SPLITTING = 400e-6
-# of the time with fewer messages; messages and attention compete for multiprocessors, which the model leaves out
+# of the time with fewer messages, assumed: messages and attention compete for multiprocessors, which the model leaves out
 CONVINCING = 0.95
 
 
