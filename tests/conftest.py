@@ -14,7 +14,8 @@ from interpreter import patch_once_a_launch
 
 HAS_CUDA = torch.cuda.is_available()
 
-# both are read when their libraries are imported or first used
+# they are read when their libraries are first used. Of what was compiled in an earlier run PyTorch remembers an operator's name, not what it returns
+os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -211,7 +211,7 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "order-again": (lambda: _GOOD.permute([5, *_BACKWARDS[:-1]]), ValueError, "q_order must name every token once, but token 5 comes again"),
     "order-negative": (lambda: _GOOD.permute([-1, *_BACKWARDS[1:]]), ValueError, "q_order must be in 0 .. length - 1 = 39, got -1 at 0"),
     "order-large": (lambda: _GOOD.permute([40, *_BACKWARDS[1:]]), ValueError, "q_order must be in .* got 40 at 0"),
-    "order-float": (lambda: _GOOD.permute(torch.rand(40)), ValueError, "q_order must be integers, got float32"),
+    "order-float": (lambda: _GOOD.permute(torch.rand(40)), ValueError, "q_order must be integers, got torch.float32"),
     "order-2-axes": (lambda: _GOOD.permute(torch.arange(40)[None]), ValueError, "q_order must have one axis"),
     "rows-large": (lambda: _GOOD.select([3]), ValueError, "rows must be in 0 .. n_rows - 1 = 2, got 3 at 0"),
     "rows-negative": (lambda: _GOOD.select([-1]), ValueError, "rows must be in .* got -1 at 0"),
