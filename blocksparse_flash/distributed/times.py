@@ -3,7 +3,7 @@
 Knows how much a rank receives and computes. Must not know torch, layouts, owners or process groups. Rates are those measured on
 two and four H200s (benchmarks/results/context_parallel.md), but where it says that they are assumed; on other machines the
 choices are right as long as the ratios are. Steps of exchange on four were 0.9 to 1.4 times what the model says, of local
-layouts, where the host binds, up to 2.2 times.
+layouts of 65,536 tokens, where the host binds, up to 2.2 times.
 """
 
 from __future__ import annotations
