@@ -46,6 +46,7 @@ from .parts import merge_end, merge_step
 from .score_tile import changed_row_scores
 from .scores import Scores
 from .tile import (
+    LN_2,
     LOG2_E,
     TILE,
     WITHOUT_SIGN,
@@ -54,7 +55,6 @@ from .tile import (
     dense_keys,
     head_base,
     load_tile,
-    log_sum,
     product,
     query_pairs,
     store_tile,
@@ -255,7 +255,7 @@ def decode_kernel(
         m_empty = b_sum == 0.0
         b_sum = tl.where(m_empty, 1.0, b_sum)
         b_out = b_out * (1.0 / b_sum)[:, None]
-        tl.store(lse_ptr + row + o_row, tl.where(m_empty, float("-inf"), log_sum(b_max, b_sum)), mask=m_row)
+        tl.store(lse_ptr + row + o_row, tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2), mask=m_row)
     store_tile(out_ptr + row * V_DIM, i_part * BLOCK_Q, PACKED * q_len, b_out, V_DIM, BLOCK_Q, DIM_V)
 
 
