@@ -221,20 +221,23 @@ def test_parts_are_merged_by_their_weight(n_chunks: int, at_once: int, device) -
     n_rows, v_dim = 5, 24
     generator = torch.Generator().manual_seed(n_chunks)
     parts = torch.randn(n_chunks, n_rows, v_dim, generator=generator)
-    lses = 3 * torch.randn(n_chunks, n_rows, generator=generator)
-    lses[:, 1] = -torch.inf
-    lses[::2, 2] = -torch.inf
-    lses[-1, 3] = 10_000.0
-    parts[lses.isneginf()] = 0.0
+    maxima = 3 * torch.randn(n_chunks, n_rows, generator=generator)
+    sums = 1 + 100 * torch.rand(n_chunks, n_rows, generator=generator)
+    maxima[-1, 3] = 10_000.0
+    is_empty = torch.zeros(n_chunks, n_rows, dtype=torch.bool)
+    is_empty[:, 1] = True
+    is_empty[::2, 2] = True
+    parts[is_empty], maxima[is_empty], sums[is_empty] = 0.0, -3.0e38, 0.0
     out, lse = torch.empty(n_rows, v_dim, device=device), torch.empty(n_rows, device=device)
     sizes = {"n_heads": 1, "n_rows": n_rows, "n_chunks": n_chunks, "q_len": n_rows}
     sizes |= {"V_DIM": v_dim, "DIM_V": 32, "CHUNKS": at_once}
-    decode.merge_kernel[(n_rows,)](parts.to(device), lses.to(device), None, out, lse, **sizes)
-    weights = (lses.double() * math.log(2)).softmax(0).nan_to_num(0.0)
-    expected_out = (weights[..., None] * parts).sum(0)
+    statistics = torch.stack([maxima, sums], dim=-1).to(device)
+    decode.merge_kernel[(n_rows,)](parts.to(device), statistics, None, out, lse, **sizes)
+    logs = sums.double().log() + maxima.double() * math.log(2)
+    weights = logs.softmax(0).nan_to_num(0.0)
+    expected_out = (weights[..., None] * parts.double() / sums.where(sums > 0, 1.0)[..., None]).sum(0)
     torch.testing.assert_close(out.cpu().double(), expected_out, rtol=1e-5, atol=1e-6)
-    expected_lse = (lses.double() * math.log(2)).logsumexp(0)
-    torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.cpu().double(), logs.logsumexp(0), rtol=1e-6, atol=1e-6)
 
 
 def test_dropout_is_that_of_the_forward(device) -> None:

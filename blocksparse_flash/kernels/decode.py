@@ -4,8 +4,8 @@ A program per tile row would leave a GPU empty where there is one tile row. Here
 the row, for all query heads that share the row's keys (a group of grouped heads, if all heads have one layout): its rows are
 their queries, head after head, and keys and values are read once for all of them. With s the base-2 scores of chunk c,
 
-    part_c = sum_j 2^s_j v_j / sum_j 2^s_j     lse_c = log2 sum_j 2^s_j     -inf without keys, and part_c = 0
-    out = sum_c 2^lse_c part_c / sum_c 2^lse_c     lse = ln 2 * log2 sum_c 2^lse_c
+    max_c = max_j s_j     sum_c = sum_j 2^(s_j - max_c)     part_c = sum_j 2^(s_j - max_c) v_j     0 and 0 without keys
+    out = sum_c 2^max_c part_c / sum_c 2^max_c sum_c     lse = ln sum_c 2^max_c sum_c
 
 which a second kernel computes, in the order of the chunks. Options of the scores are compiled in where a call has them: they
 change a tile of scores before its mask, each row by the numbers of its head; a sink is where the sum over c starts. How many chunks a row has depends on shapes and the GPU alone:
@@ -134,7 +134,7 @@ def with_sink(b_max, b_sum, sinks_ptr, o_head):
 def decode_kernel(
     # inputs; sinks where there is one chunk
     q_ptr, k_ref, v_ref, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, sinks_ptr, slopes_ptr, tables_ptr,
-    # outputs, contiguous: of all chunks one after another, or of the only one
+    # outputs, contiguous: out and lse of the only chunk, or part, and max and sum, of all chunks one after another
     out_ptr, lse_ptr,
     # strides in elements: (batch, head, row)
     q_strides, k_strides, v_strides, items_strides, tables_strides,
@@ -244,22 +244,25 @@ def decode_kernel(
         b_v = load_tile(v_ref, v_strides, i_batch, i_head // GROUP, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
         b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
-    m_empty = b_sum == 0.0
-    b_sum = tl.where(m_empty, 1.0, b_sum)
-    b_out = b_out * (1.0 / b_sum)[:, None]
-    b_lse = tl.where(m_empty, float("-inf"), b_max + tl.math.log2(b_sum))
-    if not SPLIT:
-        b_lse *= LN_2
     # the heads of a program follow each other, so its rows do too
     row = i_chunk.to(tl.int64) * n_rows + i_axis.to(tl.int64) * q_len
+    m_row = o_row < PACKED * q_len
+    if SPLIT:
+        # sums as they are: divided, and their logarithm taken, they would be rounded more often
+        tl.store(lse_ptr + 2 * (row + o_row), b_max, mask=m_row)
+        tl.store(lse_ptr + 2 * (row + o_row) + 1, b_sum, mask=m_row)
+    else:
+        m_empty = b_sum == 0.0
+        b_sum = tl.where(m_empty, 1.0, b_sum)
+        b_out = b_out * (1.0 / b_sum)[:, None]
+        tl.store(lse_ptr + row + o_row, tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2), mask=m_row)
     store_tile(out_ptr + row * V_DIM, i_part * BLOCK_Q, PACKED * q_len, b_out, V_DIM, BLOCK_Q, DIM_V)
-    tl.store(lse_ptr + row + o_row, b_lse, mask=o_row < PACKED * q_len)
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_rows", "n_chunks", "q_len"])
 def merge_kernel(
-    # inputs, contiguous: (n_chunks, n_rows, V_DIM) and (n_chunks, n_rows), base 2
-    parts_ptr, lses_ptr, sinks_ptr,
+    # inputs, contiguous: (n_chunks, n_rows, V_DIM), and max and sum (n_chunks, n_rows, 2)
+    parts_ptr, statistics_ptr, sinks_ptr,
     # outputs, contiguous
     out_ptr, lse_ptr,
     # sizes
@@ -278,11 +281,12 @@ def merge_kernel(
         o_chunk = first + tl.arange(0, CHUNKS)
         m_chunk = o_chunk < n_chunks
         o_part = o_chunk.to(tl.int64) * n_rows + i_row
-        b_lse = tl.load(lses_ptr + o_part, mask=m_chunk, other=float("-inf"))
+        b_part_max = tl.load(statistics_ptr + 2 * o_part, mask=m_chunk, other=-3.0e38)
+        b_part_sum = tl.load(statistics_ptr + 2 * o_part + 1, mask=m_chunk, other=0.0)
         # [CHUNKS, DIM_V]
         p_part = parts_ptr + o_part[:, None] * V_DIM + o_dim[None, :]
         b_part = tl.load(p_part, mask=m_chunk[:, None] & (o_dim < V_DIM)[None, :], other=0.0)
-        b_out, b_max, b_sum = merge_step(b_out, b_max, b_sum, b_lse, b_part)
+        b_out, b_max, b_sum = merge_step(b_out, b_max, b_sum, b_part_max, b_part_sum, b_part)
     b_out, b_lse = merge_end(b_out, b_max, b_sum)
     tl.store(out_ptr + i_row * V_DIM + o_dim, b_out.to(out_ptr.dtype.element_ty), mask=o_dim < V_DIM)
     tl.store(lse_ptr + i_row + tl.arange(0, 1), b_lse)
@@ -387,8 +391,8 @@ def forward(
         ready.decode(*inputs, sinks, slopes, tables, out, lse)
         return out, lse
     parts = out.new_empty(ready.n_chunks, *out.shape, dtype=torch.float32)
-    lses = lse.new_empty(ready.n_chunks, *lse.shape)
+    statistics = lse.new_empty(ready.n_chunks, *lse.shape, 2)
     # a sink is one key of the row, not one of each chunk
-    ready.decode(*inputs, None, slopes, tables, parts, lses)
-    ready.merge(parts, lses, sinks, out, lse)
+    ready.decode(*inputs, None, slopes, tables, parts, statistics)
+    ready.merge(parts, statistics, sinks, out, lse)
     return out, lse

@@ -16,7 +16,7 @@ import triton.language as tl
 from ..splitting import MAX_PARTS, Split
 from .launch import TILE as TILE_SIDE
 from .launch import Launch, Seen, Shape, walk_strides
-from .tile import LN_2, TILE, head_base, record_of
+from .tile import TILE, head_base, log_sum, record_of
 
 # rows of a program that adds up
 SUM_ROWS = 16
@@ -24,12 +24,12 @@ SUM_ROWS = 16
 
 # fmt: off
 @triton.jit
-def merge_step(b_out, b_max, b_sum, b_lse, b_part):
-    """Some parts more of a row, each [DIM_V] with an lse in base 2: the sums are of 2^(lse - b_max), which starts finite."""
-    b_new_max = tl.maximum(b_max, tl.max(b_lse, 0))
-    b_weight = tl.math.exp2(b_lse - b_new_max)
+def merge_step(b_out, b_max, b_sum, b_part_max, b_part_sum, b_part):
+    """Some parts more of a row, each (sum of 2^s, sum of 2^s v [DIM_V]) / 2^part_max, s in base 2; b_max starts finite."""
+    b_new_max = tl.maximum(b_max, tl.max(b_part_max, 0))
+    b_weight = tl.math.exp2(b_part_max - b_new_max)
     b_decay = tl.math.exp2(b_max - b_new_max)
-    b_sum = b_sum * b_decay + tl.sum(b_weight, 0)
+    b_sum = b_sum * b_decay + tl.sum(b_part_sum * b_weight, 0)
     b_out = b_out * b_decay + tl.sum(b_part * b_weight[:, None], 0)
     return b_out, b_new_max, b_sum
 
@@ -39,7 +39,7 @@ def merge_end(b_out, b_max, b_sum):
     """out and lse of the row; 0 and -inf where no part has met a key."""
     m_empty = b_sum == 0.0
     b_sum = tl.where(m_empty, 1.0, b_sum)
-    return b_out / b_sum, tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2)
+    return b_out / b_sum, tl.where(m_empty, float("-inf"), log_sum(b_max, b_sum))
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "n_split", "n_parts", "q_len"])
@@ -73,7 +73,8 @@ def merge_rows_kernel(
         # [PARTS, DIM_V]
         b_part = tl.load((p_part + i_row * DIM_V)[:, None] + o_dim[None, :], mask=m_part[:, None], other=0.0)
         b_none, b_max, b_zero = tl.zeros([DIM_V], tl.float32), tl.full([1], -3.0e38, tl.float32), tl.zeros([1], tl.float32)
-        b_out, b_max, b_sum = merge_step(b_none, b_max, b_zero, b_lse, b_part)
+        # what is divided by its sum has the sum 1
+        b_out, b_max, b_sum = merge_step(b_none, b_max, b_zero, b_lse, 1.0, b_part)
         b_out, b_lse = merge_end(b_out, b_max, b_sum)
         p_out = head_base(out_ptr, out_strides, i_axis // n_heads, i_axis % n_heads) + q.to(tl.int64) * out_strides[2]
         tl.store(p_out + o_dim, b_out.to(out_ptr.dtype.element_ty), mask=o_dim < V_DIM)

@@ -97,6 +97,12 @@ def add_product(b_left, b_right, b_sum, b_lost, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def log_sum(b_max, b_sum):
+    """ln(b_sum * 2^b_max) in float32, from float64: the sum and the product are rounded once, not twice."""
+    return ((b_max.to(tl.float64) + tl.math.log2(b_sum).to(tl.float64)) * LN_2).to(tl.float32)
+
+
+@triton.jit
 def with_sign(b_q, SIGN: tl.constexpr):
     """The queries times the sign of the scale."""
     if SIGN != 1:
