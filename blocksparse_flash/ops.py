@@ -230,7 +230,10 @@ def _refuse_mapped(*grads: torch.Tensor | None) -> None:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, called: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
+    def forward(
+        ctx: Any, called: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: tuple[Any, ...]
+    ) -> Any:
+        # what has no gradient comes as one: autograd looks at each argument
         plan, kv_lengths, seed, *ctx.options = arguments
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = called(q, k, v, *arguments)
@@ -250,7 +253,7 @@ class _Attention(torch.autograd.Function):
         if type(dout) in watchers.PLAIN and watchers.are_plain(q, k, v) and not torch.is_grad_enabled():
             called = _backward
         grads = called(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, *ctx.options)
-        return None, *grads, *(None,) * 7
+        return None, *grads, None
 
 
 class _ScoredAttention(torch.autograd.Function):
@@ -294,7 +297,7 @@ def _forward_with_autograd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if _is_differentiated(q, k, v):
         called: Any = _forward if watchers.are_plain(q, k, v) else _attention_forward
-        return _Attention.apply(called, q, k, v, *arguments)
+        return _Attention.apply(called, q, k, v, arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention_forward(q, k, v, *arguments)
 
@@ -331,5 +334,5 @@ def attention_directly(
     # `eager` reads no memory by itself
     known = None if arguments[-1] == "eager" else kind
     if _is_differentiated(q, k, v):
-        return _Attention.apply(functools.partial(_forward, kind=known), q, k, v, *arguments)
+        return _Attention.apply(functools.partial(_forward, kind=known), q, k, v, arguments)
     return _forward(q, k, v, *arguments, kind=known)

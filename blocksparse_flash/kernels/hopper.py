@@ -272,10 +272,10 @@ def padded_dim(head_dim: int) -> int:
 def writable(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
     """New memory for (batch, heads, length, head_dim), its rows padded so that the copy engine can write them."""
     *front, head_dim = shape
-    if head_dim % 8 == 0:
-        # a slice takes the host as long as the memory
-        return tensor.new_empty(*shape, dtype=dtype)
-    return tensor.new_empty(*front, -(-head_dim // 8) * 8, dtype=dtype)[..., :head_dim]
+    row = -(-head_dim // 8) * 8
+    made = launch.allocator(tensor)(*launch.contiguous(dtype or tensor.dtype, *front, row))
+    # a slice takes the host as long as the memory
+    return made if row == head_dim else made[..., :head_dim]
 
 
 def readable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Kind]:

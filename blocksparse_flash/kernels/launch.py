@@ -86,6 +86,7 @@ class Memory(NamedTuple):
     dtype: torch.dtype
 
 
+@functools.lru_cache(maxsize=4096)
 def contiguous(dtype: torch.dtype, *shape: int, row: int | None = None) -> Memory:
     """Memory for a contiguous tensor, or for one whose last axis is a part of a row of so many elements."""
     lengths = [*shape[1:-1], shape[-1] if row is None else row]
