@@ -7,13 +7,22 @@ Runs on every call, so each check is a plain comparison; a message is put togeth
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .layout import BlockLayout
+from .seen import Kind
+
+Shape = Sequence[int]
+# dtype, shape and strides of a tensor
+Facts = tuple[torch.dtype, Shape, Shape]
+# dtype, batch, heads, q_len, kv_len, head_dim
+Agreed = tuple[torch.dtype, int, int, int, int, int]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
@@ -24,9 +33,29 @@ def under_autocast(dtype: torch.dtype, autocast: torch.dtype) -> torch.dtype:
     return autocast if dtype.is_floating_point and dtype is not torch.float64 else dtype
 
 
-def _check_types(q: Tensor, k: Tensor, v: Tensor, autocast: torch.dtype | None) -> torch.dtype:
-    """Memory layout, dtype and device; returns the dtype in which the call computes."""
-    q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
+def _check_memory(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Memory layout, before strides are asked for, which some tensors do not have."""
+    if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                kind = "a nested tensor" if tensor.is_nested else f"a {tensor.layout} tensor"
+                raise ValueError(
+                    f"{name} must be a dense, strided tensor, got {kind}; {name}.to_dense() makes one, and kv_lengths= "
+                    "says how much of a padded batch exists"
+                )
+
+
+def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
+    device = q.device
+    if not (device == k.device == v.device):
+        name, tensor = ("k", k) if k.device != device else ("v", v)
+        raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}; {name}.to(q.device) moves it")
+
+
+def _check_types(
+    q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype, autocast: torch.dtype | None
+) -> torch.dtype:
+    """The dtype in which the call computes."""
     if autocast is not None:
         q_dtype, k_dtype, v_dtype = (under_autocast(dtype, autocast) for dtype in (q_dtype, k_dtype, v_dtype))
     if q_dtype not in DTYPES:
@@ -36,29 +65,16 @@ def _check_types(q: Tensor, k: Tensor, v: Tensor, autocast: torch.dtype | None) 
     if not (q_dtype == k_dtype == v_dtype):
         name, other = ("k", k_dtype) if k_dtype != q_dtype else ("v", v_dtype)
         raise ValueError(f"{name} must have q's dtype {q_dtype}, got {other}; {name}.to(q.dtype) makes one")
-    device = q.device
-    if not (device == k.device == v.device):
-        name, tensor = ("k", k) if k.device != device else ("v", v)
-        raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}; {name}.to(q.device) moves it")
-    if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor.layout is not torch.strided or tensor.is_nested:
-                kind = "a nested tensor" if tensor.is_nested else f"a {tensor.layout} tensor"
-                raise ValueError(
-                    f"{name} must be a dense, strided tensor, got {kind}; {name}.to_dense() makes one, and kv_lengths= "
-                    "says how much of a padded batch exists"
-                )
     return q_dtype
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+def _check_shapes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, int, int, int, int]:
     """batch, heads, q_len, kv_len, head_dim."""
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if not (len(q_shape) == len(k_shape) == len(v_shape) == 4):
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor.dim() != 4:
+        for name, shape in (("q", q_shape), ("k", k_shape), ("v", v_shape)):
+            if len(shape) != 4:
                 raise ValueError(
-                    f"{name} must have the 4 dimensions (batch, heads, length, head_dim), got shape {tuple(tensor.shape)}; "
+                    f"{name} must have the 4 dimensions (batch, heads, length, head_dim), got shape {tuple(shape)}; "
                     f"{name}[None] adds one in front, {name}.unflatten(-1, (heads, head_dim)).transpose(1, 2) splits heads"
                 )
     batch, heads, q_len, head_dim = q_shape
@@ -66,7 +82,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, 
     v_batch, v_heads, v_len, v_dim = v_shape
     if k_batch != v_batch or kv_heads != v_heads or kv_len != v_len:
         raise ValueError(
-            f"k and v must agree in batch, heads and length, got k {tuple(k.shape)} and v {tuple(v.shape)}; only their last "
+            f"k and v must agree in batch, heads and length, got k {tuple(k_shape)} and v {tuple(v_shape)}; only their last "
             "dimension may differ, expand the smaller one"
         )
     if k_batch != batch:
@@ -86,18 +102,33 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, 
             f"{name} must have a head_dim of 1 to {MAX_HEAD_DIM}, got {dim}; split it over more heads, or check that the order "
             "is (batch, heads, length, head_dim)"
         )
-    if (
-        not (q.stride(3) == 1 or head_dim == 1)
-        or not (k.stride(3) == 1 or head_dim == 1)
-        or not (v.stride(3) == 1 or v_dim == 1)
-    ):
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            # the strides of a tensor without elements mean nothing
-            if tensor.stride(3) != 1 and tensor.shape[3] != 1 and tensor.numel() != 0:
-                raise ValueError(
-                    f"{name} must have a last stride of 1, got strides {tuple(tensor.stride())}; {name}.contiguous() has one"
-                )
     return batch, heads, q_len, kv_len, head_dim
+
+
+def _check_strides(name: str, shape: Shape, strides: Shape) -> None:
+    # the strides of a tensor without elements mean nothing
+    if strides[3] != 1 and shape[3] != 1 and 0 not in shape:
+        raise ValueError(
+            f"{name} must have a last stride of 1, got strides {tuple(strides)}; {name}.contiguous() has one"
+        )
+
+
+def _agree(q: Facts, k: Facts, v: Facts, autocast: torch.dtype | None) -> Agreed:
+    """What q, k and v agree on; ValueError if they do not."""
+    (q_dtype, q_shape, q_strides), (k_dtype, k_shape, k_strides), (v_dtype, v_shape, v_strides) = q, k, v
+    dtype = _check_types(q_dtype, k_dtype, v_dtype, autocast)
+    sizes = _check_shapes(q_shape, k_shape, v_shape)
+    _check_strides("q", q_shape, q_strides)
+    _check_strides("k", k_shape, k_strides)
+    _check_strides("v", v_shape, v_strides)
+    return dtype, *sizes
+
+
+@functools.lru_cache(maxsize=4096)
+def _agree_by_kind(kind: Kind, autocast: torch.dtype | None) -> Agreed:
+    """The same, found again: a kind and its answer do not change. What is refused is not kept."""
+    q, k, v = (seen[:3] for seen in kind.tensors)
+    return _agree(q, k, v, autocast)
 
 
 def _check_layout(layout: BlockLayout, batch: int, heads: int, q_len: int, kv_len: int) -> None:
@@ -106,12 +137,12 @@ def _check_layout(layout: BlockLayout, batch: int, heads: int, q_len: int, kv_le
             f"layout must be a BlockLayout or None, got {type(layout).__name__}; BlockLayout.from_dense(mask, block_size=...) "
             "makes one of a bool mask"
         )
-    if layout.q_len != q_len or layout.kv_len != kv_len:
+    layout_batch, layout_heads, layout_q_len, layout_kv_len = layout.shape
+    if layout_q_len != q_len or layout_kv_len != kv_len:
         raise ValueError(
-            f"layout describes {layout.q_len} queries x {layout.kv_len} keys, but q has {q_len} and k has {kv_len}; build it "
+            f"layout describes {layout_q_len} queries x {layout_kv_len} keys, but q has {q_len} and k has {kv_len}; build it "
             f"for ({q_len}, {kv_len})"
         )
-    layout_batch, layout_heads = layout.shape[:2]
     if layout_heads != 1 and layout_heads != heads:
         raise ValueError(
             f"layout must have 1 head or q's {heads}, got {layout_heads}; with grouped heads it counts query heads"
@@ -273,10 +304,12 @@ def check(
     seed: int | Tensor | None,
     deterministic: bool | None,
     autocast: torch.dtype | None,
+    kind: Kind | None = None,
 ) -> tuple[torch.dtype, float]:
     """The type in which the call computes, and its scale as a float; TypeError or ValueError if an argument does not fit.
 
     The arguments are those of `attention`; autocast is the type to which autocast converts, None where it is off.
+    kind is that of q, k and v, by which what was found of them is found again, None where they are not plain (see watchers).
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         for name, value in (("q", q), ("k", k), ("v", v)):
@@ -284,9 +317,14 @@ def check(
                 raise TypeError(
                     f"{name} must be a torch.Tensor, got {type(value).__name__}; torch.as_tensor({name}) makes one"
                 )
-    device = q.device
-    dtype = _check_types(q, k, v, autocast)
-    batch, heads, q_len, kv_len, head_dim = _check_shapes(q, k, v)
+    _check_devices(q, k, v)
+    if kind is not None:
+        agreed = _agree_by_kind(kind, autocast)
+    else:
+        _check_memory(q, k, v)
+        facts = (q.dtype, q.shape, q.stride()), (k.dtype, k.shape, k.stride()), (v.dtype, v.shape, v.stride())
+        agreed = _agree(*facts, autocast)
+    dtype, batch, heads, q_len, kv_len, head_dim = agreed
     if layout is not None:
         _check_layout(layout, batch, heads, q_len, kv_len)
     if causal is not True and causal is not False:
@@ -302,9 +340,9 @@ def check(
             f"dropout_p must be at least 0 and less than 1, got {dropout_p}; it is the probability to drop, 0.0 turns it off"
         )
     if seed is not None:
-        _check_seed(seed, device)
+        _check_seed(seed, q.device)
     if kv_lengths is not None:
-        _check_kv_lengths(kv_lengths, batch, kv_len, device)
+        _check_kv_lengths(kv_lengths, batch, kv_len, q.device)
     if deterministic is not None and deterministic is not True and deterministic is not False:
         raise TypeError(
             f"deterministic must be True, False or None, got {deterministic!r} ({type(deterministic).__name__}); "

@@ -29,13 +29,6 @@ def takes(itemsize: int, shape: Sequence[int], strides: Sequence[int], is_aligne
 _takes = functools.lru_cache(maxsize=4096)(takes)
 
 
-@functools.lru_cache(maxsize=4096)
-def _takes_all(dtypes: Sequence[torch.dtype], is_aligned: bool, *sizes: Sequence[int]) -> bool:
-    """Whether it can read every one of some tensors; sizes are the shape and the strides of each."""
-    each = zip(dtypes, sizes[::2], sizes[1::2], strict=True)
-    return all(strides[-1] == 1 and takes(dtype.itemsize, shape, strides, is_aligned) for dtype, shape, strides in each)
-
-
 def can_read(tensor: torch.Tensor) -> bool:
     """The same of a tensor. While torch.compile traces there is no address, only an offset into the storage."""
     if tensor.stride(-1) != 1:
@@ -44,14 +37,3 @@ def can_read(tensor: torch.Tensor) -> bool:
         is_aligned = tensor.storage_offset() * tensor.element_size() % 16 == 0
         return takes(tensor.element_size(), tensor.shape, tensor.stride(), is_aligned)
     return _takes(tensor.element_size(), tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0)
-
-
-def can_read_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether it can read all three: asked at once, which takes the host a third of the time."""
-    if torch.compiler.is_compiling():
-        return can_read(q) and can_read(k) and can_read(v)
-    return _takes_all(
-        (q.dtype, k.dtype, v.dtype),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
-        *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()),
-    )

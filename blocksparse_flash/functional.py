@@ -19,6 +19,7 @@ from .contract import ScoreOptions
 from .explanation import Explanation
 from .explanation.call import Call
 from .layout import BlockLayout
+from .seen import Kind, kind_of
 
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
 # Gluon, in which the Hopper kernels are written, changes from release to release: those that were tested
@@ -66,14 +67,25 @@ def _unfit_for_hopper(
     dropout_p: float,
     scores: ScoreOptions | None = None,
 ) -> str | None:
-    """What about a call on a GPU the Hopper kernels have no code for, or None. torch.compile traces this."""
-    if device.type != "cuda":
-        return None
+    """What about a call on a GPU the Hopper kernels have no code for, or None."""
+    return _unfit_on_gpu(q, k, v, dtype, dropout_p, scores, None) if device.type == "cuda" else None
+
+
+def _unfit_on_gpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtype: torch.dtype,
+    dropout_p: float,
+    scores: ScoreOptions | None,
+    kind: Kind | None,
+) -> str | None:
+    """The same of tensors on a GPU. torch.compile traces this."""
     if dropout_p > 0:
         return NO_DROPOUT
     if scores is not None:
         return NO_SCORES
-    if copy_engine.can_read_all(q, k, v):
+    if kind is not None and kind.is_readable:
         return None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         # of rows that are no multiple of 16 bytes the kernels make a copy, autocast of another type: those fit
@@ -137,14 +149,20 @@ def _choose(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_ho
 
 
 def _for_operator(
-    backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None, deterministic: bool | None
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    unfit_for_hopper: str | None,
+    deterministic: bool | None,
+    is_on_gpu: bool = False,
 ) -> str:
     """The name that the operators know a backend by.
 
     Where "auto" is `hopper` that is "auto": the operator, which sees addresses and sizes where torch.compile does not, leaves
     what is too small or lies badly to `triton`.
     """
-    chosen = _choose(backend, device, dtype, unfit_for_hopper)
+    choose = _choose_again if is_on_gpu and isinstance(backend, str) else _choose
+    chosen = choose(backend, device, dtype, unfit_for_hopper)
     return _promising(backend, deterministic) if chosen == "hopper" else chosen
 
 
@@ -156,6 +174,8 @@ def _promising(hopper: str, deterministic: bool | None) -> str:
 # under torch.compile the answer is computed once and becomes a constant of the graph. This is what
 # torch.compiler.assume_constant_result does, but that imports the whole compiler and triton with it: 3 s at each import
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# of a GPU, which does not change, nor does the installation; what is refused is not kept
+_choose_again = functools.lru_cache(maxsize=4096)(_choose)
 
 
 # ---- what would happen? ----
@@ -234,21 +254,27 @@ def _attend(
     backend: str,
     scores: ScoreOptions | None,
 ) -> tuple[Tensor, Tensor]:
-    autocast = _autocast(q)
-    dtype, scale = contract.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast)
+    # asked once, for all that follows
+    kind = kind_of(q, k, v) if watchers.are_plain(q, k, v) else None
+    autocast = None if kind is not None and watchers.is_without_autocast(q) else _autocast(q)
+    dtype, scale = contract.check(
+        q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast, kind
+    )
     if scores is not None:
         scores = contract.check_scores(scores, q, layout)
     if backend == "hopper":
-        unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p, scores)
+        unfit_for_hopper = _unfit_on_gpu(q, k, v, dtype, dropout_p, scores, kind) if q.is_cuda else None
     else:
         unfit_for_hopper = NO_DROPOUT if dropout_p > 0 else NO_SCORES if scores is not None else None
-    backend = _for_operator(backend, q.device, dtype, unfit_for_hopper, deterministic)
+    backend = _for_operator(backend, q.device, dtype, unfit_for_hopper, deterministic, q.is_cuda and kind is not None)
     if autocast is None:
-        return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores)
+        return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores, kind)
     # operators and reference choose the type of each product themselves
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, autocast)) for tensor in (q, k, v))
-        return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores)
+        return _run(
+            q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores, kind and kind_of(q, k, v)
+        )
 
 
 def _run(
@@ -263,9 +289,10 @@ def _run(
     seed: int | Tensor | None,
     backend: str,
     scores: ScoreOptions | None,
+    kind: Kind | None,
 ) -> tuple[Tensor, Tensor]:
     """Layout to plan, seed to tensor, and on to the operator."""
-    if backend != "reference" and watchers.follow(q, k, v, *(scores or ())):
+    if kind is None and backend != "reference" and watchers.follow(q, k, v, *(scores or ())):
         raise RuntimeError(
             f'backend "{backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and what is made of them: '
             'torch.autograd.grad differentiates it, batch and heads may be as many as are mapped, and backend="reference" '
@@ -310,7 +337,10 @@ def _run(
     if layout is not None:
         plan, causal = list(layout.plan(q.device, causal=causal)), False
     if scores is None:
-        return ops.attention_forward(q, k, v, plan, kv_lengths, seed, scale, causal, dropout_p, backend)
+        options = (plan, kv_lengths, seed, scale, causal, dropout_p, backend)
+        if kind is None:
+            return ops.attention_forward(q, k, v, *options)
+        return ops.attention_directly(kind, q, k, v, *options)
     sinks, softcap, alibi_slopes, block_bias = scores
     given = (q, k, v, sinks, alibi_slopes, block_bias, plan, bias_index, kv_lengths, seed, scale, causal, dropout_p)
     return ops.scored_attention_forward(*given, 0.0 if softcap is None else softcap, backend)

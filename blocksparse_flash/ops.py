@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from . import copy_engine, watchers
 from .kernels.scores import Scores
+from .seen import Kind
 
 # elements of q and k from which on "auto" takes `hopper`. H200, 16 heads of 128, bf16, microseconds of a forward and of a backward,
 # back to back and of the GPU alone, `hopper` and `triton`: 2^23 elements in a window 95 363, 30 84 and 67 201, 28 95; dense 77 297,
@@ -66,17 +67,17 @@ def _kernels(
 
     "auto" is `hopper` where that runs the call as it is, and pays; else `triton`.
     """
-    name, _, deterministic = backend.partition(", ")
-    if name == "auto":
+    if backend.startswith("auto"):
         takes = is_worth_hopper(q.shape[2], q.numel() + k.numel()) and all(
             tensor.shape[3] % 8 or copy_engine.can_read(tensor) for tensor in (q, k, v)
         )
-        name = "hopper" if takes else "triton"
-    return _kernels_of(name, bool(deterministic))
+        backend = backend.replace("auto", "hopper" if takes else "triton")
+    return _kernels_of(backend)
 
 
 @functools.cache
-def _kernels_of(name: str, deterministic: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _kernels_of(backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    name, _, deterministic = backend.partition(", ")
     if name == "triton":
         from .kernels import backward, forward
 
@@ -93,16 +94,25 @@ def _kernels_of(name: str, deterministic: bool) -> tuple[Callable[..., Any], Cal
     return eager.forward, eager.backward
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    forward = _kernels(arguments[-1], q, k, v)[0]
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any, kind: Kind | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """kind  that of q, k and v, where it is known already and of use to the kernels."""
+    *rest, backend = arguments
+    forward = _kernels(backend, q, k, v)[0]
+    known = {} if kind is None else {"kind": kind}
+    if watchers.is_current(q):
+        return forward(q, k, v, *rest, **known)
     with watchers.on(q.device):
-        return forward(q, k, v, *arguments[:-1])
+        return forward(q, k, v, *rest, **known)
 
 
 def _backward(dout: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _, q, k, v, *_, backend = arguments
     rest = arguments[:-1]
     backward = _kernels(backend, q, k, v)[1]
+    if watchers.is_without_autocast(dout) and watchers.is_current(dout):
+        return backward(dout, *rest)
     with watchers.on(dout.device):
         if not torch.is_autocast_enabled(dout.device.type):
             return backward(dout, *rest)
@@ -220,7 +230,10 @@ def _refuse_mapped(*grads: torch.Tensor | None) -> None:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, called: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
+    def forward(
+        ctx: Any, called: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: tuple[Any, ...]
+    ) -> Any:
+        # what has no gradient comes as one: autograd looks at each argument
         plan, kv_lengths, seed, *ctx.options = arguments
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = called(q, k, v, *arguments)
@@ -237,10 +250,10 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         called: Any = _attention_backward
         # a graph of the backward itself needs the dispatcher, which refuses
-        if type(dout) in watchers.PLAIN and _is_plain(q, k, v) and not torch.is_grad_enabled():
+        if type(dout) in watchers.PLAIN and watchers.are_plain(q, k, v) and not torch.is_grad_enabled():
             called = _backward
         grads = called(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, *ctx.options)
-        return None, *grads, *(None,) * 7
+        return None, *grads, None
 
 
 class _ScoredAttention(torch.autograd.Function):
@@ -283,8 +296,8 @@ def _forward_with_autograd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if _is_differentiated(q, k, v):
-        called: Any = _forward if _is_plain(q, k, v) else _attention_forward
-        return _Attention.apply(called, q, k, v, *arguments)
+        called: Any = _forward if watchers.are_plain(q, k, v) else _attention_forward
+        return _Attention.apply(called, q, k, v, arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention_forward(q, k, v, *arguments)
 
@@ -300,7 +313,7 @@ def _scored_forward_with_autograd(
         return _scored_attention_forward(q, k, v, *arguments)
 
 
-_attention_forward = torch.ops.blocksparse_flash.attention_forward.default
+attention_forward = _attention_forward = torch.ops.blocksparse_flash.attention_forward.default
 _attention_backward = torch.ops.blocksparse_flash.attention_backward.default
 # with the options of the scores: always through the dispatcher
 scored_attention_forward = _scored_attention_forward = torch.ops.blocksparse_flash.scored_attention_forward.default
@@ -314,24 +327,12 @@ def _is_differentiated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> boo
     ) or forward_ad._current_level >= 0
 
 
-def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether nothing watches the operators: no compiler, tracer, mode, transform, profiler or subclass; and there are numbers."""
-    return (
-        not watchers.are_there()
-        and not q.is_meta
-        and type(q) in watchers.PLAIN
-        and type(k) in watchers.PLAIN
-        and type(v) in watchers.PLAIN
-        and not torch._C._autograd._profiler_enabled()
-    )
-
-
-def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
+def attention_directly(
+    kind: Kind, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator; called directly where nothing watches, which saves its dispatch, 14 microseconds."""
-    if not _is_plain(q, k, v):
-        return _attention_forward(q, k, v, *arguments)
+    """The operator of tensors that are plain, see `watchers.are_plain`, and of that kind: without its dispatch, 14 microseconds."""
+    # `eager` reads no memory by itself
+    known = None if arguments[-1] == "eager" else kind
     if _is_differentiated(q, k, v):
-        return _Attention.apply(_forward, q, k, v, *arguments)
-    return _forward(q, k, v, *arguments)
+        return _Attention.apply(functools.partial(_forward, kind=known), q, k, v, arguments)
+    return _forward(q, k, v, *arguments, kind=known)

@@ -24,7 +24,25 @@ def are_there() -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() != 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.jit._trace.is_tracing()
+        or torch._C._is_tracing()
+    )
+
+
+def are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether nothing watches what is done with tensors: no compiler, tracer, mode, transform, profiler or subclass; and whether
+    there are numbers, which lie in memory by strides."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return (
+        not are_there()
+        and type(q) in PLAIN
+        and type(k) in PLAIN
+        and type(v) in PLAIN
+        and not q.is_meta
+        and q.layout is k.layout is v.layout is torch.strided
+        and not (q.is_nested or k.is_nested or v.is_nested)
+        # which may outlive its transform, and has no memory
+        and not (wrapped(q) or wrapped(k) or wrapped(v))
+        and not torch._C._autograd._profiler_enabled()
     )
 
 
@@ -62,9 +80,21 @@ def runs_triton(index: int | None) -> bool:
     return not triton.knobs.runtime.interpret
 
 
+def is_without_autocast(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies on a GPU and autocast is off. False says nothing, and `torch.is_autocast_enabled`, which takes twice
+    as long, must be asked."""
+    # which does not know every type of device, but CUDA
+    return tensor.is_cuda and not torch._C._is_any_autocast_enabled()
+
+
+def is_current(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies where launches go: on the current GPU, or on none. What `on` asks, for a third of the time."""
+    # a tensor is there: CUDA has been initialised, which torch.cuda.current_device would ask first
+    return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
+
+
 def on(device: torch.device) -> AbstractContextManager[None]:
     """Makes a GPU the current one where it is not: Triton launches on the current one."""
-    # of a tensor that is there: CUDA has been initialised, which torch.cuda.current_device would ask first
     if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return _NOTHING
     return torch.cuda.device(device)

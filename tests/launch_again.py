@@ -20,6 +20,7 @@ from triton.runtime import driver
 
 from blocksparse_flash.kernels import backward, decode, forward, hopper_forward, launch, launcher
 from blocksparse_flash.kernels.scores import Scores
+from blocksparse_flash.seen import kind_of
 from blocksparse_flash.splitting import WHOLE, Split
 
 LIMITS = (9, 232448)
@@ -141,13 +142,13 @@ def main() -> None:
         mock.patch.object(launcher, "KEPT", 2),
     ):
         options = launch.options_of(out, 0.125, False, 0.0, None)
-        seen = launch.see(out)
-        assert seen is not None
+        kind = kind_of(out, out, out)
+        (seen,) = kind_of(out).tensors
         walks = launch.walk(plan, 0)
 
         for worth in (1 << 40, 0):
             with mock.patch.object(launch, "WORTH_DESCRIBING", worth):
-                run = forward.prepare.__wrapped__(seen, seen, seen, launch.see_walk(walks), options)
+                run = forward.prepare.__wrapped__(kind, launch.see_walk(walks), options)[-1]
             assert any(run._describers) == (worth == 0)
             rest = (*walks, None, None, None, None, None, out, lse)
             given = [(*call, *rest) for call in calls]
@@ -165,9 +166,7 @@ def main() -> None:
         # of a few queries; sinks go to the merge
         q, added = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(2)
         scored = options._replace(scores=launch.see_scores(Scores(added, added, None, [], 30.0), None))
-        few = launch.see(q)
-        assert few is not None
-        split_keys = decode.prepare.__wrapped__(few, seen, seen, (None, ()), 0, scored)
+        split_keys = decode.prepare.__wrapped__(kind_of(q, out, out), (None, ()), 0, scored)
         assert split_keys.merge is not None and not any(split_keys.decode._describers)
         parts, lses = torch.empty(split_keys.n_chunks, 2, 64), torch.empty(split_keys.n_chunks, 2)
         dense = (None,) * 6
@@ -180,10 +179,9 @@ def main() -> None:
 
         # with more rows than programs, which have a queue, and without
         for split, multiprocessors in ((WHOLE, 132), (WHOLE, 3), (Split(1, 3), 132)):
-            facts = launch.see_all(out, out, out)
             with mock.patch.object(hopper_forward, "multiprocessors", lambda _, n=multiprocessors: n):
                 hopper = hopper_forward.prepare.__wrapped__(
-                    facts, launch.see_walk(walks), None, split, 0.125, False, None
+                    kind, launch.see_walk(walks), None, split, 0.125, False, None
                 )
             assert hopper.is_queued == (multiprocessors == 3)
             queue = torch.zeros(1, dtype=torch.int32) if hopper.is_queued else None

@@ -92,6 +92,7 @@ TABLE = {
     ),
     "blocksparse_flash/philox.py": Arrows({TORCH}),
     "blocksparse_flash/copy_engine.py": Arrows({TORCH}),
+    "blocksparse_flash/seen.py": Arrows({TORCH, f"{OURS}.copy_engine"}),
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
     "blocksparse_flash/splitting.py": Arrows({TORCH}),
     "blocksparse_flash/kernels/__init__.py": Arrows(set()),
@@ -100,27 +101,48 @@ TABLE = {
     "blocksparse_flash/kernels/score_tile.py": Arrows({TRITON, f"{OURS}.kernels.tile"}),
     "blocksparse_flash/kernels/launcher.py": Arrows({TRITON}),
     "blocksparse_flash/kernels/launch.py": Arrows(
-        {TORCH, TRITON, *(f"{OURS}.{name}" for name in ("copy_engine", "philox", "kernels.launcher", "kernels.scores"))}
+        {
+            TORCH,
+            TRITON,
+            *(f"{OURS}.{name}" for name in ("copy_engine", "philox", "seen", "kernels.launcher", "kernels.scores")),
+        }
     ),
     "blocksparse_flash/kernels/parts.py": Arrows(
-        {TRITON, f"{OURS}.splitting", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
+        {TRITON, f"{OURS}.seen", f"{OURS}.splitting", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"},
     ),
     "blocksparse_flash/kernels/decode.py": Arrows(
-        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "scores", "score_tile"))},
+        {
+            TORCH,
+            TRITON,
+            f"{OURS}.seen",
+            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "scores", "score_tile")),
+        },
     ),
     "blocksparse_flash/kernels/forward.py": Arrows(
-        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "decode", "scores", "score_tile"))},
+        {
+            TORCH,
+            TRITON,
+            f"{OURS}.seen",
+            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "decode", "scores", "score_tile")),
+        },
     ),
     "blocksparse_flash/kernels/backward.py": Arrows(
-        {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "scores", "score_tile"))},
+        {
+            TORCH,
+            TRITON,
+            f"{OURS}.seen",
+            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "scores", "score_tile")),
+        },
     ),
-    "blocksparse_flash/kernels/rows.py": Arrows({TORCH, TRITON, f"{OURS}.kernels.launch", f"{OURS}.kernels.tile"}),
+    "blocksparse_flash/kernels/rows.py": Arrows(
+        {TORCH, TRITON, *(f"{OURS}.{name}" for name in ("seen", "kernels.launch", "kernels.tile"))}
+    ),
     "blocksparse_flash/kernels/selecting.py": Arrows({TORCH, TRITON, f"{OURS}.kernels.launch"}),
     "blocksparse_flash/kernels/listing.py": Arrows(
         {TORCH, TRITON, *(f"{OURS}.kernels.{name}" for name in ("launch", "selecting", "tile"))},
     ),
     "blocksparse_flash/kernels/hopper.py": Arrows(
-        {TORCH, TRITON, f"{OURS}.copy_engine", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"}
+        {TORCH, TRITON, f"{OURS}.seen", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"}
     ),
     "blocksparse_flash/kernels/hopper_rows.py": Arrows(
         {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper"))},
@@ -129,13 +151,14 @@ TABLE = {
         {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper", "hopper_rows"))},
     ),
     "blocksparse_flash/kernels/hopper_forward.py": Arrows(
-        {TORCH, TRITON, f"{OURS}.splitting"}
+        {TORCH, TRITON, f"{OURS}.seen", f"{OURS}.splitting"}
         | {f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "hopper", "hopper_rows", "hopper_softmax")},
     ),
     "blocksparse_flash/kernels/hopper_backward.py": Arrows(
         {
             TORCH,
             TRITON,
+            f"{OURS}.seen",
             f"{OURS}.splitting",
             *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "hopper", "backward")),
         }
@@ -145,10 +168,10 @@ TABLE = {
         {NUMPY, TORCH, f"{OURS}.philox", f"{OURS}.kernels.scores", f"{OURS}.kernels.eager_scores"}
     ),
     "blocksparse_flash/ops.py": Arrows(
-        {TORCH, f"{OURS}.copy_engine", f"{OURS}.watchers", f"{OURS}.kernels.scores"},
+        {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "seen", "watchers", "kernels.scores"))},
         {f"{OURS}.kernels.{name}" for name in ("eager", "forward", "backward", "hopper_forward", "hopper_backward")},
     ),
-    "blocksparse_flash/contract.py": Arrows({TORCH, f"{OURS}.layout"}),
+    "blocksparse_flash/contract.py": Arrows({TORCH, f"{OURS}.layout", f"{OURS}.seen"}),
     "blocksparse_flash/explanation/dispatch.py": Arrows({NUMPY}),
     "blocksparse_flash/explanation/call.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "explanation.dispatch", "layout", "plan"))}
@@ -180,6 +203,7 @@ TABLE = {
                 "layout",
                 "ops",
                 "reference",
+                "seen",
                 "watchers",
             )
         },

@@ -21,13 +21,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..seen import Kind, Seen, kind_of
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Config,
     Describer,
     Launch,
     Options,
-    Seen,
     Shape,
     Walk,
     axis_strides,
@@ -36,7 +36,6 @@ from .launch import (
     options_of,
     padded_dim,
     score_arguments,
-    see,
     see_scores,
     see_walk,
     walk,
@@ -479,16 +478,9 @@ def bias_sums_shape(
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(
-    q: Seen,
-    k: Seen,
-    v: Seen,
-    dout: Seen,
-    rows: Walk,
-    cols: Walk,
-    options: Options,
-) -> Prepared:
-    """How a call on such tensors is launched."""
+def prepare(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Prepared:
+    """How a call on such q, k, v and dout is launched."""
+    q, k, v, dout = kind.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     tma = wants_descriptors(options.major, q, k, v, dout)
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
@@ -582,7 +574,7 @@ def backward(
         slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)
         options = options._replace(scores=see_scores(scores, rows, cols, wanted=wanted))
     by_rows, by_cols = walk(plan, 0), walk(plan, 3)
-    ready = prepare(see(q), see(k), see(v), see(dout), see_walk(by_rows), see_walk(by_cols), options)
+    ready = prepare(kind_of(q, k, v, dout), see_walk(by_rows), see_walk(by_cols), options)
     if scores is not None:
         dslopes = torch.empty_like(lse) if wanted[1] else None
         sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)

@@ -23,19 +23,18 @@ import torch
 import triton
 import triton.language as tl
 
+from ..seen import Kind, kind_of
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Config,
     Describer,
     Launch,
     Options,
-    Seen,
     Walk,
     constants,
     multiprocessors,
     options_of,
     score_arguments,
-    see,
     see_scores,
     see_walk,
     walk,
@@ -302,11 +301,12 @@ class Prepared(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(q: Seen, k: Seen, v: Seen, walked: Walk, n_listed: int, options: Options) -> Prepared:
-    """How a call on such tensors is launched.
+def prepare(kind: Kind, walked: Walk, n_listed: int, options: Options) -> Prepared:
+    """How a call on such q, k and v is launched.
 
     n_listed  tiles that all records of the plan list, or a little more
     """
+    q, k, v = kind.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
     assert items is None or items[2] == 1, items
@@ -373,8 +373,12 @@ def forward(
     scale: float,
     causal: bool,
     scores: Scores | None = None,
+    kind: Kind | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous."""
+    """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous.
+
+    kind  that of q, k and v, where it is known already
+    """
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, heads, q_len, v.shape[3])
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
@@ -385,7 +389,7 @@ def forward(
         options = options._replace(scores=see_scores(scores, tables))
     n_listed = plan[1].shape[0] if plan else 0
     walked = walk(plan, 0)
-    ready = prepare(see(q), see(k), see(v), see_walk(walked), n_listed, options)
+    ready = prepare(kind or kind_of(q, k, v), see_walk(walked), n_listed, options)
     inputs = (q, k, v, *walked, kv_lengths)
     if ready.merge is None:
         ready.decode(*inputs, sinks, slopes, tables, out, lse)

@@ -16,20 +16,22 @@ import torch
 import triton
 import triton.language as tl
 
+from ..seen import Kind, kind_of
 from . import decode
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Config,
     Describer,
     Launch,
+    Memory,
     Options,
-    Seen,
     Walk,
+    allocator,
     constants,
+    contiguous,
     device_seed,
     options_of,
     score_arguments,
-    see,
     see_scores,
     see_walk,
     walk,
@@ -216,8 +218,9 @@ def forward_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(q: Seen, k: Seen, v: Seen, walked: Walk, options: Options) -> Launch:
-    """How a call on such tensors is launched."""
+def prepare(kind: Kind, walked: Walk, options: Options) -> tuple[Memory, Memory, Launch]:
+    """The memory of the results of a call on such q, k and v, and how it is launched."""
+    q, k, v = kind.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
     tma = wants_descriptors(options.major, q, k, v)
@@ -253,7 +256,11 @@ def prepare(q: Seen, k: Seen, v: Seen, walked: Walk, options: Options) -> Launch
         describers["q_ref"] = Describer(q, (1, 1, chosen.block_q, dim))
         describers["k_ref"] = Describer(k, (1, 1, chosen.block_kv, dim))
         describers["v_ref"] = Describer(v, (1, 1, chosen.block_kv, dim_v))
-    return Launch(forward_kernel, (n_lines * split * batch * heads,), rest, describers)
+    return (
+        contiguous(q.dtype, batch, heads, q_len, v_dim),
+        contiguous(torch.float32, batch, heads, q_len),
+        Launch(forward_kernel, (n_lines * split * batch * heads,), rest, describers),
+    )
 
 
 def forward(
@@ -267,15 +274,16 @@ def forward(
     causal: bool,
     dropout_p: float,
     scores: Scores | None = None,
+    kind: Kind | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous."""
+    """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous.
+
+    kind  that of q, k and v, where it is known already
+    """
     if decode.takes(q.shape, k.shape[2], dropout_p):
-        return decode.forward(q, k, v, plan, kv_lengths, scale, causal, scores)
-    batch, heads, q_len, _ = q.shape
-    out = q.new_empty(batch, heads, q_len, v.shape[3])
-    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
-    if out.numel() == 0:
-        return out, lse
+        return decode.forward(q, k, v, plan, kv_lengths, scale, causal, scores, kind)
+    if q.numel() == 0:
+        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
     seed = device_seed(seed, q.device)
     options = options_of(q, scale, causal, dropout_p, kv_lengths, seed)
     added: tuple[torch.Tensor | None, ...] = (None, None, None)
@@ -283,6 +291,8 @@ def forward(
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
         options = options._replace(scores=see_scores(scores, added[2]))
     walked = walk(plan, 0)
-    launch = prepare(see(q), see(k), see(v), see_walk(walked), options)
+    out_memory, lse_memory, launch = prepare(kind or kind_of(q, k, v), see_walk(walked), options)
+    empty = allocator(q)
+    out, lse = empty(*out_memory), empty(*lse_memory)
     launch(q, k, v, *walked, kv_lengths, seed, *added, out, lse)
     return out, lse

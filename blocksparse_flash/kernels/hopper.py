@@ -17,7 +17,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .. import copy_engine
+from ..seen import Kind, Seen, kind_of
 from . import launch
 from .tile import TILE
 
@@ -272,32 +272,22 @@ def padded_dim(head_dim: int) -> int:
 def writable(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
     """New memory for (batch, heads, length, head_dim), its rows padded so that the copy engine can write them."""
     *front, head_dim = shape
-    if head_dim % 8 == 0:
-        # a slice takes the host as long as the memory
-        return tensor.new_empty(*shape, dtype=dtype)
-    return tensor.new_empty(*front, -(-head_dim // 8) * 8, dtype=dtype)[..., :head_dim]
+    row = -(-head_dim // 8) * 8
+    made = launch.allocator(tensor)(*launch.contiguous(dtype or tensor.dtype, *front, row))
+    # a slice takes the host as long as the memory
+    return made if row == head_dim else made[..., :head_dim]
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_readable(facts: tuple[Any, ...]) -> bool:
-    """Whether the copy engine can read all of such tensors."""
-    return all(
-        each.strides[-1] == 1 and copy_engine.takes(each.dtype.itemsize, each.shape, each.strides, each.is_aligned)
-        for each in launch.apart(facts)
-    )
-
-
-def readable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
-    """(the tensors, each as it is where the copy engine can read it, else as a copy; the facts that `see_all` sees)."""
-    # asked of all at once, which saves the host two questions
-    facts = launch.see_all(*tensors)
-    if _is_readable(facts):
-        return tensors, facts
+def readable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Kind]:
+    """(the tensors, each as it is where the copy engine can read it, else as a copy; their kind)."""
+    # asked of all at once, which saves the host questions
+    kind = kind_of(*tensors)
+    if kind.is_readable:
+        return tensors, kind
     tensors = tuple(
-        tensor if _is_readable(launch.see_all(tensor)) else writable(tensor, tensor.shape).copy_(tensor)
-        for tensor in tensors
+        tensor if kind_of(tensor).is_readable else writable(tensor, tensor.shape).copy_(tensor) for tensor in tensors
     )
-    return tensors, launch.see_all(*tensors)
+    return tensors, kind_of(*tensors)
 
 
 @functools.cache
@@ -309,7 +299,7 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
 class Describer(launch.Describer):
     """The same for Gluon, where a descriptor says how its block lies in shared memory."""
 
-    def __init__(self, seen: launch.Seen, block: tuple[int, ...]) -> None:
+    def __init__(self, seen: Seen, block: tuple[int, ...]) -> None:
         super().__init__(seen, block)
         self._layout = shared_layout(block, seen.dtype)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..seen import Kind, Seen, see
 from ..splitting import Split, split_of
 from . import backward as portable
 from .hopper import (
@@ -56,20 +57,7 @@ from .hopper import (
     store_spread,
     writable,
 )
-from .launch import (
-    LOG2_E,
-    Launch,
-    Options,
-    Seen,
-    Walk,
-    apart,
-    multiprocessors,
-    options_of,
-    see,
-    see_walk,
-    walk,
-    walk_strides,
-)
+from .launch import LOG2_E, Launch, Options, Walk, multiprocessors, options_of, see_walk, walk, walk_strides
 from .launch import TILE as TILE_SIDE
 from .parts import sum_cols
 from .tile import TILE, block_of, dense_queries, find_line, find_part, find_record, part_of, record_of
@@ -495,7 +483,7 @@ class Prepared(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def prepare(
-    facts: tuple[Any, ...],
+    kind: Kind,
     line: Seen,
     gradients: tuple[Seen | None, Seen, Seen],
     walked: Walk,
@@ -504,10 +492,10 @@ def prepare(
 ) -> Prepared:
     """How a call on such tensors is launched.
 
-    facts      of q, k, v and dout
+    kind       of q, k, v and dout
     gradients  the float32 sum of dq, dk and dv
     """
-    q, k, v, dout = apart(facts)
+    q, k, v, dout = kind.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
     is_plain = options.others[-1] is None and heads == kv_heads and split.parts == 1
@@ -588,7 +576,7 @@ def backward(
         return portable.backward(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, scale, causal, dropout_p)
     dk, dv = writable(k, k.shape), writable(v, v.shape)
     # what autograd hands on may have strides of 0
-    (q, k, v, dout), facts = readable(q, k, v, dout)
+    (q, k, v, dout), kind = readable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     axes, n_padded = q.shape[0] * q.shape[1], -(-q.shape[2] // TILE_SIDE) * TILE_SIDE
     lines = q.new_empty(2, axes * n_padded, dtype=torch.float32)
@@ -599,7 +587,7 @@ def backward(
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
     split = split_of(plan, 3, q.shape, k.shape, causal, multiprocessors(options.device))
     by_cols = walk(plan, 3)
-    ready = prepare(facts, see(lse_line), (see(dq_sum), see(dk), see(dv)), see_walk(by_cols), split, options)
+    ready = prepare(kind, see(lse_line), (see(dq_sum), see(dk), see(dv)), see_walk(by_cols), split, options)
     parts = None if ready.sums is None else lines.new_empty(ready.n_floats)
     ready.statistics(out, dout, lse, dlse, pairs, lines, dq_sum)
     ready.keys(q, k, v, dout, lse_line, delta_line, *by_cols, kv_lengths, dq_sum, dk, dv, parts)
@@ -611,7 +599,7 @@ def backward(
     else:
         dq = q.new_empty(*q.shape)
         by_rows = walk(plan, 0)
-        other = portable.prepare(*apart(facts), see_walk(by_rows), see_walk(by_cols), options)
+        other = portable.prepare(kind, see_walk(by_rows), see_walk(by_cols), options)
         assert other.queries is not None
         # neither slopes nor tables, and no sums for them
         other.queries(q, k, v, dout, pairs, *by_rows, kv_lengths, seed, None, None, dq, None, None)

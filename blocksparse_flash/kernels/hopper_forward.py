@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..seen import Kind, Seen
 from ..splitting import Split, split_of
 from .hopper import (
     HALF,
@@ -52,7 +53,6 @@ from .hopper import (
     readable,
     store_async,
     wait_for_turn,
-    writable,
 )
 from .hopper_rows import (
     K_EMPTY,
@@ -71,11 +71,12 @@ from .hopper_softmax import mask_scores, mask_words, rescale, row_parts, soften
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Launch,
+    Memory,
     Walk,
-    apart,
+    allocator,
+    contiguous,
     multiprocessors,
     scaling,
-    see_all,
     see_walk,
     tell,
     walk,
@@ -432,11 +433,13 @@ def hopper_forward_kernel(
 
 
 class Prepared(NamedTuple):
-    """The launch, and of split rows the one that merges their parts and how many float32 they are.
+    """The memory of the results, the launch, and of split rows the one that merges their parts and how many float32 they are.
 
     is_queued  whether there are more rows than programs, which take them from a queue
     """
 
+    out: Memory
+    lse: Memory
     launch: Launch
     merge: Launch | None
     n_floats: int
@@ -445,7 +448,7 @@ class Prepared(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def prepare(
-    facts: tuple[Any, ...],
+    kind: Kind,
     walked: Walk,
     lengths: tuple[torch.dtype, bool] | None,
     split: Split,
@@ -455,11 +458,11 @@ def prepare(
 ) -> Prepared:
     """How a call on such tensors is launched.
 
-    facts    of q, k and v
+    kind     of q, k and v
     lengths  what is told of kv_lengths
     index    of the device
     """
-    q, k, v = apart(facts)
+    q, k, v = kind.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
@@ -498,17 +501,21 @@ def prepare(
         "EARLY_WORDS": chosen.early_words,
         "num_warps": 4,
     }
-    (out,) = apart(see_all(writable(torch.empty(0, dtype=q.dtype, device="meta"), (batch, heads, q_len, v_dim))))
+    # rows padded so that the copy engine can write them
+    out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
+    seen = Seen(out.dtype, out.shape, out.strides, True)
     describers = {
         "q_desc": Describer(q, (1, 1, half, dim)),
         "k_desc": Describer(k, (1, 1, chosen.block_kv, dim)),
         "v_desc": Describer(v, (1, 1, chosen.block_kv, dim_v)),
-        "out_desc": Describer(out, (1, 1, half, dim_v)),
+        "out_desc": Describer(seen, (1, 1, half, dim_v)),
     }
     n_programs = min(split.n_programs(n_lines, batch * heads), n_multiprocessors)
     return Prepared(
+        out,
+        contiguous(torch.float32, batch, heads, q_len),
         Launch(hopper_forward_kernel, (n_programs,), rest, describers),
-        merge_rows(split, items, out, rest, dim_v),
+        merge_rows(split, items, seen, rest, dim_v),
         split.floats(dim_v + 1, batch * heads),
         # by rows of 128, which is what `explain` knows: rows of 192 may have a queue that they could do without
         split.n_programs(-(-q_len // TILE_SIDE), batch * heads) > n_multiprocessors,
@@ -525,18 +532,23 @@ def forward(
     scale: float,
     causal: bool,
     dropout_p: float,
+    kind: Kind | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous."""
+    """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous.
+
+    kind  that of q, k and v, where it is known already
+    """
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
-    batch, heads, q_len, _ = q.shape
-    out = writable(q, (batch, heads, q_len, v.shape[3]))
-    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
-    if out.numel() == 0:
-        return out, lse
-    (q, k, v), facts = readable(q, k, v)
-    device, walked = q.device, walk(plan, 0)
-    split = split_of(plan, 0, q.shape, k.shape, causal, multiprocessors(device.index))
-    ready = prepare(facts, see_walk(walked), tell(kv_lengths), split, scale, causal, device.index)
+    if q.numel() == 0:
+        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
+    if kind is None or not kind.is_readable:
+        (q, k, v), kind = readable(q, k, v)
+    q_seen, k_seen, _ = kind.tensors
+    device, walked, empty = q.device, walk(plan, 0), allocator(q)
+    index = device.index
+    split = split_of(plan, 0, q_seen.shape, k_seen.shape, causal, multiprocessors(index))
+    ready = prepare(kind, see_walk(walked), tell(kv_lengths), split, scale, causal, index)
+    out, lse = empty(*ready.out), empty(*ready.lse)
     # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
     queue = torch.zeros(1, dtype=torch.int32, device=device) if ready.is_queued else None
     parts = None if ready.merge is None else lse.new_empty(ready.n_floats)

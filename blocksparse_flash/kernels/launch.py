@@ -16,6 +16,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import copy_engine, philox
+from ..seen import Seen, see
 from . import launcher
 from .scores import Scores
 
@@ -77,33 +78,32 @@ def allows_tf32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-class Seen(NamedTuple):
-    """What a launch must know of a tensor besides its address."""
+class Memory(NamedTuple):
+    """New memory to be had from an `allocator`: plain tuples, in elements."""
 
-    dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    is_aligned: bool
+    dtype: torch.dtype
 
 
-def see(tensor: torch.Tensor | None) -> Seen | None:
-    """The facts about a tensor, which Triton compiles for: hashable. None for none."""
-    if tensor is None:
-        return None
-    return Seen(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0)
+@functools.lru_cache(maxsize=4096)
+def contiguous(dtype: torch.dtype, *shape: int, row: int | None = None) -> Memory:
+    """Memory for a contiguous tensor, or for one whose last axis is a part of a row of so many elements."""
+    lengths = [*shape[1:-1], shape[-1] if row is None else row]
+    strides = [math.prod(lengths[i:]) for i in range(len(lengths))]
+    return Memory(shape, (*strides, 1), dtype)
 
 
-def see_all(*tensors: torch.Tensor) -> tuple[Any, ...]:
-    """What `see` sees of each, flat: made and hashed in two thirds of the time; `apart` takes it apart."""
-    facts: list[Any] = []
-    for tensor in tensors:
-        facts += tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
-    return tuple(facts)
+def allocator(tensor: torch.Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """What makes new memory on a tensor's device, of a shape, strides and a dtype. A GPU must be the current one.
 
-
-def apart(facts: tuple[Any, ...]) -> list[Seen]:
-    """What was seen of each tensor."""
-    return [Seen(*facts[i : i + 4]) for i in range(0, len(facts), 4)]
+    On a GPU what TorchInductor's code calls: without the dispatcher, in less than half of the time. Nothing could see the
+    difference but the option to fill new memory, which is looked for here.
+    """
+    if tensor.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+    device = tensor.device
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def wants_descriptors(major: int, *tensors: Seen) -> bool:

@@ -13,9 +13,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ..seen import Seen
 from ..splitting import MAX_PARTS, Split
 from .launch import TILE as TILE_SIDE
-from .launch import Launch, Seen, Shape, walk_strides
+from .launch import Launch, Shape, walk_strides
 from .tile import TILE, head_base, log_sum, record_of
 
 # rows of a program that adds up

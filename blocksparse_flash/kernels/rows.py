@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, Seen, see
+from ..seen import Seen, see
+from .launch import Launch
 from .tile import head_base
 
 # rows and elements of a program: 16 bytes a thread, four loads in flight
