@@ -101,7 +101,8 @@ def run_both(
     q, dout = (torch.empty(2, heads, length if q_len is None else q_len, head_dim, dtype=dtype) for _ in range(2))
     k, v = (torch.empty(2, 2, length, head_dim, dtype=dtype) for _ in range(2))
     items = torch.zeros(1, 1, 8 if q_len is None else 1, 8, dtype=torch.int32)
-    indices = torch.zeros(9, dtype=torch.int32)
+    # more tiles a row than those whose dq has a launch of its own
+    indices = torch.zeros(33, dtype=torch.int32)
     plan = Plan(items, indices, indices, items, indices, indices, torch.zeros(3, 128, 4, dtype=torch.int32))
     lengths = torch.zeros(2, dtype=torch.int64) if limited else None
     seed = torch.zeros(1, dtype=torch.int64)

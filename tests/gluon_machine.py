@@ -135,11 +135,21 @@ class Machine:
 
 
 class Shared:
-    """A view of shared memory: its values, and for each of them who wrote it unfenced, how many read it, whether a copy lands."""
+    """A view of shared memory: its values, and for the place of each who wrote it unfenced, how many read it, whether a copy lands.
 
-    def __init__(self, machine: Machine, *parts: Tensor) -> None:
-        self.machine = machine
-        self.values, self.unfenced, self.readers, self.landing = parts
+    place  of each value in the marks of what was allocated
+    """
+
+    def __init__(self, machine: Machine, values: Tensor, place: Tensor, marks: tuple[Tensor, Tensor, Tensor]) -> None:
+        self.machine, self.values, self.place, self._marks = machine, values, place, marks
+        self.unfenced, self.readers, self.landing = marks
+
+    @classmethod
+    def allocate(cls, machine: Machine, values: Tensor) -> Shared:
+        marks = (torch.zeros(values.numel(), dtype=kind) for kind in (torch.int8, torch.int8, torch.bool))
+        shared = cls(machine, values, torch.arange(values.numel()).view(values.shape), tuple(marks))
+        machine.unfenced.append(shared.unfenced)
+        return shared
 
     @property
     def shape(self) -> list[int]:
@@ -150,8 +160,7 @@ class Shared:
         return self.values.dtype
 
     def _view(self, change: Callable[[Tensor], Tensor]) -> Shared:
-        parts = (self.values, self.unfenced, self.readers, self.landing)
-        return Shared(self.machine, *(change(part) for part in parts))
+        return Shared(self.machine, change(self.values), change(self.place), self._marks)
 
     def index(self, i: Any) -> Shared:
         return self._view(lambda part: part[int(i)])
@@ -165,6 +174,13 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return self._view(lambda part: part.view([int(n) for n in shape]))
 
+    def seen_as(self, shape: list[int], dtype: torch.dtype) -> Shared:
+        """The first of the same bytes as values of a type no wider."""
+        n_values = torch.Size(shape).numel()
+        place = self.place.view(-1).repeat_interleave(self.dtype.itemsize // dtype.itemsize)
+        values = self.values.view(-1).view(dtype)
+        return Shared(self.machine, values[:n_values].view(shape), place[:n_values].view(shape), self._marks)
+
     def load(self, layout: Any) -> Tensor:
         self.machine.running.pause("a load")
         self._check(self.landing, "read while a copy lands in it")
@@ -177,20 +193,20 @@ class Shared:
         self._check(self.landing, "written while a copy lands in it")
         assert values.shape == self.values.shape and values.dtype == self.values.dtype, (values.shape, self.shape)
         self.values.copy_(values)
-        self.unfenced.fill_(1 + self.machine.partitions.index(who))
+        self.unfenced[self.place] = 1 + self.machine.partitions.index(who)
 
     def _check(self, marks: Tensor, fault: str) -> None:
-        if marks.any():
+        if marks[self.place].any():
             raise ProtocolError(f"{self.machine.running.name}: shared memory is {fault}")
 
     def begin_read(self) -> None:
         """An asynchronous operation reads it from now on."""
         self._check(self.landing, "read while a copy lands in it")
         self._check(self.unfenced, "read by the copy engine or a product without a fence after it was written")
-        self.readers.add_(1)
+        self.readers[self.place] += 1
 
     def end_read(self) -> None:
-        self.readers.sub_(1)
+        self.readers[self.place] -= 1
 
     def begin_landing(self) -> None:
         """A copy into it is issued: what was there is gone."""
@@ -198,7 +214,10 @@ class Shared:
         self._check(self.landing, "overwritten by a copy while another lands in it")
         self._check(self.unfenced, "overwritten by a copy without a fence after it was written")
         self.values.fill_(torch.nan)
-        self.landing.fill_(True)
+        self.landing[self.place] = True
+
+    def end_landing(self) -> None:
+        self.landing[self.place] = False
 
 
 class Barrier:

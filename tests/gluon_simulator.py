@@ -196,9 +196,7 @@ class Language:
         if layout is Barrier:
             return Barrier(self.machine) if len(shape) == 1 else Barriers(self.machine, shape[0])
         values = torch.full(shape, torch.nan if dtype.is_floating_point else -77, dtype=dtype)
-        unfenced, readers, landing = (torch.zeros(shape, dtype=kind) for kind in (torch.int8, torch.int8, torch.bool))
-        self.machine.unfenced.append(unfenced)
-        return Shared(self.machine, values, unfenced, readers, landing)
+        return Shared.allocate(self.machine, values)
 
     MBarrierLayout = staticmethod(lambda: Barrier)
 
@@ -251,7 +249,7 @@ class Language:
             part, where = descriptor.inside(start)
             target.values.zero_()
             target.values[where] = part
-            target.landing.fill_(False)
+            target.end_landing()
             barrier.bytes -= descriptor.block_type.nbytes
             barrier.settle()
 
@@ -340,6 +338,10 @@ class Simulation:
             "keep_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
             # where in a buffer values lie is not simulated
             "store_spread": lambda tile, values: tile.store(values),
+            "seen_as": lambda tile, shape, layout, dtype: tile.seen_as(shape, dtype),
+            "hidden": lambda i: i,
+            "bits_of": lambda dtype: 8 * dtype.itemsize,
+            "round_both": lambda p, dp, delta, dtype: (p.to(dtype), (p * (dp - delta)).to(dtype)),
             "accumulator": lambda columns: None,
             "row_parts": lambda: None,
             "TensorDescriptor": Descriptor,
@@ -353,6 +355,8 @@ class Simulation:
         self._load("hopper_rows")
         self._load("hopper_softmax")
         self.hopper_forward = self._load("hopper_forward")
+        # whose warp that moves data has the name of the other's
+        self._load("hopper_cols")
         self.hopper_backward = self._load("hopper_backward")
         self.forward = self.hopper_forward.forward
         self.backward = self.hopper_backward.backward
@@ -382,7 +386,7 @@ class Simulation:
             elif isinstance(getattr(value, "value", None), (int, float)):
                 vars(module)[key] = Constant(value.value) if isinstance(value.value, int) else value.value
         vars(module).update(more or {})
-        if name in ("tile", "hopper", "hopper_rows", "hopper_softmax"):
+        if name in ("tile", "hopper", "hopper_rows", "hopper_softmax", "hopper_cols"):
             # for the modules that import them
             shared = {
                 key: value for key, value in vars(module).items() if inspect.isfunction(value) or key == "Describer"

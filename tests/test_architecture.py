@@ -94,6 +94,7 @@ TABLE = {
     "blocksparse_flash/copy_engine.py": Arrows({TORCH}),
     "blocksparse_flash/seen.py": Arrows({TORCH, f"{OURS}.copy_engine"}),
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
+    "blocksparse_flash/separate_dq.py": Arrows({TORCH}),
     "blocksparse_flash/splitting.py": Arrows({TORCH}),
     "blocksparse_flash/kernels/__init__.py": Arrows(set()),
     "blocksparse_flash/kernels/tile.py": Arrows({TRITON}),
@@ -154,13 +155,17 @@ TABLE = {
         {TORCH, TRITON, f"{OURS}.seen", f"{OURS}.splitting"}
         | {f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "hopper", "hopper_rows", "hopper_softmax")},
     ),
+    "blocksparse_flash/kernels/hopper_cols.py": Arrows(
+        {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper"))},
+    ),
     "blocksparse_flash/kernels/hopper_backward.py": Arrows(
         {
             TORCH,
             TRITON,
             f"{OURS}.seen",
+            f"{OURS}.separate_dq",
             f"{OURS}.splitting",
-            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "hopper", "backward")),
+            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "hopper", "hopper_cols", "backward")),
         }
     ),
     "blocksparse_flash/kernels/eager_scores.py": Arrows({TORCH, f"{OURS}.kernels.scores"}),
@@ -177,7 +182,8 @@ TABLE = {
         {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "explanation.dispatch", "layout", "plan"))}
     ),
     "blocksparse_flash/explanation/memory.py": Arrows(
-        {f"{OURS}.splitting", *(f"{OURS}.explanation.{name}" for name in ("call", "dispatch", "prediction"))}
+        {f"{OURS}.separate_dq", f"{OURS}.splitting"}
+        | {f"{OURS}.explanation.{name}" for name in ("call", "dispatch", "prediction")}
     ),
     "blocksparse_flash/explanation/prediction.py": Arrows({f"{OURS}.explanation.dispatch"}),
     "blocksparse_flash/explanation/cost.py": Arrows(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -250,13 +251,13 @@ def test_a_maximum_that_grows_by_less_than_the_slack_and_by_more(check, monkeypa
 @pytest.mark.parametrize(
     "config",
     [
-        BackwardConfig(block_q=q, stages=n, hold_kv=hold)
-        for q, n, hold in ((64, 1, True), (64, 3, False), (128, 2, True))
+        BackwardConfig(block_q=q, stages=n, sets=sets)
+        for q, n, sets in ((64, 1, 2), (64, 3, 1), (128, 1, 1), (128, 2, 2))
     ],
     ids=str,
 )
 def test_every_configuration_of_the_backward(check, monkeypatch, config, call):
-    simulation = Simulation(seed=4)
+    simulation = Simulation(seed=4, programs=1)
     monkeypatch.setattr(simulation.hopper_backward, "config", lambda *_: config)
     check(simulation, WINDOW, call)
 
@@ -278,7 +279,8 @@ def mixed() -> BlockLayout:
 
 MIXED = cases.Case("mixed", mixed)
 SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
-FORWARD, BACKWARD, ROWS, SOFTMAX = "hopper_forward", "hopper_backward", "hopper_rows", "hopper_softmax"
+FORWARD, BACKWARD, ROWS, COLS = "hopper_forward", "hopper_backward", "hopper_rows", "hopper_cols"
+SOFTMAX = "hopper_softmax"
 # seen where lines are split
 PART_FAULTS = {
     "a part that begins where the line does": Change(ROWS, "            begin = begin + first\n", "            pass\n"),
@@ -292,9 +294,8 @@ PART_FAULTS = {
     "a part handed in as a whole row": Change(
         FORWARD, "        elif row[0] < n_axes:\n", "        elif row[0] >= 0:\n"
     ),
-    "a part handed in as a whole column": Change(BACKWARD, "    elif i_block < 0:\n", "    elif i_block >= -1:\n"),
-    "the last sum of dq not waited for": Change(
-        BACKWARD, "        # the last sum of dq\n        tma.store_wait(0)\n", ""
+    "a part handed in as a whole column": Change(
+        BACKWARD, "        elif i_block < 0:\n", "        elif i_block >= -1:\n"
     ),
 }
 FAULTS = {
@@ -365,25 +366,53 @@ FAULTS = {
     "queries released before they are read": Change(
         BACKWARD,
         """    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))
-    mbarrier.arrive(barriers.index(Q_EMPTY + 4 * stage), count=1)""",
-        """    mbarrier.arrive(barriers.index(Q_EMPTY + 4 * stage), count=1)
+    mbarrier.arrive(barriers[Q_EMPTY].index(stage), count=1)""",
+        """    mbarrier.arrive(barriers[Q_EMPTY].index(stage), count=1)
     b_dk = warpgroup_mma_wait(0, deps=(dk_token,))""",
     ),
     "dq overwritten while it leaves": Change(
         BACKWARD, "        tma.store_wait(0)\n        dq_tile = dq_ring", "        dq_tile = dq_ring"
     ),
     "dout counted without delta": Change(
-        BACKWARD, "dout_desc.block_type.nbytes + delta_desc.block_type.nbytes", "dout_desc.block_type.nbytes"
+        COLS, "dout_desc.block_type.nbytes + delta_desc.block_type.nbytes", "dout_desc.block_type.nbytes"
     ),
-    "dk over keys that are read": Change(
+    "dk over ds that is read": Change(
         BACKWARD,
-        '    # nobody still reads the keys and values: their place takes the gradients\n    named_barrier("sync", 9)\n',
-        "",
+        '    # the other warpgroup still reads ds, and its sum of dq is on its way\n    named_barrier("sync", 9)\n',
+        "\n\n",
     ),
+    "dv over the last sum of dq": Change(
+        BACKWARD, "        # the last sum of dq has left, where dv will be\n        tma.store_wait(0)\n", "\n\n"
+    ),
+    "ds over dk that leaves": Change(
+        BACKWARD,
+        "        # dk and dv of the column before have left their places, which the steps write to\n        tma.store_wait(0)\n",
+        "\n\n",
+    ),
+    "ds over dk of the other warpgroup": Change(
+        BACKWARD, '        tma.store_wait(0)\n        named_barrier("sync", 9)\n', "        tma.store_wait(0)\n\n"
+    ),
+    "keys released before they are read": Change(
+        BACKWARD,
+        "        # nothing reads the keys and values any more\n        mbarrier.arrive(barriers[KV_EMPTY].index(i_set), count=1)\n",
+        "        pass\n\n",
+    ),
+    "a column's keys released by one warpgroup": Change(
+        BACKWARD,
+        "new_barriers(2, 1), new_barriers(2, 2), new_barriers(SETS, 1), new_barriers(SETS, 2),",
+        "new_barriers(2, 1), new_barriers(2, 2), new_barriers(SETS, 1), new_barriers(SETS, 1),",
+    ),
+    "a column's keys waited for in the wrong phase": Change(COLS, "((i_col // SETS) & 1) ^ 1", "(i_col // SETS) & 1"),
+    "a column overwritten before both took it": Change(
+        BACKWARD,
+        "new_barriers(2, 1), new_barriers(2, 2), new_barriers(SETS, 1)",
+        "new_barriers(2, 1), new_barriers(2, 1), new_barriers(SETS, 1)",
+    ),
+    "a column twice": Change(COLS, "gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)", "gl.atomic_add(queue_ptr, 1)"),
     "dp waited for too little": Change(
         BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
     ),
-    "a step masked as full": Change(BACKWARD, "i_step < n_masked", "i_step < n_masked - 1"),
+    "a step masked as full": Change(BACKWARD, "n_done + i_step, WHO, True,", "n_done + i_step, WHO, False,"),
 }
 WIDE_FAULTS = {
     "the first turn not given": FAULTS["the first turn not given"],
@@ -438,6 +467,7 @@ def tight(monkeypatch):
 @pytest.mark.parametrize("seed", range(8))
 def test_without_a_fault_none_is_seen(check, tight, seed):
     check(tight(seed), (203, 400), SMALL)
+    check(tight(seed), (300, 400), SMALL)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -445,8 +475,9 @@ def test_a_seeded_fault_is_seen(check, tight, fault):
     """Under one of a few orders of events."""
     change = FAULTS[fault]
     with pytest.raises((ProtocolError, AssertionError)):
-        for seed in range(8):
-            check(tight(seed, change), (203, 400), SMALL, backward=change.module == BACKWARD)
+        # columns of an even number of steps, then of an odd one
+        for lengths, seed in itertools.product(((203, 400), (300, 400)), range(8)):
+            check(tight(seed, change), lengths, SMALL, backward=change.module in (BACKWARD, COLS))
 
 
 @pytest.mark.parametrize("fault", PART_FAULTS)

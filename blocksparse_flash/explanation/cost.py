@@ -126,8 +126,8 @@ def unmeasured(call: Call) -> str:
         return "sinks, softcap, alibi_slopes and block_bias were not measured"
     if call.q_len <= ops.FEW_QUERIES:
         return "the kernels for few queries were not measured"
-    if call.deterministic and memory.uses_hopper_backward(call):
-        return "the deterministic backward of hopper was not measured"
+    if memory.uses_hopper_backward(call) and memory.has_separate_dq(call):
+        return "the backward of hopper with a launch for dq alone, which few tiles or equal bits want, was not measured"
     return ""
 
 

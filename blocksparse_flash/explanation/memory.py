@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..separate_dq import is_dq_separate
 from ..splitting import Split, split_of
 from .call import Call
 from .dispatch import TILE
@@ -66,10 +67,11 @@ def _split(call: Call, first: int) -> Split:
     return split_of(plan, first, call.q.shape, call.k.shape, call.causal, call.multiprocessors)
 
 
-def _queue(call: Call) -> int:
-    """Bytes of the queue from which the programs of `hopper` take rows, if these are more."""
-    n_rows = _split(call, 0).n_programs(-(-call.q_len // TILE), call.batch * call.heads)
-    return FLOAT if n_rows > call.multiprocessors else 0
+def _queue(call: Call, first: int) -> int:
+    """Bytes of the queue from which the programs of `hopper` take rows (first = 0) or columns (3), if these are more."""
+    length, heads = (call.kv_len, call.kv_heads) if first else (call.q_len, call.heads)
+    n_lines = _split(call, first).n_programs(-(-length // TILE), call.batch * heads)
+    return FLOAT if n_lines > call.multiprocessors else 0
 
 
 def _parts(call: Call, first: int) -> int:
@@ -106,7 +108,7 @@ def forward(call: Call) -> Moved:
         workspace = sum(sizes[name] for name, tensor in named.items() if tensor.dtype != call.dtype)
     if workspace is not None and call.backend == "hopper" and not call.is_empty:
         # and the queue of rows, and what their parts write
-        workspace += _copies(call) + _queue(call) + _parts(call, 0)
+        workspace += _copies(call) + _queue(call, 0) + _parts(call, 0)
         if call.v_dim % 8:
             workspace += sizes["out"] // call.v_dim * _padded(call.v_dim)
     return Moved(reads, writes, workspace, 0)
@@ -116,7 +118,7 @@ def backward(call: Call) -> Moved:
     """Of a backward whose gradient of the output is contiguous."""
     sizes = _sizes(call)
     inputs = sizes["q"] + sizes["k"] + sizes["v"]
-    walked = ("col",) if uses_hopper_backward(call) and not call.deterministic else ("row", "col")
+    walked = ("col",) if uses_hopper_backward(call) and not has_separate_dq(call) else ("row", "col")
     reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *walked)
     if call.is_empty or call.backend not in ("triton", "hopper"):
         return Moved(reads, inputs, 0 if call.is_empty else None, 0)
@@ -125,7 +127,7 @@ def backward(call: Call) -> Moved:
     passes = 2 * sizes["out"] + sizes["lse"] + statistics
     if not uses_hopper_backward(call):
         return Moved(reads, inputs, statistics, passes)
-    if call.deterministic:
+    if has_separate_dq(call):
         # for two kernels, each in its own order
         workspace, passes = 2 * statistics, passes + statistics
     else:
@@ -134,12 +136,18 @@ def backward(call: Call) -> Moved:
         workspace, passes = statistics + dq_sum, passes + 2 * dq_sum + dq
         if call.head_dim % 8:
             workspace += dq
-    workspace += _copies(call) + _parts(call, 3)
+    workspace += _copies(call) + _queue(call, 3) + _parts(call, 3)
     for name, dim in (("k", call.head_dim), ("v", call.v_dim), ("out", call.v_dim)):
         # dk and dv are written in padded rows first; dout is copied into such
         if dim % 8:
             workspace += sizes[name] // dim * _padded(dim)
     return Moved(reads, inputs, workspace, passes)
+
+
+def has_separate_dq(call: Call) -> bool:
+    """Whether hopper's backward computes dq by a launch of its own."""
+    plan = [] if call.plan is None else list(call.plan)
+    return is_dq_separate(plan, call.q.shape, max(call.head_dim, call.v_dim), deterministic=call.deterministic)
 
 
 def uses_hopper_backward(call: Call) -> bool:

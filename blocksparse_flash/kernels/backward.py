@@ -142,7 +142,7 @@ def config_queries(
 # fmt: off
 @triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded"])
 def statistics_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, dout_strides, n_heads, q_len, n_padded,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, queue_ptr, dout_strides, n_heads, q_len, n_padded,
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, DIM_CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
     """What every step of the backward wants of a query, n_padded a head so that no step bounds-checks them.
@@ -151,9 +151,11 @@ def statistics_kernel(
     delta  rowsum(dout * out) - dlse; 0 past q_len
 
     Written as pairs, and as lines (every lse, then every delta), to those that are given. And zeros to the CLEARED numbers
-    of each query at cleared_ptr, which the next launch adds to.
+    of each query at cleared_ptr, which the next launch adds to, and to the number at queue_ptr, with which it counts.
     """
     i_axis = tl.program_id(1)
+    if queue_ptr is not None:
+        tl.store(queue_ptr, 0, mask=(i_axis == 0) & (tl.program_id(0) == 0))
     o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if cleared_ptr is not None:
         o_cleared = tl.arange(0, DIM_CLEARED)
@@ -580,7 +582,7 @@ def backward(
         sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)
     statistics = q.new_empty(*q.shape[:2], ready.n_padded, 2, dtype=torch.float32)
     if lse.numel() > 0:
-        ready.statistics(out, dout, lse, dlse, statistics, None, None)
+        ready.statistics(out, dout, lse, dlse, statistics, None, None, None)
 
     if ready.keys is not None:
         ready.keys(q, k, v, dout, statistics, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)

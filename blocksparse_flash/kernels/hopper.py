@@ -46,10 +46,10 @@ def add_async(descriptor, coordinates, source, _semantic=None):
 
 
 @builtin
-def seen_as(tile, shape, layout, _semantic=None):
-    """The same shared memory in another shape and layout; Triton 3.9 made the method public."""
+def seen_as(tile, shape, layout, dtype, _semantic=None):
+    """The same shared memory in another shape, layout and type; Triton 3.9 made the method public."""
     reinterpret = tile.reinterpret if hasattr(tile, "reinterpret") else tile._reinterpret
-    return reinterpret(tile.dtype, shape, layout, _semantic=_semantic)
+    return reinterpret(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.constexpr_function
@@ -249,7 +249,9 @@ def store_spread(tile, b_sum):
     o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     m_odd = gl.expand_dims(gl.expand_dims(o_row & 1, 1), 2) != 0
     b_pair = gl.join(gl.where(m_odd, b_high, b_low), gl.where(m_odd, b_low, b_high))
-    seen_as(tile, [ROWS, COLS], spread(ROWS, COLS)).store(b_pair.permute((0, 1, 3, 2)).reshape([ROWS, COLS]))
+    seen_as(tile, [ROWS, COLS], spread(ROWS, COLS), tile.dtype).store(
+        b_pair.permute((0, 1, 3, 2)).reshape([ROWS, COLS])
+    )
 
 
 @gluon.jit

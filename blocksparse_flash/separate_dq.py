@@ -1,0 +1,33 @@
+"""Does hopper's backward compute dq by a launch of its own, or add it up beside dk and dv? From shapes alone, without a GPU.
+
+Added up, dq costs a float32 sum, cleared by one launch and converted by another: some 10 bytes a number, however few tiles it
+is the sum of. By a launch of its own it costs two products a tile more, which few tiles make up for; and bits repeat.
+
+Knows: lengths of a plan's lists. Does not know: kernels, what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+TILE = 128
+# a launch of its own pays up to this head dimension, padded, and so many tiles a row on average, from so many rows of tiles on, all
+# heads together, whose sum is far beyond an L2 cache. H200, head_dim 64, milliseconds of a backward, dq added up or not: 2 tiles a
+# row, (16, 8, 65536, 64), 5.73 and 5.47; 8 tiles, (1, 32, 16384, 64), 0.81 and 0.88; dense 9.9 and 12.6. head_dim 128, 8 tiles:
+# 0.71 and 0.84
+MAX_DIM, MAX_TILES, MIN_ROWS = 64, 3, 8192
+
+
+def is_dq_separate(plan: Sequence[torch.Tensor], q_shape: Sequence[int], dim: int, *, deterministic: bool) -> bool:
+    """Of a call whose larger head dimension is `dim`; q_shape: (batch, heads, q_len, head_dim).
+
+    plan           the tensors of plan.Plan, empty: dense or causal
+    deterministic  equal bits are asked for: sums have no order
+    """
+    if deterministic or not plan or dim > MAX_DIM:
+        return deterministic
+    n_rows = -(-q_shape[2] // TILE)
+    of_plan = plan[0].shape[0] * plan[0].shape[1] * n_rows
+    return q_shape[0] * q_shape[1] * n_rows >= MIN_ROWS and plan[1].shape[0] <= MAX_TILES * of_plan
