@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class LayerPlan:
     tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
     work     what the rank with most of it does under "exchange"
     costs    of every scheme, and why this one
+    memo     what exchange.py has prepared, by the options of a call
     """
 
     scheme: str
@@ -50,6 +51,7 @@ class LayerPlan:
     counts: list[int]
     work: Work
     costs: Costs
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,13 +239,11 @@ def _side(
     """A Side whose kernels walk rows x cols of a layout in tiles, None: walked.tiles."""
     plan = tiles.select(rows=walked.tiles if rows is None else rows, cols=walked.tiles if cols is None else cols)
     arrays = (walked.own, walked.own_slots, walked.sent, walked.slots, *lists)
-    own, own_slots, sent, slots, places, mine, touched, table = (
+    own, own_slots, sent, slots, mine, touched, table = (
         torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays
     )
     walk = list(plan.plan(device))
-    return Side(
-        own, own_slots, sent, slots, places, mine, touched, table, walk, walked.send_counts, walked.receive_counts
-    )
+    return Side(own, own_slots, sent, slots, mine, touched, table, walk, walked.send_counts, walked.receive_counts)
 
 
 def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
@@ -287,7 +287,7 @@ def _exchanged(
 ) -> tuple[list[Tensor], list[int]]:  # fmt: skip
     """The flat sides of one layer on one rank: of keys, of shipped queries if there are any; then the plan of near rows."""
     length, held, ships = tiles.q_len, np.flatnonzero(owner == rank), np.isin(pairs.row, shipped)
-    n_tokens, nothing = int(traffic.tokens_of(held, length).sum()), np.zeros(0, np.int64)
+    n_tokens = int(traffic.tokens_of(held, length).sum())
     row, col = pairs.row[~ships], pairs.col[~ships]
     far, stays = _far(row, col, owner, rank, length, kv_heads), _without(tiles, shipped)
     keys = traffic.moves(owner[row], col, owner)
@@ -295,7 +295,7 @@ def _exchanged(
     splits = len(far) < len(held)
     # gradients from elsewhere come to every token
     touched = np.union1d(found.own, found.sent) if splits and not len(shipped) else np.arange(n_tokens)
-    lists = (nothing, traffic.places(far, held, length), touched, _table(found, touched, n_tokens, rank))
+    lists = (traffic.places(far, held, length), touched, _table(found, touched, n_tokens, rank))
     tensors, counts = _side(stays, found, lists, far, None, device).flat()
     if len(shipped):
         row, col = pairs.row[ships], pairs.col[ships]
@@ -303,8 +303,7 @@ def _exchanged(
         # own ones even if no key here is theirs: this is where they are merged
         wanted = np.append(row[owner[col] == rank], shipped[owner[shipped] == rank])
         found = traffic.lists(wanted, queries, owner, length, rank, n_ranks)
-        # where own tokens that others work on too are among those it works on
-        lists = (np.searchsorted(found.own, found.sent), found.own, nothing, np.zeros((n_ranks, 0), np.int32))
+        lists = (found.own, found.own, _table(found, found.own, n_tokens, rank))
         more = _side(tiles, found, lists, None, held, device).flat()
         tensors, counts = tensors + more[0], counts + more[1]
     if splits:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import contract, functional, ops
-from . import dtensors, times, ulysses
+from . import dtensors, exchange, times, ulysses
 from .agreement import agreed
 from .context_plan import ContextPlan
-from .exchange import exchange_forward
 
 
 def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
@@ -124,9 +123,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _
     backend = call.backend
     if backend == "hopper":
         backend = functional._promising(backend, plan.is_deterministic or None)
-    options = call.scale, call.n_chunks, plan.keeps_received, plan.group_name, backend
-    out, lse, *_ = exchange_forward(q, k, v, found.tensors, found.counts, *options)
-    return out, lse
+    options = call.n_chunks, plan.keeps_received, plan.group_name, backend
+    return exchange.attention(q, k, v, found.tensors, found.counts, call.scale, options, found.memo)
 
 
 def attention_with_lse(
