@@ -193,8 +193,11 @@ def half_types(scheme: str) -> None:
 
 
 def kernels_give_the_same_bits() -> None:
-    """The portable kernels, in Triton's interpreter: forward and dq are those of one process, bit by bit."""
-    case = interpreted()
+    """The portable kernels, in Triton's interpreter: forward and dq are those of one process, bit by bit.
+
+    Of two ranks the first computes rows near their keys apart.
+    """
+    case = interpreted("narrow", 560)
     with near_apart():
         plan = bd.plan(layout_of("narrow", 560), dist.group.WORLD, heads=(2, 1), deterministic=True)
     _, near = sides(plan.layers[0].tensors, plan.layers[0].counts, 2)
@@ -204,6 +207,24 @@ def kernels_give_the_same_bits() -> None:
         if name in ("out", "lse", "dq"):
             assert torch.equal(actual, mine), name
         assert torch.allclose(actual, mine, rtol=1e-4, atol=1e-5), name
+
+
+def kernels_ship_rows() -> None:
+    """And merge them; dout may be one number, repeated."""
+    length, layout = 300, layout_of("wide", 300)
+    with slow_link():
+        plan = bd.plan(layout, dist.group.WORLD, heads=(2, 1), order=[1, 0, 0], scheme="exchange")
+    assert len(plan.layers[0].costs.shipped) == 1
+    generator = torch.Generator().manual_seed(1)
+    wholes = [torch.randn(1, n, length, 8, generator=generator).requires_grad_() for n in (2, 1, 1)]
+    leaves = [plan.shard(tensor, dim=2).detach().requires_grad_() for tensor in wholes]
+    expected, expected_lse = attention_with_lse(*wholes, layout, backend="eager")
+    expected.sum().backward()
+    out, lse = bd.attention_with_lse(*leaves, plan, backend="triton")
+    out.sum().backward()
+    pairs = [(out, expected), (lse, expected_lse), *((x.grad, y.grad) for x, y in zip(leaves, wholes, strict=True))]
+    for name, (actual, wanted) in zip(NAMES, pairs, strict=True):
+        assert torch.allclose(actual, plan.shard(wanted, dim=2), rtol=1e-4, atol=1e-5), name
 
 
 def autocast_converts() -> None:
@@ -466,8 +487,9 @@ def cases(n_ranks: int) -> Cases:
     found["half types: exchange"] = partial(half_types, "exchange")
     found["half types: ulysses"] = partial(half_types, "ulysses")
     if n_ranks == 2:
-        interpreted()
+        interpreted("narrow", 560)
         found["kernels give the same bits"] = kernels_give_the_same_bits
+        found["kernels ship rows"] = kernels_ship_rows
     whole("local", LENGTH, (4, 1))
     found["autocast converts"] = autocast_converts
     found["gathers what it shards"] = gathers_what_it_shards

@@ -165,8 +165,9 @@ def load_lse(ptr, strides, i_batch, i_head, o_row, m_row, HALVES: tl.constexpr):
         b_low = tl.load(p_lse, mask=m_row, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
         b_high = tl.load(p_lse + 1, mask=m_row, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
         b_lse = ((b_high << 16) | b_low).to(tl.float32, bitcast=True)
-        return tl.where(m_row, b_lse, float("-inf"))
-    return tl.load(p_lse, mask=m_row, other=float("-inf"))
+    else:
+        b_lse = tl.load(p_lse, mask=m_row, other=0.0).to(tl.float32)
+    return tl.where(m_row, b_lse, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
