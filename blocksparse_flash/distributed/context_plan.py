@@ -42,7 +42,7 @@ class LayerPlan:
     tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
     work     what the rank with most of it does under "exchange"
     costs    of every scheme, and why this one
-    memo     what exchange.py has prepared, by the options of a call
+    memo     what earlier calls have worked out: by times.Call the number of messages, by its options a Prepared of exchange.py
     """
 
     scheme: str

@@ -45,7 +45,12 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
     q_heads, kv_heads = plan.heads
     if chunks is None:
         call = times.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, k.element_size())
-        return times.best_chunks(plan.layers[layer].work, call, kv_heads)
+        found = plan.layers[layer]
+        if torch.compiler.is_compiling():
+            return times.best_chunks(found.work, call, kv_heads)
+        if call not in found.memo:
+            found.memo[call] = times.best_chunks(found.work, call, kv_heads)
+        return found.memo[call]
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         raise TypeError(f"chunks must be an int or None, got {chunks!r}")
     if chunks < 1 or kv_heads % chunks:

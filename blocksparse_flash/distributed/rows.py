@@ -6,7 +6,9 @@ batch, heads, features), the features of several tensors side by side. Must not 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,14 @@ from .local import statistics
 
 # tensors of a launch
 TOGETHER = 4
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The module of the kernels; Triton is imported when first used."""
+    from ..kernels import rows
+
+    return rows
 
 
 def parts(message: Tensor, features: Sequence[int]) -> list[Tensor]:
@@ -44,10 +54,9 @@ def move(
         for source, target in zip(sources, targets, strict=True):
             _move(source, target, taken, put)
         return
-    from ..kernels import rows
-
+    kernels = _kernels()
     for i in range(0, len(sources), TOGETHER):
-        rows.move(sources[i : i + TOGETHER], targets[i : i + TOGETHER], taken, put)
+        kernels.move(sources[i : i + TOGETHER], targets[i : i + TOGETHER], taken, put)
 
 
 def picked(sources: Sequence[Tensor], taken: Tensor, backend: str) -> list[Tensor]:
@@ -65,9 +74,7 @@ def pack(sources: Sequence[Tensor], tokens: Tensor, backend: str) -> Tensor:
     if backend == "eager":
         move(sources, parts(message, features), backend, taken=tokens)
         return message
-    from ..kernels import rows
-
-    rows.pack(sources, message, tokens)
+    _kernels().pack(sources, message, tokens)
     return message
 
 
@@ -76,9 +83,7 @@ def unpack(message: Tensor, targets: Sequence[Tensor], tokens: Tensor, backend: 
     if backend == "eager":
         move(parts(message, [x.shape[3] for x in targets]), targets, backend, put=tokens)
         return
-    from ..kernels import rows
-
-    rows.unpack(message, targets, tokens)
+    _kernels().unpack(message, targets, tokens)
 
 
 def add(
@@ -100,9 +105,7 @@ def add(
     tokens   int64; None is all, in order
     """
     if backend != "eager":
-        from ..kernels import rows
-
-        rows.add(totals, mine, others, bases, table, tokens, rank)
+        _kernels().add(totals, mine, others, bases, table, tokens, rank)
         return
     received = parts(others, [x.shape[3] for x in totals])
     for total, own, part, *of_total in zip(totals, mine, received, *bases, strict=True):
@@ -133,9 +136,7 @@ def merge(
     table, tokens  as in `add`
     """
     if backend != "eager":
-        from ..kernels import rows
-
-        rows.merge(out, lse, mine, others, table, tokens, rank)
+        _kernels().merge(out, lse, mine, others, table, tokens, rank)
         return
     width = out.shape[3]
     part, bits = parts(others, [width, others.shape[3] - width])
