@@ -28,7 +28,7 @@ import masks
 from benchmarks import train_context_parallel
 from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
-from blocksparse_flash.distributed import times
+from blocksparse_flash.distributed import context_plan, times
 from blocksparse_flash.distributed.side import sides
 from blocksparse_flash.nn import SelfAttention
 from tests import closeness
@@ -69,6 +69,24 @@ def equals_one_process(layout: str, order: str, kv_heads: int, scheme: str) -> N
         )
     case = whole(layout, LENGTH, heads)
     assert_equal_to_one_process(plan, case, rows_are_whole=True, repeats=order == "zigzag")
+
+
+def sums_gradients_in_place(layout: str, kv_heads: int) -> None:
+    """Where few tokens go to other ranks, in one message or in two: as one process, and the same bits."""
+    heads = (4, kv_heads)
+    plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True)
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, plan.layers[0].counts[-1])
+    assert max(said) >= 0, "no rank sums in place: the case tests nothing"
+    case = whole(layout, LENGTH, heads)
+    with mock.patch.object(context_plan, "MOST_TOUCHED", -1.0):
+        other = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True)
+    assert other.layers[0].counts[-1] == -1
+    assert_equal_to_one_process(plan, case, rows_are_whole=True)
+    for chunks in (1, kv_heads):
+        found, expected = (sharded(one, case, chunks=chunks) for one in (plan, other))
+        for name, actual, wanted in zip(NAMES, found, expected, strict=True):
+            assert torch.equal(actual, wanted), (name, chunks)
 
 
 def slow_link() -> contextlib.AbstractContextManager[object]:
@@ -467,6 +485,7 @@ def cases(n_ranks: int) -> Cases:
         found[f"exchange equals one process: {layout}, {order}, 4 on {kv_heads} heads"] = partial(
             equals_one_process, layout, order, kv_heads, "exchange"
         )
+    found["sums gradients in place"] = partial(sums_gradients_in_place, "documents", 4)
     for order, kv_heads in (("contiguous", 4), ("zigzag", 2)):
         whole("global", LENGTH, (4, kv_heads))
         found[f"ships rows: {order}, {kv_heads}"] = partial(ships_rows, "global", order, kv_heads)

@@ -53,6 +53,7 @@ class Prepared(NamedTuple):
     """All of a call that does not depend on its tensors: made once for a layer, a number of chunks and a backend.
 
     keys, queries, near  sides of keys, of shipped queries if there are any, and the plan of rows that need nothing from others
+    first    where own tokens lie together among the slots, and sums of their gradients are in place; None: not so
     keeps    whether own and received keys and values are kept for the backward, which otherwise receives them again
     tensors, counts, options  what the operators take: flat sides; n_chunks, keeps, the group's name, backend
     """
@@ -61,6 +62,7 @@ class Prepared(NamedTuple):
     queries: Side | None
     near: list[Tensor]
     chunks: list[Chunk]
+    first: int | None
     keeps: bool
     walk: shipping.Walk
     tensors: list[Tensor]
@@ -75,7 +77,8 @@ def prepare(tensors: list[Tensor], counts: list[int], heads: tuple[int, int], *o
     (keys, *queries), near = sides(tensors, counts, dist.get_world_size(process_group))
     walk = shipping.Walk(backend, process_group, dist.get_rank(process_group))
     chunks = chunked(n_chunks, heads, keys.plan)
-    return Prepared(keys, queries[0] if queries else None, near, chunks, keeps, walk, tensors, counts, options)
+    first = None if counts[-1] < 0 else counts[-1]
+    return Prepared(keys, queries[0] if queries else None, near, chunks, first, keeps, walk, tensors, counts, options)
 
 
 def of_heads(x: Tensor, heads: slice | None) -> Tensor:
@@ -162,10 +165,20 @@ def _of_rows(q: Tensor, outs: tuple[Tensor, Tensor], douts: Douts, keys: Side, b
     return q, (out, lse), (dout, dlse)
 
 
+def _totals(k: Tensor, v: Tensor, given: list[list[Tensor]], first: int | None) -> list[Tensor]:
+    """Where dk and dv are summed: new, or those of own tokens among what the kernels wrote."""
+    if first is None:
+        return [x.new_empty(x.shape) for x in (k, v)]
+    return [_joined(list(of_chunks)).narrow(2, first, k.shape[2]) for of_chunks in zip(*given, strict=True)]
+
+
 def backward(
     douts: Douts, inputs: tuple[Tensor, Tensor, Tensor], results: Results, ready: Prepared, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of `forward`'s inputs from the gradients of out and lse (None is 0). Every rank of the group must call it."""
+    """dq, dk, dv of `forward`'s inputs from the gradients of out and lse (None is 0). Every rank of the group must call it.
+
+    dk and dv may be parts of larger tensors.
+    """
     keys, near, walk, backend = ready.keys, ready.near, ready.walk, ready.walk.backend
     (q, k, v), (out, lse, *every) = inputs, results
     if douts[0].stride(3) != 1:
@@ -190,7 +203,10 @@ def backward(
     if near:
         dq, *totals = attend_backward(douts, inputs, (out, lse), near, scale, backend)
     else:
-        dq, totals = _joined([dq_rows for dq_rows, *_ in given]), [x.new_empty(x.shape) for x in (k, v)]
+        dq, totals = (
+            _joined([dq_rows for dq_rows, *_ in given]),
+            _totals(k, v, [dkv for _, dkv, _ in given], ready.first),
+        )
     bases = [totals] if near else []
     if shipped is not None:
         bases.append(list(shipped.attend(k, v, scale)))
@@ -243,7 +259,9 @@ def _backward(
     all_values: Tensor, tensors: list[Tensor], counts: list[int], scale: float, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     ready = prepare(tensors, counts, (q.shape[1], k.shape[1]), *options)
-    return backward((dout, dlse), (q, k, v), (out, lse, all_keys, all_values), ready, scale)
+    dq, dk, dv = backward((dout, dlse), (q, k, v), (out, lse, all_keys, all_values), ready, scale)
+    # as a compiler was told
+    return dq, dk.contiguous(), dv.contiguous()
 
 
 @torch.library.register_fake("blocksparse_flash::exchange_backward")

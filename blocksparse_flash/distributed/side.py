@@ -43,7 +43,10 @@ class Side(NamedTuple):
 
 
 def sides(tensors: list[Tensor], counts: list[int], n_ranks: int) -> tuple[list[Side], list[Tensor]]:
-    """Sides from their flat forms, one after another, and the plan behind them of rows that need no exchange, if any."""
+    """Sides from their flat forms, one after another, and the plan behind them of rows that need no exchange, if any.
+
+    Of the counts one more number may follow.
+    """
     n_sides = len(counts) // (2 * n_ranks)
     found = []
     for i_side in range(n_sides):
