@@ -156,20 +156,24 @@ def parts(
     (keys, *_), near = sides(layer.tensors, layer.counts, plan.n_ranks)
     backend = functional._choose("auto", q.device, q.dtype)
     n_chunks = shared.n_chunks(chunks, plan, 0, k, v)
-    pieces = exchange.chunked(n_chunks, q, k, keys.plan)
-    walk = Walk(q.shape[3] ** -0.5, backend, plan.group, plan.rank)
+    pieces = exchange.chunked(n_chunks, plan.heads, keys.plan)
+    walk, scale = Walk(backend, plan.group, plan.rank), q.shape[3] ** -0.5
 
     def travel() -> list[Tensor]:
-        return [flight.arrived() for flight in exchange.send_keys(k, v, keys, pieces, walk)[1]]
+        return [flight.arrived() for flight in exchange.send_keys(k, v, keys, pieces, walk)]
 
     arrived = travel()
 
     def compute() -> None:
         if near:
-            attend(q, k, v, near, walk.scale, backend)
+            attend(q, k, v, near, scale, backend)
+        every = exchange.beside(k, v, keys, backend)
         for piece, part in zip(pieces, arrived, strict=True):
-            k_all, v_all = exchange.extended(k[:, piece.kv], v[:, piece.kv], keys, part, backend)
-            mine = rows.picked(q[:, piece.q], keys.rows, backend) if near else q[:, piece.q]
-            attend(mine, k_all, v_all, piece.plan, walk.scale, backend)
+            k_all, v_all = (exchange.of_heads(x, piece.kv) for x in every)
+            rows.unpack(part, [k_all, v_all], keys.slots, backend)
+            mine = exchange.of_heads(q, piece.q)
+            if near:
+                (mine,) = rows.picked([mine], keys.rows, backend)
+            attend(mine, k_all, v_all, piece.plan, scale, backend)
 
     return travel, compute

@@ -136,14 +136,22 @@ def scores_of(words: str, heads: int, n_tiles: int) -> Scores:
 
 
 def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
-    """Rows to a message, and sums of what comes back, in place."""
-    x = torch.empty(2, 4, length, head_dim, dtype=dtype)
-    message = torch.empty(length, 2, 4, 2 * head_dim, dtype=dtype)[..., head_dim:].permute(1, 2, 0, 3)
+    """Rows of up to four tensors to a message and back, sums of what comes back, in place, and outputs merged."""
+    x, lse = torch.empty(2, 4, length, head_dim, dtype=dtype), torch.empty(2, 4, length)
+    bits = lse[..., None].view(dtype)
     order, table = torch.zeros(length, dtype=torch.int64), torch.zeros(2, length, dtype=torch.int32)
-    rows.copy(x, message, order, None)
-    rows.copy(message, x, None, order)
-    rows.copy(x, message, order, None, (x, message))
-    rows.add(x, x, message, [x], table, order, 0)
+    one, two, four, result = (
+        torch.empty(length, 2, 4, n * head_dim + m * bits.shape[3], dtype=dtype)
+        for n, m in ((1, 0), (2, 0), (3, 1), (1, 1))
+    )
+    rows.pack([x], one, order)
+    rows.unpack(one, [x], order)
+    rows.pack([x, x], two, order)
+    rows.move([x, lse[..., None]], [x, lse[..., None]], order, None)
+    rows.pack([x, x, x, bits], four, order)
+    rows.add([x, x], [x, x], two, [[x, x]], table, order, 0)
+    rows.add([x], [x], one, [], table, None, 0)
+    rows.merge(x, lse, (x, lse), result, table, order, 0)
 
 
 def run_selection(side: int, dtype: torch.dtype, length: int) -> None:

@@ -28,7 +28,7 @@ import masks
 from benchmarks import train_context_parallel
 from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
-from blocksparse_flash.distributed import times
+from blocksparse_flash.distributed import context_plan, times
 from blocksparse_flash.distributed.side import sides
 from blocksparse_flash.nn import SelfAttention
 from tests import closeness
@@ -69,6 +69,24 @@ def equals_one_process(layout: str, order: str, kv_heads: int, scheme: str) -> N
         )
     case = whole(layout, LENGTH, heads)
     assert_equal_to_one_process(plan, case, rows_are_whole=True, repeats=order == "zigzag")
+
+
+def sums_gradients_in_place(layout: str, kv_heads: int) -> None:
+    """Where few tokens go to other ranks, in one message or in two: as one process, and the same bits."""
+    heads = (4, kv_heads)
+    plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True)
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, plan.layers[0].counts[-1])
+    assert max(said) >= 0, "no rank sums in place: the case tests nothing"
+    case = whole(layout, LENGTH, heads)
+    with mock.patch.object(context_plan, "MOST_TOUCHED", -1.0):
+        other = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True)
+    assert other.layers[0].counts[-1] == -1
+    assert_equal_to_one_process(plan, case, rows_are_whole=True)
+    for chunks in (1, kv_heads):
+        found, expected = (sharded(one, case, chunks=chunks) for one in (plan, other))
+        for name, actual, wanted in zip(NAMES, found, expected, strict=True):
+            assert torch.equal(actual, wanted), (name, chunks)
 
 
 def slow_link() -> contextlib.AbstractContextManager[object]:
@@ -193,8 +211,11 @@ def half_types(scheme: str) -> None:
 
 
 def kernels_give_the_same_bits() -> None:
-    """The portable kernels, in Triton's interpreter: forward and dq are those of one process, bit by bit."""
-    case = interpreted()
+    """The portable kernels, in Triton's interpreter: forward and dq are those of one process, bit by bit.
+
+    Of two ranks the first computes rows near their keys apart.
+    """
+    case = interpreted("narrow", 560)
     with near_apart():
         plan = bd.plan(layout_of("narrow", 560), dist.group.WORLD, heads=(2, 1), deterministic=True)
     _, near = sides(plan.layers[0].tensors, plan.layers[0].counts, 2)
@@ -204,6 +225,24 @@ def kernels_give_the_same_bits() -> None:
         if name in ("out", "lse", "dq"):
             assert torch.equal(actual, mine), name
         assert torch.allclose(actual, mine, rtol=1e-4, atol=1e-5), name
+
+
+def kernels_ship_rows() -> None:
+    """And merge them; dout may be one number, repeated."""
+    length, layout = 300, layout_of("wide", 300)
+    with slow_link():
+        plan = bd.plan(layout, dist.group.WORLD, heads=(2, 1), order=[1, 0, 0], scheme="exchange")
+    assert len(plan.layers[0].costs.shipped) == 1
+    generator = torch.Generator().manual_seed(1)
+    wholes = [torch.randn(1, n, length, 8, generator=generator).requires_grad_() for n in (2, 1, 1)]
+    leaves = [plan.shard(tensor, dim=2).detach().requires_grad_() for tensor in wholes]
+    expected, expected_lse = attention_with_lse(*wholes, layout, backend="eager")
+    expected.sum().backward()
+    out, lse = bd.attention_with_lse(*leaves, plan, backend="triton")
+    out.sum().backward()
+    pairs = [(out, expected), (lse, expected_lse), *((x.grad, y.grad) for x, y in zip(leaves, wholes, strict=True))]
+    for name, (actual, wanted) in zip(NAMES, pairs, strict=True):
+        assert torch.allclose(actual, plan.shard(wanted, dim=2), rtol=1e-4, atol=1e-5), name
 
 
 def autocast_converts() -> None:
@@ -446,6 +485,7 @@ def cases(n_ranks: int) -> Cases:
         found[f"exchange equals one process: {layout}, {order}, 4 on {kv_heads} heads"] = partial(
             equals_one_process, layout, order, kv_heads, "exchange"
         )
+    found["sums gradients in place"] = partial(sums_gradients_in_place, "documents", 4)
     for order, kv_heads in (("contiguous", 4), ("zigzag", 2)):
         whole("global", LENGTH, (4, kv_heads))
         found[f"ships rows: {order}, {kv_heads}"] = partial(ships_rows, "global", order, kv_heads)
@@ -466,8 +506,9 @@ def cases(n_ranks: int) -> Cases:
     found["half types: exchange"] = partial(half_types, "exchange")
     found["half types: ulysses"] = partial(half_types, "ulysses")
     if n_ranks == 2:
-        interpreted()
+        interpreted("narrow", 560)
         found["kernels give the same bits"] = kernels_give_the_same_bits
+        found["kernels ship rows"] = kernels_ship_rows
     whole("local", LENGTH, (4, 1))
     found["autocast converts"] = autocast_converts
     found["gathers what it shards"] = gathers_what_it_shards

@@ -35,7 +35,13 @@ LAYOUTS: dict[str, Callable[[int], BlockLayout]] = {
 
 
 # of interpreted() alone
-NARROW = {"narrow": lambda n: masks.local(n, window=10)}
+NARROW = {
+    "narrow": lambda n: masks.local(n, window=10),
+    # the first queries reach every tile, the others their own
+    "wide": lambda n: BlockLayout.from_predicate(
+        lambda q_pos, kv_pos: (q_pos < 5) | (q_pos == kv_pos), n, n, block_size=16
+    ),
+}
 
 
 class Whole(NamedTuple):
@@ -111,11 +117,11 @@ def in_half(name: str, heads: tuple[int, int]) -> Whole:
 
 
 @cache
-def interpreted() -> Whole:
-    """Small, in float32: the interpreter is slow. Of two ranks the first computes rows near their keys apart."""
-    wide = whole("narrow", 560, (2, 1))
+def interpreted(name: str, length: int) -> Whole:
+    """Small, in float32: the interpreter is slow."""
+    wide = whole(name, length, (2, 1))
     inputs, douts = [t.float() for t in wide[:3]], [t.float() for t in wide[3:5]]
-    return Whole(*inputs, *douts, wide.truth, called(layout_of("narrow", 560), inputs, douts, "triton"))
+    return Whole(*inputs, *douts, wide.truth, called(layout_of(name, length), inputs, douts, "triton"))
 
 
 class Traffic:

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from blocksparse_flash.kernels import backward, decode, forward, hopper_forward, launch, launcher
+from blocksparse_flash.kernels import backward, decode, forward, hopper_forward, launch, launcher, rows
 from blocksparse_flash.kernels.scores import Scores
 from blocksparse_flash.seen import kind_of
 from blocksparse_flash.splitting import WHOLE, Split
@@ -192,6 +192,24 @@ def main() -> None:
         assert hopper.merge is not None
         given = [(parts, items, call[0], lse) for call in calls]
         check(recorder, hopper.merge, given[0], given)
+        recorder.calls.clear()
+    # a message is given once for each of its parts
+    lists = [torch.zeros(shape[2], dtype=torch.int64) for _ in calls]
+    messages = [torch.empty(shape[2], *shape[:2], 2 * shape[3], dtype=torch.bfloat16) for _ in calls]
+    pack = rows._move_launch.__wrapped__(launch.see_all(out, out), "pack", shape[2], ())
+    given = [
+        (*call[:2], None, None, taken, None, message, message, None, None)
+        for call, taken, message in zip(calls, lists, messages, strict=True)
+    ]
+    check(recorder, pack, given[0], given)
+    recorder.calls.clear()
+    table = torch.zeros(2, shape[2], dtype=torch.int32)
+    add = rows._add_launch.__wrapped__(launch.see_all(*[out] * 6), 2, 1, shape[2], 0, 2, ())
+    given = [
+        (*call[:2], *call[1:], None, None, message, table, None, *call[1:])
+        for call, message in zip(calls, messages, strict=True)
+    ]
+    check(recorder, add, given[0], given)
     print(f"Triton {triton.__version__}: every launch is handed on alike")
 
 

@@ -289,14 +289,20 @@ TABLE = {
     ),
     "blocksparse_flash/distributed/agreement.py": Arrows({TORCH}),
     "blocksparse_flash/distributed/local.py": Arrows({TORCH, f"{OURS}.ops"}),
-    "blocksparse_flash/distributed/rows.py": Arrows({TORCH, f"{OURS}.distributed.local"}, {f"{OURS}.kernels.rows"}),
-    "blocksparse_flash/distributed/messages.py": Arrows({TORCH, f"{OURS}.distributed.rows"}),
+    "blocksparse_flash/distributed/rows.py": Arrows(
+        {TORCH, f"{OURS}.merging", f"{OURS}.distributed.local"}, {f"{OURS}.kernels.rows"}
+    ),
+    "blocksparse_flash/distributed/messages.py": Arrows({TORCH}),
     "blocksparse_flash/distributed/side.py": Arrows({TORCH}),
     "blocksparse_flash/distributed/shipping.py": Arrows(
-        {TORCH, f"{OURS}.merging", *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "side"))}
+        {TORCH, *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "rows", "side"))}
     ),
     "blocksparse_flash/distributed/exchange.py": Arrows(
-        {TORCH, *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "rows", "shipping", "side"))}
+        {
+            TORCH,
+            f"{OURS}.ops",
+            *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "rows", "shipping", "side")),
+        }
     ),
     "blocksparse_flash/distributed/context_plan.py": Arrows(
         {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "layout", "plan"))}

@@ -23,11 +23,16 @@ def strided(x: Tensor) -> Tensor:
     return part.copy_(x)
 
 
+def message_of(tensors: list[Tensor]) -> Tensor:
+    """Tokens first, the features of all side by side."""
+    return torch.cat([x.permute(2, 0, 1, 3) for x in tensors], dim=3).contiguous()
+
+
 # 8: less than a vector; 12: no power of two; 300 rows: more than one program, the last one ragged
 @pytest.mark.parametrize("features", [1, 8, 12, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("taken", "put"), [(True, False), (False, True), (True, True), (False, False)])
-def test_rows_are_copied(features: int, dtype: torch.dtype, taken: bool, put: bool, device: torch.device) -> None:
+def test_rows_are_moved(features: int, dtype: torch.dtype, taken: bool, put: bool, device: torch.device) -> None:
     n = 300
     order = torch.randperm(n, generator=torch.Generator().manual_seed(1)).to(device)
     for change in (lambda x: x, strided):
@@ -35,7 +40,7 @@ def test_rows_are_copied(features: int, dtype: torch.dtype, taken: bool, put: bo
         lists = {"taken": order if taken else None, "put": order.flip(0) if put else None}
         found = [change(torch.zeros(2, 3, n, features, dtype=dtype, device=device)) for _ in range(2)]
         for target, backend in zip(found, ("eager", "triton"), strict=True):
-            assert rows.copy(source, target, backend, **lists) is target
+            rows.move([source], [target], backend, **lists)
         assert torch.equal(*found)
         assert torch.equal(
             found[0][:, :, order.flip(0) if put else slice(None)], source[:, :, order if taken else slice(None)]
@@ -45,72 +50,100 @@ def test_rows_are_copied(features: int, dtype: torch.dtype, taken: bool, put: bo
 def test_some_rows_are_picked_and_the_others_stay(device: torch.device) -> None:
     source, some = drawn((1, 2, 40, 8), torch.bfloat16, device, 3), torch.tensor([39, 0, 7], device=device)
     for backend in ("eager", "triton"):
-        assert torch.equal(rows.picked(source, some, backend), source[:, :, some])
+        assert torch.equal(rows.picked([source], some, backend)[0], source[:, :, some])
         target = torch.ones_like(source)
-        rows.copy(source[:, :, :3], target, backend, put=some)
+        rows.move([source[:, :, :3]], [target], backend, put=some)
         assert torch.equal(target[:, :, some], source[:, :, :3])
         target[:, :, some] = 1
         assert (target == 1).all()
 
 
-@pytest.mark.parametrize("widths", [(8, 8), (128, 12), (12, 128)])
-def test_two_tensors_are_copied_at_once(widths: tuple[int, int], device: torch.device) -> None:
-    """As keys and values of other widths are: into and out of a message, some rows."""
+# 5: more than a launch takes
+@pytest.mark.parametrize("widths", [(8, 8), (128, 12), (12, 128), (16, 8, 1), (8, 16, 12, 2), (8, 8, 8, 1, 1)])
+def test_several_tensors_are_moved_at_once(widths: tuple[int, ...], device: torch.device) -> None:
+    """Of other widths and types, as outputs and their lse are: some rows."""
     order = torch.randperm(70, generator=torch.Generator().manual_seed(1))[:50].to(device)
-    sources = [strided(drawn((2, 3, 70, n), torch.bfloat16, device, n)) for n in widths]
+    types = [torch.float32 if n == 1 else torch.bfloat16 for n in widths]
+    sources = [strided(drawn((2, 3, 70, n), dtype, device, n)) for n, dtype in zip(widths, types, strict=True)]
     for backend in ("eager", "triton"):
-        picked = rows.picked_both(sources, order, backend)
+        picked = rows.picked(sources, order, backend)
         targets = [torch.zeros_like(source) for source in sources]
-        rows.copy_both(picked, targets, backend, put=order)
+        rows.move(picked, targets, backend, put=order)
         for source, some, target in zip(sources, picked, targets, strict=True):
             assert torch.equal(some, source[:, :, order])
             assert torch.equal(target[:, :, order], source[:, :, order])
             assert target.count_nonzero() == some.count_nonzero()
 
 
-def test_nothing_is_copied_without_rows(device: torch.device) -> None:
+@pytest.mark.parametrize("widths", [(8,), (128, 12), (12, 128), (16, 16, 8, 2)])
+def test_messages_are_packed_and_unpacked(widths: tuple[int, ...], device: torch.device) -> None:
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(1))[:50].to(device)
+    sources = [drawn((2, 3, 70, n), torch.bfloat16, device, n) for n in widths]
+    for backend in ("eager", "triton"):
+        message = rows.pack(sources, order, backend)
+        assert torch.equal(message, message_of([source[:, :, order] for source in sources]))
+        assert message.is_contiguous()
+        targets = [torch.zeros_like(source) for source in sources]
+        rows.unpack(message, targets, order, backend)
+        for source, target in zip(sources, targets, strict=True):
+            assert torch.equal(target[:, :, order], source[:, :, order])
+            assert target.count_nonzero() == source[:, :, order].count_nonzero()
+
+
+def test_nothing_is_moved_without_rows(device: torch.device) -> None:
     none, target = torch.zeros(0, dtype=torch.long, device=device), torch.ones(1, 2, 5, 8, device=device)
     for backend in ("eager", "triton"):
-        rows.copy(torch.zeros(1, 2, 5, 8, device=device), target, backend, taken=none, put=none)
-        rows.copy(torch.zeros(1, 2, 0, 8, device=device), target, backend, put=none)
+        rows.move([torch.zeros(1, 2, 5, 8, device=device)], [target], backend, taken=none, put=none)
+        rows.unpack(rows.pack([target], none, backend), [target], none, backend)
         assert (target == 1).all()
+
+
+def drawn_table(limits: list[int], n_tokens: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """A place below its limit for each token of each rank, or none, -1."""
+    places = torch.rand(len(limits), n_tokens, generator=generator) * (torch.tensor(limits)[:, None] + 20)
+    return (places.long() - 20).clamp(min=-1).int().to(device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("n_bases", [0, 1, 2])
 @pytest.mark.parametrize("n_ranks", [2, 3])
-def test_sums_are_in_the_order_of_ranks(dtype: torch.dtype, n_bases: int, n_ranks: int, device: torch.device) -> None:
-    """Of some tokens, in place on the first base; bit by bit those of a loop over tokens and ranks in float32."""
-    n, n_mine, n_others, features, rank = 70, 30, 50, 12, 1
+@pytest.mark.parametrize("widths", [(12,), (12, 8)])
+def test_sums_are_in_the_order_of_ranks(
+    dtype: torch.dtype, n_bases: int, n_ranks: int, widths: tuple[int, ...], device: torch.device
+) -> None:
+    """Of some tokens, in place on the first bases; bit by bit those of a loop over tokens and ranks in float32."""
+    n, n_mine, n_others, rank = 70, 30, 50, 1
     generator = torch.Generator().manual_seed(n_bases + n_ranks)
-    mine = drawn((2, 2, n_mine, features), dtype, device, 4)
-    others = strided(drawn((2, 2, n_others, features), dtype, device, 5))
-    bases = [drawn((2, 2, n, features), dtype, device, 6 + i) for i in range(n_bases)]
+    mine = [drawn((2, 2, n_mine, width), dtype, device, 4 + width) for width in widths]
+    others = [drawn((2, 2, n_others, width), dtype, device, 5 + width) for width in widths]
+    bases = [[drawn((2, 2, n, width), dtype, device, 6 + i + width) for width in widths] for i in range(n_bases)]
     tokens = torch.randperm(n, generator=generator)[:40].sort().values.to(device)
-    limits = torch.full((n_ranks, 1), n_others)
-    limits[rank] = n_mine
-    table = (torch.rand(n_ranks, 40, generator=generator) * (limits + 20)).long() - 20
-    table = table.clamp(min=-1).int().to(device)
+    table = drawn_table([n_mine if i == rank else n_others for i in range(n_ranks)], 40, generator, device)
 
-    expected = bases[0].clone() if bases else torch.zeros(2, 2, n, features, dtype=dtype, device=device)
-    for i, token in enumerate(tokens.tolist()):
-        total = torch.zeros(2, 2, features, device=device)
-        for i_rank in range(n_ranks):
-            if i_rank == rank:
-                for base in bases:
-                    total += base[:, :, token].float()
-            place = int(table[i_rank, i])
-            if place >= 0:
-                total += (mine if i_rank == rank else others)[:, :, place].float()
-        expected[:, :, token] = total.to(dtype)
+    def fresh() -> list[Tensor]:
+        return [torch.zeros(2, 2, n, width, dtype=dtype, device=device) for width in widths]
+
+    expected = [base.clone() for base in bases[0]] if bases else fresh()
+    for i_sum, width in enumerate(widths):
+        for i, token in enumerate(tokens.tolist()):
+            total = torch.zeros(2, 2, width, device=device)
+            for i_rank in range(n_ranks):
+                if i_rank == rank:
+                    for base in bases:
+                        total += base[i_sum][:, :, token].float()
+                place = int(table[i_rank, i])
+                if place >= 0:
+                    total += (mine if i_rank == rank else others)[i_sum][:, :, place].float()
+            expected[i_sum][:, :, token] = total.to(dtype)
 
     for backend in ("eager", "triton"):
-        copies = [base.clone() for base in bases]
-        total = copies[0] if copies else torch.zeros(2, 2, n, features, dtype=dtype, device=device)
-        rows.add(total, mine, others, copies, table, tokens, rank, backend)
+        copies = [[base.clone() for base in each] for each in bases]
+        totals = copies[0] if copies else fresh()
+        rows.add(totals, mine, message_of(others), copies, table, tokens, rank, backend)
         # Triton's interpreter cuts bits off where a GPU rounds
         cuts = backend == "triton" and dtype == torch.bfloat16 and device.type == "cpu"
-        assert torch.allclose(total, expected, rtol=2**-7 if cuts else 0, atol=0), backend
+        for total, wanted in zip(totals, expected, strict=True):
+            assert torch.allclose(total, wanted, rtol=2**-7 if cuts else 0, atol=0), backend
 
 
 def test_a_sum_of_all_tokens_without_messages(device: torch.device) -> None:
@@ -121,5 +154,44 @@ def test_a_sum_of_all_tokens_without_messages(device: torch.device) -> None:
     table[0, 3:] = torch.arange(6, device=device)
     for backend in ("eager", "triton"):
         total = torch.full((1, 2, 9, 8), torch.nan, device=device)
-        rows.add(total, mine, mine[:, :, :0], [], table, None, 0, backend)
+        rows.add([total], [mine], message_of([mine[:, :, :0]]), [], table, None, 0, backend)
         assert torch.equal(total[:, :, 3:], mine[:, :, :6]) and (total[:, :, :3] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("n_ranks", "width"), [(2, 8), (3, 12), (4, 5)])
+def test_parts_of_ranks_are_merged(dtype: torch.dtype, n_ranks: int, width: int, device: torch.device) -> None:
+    """Against a loop over tokens in float64; a token of which no rank has keys is 0 and -inf, the others stay."""
+    n, n_mine, n_others, rank = 70, 30, 50, 1
+    generator = torch.Generator().manual_seed(n_ranks)
+    sizes = [n_mine if i == rank else n_others for i in range(n_ranks)]
+    parts = [drawn((2, 2, size, width), dtype, device, 4 + i) for i, size in enumerate((n_mine, n_others))]
+    lses = [8 * drawn((2, 2, size), torch.float32, device, 6 + i) for i, size in enumerate((n_mine, n_others))]
+    # rows that met no key there
+    for lse in lses:
+        lse[:, :, ::5] = -torch.inf
+    tokens = torch.randperm(n, generator=generator)[:40].sort().values.to(device)
+    table = drawn_table(sizes, 40, generator, device)
+    table[:, 3] = -1
+    message = message_of([parts[1], lses[1][..., None].view(dtype)])
+
+    expected, expected_lse = (torch.ones(2, 2, n, *rest, dtype=torch.float64) for rest in ((width,), ()))
+    for i, token in enumerate(tokens.tolist()):
+        total, weight = torch.zeros(2, 2, width, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+        for i_rank in range(n_ranks):
+            place = int(table[i_rank, i])
+            if place >= 0:
+                which = int(i_rank != rank)
+                share = lses[which][:, :, place].double().cpu().exp()
+                weight += share
+                total += share[..., None] * parts[which][:, :, place].double().cpu()
+        expected[:, :, token] = torch.where(weight == 0, 0.0, 1 / weight)[..., None] * total
+        expected_lse[:, :, token] = weight.log()
+
+    for backend in ("eager", "triton"):
+        out, lse = torch.ones(2, 2, n, width, dtype=dtype, device=device), torch.ones(2, 2, n, device=device)
+        rows.merge(out, lse, (parts[0], lses[0]), message, table, tokens, rank, backend)
+        eps = torch.finfo(dtype).eps
+        assert torch.allclose(out.double().cpu(), expected, rtol=2 * eps, atol=2 * eps), backend
+        assert torch.allclose(lse.double().cpu(), expected_lse, rtol=1e-6, atol=1e-6), backend
+        assert (lse[:, :, tokens[3]] == -torch.inf).all() and (out[:, :, tokens[3]] == 0).all()

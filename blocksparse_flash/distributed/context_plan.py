@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ from .times import Work
 SCHEMES = ("auto", "exchange", "ulysses")
 # share of a rank's tiles in rows that need nothing from others, from which on these rows are computed apart
 LEAST_NEAR = 0.5
+# share of a rank's tokens with gradients from other ranks, up to which those of the others stay where the kernels wrote them
+MOST_TOUCHED = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class LayerPlan:
     tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
     work     what the rank with most of it does under "exchange"
     costs    of every scheme, and why this one
+    memo     what earlier calls have worked out: by times.Call the number of messages, by its options a Prepared of exchange.py
     """
 
     scheme: str
@@ -50,6 +53,7 @@ class LayerPlan:
     counts: list[int]
     work: Work
     costs: Costs
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,10 +224,11 @@ def _pairs(tiles: BlockLayout) -> Pairs:
 
 def _table(found: traffic.Lists, touched: Array, n_tokens: int, rank: int) -> Array:
     """As in Side: whose gradients are those of a token, and where."""
-    place: Array = np.zeros(n_tokens, np.int64)
+    place: Array = np.full(n_tokens, -1, np.int64)
     place[touched] = np.arange(len(touched))
     table: Array = np.full((len(found.send_counts), len(touched)), -1, np.int32)
-    table[rank, place[found.own]] = found.own_slots
+    is_touched = place[found.own] >= 0
+    table[rank, place[found.own[is_touched]]] = found.own_slots[is_touched]
     bounds = np.cumsum([0, *found.send_counts])
     for other, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
         table[other, place[found.sent[begin:end]]] = np.arange(begin, end)
@@ -237,13 +242,11 @@ def _side(
     """A Side whose kernels walk rows x cols of a layout in tiles, None: walked.tiles."""
     plan = tiles.select(rows=walked.tiles if rows is None else rows, cols=walked.tiles if cols is None else cols)
     arrays = (walked.own, walked.own_slots, walked.sent, walked.slots, *lists)
-    own, own_slots, sent, slots, places, mine, touched, table = (
+    own, own_slots, sent, slots, mine, touched, table = (
         torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays
     )
     walk = list(plan.plan(device))
-    return Side(
-        own, own_slots, sent, slots, places, mine, touched, table, walk, walked.send_counts, walked.receive_counts
-    )
+    return Side(own, own_slots, sent, slots, mine, touched, table, walk, walked.send_counts, walked.receive_counts)
 
 
 def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
@@ -281,21 +284,38 @@ def _far(row: Array, col: Array, owner: Array, rank: int, length: int, kv_heads:
     return held[needs[held]] if times.splitting_pays(n_tokens, kv_heads, HEAD_DIM, ELEMENT_BYTES) else held
 
 
+def _lie_together(found: traffic.Lists, n_tokens: int) -> int:
+    """The slot of a rank's first token, if the others follow it and few have gradients from elsewhere: sums are in place. Else -1."""
+    if not 0 < len(found.own) == n_tokens or len(np.unique(found.sent)) > MOST_TOUCHED * n_tokens:
+        return -1
+    first = int(found.own_slots[0])
+    return first if np.array_equal(found.own_slots, first + np.arange(n_tokens)) else -1
+
+
 def _exchanged(
     tiles: BlockLayout, pairs: Pairs, shipped: Array, owner: Array, kv_heads: int, rank: int, n_ranks: int,
     device: torch.device,
 ) -> tuple[list[Tensor], list[int]]:  # fmt: skip
-    """The flat sides of one layer on one rank: of keys, of shipped queries if there are any; then the plan of near rows."""
+    """The flat sides of one layer on one rank: of keys, of shipped queries if there are any; then the plan of near rows.
+
+    The last of the counts is the slot of the first own token if gradients are summed in place, or -1.
+    """
     length, held, ships = tiles.q_len, np.flatnonzero(owner == rank), np.isin(pairs.row, shipped)
-    n_tokens, nothing = int(traffic.tokens_of(held, length).sum()), np.zeros(0, np.int64)
+    n_tokens = int(traffic.tokens_of(held, length).sum())
     row, col = pairs.row[~ships], pairs.col[~ships]
     far, stays = _far(row, col, owner, rank, length, kv_heads), _without(tiles, shipped)
     keys = traffic.moves(owner[row], col, owner)
     found = traffic.lists(col[np.isin(row, far)], keys, owner, length, rank, n_ranks)
     splits = len(far) < len(held)
-    # gradients from elsewhere come to every token
-    touched = np.union1d(found.own, found.sent) if splits and not len(shipped) else np.arange(n_tokens)
-    lists = (nothing, traffic.places(far, held, length), touched, _table(found, touched, n_tokens, rank))
+    first = _lie_together(found, n_tokens) if not splits and not len(shipped) else -1
+    if first >= 0:
+        touched = np.unique(found.sent)
+    elif splits and not len(shipped):
+        touched = np.union1d(found.own, found.sent)
+    else:
+        # gradients from elsewhere come to every token
+        touched = np.arange(n_tokens)
+    lists = (traffic.places(far, held, length), touched, _table(found, touched, n_tokens, rank))
     tensors, counts = _side(stays, found, lists, far, None, device).flat()
     if len(shipped):
         row, col = pairs.row[ships], pairs.col[ships]
@@ -303,14 +323,13 @@ def _exchanged(
         # own ones even if no key here is theirs: this is where they are merged
         wanted = np.append(row[owner[col] == rank], shipped[owner[shipped] == rank])
         found = traffic.lists(wanted, queries, owner, length, rank, n_ranks)
-        # where own tokens that others work on too are among those it works on
-        lists = (np.searchsorted(found.own, found.sent), found.own, nothing, np.zeros((n_ranks, 0), np.int32))
+        lists = (found.own, found.own, _table(found, found.own, n_tokens, rank))
         more = _side(tiles, found, lists, None, held, device).flat()
         tensors, counts = tensors + more[0], counts + more[1]
     if splits:
         near = _without(stays, far).select(rows=held, cols=held)
         tensors = tensors + list(near.plan(device))
-    return tensors, counts
+    return tensors, [*counts, first]
 
 
 def _heads_of(layout: BlockLayout, q_heads: int, rank: int, n_ranks: int) -> BlockLayout:

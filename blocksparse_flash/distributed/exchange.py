@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import ops, watchers
 from . import messages, rows, shipping
 from .local import attend, attend_backward, statistics
 from .side import Side, sides
@@ -28,54 +29,199 @@ _ARGUMENTS = "Tensor[] tensors, SymInt[] counts, float scale, SymInt n_chunks, b
 
 
 class Chunk(NamedTuple):
-    """Which heads a message carries: queries, keys, and the plan of those heads."""
+    """Which heads a message carries: queries, keys, both None for all; and the plan of those heads."""
 
-    q: slice
-    kv: slice
+    q: slice | None
+    kv: slice | None
     plan: list[Tensor]
 
 
-def chunked(n_chunks: int, q: Tensor, k: Tensor, plan: list[Tensor]) -> list[Chunk]:
+def chunked(n_chunks: int, heads: tuple[int, int], plan: list[Tensor]) -> list[Chunk]:
+    """The chunks of so many query and key heads."""
+    if n_chunks == 1:
+        return [Chunk(None, None, plan)]
     found = []
     for i in range(n_chunks):
-        of_q, of_kv = (slice(i * t.shape[1] // n_chunks, (i + 1) * t.shape[1] // n_chunks) for t in (q, k))
+        of_q, of_kv = (slice(i * n // n_chunks, (i + 1) * n // n_chunks) for n in heads)
         # records of rows and of columns; they name places in the lists, which all heads share
-        heads = [items[:, of_q] if items.shape[1] > 1 else items for items in (plan[0], plan[3])]
-        found.append(Chunk(of_q, of_kv, [heads[0], *plan[1:3], heads[1], *plan[4:]]))
+        some = [items[:, of_q] if items.shape[1] > 1 else items for items in (plan[0], plan[3])]
+        found.append(Chunk(of_q, of_kv, [some[0], *plan[1:3], some[1], *plan[4:]]))
     return found
 
 
-def send_keys(
-    k: Tensor, v: Tensor, keys: Side, chunks: list[Chunk], walk: shipping.Walk
-) -> tuple[Tensor, list[messages.Flight]]:
-    """Keys and values on their way: (chunks, tokens, batch, heads of a chunk, features of k and v), and their flights."""
-    n_heads = k.shape[1] // len(chunks)
-    into = k.new_empty(len(chunks), sum(keys.receive), k.shape[0], n_heads, k.shape[3] + v.shape[3])
-    flights: list[messages.Flight] = []
-    for chunk, part in zip(chunks, into, strict=True):
-        message = messages.packed([k[:, chunk.kv], v[:, chunk.kv]], keys.sent, walk.backend)
-        flights.append(messages.Flight(message, part, keys.send, keys.receive, walk.group))
-    return into, flights
+class Prepared(NamedTuple):
+    """All of a call that does not depend on its tensors: made once for a layer, a number of chunks and a backend.
+
+    keys, queries, near  sides of keys, of shipped queries if there are any, and the plan of rows that need nothing from others
+    first    where own tokens lie together among the slots, and sums of their gradients are in place; None: not so
+    keeps    whether own and received keys and values are kept for the backward, which otherwise receives them again
+    tensors, counts, options  what the operators take: flat sides; n_chunks, keeps, the group's name, backend
+    """
+
+    keys: Side
+    queries: Side | None
+    near: list[Tensor]
+    chunks: list[Chunk]
+    first: int | None
+    keeps: bool
+    walk: shipping.Walk
+    tensors: list[Tensor]
+    counts: list[int]
+    options: tuple[Any, ...]
 
 
-def extended(
-    k: Tensor, v: Tensor, keys: Side, received: Tensor, backend: str, into: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Own and received keys and values of a chunk, slot by slot; new tensors without `into`."""
-    if into is None:
-        n_slots = len(keys.own_slots) + len(keys.slots)
-        k_all, v_all = (x.new_empty(*x.shape[:2], n_slots, x.shape[3]) for x in (k, v))
+def prepare(tensors: list[Tensor], counts: list[int], heads: tuple[int, int], *options: Any) -> Prepared:
+    """From the arguments of the operators; heads are those of queries and of keys."""
+    n_chunks, keeps, group, backend = options
+    process_group = messages.group_of(group)
+    (keys, *queries), near = sides(tensors, counts, dist.get_world_size(process_group))
+    walk = shipping.Walk(backend, process_group, dist.get_rank(process_group))
+    chunks = chunked(n_chunks, heads, keys.plan)
+    first = None if counts[-1] < 0 else counts[-1]
+    return Prepared(keys, queries[0] if queries else None, near, chunks, first, keeps, walk, tensors, counts, options)
+
+
+def of_heads(x: Tensor, heads: slice | None) -> Tensor:
+    """Some heads of a tensor; None is all."""
+    return x if heads is None else x[:, heads]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The heads of all chunks."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def send_keys(k: Tensor, v: Tensor, keys: Side, chunks: list[Chunk], walk: shipping.Walk) -> list[messages.Flight]:
+    """Keys and values on their way: a message a chunk, (tokens, batch, heads of a chunk, features of k and v)."""
+    flights = []
+    for chunk in chunks:
+        message = rows.pack([of_heads(k, chunk.kv), of_heads(v, chunk.kv)], keys.sent, walk.backend)
+        flights.append(messages.sent(message, keys.send, keys.receive, walk.group))
+    return flights
+
+
+def beside(k: Tensor, v: Tensor, keys: Side, backend: str) -> list[Tensor]:
+    """Own keys and values at their slots, beside room for received ones."""
+    whole = [kept(x, keys) for x in (k, v)]
+    rows.move([k, v], whole, backend, taken=keys.own, put=keys.own_slots)
+    return whole
+
+
+def kept(x: Tensor, keys: Side) -> Tensor:
+    """Room for own and received keys or values: (batch, heads, slots, features)."""
+    return x.new_empty(*x.shape[:2], keys.own_slots.shape[0] + keys.slots.shape[0], x.shape[3])
+
+
+# ---- what a rank does ----
+
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared, scale: float) -> Results:
+    """Attention of this rank's rows. Every rank of the group must call it.
+
+    q, k, v   (batch, heads, n, dim) of the n tokens of this rank
+    returns   out (batch, heads, n, v_dim), lse (batch, heads, n), and keys and values as the kernels walk them, if kept
+    """
+    keys, near, walk, backend = ready.keys, ready.near, ready.walk, ready.walk.backend
+    shipped = None if ready.queries is None else shipping.Forward(q, ready.queries, walk)
+    flights = send_keys(k, v, keys, ready.chunks, walk)
+    # from here on messages travel: what needs none of them comes first
+    every = beside(k, v, keys, backend) if ready.keeps else None
+    if near:
+        out, lse = attend(q, k, v, near, scale, backend)
+    if shipped is not None:
+        shipped.attend(k, v, scale)
+    found = []
+    for chunk, flight in zip(ready.chunks, flights, strict=True):
+        own = [of_heads(x, chunk.kv) for x in (every or (k, v))]
+        k_all, v_all = own if every else beside(own[0], own[1], keys, backend)
+        rows.unpack(flight.arrived(), [k_all, v_all], keys.slots, backend)
+        mine = of_heads(q, chunk.q)
+        if near:
+            (mine,) = rows.picked([mine], keys.rows, backend)
+        out_rows, lse_rows = attend(mine, k_all, v_all, chunk.plan, scale, backend)
+        if near:
+            into = [of_heads(out, chunk.q), of_heads(lse, chunk.q)[..., None]]
+            rows.move([out_rows, lse_rows[..., None]], into, backend, put=keys.rows)
+        else:
+            found.append((out_rows, lse_rows))
+    if not near:
+        out, lse = (_joined(list(parts)) for parts in zip(*found, strict=True))
+    if shipped is not None:
+        shipped.finish(out, lse)
+    return out, lse, *(every or (k.new_empty(0), v.new_empty(0)))
+
+
+Douts = tuple[Tensor, Tensor | None]
+
+
+def _of_rows(q: Tensor, outs: tuple[Tensor, Tensor], douts: Douts, keys: Side, backend: str) -> tuple[Any, ...]:
+    """Those rows of q, (out, lse) and (dout, dlse) that need keys of others."""
+    of_rows = [x[..., None] for x in (outs[1], douts[1]) if x is not None]
+    q, out, dout, *picked = rows.picked([q, outs[0], douts[0], *of_rows], keys.rows, backend)
+    lse, dlse = (*(x[..., 0] for x in picked), None)[:2]
+    return q, (out, lse), (dout, dlse)
+
+
+def _totals(k: Tensor, v: Tensor, given: list[list[Tensor]], first: int | None) -> list[Tensor]:
+    """Where dk and dv are summed: new, or those of own tokens among what the kernels wrote."""
+    if first is None:
+        return [x.new_empty(x.shape) for x in (k, v)]
+    return [_joined(list(of_chunks)).narrow(2, first, k.shape[2]) for of_chunks in zip(*given, strict=True)]
+
+
+def backward(
+    douts: Douts, inputs: tuple[Tensor, Tensor, Tensor], results: Results, ready: Prepared, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of `forward`'s inputs from the gradients of out and lse (None is 0). Every rank of the group must call it.
+
+    dk and dv may be parts of larger tensors.
+    """
+    keys, near, walk, backend = ready.keys, ready.near, ready.walk, ready.walk.backend
+    (q, k, v), (out, lse, *every) = inputs, results
+    if douts[0].stride(3) != 1:
+        # of a sum, which repeats one number
+        douts = douts[0].contiguous(), douts[1]
+    shipped = None if ready.queries is None else shipping.Backward((q, out, lse), douts, ready.queries, walk)
+    flights = [] if ready.keeps else send_keys(k, v, keys, ready.chunks, walk)
+    given = []
+    for i, chunk in enumerate(ready.chunks):
+        own = [of_heads(x, chunk.kv) for x in (every if ready.keeps else (k, v))]
+        k_all, v_all = own if ready.keeps else beside(own[0], own[1], keys, backend)
+        if not ready.keeps:
+            rows.unpack(flights[i].arrived(), [k_all, v_all], keys.slots, backend)
+        mine, outs = of_heads(q, chunk.q), (of_heads(out, chunk.q), of_heads(lse, chunk.q))
+        of_chunk: Douts = of_heads(douts[0], chunk.q), None if douts[1] is None else of_heads(douts[1], chunk.q)
+        if near:
+            mine, outs, of_chunk = _of_rows(mine, outs, of_chunk, keys, backend)
+        dq_rows, *dkv = attend_backward(of_chunk, (mine, k_all, v_all), outs, chunk.plan, scale, backend)
+        back = rows.pack(dkv, keys.slots, backend)
+        given.append((dq_rows, dkv, messages.sent(back, keys.receive, keys.send, walk.group)))
+    # while gradients travel
+    if near:
+        dq, *totals = attend_backward(douts, inputs, (out, lse), near, scale, backend)
     else:
-        k_all, v_all = into
-    parts = messages.unpacked(received, [k.shape[3], v.shape[3]])
-    messages.join_both((k_all, v_all), (k, v), keys.own, keys.own_slots, parts, keys.slots, backend)
-    return k_all, v_all
+        dq, totals = (
+            _joined([dq_rows for dq_rows, *_ in given]),
+            _totals(k, v, [dkv for _, dkv, _ in given], ready.first),
+        )
+    bases = [totals] if near else []
+    if shipped is not None:
+        bases.append(list(shipped.attend(k, v, scale)))
+    touched = None if keys.touched.shape[0] == k.shape[2] else keys.touched
+    for chunk, (dq_rows, dkv, flight) in zip(ready.chunks, given, strict=True):
+        if near:
+            rows.move([dq_rows], [of_heads(dq, chunk.q)], backend, put=keys.rows)
+        into, *of_chunk_bases = ([of_heads(x, chunk.kv) for x in each] for each in (totals, *bases))
+        rows.add(into, dkv, flight.arrived(), of_chunk_bases, keys.table, touched, walk.rank, backend)
+    if shipped is not None:
+        shipped.finish(dq)
+    return dq, totals[0], totals[1]
 
 
-def kept(x: Tensor, n_slots: int, n_chunks: int, keeps: bool) -> Tensor:
-    """Room for own and received keys or values, for the backward: (chunks, batch, heads of a chunk, slots, features)."""
-    shape = (n_chunks, x.shape[0], x.shape[1] // n_chunks, n_slots, x.shape[3]) if keeps else (0,)
-    return x.new_empty(shape)
+# ---- what a compiler sees ----
 
 
 torch.library.define(
@@ -91,134 +237,31 @@ torch.library.define(
 
 @torch.library.impl("blocksparse_flash::exchange_forward", "default")
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], counts: list[int], scale: float, n_chunks: int,
-    keeps: bool, group: str, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attention of this rank's rows. Every rank of the group must call it.
-
-    q, k, v   (batch, heads, n, dim) of the n tokens of this rank
-    tensors, counts  the flat forms of one Side, of keys, or of two, of keys and of shipped queries; then the plan of rows that
-              need nothing from others, if they are computed apart
-    n_chunks  divides the heads of k
-    keeps     whether own and received keys and values are returned, for the backward, which otherwise receives them again
-    returns   out (batch, heads, n, v_dim), lse (batch, heads, n), keys and values as the kernels walk them
-    """
-    process_group = messages.group_of(group)
-    n_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    (keys, *queries), near = sides(tensors, counts, n_ranks)
-    walk = shipping.Walk(scale, backend, process_group, rank)
-    shipped = [(side, shipping.send_queries(q, side, walk)) for side in queries]
-    chunks = chunked(n_chunks, q, k, keys.plan)
-    _, flights = send_keys(k, v, keys, chunks, walk)
-    n_slots = len(keys.own_slots) + len(keys.slots)
-    all_keys, all_values = (kept(x, n_slots, n_chunks, keeps) for x in (k, v))
-    if near:
-        out, lse = attend(q, k, v, near, scale, backend)
-    else:
-        out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=statistics(q))
-    for i, (chunk, flight) in enumerate(zip(chunks, flights, strict=True)):
-        into = (all_keys[i], all_values[i]) if keeps else None
-        k_all, v_all = extended(k[:, chunk.kv], v[:, chunk.kv], keys, flight.arrived(), backend, into)
-        mine = rows.picked(q[:, chunk.q], keys.rows, backend) if near else q[:, chunk.q]
-        found = attend(mine, k_all, v_all, chunk.plan, scale, backend)
-        if near:
-            rows.copy(found[0], out[:, chunk.q], backend, put=keys.rows)
-            rows.copy(found[1][..., None], lse[:, chunk.q, :, None], backend, put=keys.rows)
-        elif n_chunks == 1:
-            out, lse = found
-        else:
-            out[:, chunk.q], lse[:, chunk.q] = found
-    for side, flight in shipped:
-        more, more_lse = shipping.forward(q, k, v, side, flight, walk)
-        out.index_copy_(2, side.own, more.to(out.dtype))
-        lse.index_copy_(2, side.own, more_lse)
-    return out, lse, all_keys, all_values
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], counts: list[int], scale: float, *options: Any
+) -> Results:
+    """`forward`; tensors and counts as a LayerPlan has them."""
+    return forward(q, k, v, prepare(tensors, counts, (q.shape[1], k.shape[1]), *options), scale)
 
 
 @torch.library.register_fake("blocksparse_flash::exchange_forward")
 def _(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], counts: list[int], scale: float, n_chunks: int,
     keeps: bool, group: str, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Results:  # fmt: skip
     (keys, *_), _ = sides(tensors, counts, dist.get_world_size(messages.group_of(group)))
-    n_slots = len(keys.own_slots) + len(keys.slots)
-    return (
-        q.new_empty(*q.shape[:3], v.shape[3]),
-        q.new_empty(q.shape[:3], dtype=statistics(q)),
-        kept(k, n_slots, n_chunks, keeps),
-        kept(v, n_slots, n_chunks, keeps),
-    )
-
-
-Douts = tuple[Tensor, Tensor | None]
-
-
-def _of_rows(
-    douts: Douts, outs: tuple[Tensor, Tensor], tokens: Tensor, backend: str
-) -> tuple[Douts, tuple[Tensor, Tensor]]:
-    """These tokens of (dout, dlse) and (out, lse)."""
-    dout, out = rows.picked_both((douts[0], outs[0]), tokens, backend)
-    if douts[1] is None:
-        return (dout, None), (out, rows.picked(outs[1][..., None], tokens, backend)[..., 0])
-    dlse, lse = rows.picked_both((douts[1][..., None], outs[1][..., None]), tokens, backend)
-    return (dout, dlse[..., 0]), (out, lse[..., 0])
-
-
-def _of_heads(by_head: Tensor | None, heads: slice) -> Tensor | None:
-    return None if by_head is None else by_head[:, heads]
+    every = (kept(k, keys), kept(v, keys)) if keeps else (k.new_empty(0), v.new_empty(0))
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=statistics(q)), *every
 
 
 @torch.library.impl("blocksparse_flash::exchange_backward", "default")
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, all_keys: Tensor,
-    all_values: Tensor, tensors: list[Tensor], counts: list[int], scale: float, n_chunks: int, keeps: bool, group: str, backend: str,
+    all_values: Tensor, tensors: list[Tensor], counts: list[int], scale: float, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of `_forward`'s q, k, v; dlse None is 0. Every rank of the group must call it."""
-    process_group = messages.group_of(group)
-    n_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    (keys, *queries), near = sides(tensors, counts, n_ranks)
-    walk = shipping.Walk(scale, backend, process_group, rank)
-    shipped = [shipping.Backward((q, out), (dout, dlse), lse, side, walk) for side in queries]
-    chunks = chunked(n_chunks, q, k, keys.plan)
-    flights: list[messages.Flight] = []
-    if not keeps:
-        _, flights = send_keys(k, v, keys, chunks, walk)
-    given = []
-    for i, chunk in enumerate(chunks):
-        if keeps:
-            k_all, v_all = all_keys[i], all_values[i]
-        else:
-            k_all, v_all = extended(k[:, chunk.kv], v[:, chunk.kv], keys, flights[i].arrived(), backend)
-        mine, outs = q[:, chunk.q], (out[:, chunk.q], lse[:, chunk.q])
-        douts: Douts = dout[:, chunk.q], _of_heads(dlse, chunk.q)
-        if near:
-            douts, outs = _of_rows(douts, outs, keys.rows, backend)
-            mine = rows.picked(mine, keys.rows, backend)
-        dq_rows, *dkv = attend_backward(douts, (mine, k_all, v_all), outs, chunk.plan, scale, backend)
-        back = messages.packed(dkv, keys.slots, backend)
-        given.append((dq_rows, dkv, messages.sent(back, keys.receive, keys.send, process_group)))
-    # while gradients travel
-    if near:
-        dq, dk, dv = attend_backward((dout, dlse), (q, k, v), (out, lse), near, scale, backend)
-    else:
-        dq, dk, dv = (t.new_empty(t.shape) for t in (q if n_chunks > 1 else q.new_empty(0), k, v))
-    more = [(side, part.finish(k, v)) for side, part in zip(queries, shipped, strict=True)]
-    touched = None if len(keys.touched) == k.shape[2] else keys.touched
-    for chunk, (dq_rows, dkv, flight) in zip(chunks, given, strict=True):
-        if near:
-            rows.copy(dq_rows, dq[:, chunk.q], backend, put=keys.rows)
-        elif n_chunks == 1:
-            dq = dq_rows
-        else:
-            dq[:, chunk.q] = dq_rows
-        returned = messages.unpacked(flight.arrived(), [k.shape[3], v.shape[3]])
-        for j, (grad, mine, others) in enumerate(zip((dk, dv), dkv, returned, strict=True)):
-            total = grad[:, chunk.kv]
-            bases = ([total] if near else []) + [grads[1 + j][:, chunk.kv] for _, grads in more]
-            rows.add(total, mine, others, bases, keys.table, touched, rank, backend)
-    for side, (dq_rows, *_) in more:
-        dq.index_copy_(2, side.own, dq_rows.to(dq.dtype))
-    return dq, dk, dv
+    ready = prepare(tensors, counts, (q.shape[1], k.shape[1]), *options)
+    dq, dk, dv = backward((dout, dlse), (q, k, v), (out, lse, all_keys, all_values), ready, scale)
+    # as a compiler was told
+    return dq, dk.contiguous(), dv.contiguous()
 
 
 @torch.library.register_fake("blocksparse_flash::exchange_backward")
@@ -230,24 +273,44 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest:
 
 
 class _Exchange(torch.autograd.Function):
+    """`forward` and `backward`: called directly with what is prepared, by the operators with its flat form (None, ...)."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *options: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse, *more = exchange_forward(q, k, v, tensors, *options)
-        ctx.options = options
-        ctx.mark_non_differentiable(*more)
+    def forward(
+        ctx: Any, ready: Prepared | None, q: Tensor, k: Tensor, v: Tensor, scale: float, *flat: Any
+    ) -> tuple[Tensor, ...]:
+        ctx.ready, ctx.scale, ctx.flat = ready, scale, flat[1:]
         # no zeros as large as all keys and values for what has no gradient
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, *more, *tensors)
-        return out, lse, *more
+        if ready is not None:
+            out, lse, *every = forward(q, k, v, ready, scale)
+            ctx.save_for_backward(q, k, v, out, lse, *every)
+            return out, lse
+        tensors, counts, *options = flat
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, *every = exchange_forward(q, k, v, tensors, counts, scale, *options)
+        ctx.mark_non_differentiable(*every)
+        ctx.save_for_backward(q, k, v, out, lse, *every, *tensors)
+        return out, lse, *every
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
+        ready, scale = ctx.ready, ctx.scale
         q, k, v, out, lse, all_keys, all_values, *tensors = ctx.saved_tensors
         # only lse was used
         dout = torch.zeros_like(out) if dout is None else dout
-        grads = exchange_backward(dout, dlse, q, k, v, out, lse, all_keys, all_values, tensors, *ctx.options)
-        return *grads, None, *(None,) * len(ctx.options)
+        results = out, lse, all_keys, all_values
+        if ready is None:
+            counts, *options = ctx.flat
+            grads = exchange_backward(dout, dlse, q, k, v, *results, tensors, counts, scale, *options)
+            return None, *grads, *(None,) * (2 + len(ctx.flat))
+        # a graph of the backward itself needs the dispatcher, which refuses
+        if watchers.are_plain(q, k, dout) and not torch.is_grad_enabled():
+            grads = backward((dout, dlse), (q, k, v), results, ready, scale)
+        else:
+            flat = ready.tensors, ready.counts, scale, *ready.options
+            grads = exchange_backward(dout, dlse, q, k, v, *results, *flat)
+        return None, *grads, None
 
 
 class _Gradients(torch.autograd.Function):
@@ -262,8 +325,10 @@ class _Gradients(torch.autograd.Function):
 
 
 @torch.library.impl("blocksparse_flash::exchange_forward", "Autograd")
-def _forward_with_autograd(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
-    return _Exchange.apply(q, k, v, *arguments)
+def _forward_with_autograd(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], counts: list[int], scale: float, *options: Any
+) -> Any:
+    return _Exchange.apply(None, q, k, v, scale, tensors, counts, *options)
 
 
 @torch.library.impl("blocksparse_flash::exchange_backward", "Autograd")
@@ -273,3 +338,27 @@ def _backward_with_autograd(*arguments: Any) -> Any:
 
 exchange_forward = torch.ops.blocksparse_flash.exchange_forward.default
 exchange_backward = torch.ops.blocksparse_flash.exchange_backward.default
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: list[Tensor],
+    counts: list[int],
+    scale: float,
+    options: tuple[int, bool, str, str],
+    memo: dict[Any, Prepared],
+) -> tuple[Tensor, Tensor]:
+    """out and lse, as the operator gives them; called directly where nothing watches, with what `memo` remembers.
+
+    options  n_chunks, keeps, the group's name, backend
+    """
+    if not watchers.are_plain(q, k, v):
+        return exchange_forward(q, k, v, tensors, counts, scale, *options)[:2]
+    ready = memo.get(options)
+    if ready is None:
+        ready = memo[options] = prepare(tensors, counts, (q.shape[1], k.shape[1]), *options)
+    if ops._is_differentiated(q, k, v):
+        return _Exchange.apply(ready, q, k, v, scale)
+    return forward(q, k, v, ready, scale)[:2]

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import contract, functional, ops
-from . import dtensors, times, ulysses
+from . import dtensors, exchange, times, ulysses
 from .agreement import agreed
 from .context_plan import ContextPlan
-from .exchange import exchange_forward
 
 
 def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
@@ -46,7 +45,12 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
     q_heads, kv_heads = plan.heads
     if chunks is None:
         call = times.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, k.element_size())
-        return times.best_chunks(plan.layers[layer].work, call, kv_heads)
+        found = plan.layers[layer]
+        if torch.compiler.is_compiling():
+            return times.best_chunks(found.work, call, kv_heads)
+        if call not in found.memo:
+            found.memo[call] = times.best_chunks(found.work, call, kv_heads)
+        return found.memo[call]
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         raise TypeError(f"chunks must be an int or None, got {chunks!r}")
     if chunks < 1 or kv_heads % chunks:
@@ -124,9 +128,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _
     backend = call.backend
     if backend == "hopper":
         backend = functional._promising(backend, plan.is_deterministic or None)
-    options = call.scale, call.n_chunks, plan.keeps_received, plan.group_name, backend
-    out, lse, *_ = exchange_forward(q, k, v, found.tensors, found.counts, *options)
-    return out, lse
+    options = call.n_chunks, plan.keeps_received, plan.group_name, backend
+    return exchange.attention(q, k, v, found.tensors, found.counts, call.scale, options, found.memo)
 
 
 def attention_with_lse(

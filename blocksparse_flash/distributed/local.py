@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import ops  # noqa: F401  registers the operators
+from .. import ops
 
 
 def statistics(q: Tensor) -> torch.dtype:
@@ -20,7 +20,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], scale: float, ba
     """out and lse of the tiles of a plan."""
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=statistics(q))
-    return torch.ops.blocksparse_flash.attention_forward(q, k, v, plan, None, None, scale, False, 0.0, backend)
+    # within an operator already: nothing else is to see it
+    return ops._forward(q, k, v, plan, None, None, scale, False, 0.0, backend)
 
 
 def attend_backward(
@@ -37,5 +38,4 @@ def attend_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     # some of the heads of a forward's results, which a backward takes as they were
     out, lse = (tensor.contiguous() for tensor in outs)
-    options = None, None, scale, False, 0.0, backend
-    return torch.ops.blocksparse_flash.attention_backward(*douts, *inputs, out, lse, plan, *options)
+    return ops._backward(*douts, *inputs, out, lse, plan, None, None, scale, False, 0.0, backend)

@@ -2,8 +2,11 @@
 
 What vLLM's decode context parallelism does for every row, and BigBird's global rows need: fetching their keys would bring all
 of them to one rank. Each rank attends to its own keys with the queries that reach it; the owner merges by lse. The backward
-sends q, dout, lse and delta of the merged row, from which every rank finds its share of dq, dk and dv.
+sends q, dout, out and lse of the merged row, from which every rank finds its share of dq, dk and dv.
 Knows tensors and a Side of exchange.py; sums over ranks are in their order, in float32. Must not know layouts.
+
+Either direction is an object with two steps, so that other work can be launched between them while messages travel: made, it
+has sent; `attend` awaits that message, computes and sends what came out; `finish` awaits the answer of the others.
 """
 
 from __future__ import annotations
@@ -13,96 +16,85 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..merging import merge
-from . import messages
-from .local import attend, attend_backward, statistics
+from . import messages, rows
+from .local import attend, attend_backward
 from .side import Side
 
 
 class Walk(NamedTuple):
-    """What the ranks have in common in a call."""
+    """What the ranks have in common in every call of a layer."""
 
-    scale: float
     backend: str
     group: Any
     rank: int
 
 
-def _everywhere(mine: Tensor, queries: Side, received: Tensor, backend: str) -> Tensor:
-    return messages.joined(mine, None, queries.own_slots, received, queries.slots, backend)
+class _Everywhere:
+    """These tensors of own queries on their way to the ranks whose keys they attend to, and beside those that come here."""
+
+    def __init__(self, mine: list[Tensor], queries: Side, walk: Walk) -> None:
+        message = rows.pack(mine, queries.sent, walk.backend)
+        self.flight = messages.sent(message, queries.send, queries.receive, walk.group)
+        self.slots, self.backend = queries.slots, walk.backend
+        n_slots = queries.own_slots.shape[0] + queries.slots.shape[0]
+        self.tensors = [x.new_empty(*x.shape[:2], n_slots, x.shape[3]) for x in mine]
+        # while the message travels
+        rows.move(mine, self.tensors, walk.backend, taken=queries.own, put=queries.own_slots)
+
+    def arrived(self) -> list[Tensor]:
+        rows.unpack(self.flight.arrived(), self.tensors, self.slots, self.backend)
+        return self.tensors
 
 
-def send_queries(q: Tensor, queries: Side, walk: Walk) -> messages.Flight:
-    """Queries on their way to the ranks whose keys they attend to."""
-    message = messages.packed([q], queries.sent, walk.backend)
-    return messages.sent(message, queries.send, queries.receive, walk.group)
+class Forward:
+    """Attention of shipped rows."""
 
+    def __init__(self, q: Tensor, queries: Side, walk: Walk) -> None:
+        """q of all tokens of this rank."""
+        self.queries, self.walk = queries, walk
+        self.everywhere = _Everywhere([q], queries, walk)
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, queries: Side, flight: messages.Flight, walk: Walk
-) -> tuple[Tensor, Tensor]:
-    """out, lse of the shipped tokens of this rank, queries.own, in the type of lse."""
-    (received,) = messages.unpacked(flight.arrived(), [q.shape[3]])
-    q_all = _everywhere(q.index_select(2, queries.own), queries, received, walk.backend)
-    out, lse = attend(q_all, k, v, queries.plan, walk.scale, walk.backend)
-    parts = [out, messages.words(lse[..., None], q.dtype)]
-    message = messages.packed(parts, queries.slots, walk.backend)
-    back = messages.sent(message, queries.receive, queries.send, walk.group).arrived()
-    outs, lses = messages.unpacked(back, [part.shape[3] for part in parts])
-    lses = messages.words(lses, lse.dtype)[..., 0]
+    def attend(self, k: Tensor, v: Tensor, scale: float) -> None:
+        """Of every query that came, to the keys of this rank."""
+        queries, walk = self.queries, self.walk
+        (q,) = self.everywhere.arrived()
+        self.mine = out, lse = attend(q, k, v, queries.plan, scale, walk.backend)
+        message = rows.pack([out, lse[..., None].view(out.dtype)], queries.slots, walk.backend)
+        self.flight = messages.sent(message, queries.receive, queries.send, walk.group)
 
-    total = torch.zeros_like(out[:, :, : len(queries.own)], dtype=lse.dtype)
-    highest = torch.full_like(lse[:, :, : len(queries.own)], -torch.inf)
-    by_rank = zip(
-        queries.sent_places.split(queries.send),
-        outs.split(queries.send, dim=2),
-        lses.split(queries.send, dim=2),
-        strict=True,
-    )
-    for rank, (places, part, part_lse) in enumerate(by_rank):
-        if rank == walk.rank:
-            mine = out.index_select(2, queries.own_slots).to(total.dtype), lse.index_select(2, queries.own_slots)
-            total, highest = merge(total, highest, *mine)
-            continue
-        here = total.index_select(2, places), highest.index_select(2, places)
-        merged, merged_lse = merge(*here, part.to(total.dtype), part_lse)
-        total.index_copy_(2, places, merged)
-        highest.index_copy_(2, places, merged_lse)
-    return total, highest
+    def finish(self, out: Tensor, lse: Tensor) -> None:
+        """Writes the shipped tokens of this rank, queries.touched, to out and lse of all its tokens."""
+        queries, walk = self.queries, self.walk
+        others = self.flight.arrived()
+        rows.merge(out, lse, self.mine, others, queries.table, queries.touched, walk.rank, walk.backend)
 
 
 class Backward:
-    """Gradients of shipped rows: sent when made, awaited by `finish`."""
+    """Gradients of shipped rows."""
 
     def __init__(
-        self, inputs: tuple[Tensor, Tensor], douts: tuple[Tensor, Tensor | None], lse: Tensor, queries: Side, walk: Walk
+        self, inputs: tuple[Tensor, Tensor, Tensor], douts: tuple[Tensor, Tensor | None], queries: Side, walk: Walk
     ) -> None:
-        """inputs (q, out), douts (dout, dlse or None), of all tokens of this rank."""
-        q, out, dout, lse = (tensor.index_select(2, queries.own) for tensor in (*inputs, douts[0], lse))
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=3)
-        if douts[1] is not None:
-            delta -= douts[1].index_select(2, queries.own).masked_fill(lse == -torch.inf, 0)
-        self.mine = [q, dout, messages.words(torch.stack([lse, delta], dim=3), q.dtype)]
+        """inputs (q, out, lse), douts (dout, dlse or None), of all tokens of this rank."""
         self.queries, self.walk = queries, walk
-        message = messages.packed(self.mine, queries.sent_places, walk.backend)
-        self.flight = messages.sent(message, queries.send, queries.receive, walk.group)
+        q, out, lse = inputs
+        of_rows = lse[..., None] if douts[1] is None else torch.stack([lse, douts[1]], dim=3)
+        self.everywhere = _Everywhere([q, douts[0], out, of_rows.view(q.dtype)], queries, walk)
+        self.dtype = lse.dtype
 
-    def finish(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dq of queries.own in the type of lse; dk and dv, which shipped rows give to the keys of this rank."""
-        queries, walk, dtype = self.queries, self.walk, statistics(k)
-        received = messages.unpacked(self.flight.arrived(), [part.shape[3] for part in self.mine])
-        q, dout, known = (
-            _everywhere(mine, queries, part, walk.backend) for mine, part in zip(self.mine, received, strict=True)
-        )
-        lse, delta = messages.words(known, dtype).unbind(dim=3)
-        # with an output of 0 the kernels take delta from dlse
-        out = q.new_zeros(*q.shape[:3], v.shape[3])
-        dq, dk, dv = attend_backward((dout, -delta), (q, k, v), (out, lse), queries.plan, walk.scale, walk.backend)
-        message = messages.packed([dq], queries.slots, walk.backend)
-        back = messages.sent(message, queries.receive, queries.send, walk.group)
-        total = dq.new_zeros(*dq.shape[:2], len(queries.own), dq.shape[3], dtype=dtype)
-        mine = torch.arange(len(queries.own), device=dq.device), dq.index_select(2, queries.own_slots)
-        (parts,) = messages.unpacked(back.arrived(), [dq.shape[3]])
-        others = queries.sent_places.split(queries.send), parts.split(queries.send, dim=2)
-        messages.add_by_rank(total, mine, others, walk.rank)
-        return total, dk, dv
+    def attend(self, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """dk and dv, which the queries that came give to the keys of this rank."""
+        queries, walk = self.queries, self.walk
+        q, dout, out, bits = self.everywhere.arrived()
+        lse, *dlse = bits.view(self.dtype).unbind(dim=3)
+        douts = dout, dlse[0] if dlse else None
+        self.dq, dk, dv = attend_backward(douts, (q, k, v), (out, lse), queries.plan, scale, walk.backend)
+        message = rows.pack([self.dq], queries.slots, walk.backend)
+        self.flight = messages.sent(message, queries.receive, queries.send, walk.group)
+        return dk, dv
+
+    def finish(self, dq: Tensor) -> None:
+        """Writes the shipped tokens of this rank, queries.touched, to dq of all its tokens."""
+        queries, walk = self.queries, self.walk
+        others = self.flight.arrived()
+        rows.add([dq], [self.dq], others, [], queries.table, queries.touched, walk.rank, walk.backend)
