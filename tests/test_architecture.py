@@ -301,6 +301,7 @@ TABLE = {
         {
             TORCH,
             f"{OURS}.ops",
+            f"{OURS}.watchers",
             *(f"{OURS}.distributed.{name}" for name in ("local", "messages", "rows", "shipping", "side")),
         }
     ),

@@ -351,16 +351,17 @@ def bits_of(dtype):
 
 
 @gluon.constexpr_function
-def fits(ring_shape, ring_bits, block_shape, block_bits):
-    """Whether a ring has the bytes of a block."""
-    return math.prod(ring_shape) * ring_bits >= math.prod(block_shape) * block_bits
+def as_blocks(ring_shape, ring_bits, block_shape, block_bits):
+    """The shape of a ring that is seen as blocks, as many as it has the bytes of."""
+    return [math.prod(ring_shape) * ring_bits // (math.prod(block_shape) * block_bits), *block_shape]
 
 
 @gluon.jit
 def place_of(ring, desc):
     """Where a gradient waits to be written: in a ring that only the steps need, if it is large enough."""
-    if fits(ring.shape, bits_of(ring.dtype), desc.block_type.shape, bits_of(desc.dtype)):
-        return seen_as(ring, desc.block_type.shape, desc.layout, desc.dtype)
+    blocks: gl.constexpr = as_blocks(ring.shape, bits_of(ring.dtype), desc.block_type.shape, bits_of(desc.dtype))
+    if blocks[0] > 0:
+        return seen_as(ring, blocks, desc.layout, desc.dtype).index(0)
     else:
         return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
 
