@@ -234,7 +234,8 @@ def break_evens(lines: Sequence[Line]) -> list[str]:
                     continue
                 peer = measurements.label(measurements.who(_dense_times(found)[0]))
                 where = _crossing(found, provider)
-                measured = max(line["density"] for line in found if line["pattern"] != "dense")
+                mine = [line for line in found if measurements.who(line) == provider and line["pattern"] != "dense"]
+                measured = max(line["density"] for line in mine)
                 never = f"faster at every density measured, up to {measured:.2f}"
                 ends = never if where is None else f"level at density {where:.2f}"
                 said.append(f"{measurements.label(provider)}, {name}, head_dim {head_dim}, beside dense {peer}: {ends}")

@@ -110,7 +110,9 @@ def forward(call: Call) -> Moved:
         # and the queue of rows, and what their parts write
         workspace += _copies(call) + _queue(call, 0) + _parts(call, 0)
         if call.v_dim % 8:
-            workspace += sizes["out"] // call.v_dim * _padded(call.v_dim)
+            # the last row ends with its numbers
+            filling = _padded(call.v_dim) - call.v_dim
+            workspace += sizes["out"] // call.v_dim * _padded(call.v_dim) - call.dtype.itemsize * filling
     return Moved(reads, writes, workspace, 0)
 
 

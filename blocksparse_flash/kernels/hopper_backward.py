@@ -100,20 +100,26 @@ class Config:
 def config(dim: int) -> Config:
     """The launch table: dim is the larger padded head dimension.
 
-    H200, 16,384 tokens, hidden size 2048, bf16, TFLOP/s of the launches of a backward (dense, butterfly, local, random, bigbird;
-    Triton 3.6), one run each:
+    H200, 16,384 tokens, hidden size 2048, bf16, Triton 3.6, TFLOP/s of the kernels of a backward (dense, butterfly, local, random,
+    bigbird), a few calls each, so that power does not yet limit the clock:
         128  64 queries a step                                   661 495
-        128  the same, lse and delta loaded before the products  645 482 494 556 494
+        128  the same, lse and delta loaded before the products  645
+        128  the same, what follows from the set kept in registers, which spill  637 482 494 556 494
         64   128 queries, 2 sets                                 556 426 440 487 445
         64   128 queries                                         554 424 435 485 442
         64   64 queries, 3 stages, keys and values in registers  513 400 413 451 412
         64   the same, 2 sets                                    484 402 415 452 417
-    A program for each column, one loop for partial and full steps, had 594 453 and, at 64, 467 356 371 423 382.
-    At 128 no second set, and no more queries a step, fit in shared memory. Around the kernel: lse, delta and the zeros of dq 67
-    microseconds, its conversion 48, 268 and 201 MB, at the bandwidth of memory.
+    A program for each column and one loop for partial and full steps had 594 453 and, at 64, 467 356 371 423 382. At 128 neither a
+    second set nor more queries a step fit in shared memory.
+
+    What binds (Nsight Compute, single launches at 1.7 to 1.8 GHz, of the cycles): shared memory 75 %, tensor cores 70 % at 128 dense,
+    68 and 62 % at butterfly; 67 and 58 % at 64 dense, 60 and 51 % at butterfly; warps wait most at the barrier where they meet for
+    ds. Over and over, as benchmarks.attention calls it, 128 dense makes 589, as power limits the clock. Around the kernel: lse, delta
+    and the zeros of dq 65 microseconds, its conversion 45, at 80 and 84 % of the bandwidth of memory, of 700 in all at butterfly.
 
     Tried before: sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in
     place of a pass before and one after: 128 causal 545 for 600, butterfly 371 for 418; 64 causal 442 for 434, butterfly 332 for 347.
+    Warps of their own that add and scale dq: 128 dense 531 for 558, butterfly 348 for 420; 64 dense 434 for 401, butterfly 341 for 335.
     """
     return Config() if dim == 128 else Config(block_q=128, sets=2)
 

@@ -153,9 +153,10 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
     warpgroups with lengths (264) or with Triton 3.9 (692), and early words at 128 with Triton 3.9 (32). With Triton 3.6 a partial
     step of a layout has 566 instructions at 64, 613 at 128, a full one 451 and 502; of them 64 select, 32 move bits to predicates.
 
-    What bound 1 set (Nsight Compute, of the cycles): 128 dense tensor cores 80 %, shared memory 53 %, exponentials 41 %, L2
-    45 %; 128 butterfly 63, 44, 33, 44. 64 dense tensor cores 51 %, exponentials 52 %, issue 46 %, so both pipes wait for each
-    other; 64 local 43, 45, 42.
+    What binds (Nsight Compute, single launches at 1.65 to 1.8 GHz, of the cycles): tensor cores, shared memory, exponentials, issue:
+    128 dense 82, 53, 42, 40 %, butterfly 65, 44, 34, 32, random 75, 49, 39, 34; 64 dense 61, 41, 63, 50, butterfly 47, 33, 49, 45,
+    random 50, 35, 52, 47: at 64 tensor cores and exponentials wait for each other. A single launch of 128 dense takes 2.98
+    milliseconds; over and over, as benchmarks.attention calls it, 3.33, as power limits the clock.
     """
     if dim == 256:
         # out takes 128 registers, and there is no room for it beside q
