@@ -51,7 +51,6 @@ MEASURED = [
     ("random", 262144, 16, 125.622, 129.568),
     ("butterfly", 262144, 4, 8.668, 10.504),
     ("random", 262144, 4, 119.027, 119.563),
-    ("bigbird", 262144, 4, 10.842, 11.215),
     ("random", 65536, 16, 9.747, 10.609),
     ("butterfly", 65536, 16, 4.571, 5.766),
     ("bigbird", 65536, 4, 2.980, 2.981),
@@ -60,7 +59,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("name", "length", "kv_heads", "exchanges", "gathers"), MEASURED)
 def test_what_was_faster_is_taken(name: str, length: int, kv_heads: int, exchanges: float, gathers: float) -> None:
-    """Without shipping, which bigbird's exchange on 4 key heads was measured without too, in about the time that it took."""
+    """Without shipping, in about the time that it took."""
     assert exchanges < gathers
     found = costs_of(name, length, kv_heads, 4)
     assert found.scheme == "exchange" and not len(found.shipped)
@@ -68,10 +67,14 @@ def test_what_was_faster_is_taken(name: str, length: int, kv_heads: int, exchang
     assert predicted == pytest.approx(exchanges / 1e3, rel=0.21)
 
 
-def test_heavy_rows_are_shipped_where_that_was_faster() -> None:
-    """On four GPUs, 16 key heads: 15.2 ms a step for an all-gather's 23.4 at 262,144 tokens, 6.8 for 6.1 at 65,536."""
-    assert len(costs_of("bigbird", 262144, 16, 4).shipped) == 2
-    assert not len(costs_of("bigbird", 65536, 16, 4).shipped)
+@pytest.mark.parametrize(
+    ("length", "kv_heads", "shipped", "whole"),
+    [(262144, 16, 10.802, 16.217), (262144, 4, 6.747, 10.085), (65536, 16, 3.194, 4.987), (65536, 4, 2.644, 2.581)],
+)
+def test_heavy_rows_are_shipped_where_that_was_faster(length: int, kv_heads: int, shipped: float, whole: float) -> None:
+    """bigbird on four GPUs, ms of a step."""
+    found = costs_of("bigbird", length, kv_heads, 4)
+    assert found.scheme == "exchange" and (len(found.shipped) == 2) == (shipped < whole)
 
 
 @pytest.mark.parametrize(("name", "measured"), [("local", 27.354e-3), ("butterfly", 30.330e-3), ("random", 253.9e-3)])

@@ -23,10 +23,10 @@ BACKWARD_TILE = 2e-6
 FORWARD_TILE = 0.4 * BACKWARD_TILE
 # packing and joining, over the time on the link: exchange of butterfly and Ulysses of local, 262,144 tokens
 EXCHANGE_COPIES, ULYSSES_COPIES = 0.36, 1.55
-# what the host takes for a further message and its launches, which is assumed, and for rows that are shipped, forward or backward:
-# bigbird of 262,144 tokens on four ranks took it 4.2 and 1.3 ms more than an all-gather, when each tensor and rank was a launch; since
-# a launch is of all tensors, counted on a CPU without a GPU, it takes the host a fifth of that
-CHUNK, SHIPPING = 150e-6, 2.7e-3
+# what the host takes for a further message and its launches, which is assumed, and for rows that are shipped, forward or backward. With
+# 0.6 ms the choice is what was faster on four ranks, bigbird, shipped or not, ms a step: 262,144 tokens 10.8 and 16.2, on 4 key heads
+# 6.7 and 10.1; 65,536 tokens 3.2 and 5.0 (4.2 by whole heads), on 4 key heads 2.64 and 2.58
+CHUNK, SHIPPING = 150e-6, 0.6e-3
 MOST_CHUNKS = 4
 # bytes a second of copies: joining 2 GiB, butterfly of 262,144 tokens
 MEMORY = 4.05e12
