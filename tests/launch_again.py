@@ -159,7 +159,7 @@ def main() -> None:
             recorder.calls.clear()
 
         statistics = backward.prepare_statistics(seen, 256)
-        given = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None) for call in calls]
+        given = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None, None) for call in calls]
         check(recorder, statistics, given[0], given)
         recorder.calls.clear()
 
