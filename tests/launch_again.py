@@ -196,7 +196,7 @@ def main() -> None:
     # a message is given once for each of its parts
     lists = [torch.zeros(shape[2], dtype=torch.int64) for _ in calls]
     messages = [torch.empty(shape[2], *shape[:2], 2 * shape[3], dtype=torch.bfloat16) for _ in calls]
-    pack = rows._move_launch.__wrapped__(launch.see_all(out, out), "pack", shape[2], ())
+    pack = rows._move_launch.__wrapped__(kind_of(out, out), "pack", shape[2], ())
     given = [
         (*call[:2], None, None, taken, None, message, message, None, None)
         for call, taken, message in zip(calls, lists, messages, strict=True)
@@ -204,7 +204,7 @@ def main() -> None:
     check(recorder, pack, given[0], given)
     recorder.calls.clear()
     table = torch.zeros(2, shape[2], dtype=torch.int32)
-    add = rows._add_launch.__wrapped__(launch.see_all(*[out] * 6), 2, 1, shape[2], 0, 2, ())
+    add = rows._add_launch.__wrapped__(kind_of(*[out] * 6), 2, 1, shape[2], 0, 2, ())
     given = [
         (*call[:2], *call[1:], None, None, message, table, None, *call[1:])
         for call, message in zip(calls, messages, strict=True)
