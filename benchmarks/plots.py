@@ -230,11 +230,11 @@ def break_evens(lines: Sequence[Line]) -> list[str]:
         for direction, name in DIRECTIONS.items():
             found = [line for line in lines if line["head_dim"] == head_dim and line["direction"] == direction]
             for provider in filter(measurements.is_ours, measurements.measured(found)):
-                if not _dense_times(found):
+                mine = [line for line in found if measurements.who(line) == provider and line["pattern"] != "dense"]
+                if not mine or not _dense_times(found):
                     continue
                 peer = measurements.label(measurements.who(_dense_times(found)[0]))
                 where = _crossing(found, provider)
-                mine = [line for line in found if measurements.who(line) == provider and line["pattern"] != "dense"]
                 measured = max(line["density"] for line in mine)
                 never = f"faster at every density measured, up to {measured:.2f}"
                 ends = never if where is None else f"level at density {where:.2f}"

@@ -209,6 +209,21 @@ def test_a_density_sweep_that_ended_early_tells_no_break_even() -> None:
     assert "| random, 0.1 |" in report.everything(early)
 
 
+def test_a_provider_is_told_up_to_where_it_was_measured_itself() -> None:
+    swept = [one for one in SWEPT if one["bench"] == "density" and one["direction"] == "fwd"]
+    ours = [{**one, "backend": "hopper", "ms": one["ms"] / 2} for one in swept if measurements.who(one) == TRITON]
+    few, dense = ours[0], ours[-1]
+    assert (few["pattern"], dense["pattern"]) == ("random, 0.1", "dense")
+
+    def told(*added: dict[str, Any]) -> list[str]:
+        return [said for said in plots.break_evens([*swept, *added]) if said.startswith("blocksparse_flash, hopper")]
+
+    (said,) = told(few, dense)
+    assert said.endswith("faster at every density measured, up to 0.10")
+    # a dense call alone crosses nothing
+    assert told(dense) == []
+
+
 def test_a_change_within_the_noise_has_no_ratio() -> None:
     found = [
         of(by, bench="change", pattern=pattern, ms=ms, direction="step")
