@@ -30,4 +30,5 @@ def is_dq_separate(plan: Sequence[torch.Tensor], q_shape: Sequence[int], dim: in
         return deterministic
     n_rows = -(-q_shape[2] // TILE)
     of_plan = plan[0].shape[0] * plan[0].shape[1] * n_rows
-    return q_shape[0] * q_shape[1] * n_rows >= MIN_ROWS and plan[1].shape[0] <= MAX_TILES * of_plan
+    # rounded down: behind the tiles stand a few fillers
+    return q_shape[0] * q_shape[1] * n_rows >= MIN_ROWS and plan[1].shape[0] // of_plan <= MAX_TILES

@@ -26,7 +26,14 @@ def banded(n_tiles: int) -> BlockLayout:
 
 @pytest.mark.parametrize(
     ("n_tiles", "batch", "dim", "expected"),
-    [(2, 16, 64, True), (2, 16, 40, True), (4, 16, 64, False), (2, 16, 128, False), (2, 1, 64, False)],
+    [
+        (2, 16, 64, True),
+        (3, 16, 64, True),
+        (2, 16, 40, True),
+        (4, 16, 64, False),
+        (2, 16, 128, False),
+        (2, 1, 64, False),
+    ],
 )
 def test_few_tiles_a_row_of_many_queries(n_tiles, batch, dim, expected):
     assert ask(banded(n_tiles), batch, 8, dim) == expected

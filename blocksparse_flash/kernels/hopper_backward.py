@@ -109,13 +109,14 @@ def config(dim: int) -> Config:
         64   128 queries                                         554 424 435 485 442
         64   64 queries, 3 stages, keys and values in registers  513 400 413 451 412
         64   the same, 2 sets                                    484 402 415 452 417
-    A program for each column and one loop for partial and full steps had 594 453 and, at 64, 467 356 371 423 382. At 128 neither a
-    second set nor more queries a step fit in shared memory.
+    A program for each column and one loop for partial and full steps had 453 at 128 butterfly and, at 64, 467 356 371 423 382. At 128
+    neither a second set nor more queries a step fit in shared memory.
 
     What binds (Nsight Compute, single launches at 1.7 to 1.8 GHz, of the cycles): shared memory 75 %, tensor cores 70 % at 128 dense,
     68 and 62 % at butterfly; 67 and 58 % at 64 dense, 60 and 51 % at butterfly; warps wait most at the barrier where they meet for
-    ds. Over and over, as benchmarks.attention calls it, 128 dense makes 589, as power limits the clock. Around the kernel: lse, delta
-    and the zeros of dq 65 microseconds, its conversion 45, at 80 and 84 % of the bandwidth of memory, of 700 in all at butterfly.
+    ds. Over and over, as benchmarks.attention calls it, power limits the clock: 128 dense has 589, 594 before, 64 dense 510 for 456.
+    Around the kernel: lse, delta and the zeros of dq 65 microseconds, its conversion 45, at 80 and 84 % of the bandwidth of memory,
+    of 700 in all at butterfly.
 
     Tried before: sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in
     place of a pass before and one after: 128 causal 545 for 600, butterfly 371 for 418; 64 causal 442 for 434, butterfly 332 for 347.
