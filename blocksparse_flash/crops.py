@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import BlockLayout
+from .layout import BlockLayout, number_of, numbered
 
 # block size of what is not given as a layout
 BLOCK = 128
@@ -84,7 +84,7 @@ def _cropped(whole: Whole, part: Part) -> BlockLayout:
     layout = built(whole)
     if part[:4] != (0, whole.length, 0, whole.length):
         layout = layout.crop(part.q_start, part.q_start + part.q_len, part.kv_start, part.kv_start + part.kv_len)
-    layout.plan(part.device)
+    layout._planned(part.device)
     return layout
 
 
@@ -93,7 +93,7 @@ _COMPILED: dict[int, BlockLayout] = {}
 
 
 def _compiled(
-    layout: BlockLayout | str | None,
+    layout: int | str | None,
     length: int,
     left: int | None,
     right: int | None,
@@ -103,8 +103,9 @@ def _compiled(
     kv_len: int,
     device: torch.device,
 ) -> int:
-    """The key of a crop in _COMPILED. Arguments one by one: of a tuple that holds a layout torch.compile makes no constant."""
-    crop = _cropped(Whole(layout, length, left, right), Part(q_start, q_len, kv_start, kv_len, device))
+    """The key of a crop in _COMPILED. A layout comes as its number, as torch 2.11 makes no constant of a layout."""
+    given = numbered(layout) if isinstance(layout, int) else layout
+    crop = _cropped(Whole(given, length, left, right), Part(q_start, q_len, kv_start, kv_len, device))
     _COMPILED[id(crop)] = crop
     return id(crop)
 
@@ -117,7 +118,8 @@ def cropped(whole: Whole, part: Part) -> BlockLayout:
     """The layout of a part, planned on its device, also while torch.compile traces. Made once, then remembered."""
     if torch.compiler.is_compiling():
         layout, length, left, right = whole
-        return _COMPILED[_compiled(layout, length, left, right, *part[:4], part.device)]
+        known = number_of(layout) if isinstance(layout, BlockLayout) else layout
+        return _COMPILED[_compiled(known, length, left, right, *part[:4], part.device)]
     return _cropped(whole, part)
 
 

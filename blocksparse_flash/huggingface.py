@@ -329,15 +329,17 @@ def attention_mask(
     use_vmap        True: mask_function takes one pair at a time
     raises          TypeError, ValueError naming what cannot be
     """
-    from transformers import masking_utils
+    # names of the module: torch.compile of torch 2.11 cannot trace an import from the package, which is loaded lazily
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    known: Any = masking_utils
     if isinstance(q_offset, Tensor):
         raise ValueError(_STATIC)
+    # whose annotations speak of single numbers
+    function: Any = mask_function
     kind = "other"
-    if mask_function is known.causal_mask_function:
+    if function is causal_mask_function:
         kind = "causal"
-    elif mask_function is known.bidirectional_mask_function:
+    elif function is bidirectional_mask_function:
         kind = "bidirectional"
     part = crops.Part(q_offset, q_length, kv_offset, kv_length, torch.device(device))
     asked = _Asked(kind, None, config, batch_size, part)

@@ -7,6 +7,8 @@ Must not know patterns (they are functions that return one), attention, backends
 from __future__ import annotations
 
 import hashlib
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,6 +48,22 @@ def _resolved(device: torch.device | str | int) -> torch.device:
     """The device with its index, as tensors report it."""
     device = torch.device(device)
     return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
+
+
+# every layout has a number of its own: torch.compile guards it, and hands it to what is not traced, which takes no layout under
+# torch 2.11
+_NUMBERS_OF_LAYOUTS = itertools.count()
+_NUMBERED: weakref.WeakValueDictionary[int, BlockLayout] = weakref.WeakValueDictionary()
+
+
+def number_of(layout: BlockLayout) -> int:
+    """The number of a layout, of no other one in this process."""
+    return int(layout._cache["number"])
+
+
+def numbered(number: int) -> BlockLayout:
+    """The layout of a number, as long as it lives."""
+    return _NUMBERED[number]
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -536,12 +554,18 @@ class BlockLayout:
         if found is not None:
             return found
         device = _resolved(device)
+        if (device, causal) not in plans and torch.compiler.is_compiling():
+            raise ValueError(
+                f"layout has no plan for {device} and torch.compile cannot make one: "
+                f"call layout.to(q.device) before" + (", and layout.plan(q.device, causal=True)" if causal else "")
+            )
+        return self._planned(device, causal, non_blocking)
+
+    def _planned(self, device: torch.device | str | int, causal: bool = False, non_blocking: bool = False) -> Plan:
+        """The plan, also in what a compiler runs and does not trace."""
+        device = _resolved(device)
+        plans: dict[tuple[Any, bool], Plan] = self._cache["plans"]
         if (device, causal) not in plans:
-            if torch.compiler.is_compiling():
-                raise ValueError(
-                    f"layout has no plan for {device} and torch.compile cannot make one: "
-                    f"call layout.to(q.device) before" + (", and layout.plan(q.device, causal=True)" if causal else "")
-                )
             # of a plan on the meta device there are but the shapes
             elsewhere = [plan for (at, is_causal), plan in plans.items() if is_causal == causal and at.type != "meta"]
             with watchers.aside(self.indptr):
@@ -590,7 +614,9 @@ class BlockLayout:
             object.__setattr__(self, name, value)
         # the sizes of the axes as numbers: torch.compile guards the whole shape of a tensor that it meets
         axes = self.indptr.shape[0], self.indptr.shape[1]
-        object.__setattr__(self, "_cache", {"plans": {}, "bias_indices": {}, "axes": axes})
+        number = next(_NUMBERS_OF_LAYOUTS)
+        object.__setattr__(self, "_cache", {"plans": {}, "bias_indices": {}, "axes": axes, "number": number})
+        _NUMBERED[number] = self
 
     @classmethod
     def _bare(cls, *fields: Any) -> BlockLayout:

@@ -587,6 +587,18 @@ def test_models_compile_in_one_graph(family: str) -> None:
         assert_equal({name.removeprefix("_orig_mod."): tensor for name, tensor in found.items()}, expected, "sdpa")
 
 
+def test_a_compiled_model_follows_its_layout() -> None:
+    """Another layout of the same shape in the config is another mask, not the one that was compiled."""
+    inputs = {"input_ids": ids(4), "attention_mask": padded().long(), "position_ids": positions(padded())}
+    made = model("Llama", "blocksparse", LAYOUT, num_hidden_layers=1)
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    before = compiled(**inputs).logits[padded()]
+    made.config.attention_layout = LAYOUT & layout_of(lambda q, kv: q - kv < 9)
+    after, expected = compiled(**inputs).logits[padded()], made(**inputs).logits[padded()]
+    torch.testing.assert_close(after, expected)
+    assert not torch.allclose(before, after)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_what_one_graph_cannot_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without padding mask and cache transformers takes a traced batch for a packed one; the mask is made between graphs."""

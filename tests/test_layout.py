@@ -23,6 +23,7 @@ from hypothesis import given
 from meaning import TENSORS, assert_means, assert_valid
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.layout import number_of, numbered
 
 _ROOT = Path(__file__).parents[1]
 
@@ -575,7 +576,8 @@ def test_copies_are_equal_and_hash_alike(case: cases.Case, way: str) -> None:
     assert copied is not layout and copied == layout and hash(copied) == number
     assert_valid(copied)
     # caches stay behind
-    assert copied._cache.keys() == {"plans", "bias_indices", "axes", "hash"}
+    assert copied._cache.keys() == {"plans", "bias_indices", "axes", "number", "hash"}
+    assert number_of(copied) != number_of(layout) and numbered(number_of(copied)) is copied
     assert not copied._cache["plans"] and not copied._cache["bias_indices"]
     assert (copied | layout) == layout
 
