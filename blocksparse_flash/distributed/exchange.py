@@ -3,7 +3,8 @@
 Knows tensors, index lists, plans of kernels as lists of tensors, a process group by name. Must not know layouts or owners.
 
     forward     send k and v of the tokens that others need, receive those that this rank needs; its rows are then
-                computed whole, tile by tile as one process would, so that out and dq equal those of one process
+                computed whole, tile by tile as one process would, so that out and dq equal those of one process; rows that
+                a kernel splits among its programs, by how much there is to compute, to rounding
     backward    dk and dv of received tokens go back where they came from, and are added in the order of ranks, in float32
 
 Rows that need nothing from others, where they are many, are computed in place while messages travel. Heads go in chunks, each
