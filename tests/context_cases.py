@@ -170,6 +170,37 @@ def ulysses_equals_one_process(layout: str, order: str) -> None:
         assert torch.equal(actual, plan.shard(same, dim=2)), name
 
 
+def whole_heads_are_cut(order: str) -> None:
+    """Into messages: the bits of one process, whatever their number, and no byte but those of q, k, v, out and gradients."""
+    n_ranks, rank = dist.get_world_size(), dist.get_rank()
+    heads = (4 * n_ranks, 2 * n_ranks)
+    # rank after rank, but of any number of tiles
+    order_of = sorted(uneven(n_ranks, -(-LENGTH // 128))) if order == "uneven" else order
+    plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="ulysses")
+    case = whole("butterfly", LENGTH, heads)
+    for chunks in (1, 2, None):
+        for name, actual, same in zip(NAMES, sharded(plan, case, chunks=chunks), case.same, strict=True):
+            assert torch.equal(actual, plan.shard(same, dim=2)), (name, chunks)
+    # 2 of the key heads would be divided among the ranks
+    assert "2 key heads of a rank" in raised(ValueError, lambda: sharded(plan, case, chunks=4))
+    mine, others = plan.sizes[rank] * (n_ranks - 1), LENGTH - plan.sizes[rank]
+    to_heads, to_tokens = 4 * HEAD_DIM + 2 * (HEAD_DIM + V_HEAD_DIM), 4 * V_HEAD_DIM
+    leaves = [plan.shard(tensor, dim=2).requires_grad_() for tensor in (case.q, case.k, case.v)]
+    with Traffic() as forward:
+        out = bd.attention(*leaves, plan, chunks=2)
+    with Traffic() as backward:
+        out.sum().backward()
+    assert forward.n_bytes == 8 * (mine * to_heads + others * to_tokens)
+    assert backward.n_bytes == 8 * (mine * to_tokens + others * to_heads)
+    # of inputs that lie otherwise, and of lse alone
+    across = [leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for leaf in leaves]
+    out, lse = bd.attention_with_lse(*across, plan)
+    assert torch.equal(out, plan.shard(case.same[0], dim=2))
+    lse.sum().backward()
+    assert not across[2].grad.any()
+    assert torch.equal(bd.attention(*(leaf.detach() for leaf in leaves), plan), out)
+
+
 def auto_takes_what_moves_less() -> None:
     """Where the link is what takes time."""
     n_ranks = dist.get_world_size()
@@ -495,6 +526,9 @@ def cases(n_ranks: int) -> Cases:
     for layout, order in (("causal", "zigzag"), ("butterfly", "uneven")):
         whole(layout, LENGTH, (2 * n_ranks, n_ranks))
         found[f"ulysses equals one process: {layout}, {order}"] = partial(ulysses_equals_one_process, layout, order)
+    whole("butterfly", LENGTH, (4 * n_ranks, 2 * n_ranks))
+    for order in ("contiguous", "uneven"):
+        found[f"whole heads are cut: {order}"] = partial(whole_heads_are_cut, order)
     whole("local", LENGTH, (2 * n_ranks, 1))
     found["auto takes what moves less"] = auto_takes_what_moves_less
     if n_ranks == 2:

@@ -10,6 +10,7 @@ import datetime
 import importlib
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -43,6 +44,8 @@ def _rank(rank: int, n_ranks: int, device: str, port: int, timeout: float, log: 
     """The life of a rank: join the group, then one check after another."""
     sys.stderr = Path(log).open("w", buffering=1)  # noqa: SIM115  for as long as the process lives
     os.dup2(sys.stderr.fileno(), 2)
+    # the memory of a process that NCCL ends is much to write down
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     is_cuda = device == "cuda"
     if not is_cuda:
         # checks ask torch where they run
@@ -93,8 +96,9 @@ class Crew:
     def _answers(self, seconds: float, n_awaited: int | None = None) -> list[Answer]:
         begin, found = time.monotonic(), []
         for pipe, process, log in [*zip(self.pipes, self.processes, self.logs, strict=True)][:n_awaited]:
-            said = f"gave no answer within {seconds:.0f} s"
-            if pipe.poll(max(0.0, begin + seconds - time.monotonic())):
+            if not pipe.poll(max(0.0, begin + seconds - time.monotonic())):
+                said = f"gave no answer within {seconds:.0f} s: {log.read_text()[-2000:]}"
+            else:
                 try:
                     said = pipe.recv()
                 except EOFError:

@@ -42,7 +42,7 @@ class LayerPlan:
 
     layout   of all tokens, of the heads that this rank computes under "ulysses"; None under "exchange"
     tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
-    work     what the rank with most of it does under "exchange"
+    work     what the rank with most of it does, as costs.Costs has it
     costs    of every scheme, and why this one
     memo     what earlier calls have worked out: by times.Call the number of messages, by its options a Prepared of exchange.py
     """

@@ -8,6 +8,7 @@ layouts of 65,536 tokens, where the host binds, up to 2.2 times.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..plan import TILE
@@ -23,6 +24,8 @@ BACKWARD_TILE = 2e-6
 FORWARD_TILE = 0.4 * BACKWARD_TILE
 # packing and joining, over the time on the link: exchange of butterfly and Ulysses of local, 262,144 tokens
 EXCHANGE_COPIES, ULYSSES_COPIES = 0.36, 1.55
+# of messages that are sent from where tensors lie, which is assumed
+STRETCHES = 0.1
 # what the host takes for a further message and its launches, which is assumed, and for rows that are shipped, forward or backward. With
 # 0.6 ms the choice is what was faster on four ranks, bigbird, shipped or not, ms a step: 262,144 tokens 10.8 and 16.2, on 4 key heads
 # 6.7 and 10.1; 65,536 tokens 3.2 and 5.0 (4.2 by whole heads), on 4 key heads 2.64 and 2.58
@@ -94,6 +97,18 @@ def ulysses(work: Work, call: Call, n_ranks: int) -> float:
     )
 
 
+def whole_heads(work: Work, call: Call, n_chunks: int) -> float:
+    """Seconds of a step of Ulysses, cut into so many messages which are sent from where tensors lie.
+
+    call.q_heads are those of a rank, work.tiles those of all ranks. Long rows and columns are split among programs.
+    """
+    message = 2 * LATENCY + link(work.received, call, STRETCHES) / n_chunks
+    total = 0.0
+    for compute in attention(work._replace(row=0, column=0), call, call.q_heads / n_chunks):
+        total += message + compute + (n_chunks - 1) * (max(message, compute) + CHUNK)
+    return total
+
+
 def splitting_pays(n_tokens: int, kv_heads: int, head_dim: int, element_bytes: int) -> bool:
     """Whether it is worth its launches to compute rows that need no messages where their keys lie.
 
@@ -103,10 +118,13 @@ def splitting_pays(n_tokens: int, kv_heads: int, head_dim: int, element_bytes: i
     return 2 * 2 * n_bytes / MEMORY > SPLITTING
 
 
-def best_chunks(work: Work, call: Call, kv_heads: int) -> int:
-    """Into how many messages to cut, a divisor of the key heads: more of them only if that is faster beyond doubt."""
+def best_chunks(work: Work, call: Call, kv_heads: int, seconds: Callable[[Work, Call, int], float] = exchange) -> int:
+    """Into how many messages to cut, a divisor of the key heads: more of them only if that is faster beyond doubt.
+
+    seconds  `exchange`, or `whole_heads` with the heads of a rank
+    """
     best = 1
     for n_chunks in range(2, MOST_CHUNKS + 1):
-        if kv_heads % n_chunks == 0 and exchange(work, call, n_chunks) < CONVINCING * exchange(work, call, best):
+        if kv_heads % n_chunks == 0 and seconds(work, call, n_chunks) < CONVINCING * seconds(work, call, best):
             best = n_chunks
     return best
