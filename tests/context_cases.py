@@ -28,7 +28,7 @@ import masks
 from benchmarks import train_context_parallel
 from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
-from blocksparse_flash.distributed import context_plan, times
+from blocksparse_flash.distributed import context_plan, times, ulysses
 from blocksparse_flash.distributed.side import sides
 from blocksparse_flash.nn import SelfAttention
 from tests import closeness
@@ -91,7 +91,7 @@ def sums_gradients_in_place(layout: str, kv_heads: int) -> None:
 
 def slow_link() -> contextlib.AbstractContextManager[object]:
     """Bytes alone decide what a plan takes."""
-    return mock.patch.multiple(times, LINK=1e3, ULYSSES_COPIES=0, EXCHANGE_COPIES=0)
+    return mock.patch.multiple(times, LINK=1e3, ULYSSES_COPIES=0, EXCHANGE_COPIES=0, STRETCHES=0)
 
 
 def ships_rows(layout: str, order: str, kv_heads: int) -> None:
@@ -181,6 +181,15 @@ def whole_heads_are_cut(order: str) -> None:
     for chunks in (1, 2, None):
         for name, actual, same in zip(NAMES, sharded(plan, case, chunks=chunks), case.same, strict=True):
             assert torch.equal(actual, plan.shard(same, dim=2)), (name, chunks)
+    # two sequences
+    with mock.patch.object(ulysses, "WORTH_STRETCHES", 1):
+        leaves = [plan.shard(tensor, dim=2).expand(2, -1, -1, -1) * 1 for tensor in (case.q, case.k, case.v)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        out, lse = bd.attention_with_lse(*leaves, plan, chunks=2)
+        douts = [plan.shard(x, dim=2).expand_as(like) for x, like in ((case.dout, out), (case.dlse, lse))]
+        found = out, lse, *torch.autograd.grad([out, lse], leaves, douts)
+    for name, actual, same in zip(NAMES, found, case.same, strict=True):
+        assert torch.equal(actual, plan.shard(same, dim=2).expand_as(actual)), name
     # 2 of the key heads would be divided among the ranks
     assert "2 key heads of a rank" in raised(ValueError, lambda: sharded(plan, case, chunks=4))
     mine, others = plan.sizes[rank] * (n_ranks - 1), LENGTH - plan.sizes[rank]

@@ -103,7 +103,9 @@ def ulysses_equals_one_process(layout: str, order: str, kv_heads: int) -> None:
     options = {"order": order_of, "scheme": "ulysses", "deterministic": True}
     plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, **options)
     # `hopper` splits bigbird's rows and columns that reach everywhere into parts, by how many heads a process has
-    assert_as_one_process(plan, whole(layout, heads), layout, () if layout == "bigbird" else NAMES)
+    bitwise = () if layout == "bigbird" else NAMES
+    for chunks in (1, kv_heads) if order == "contiguous" else (None,):
+        assert_as_one_process(plan, whole(layout, heads), layout, bitwise, chunks=chunks)
 
 
 def nothing_moves() -> None:

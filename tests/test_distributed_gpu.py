@@ -67,7 +67,8 @@ def test_exchange_runs_on_hopper(crews: Crews, layout: str, order: str, kv_heads
 
 
 @pytest.mark.parametrize(
-    ("layout", "order"), [("causal", "zigzag"), ("butterfly", "uneven"), ("bigbird", "contiguous")]
+    ("layout", "order"),
+    [("causal", "zigzag"), ("butterfly", "uneven"), ("butterfly", "contiguous"), ("bigbird", "contiguous")],
 )
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_ulysses_equals_one_process(crews: Crews, layout: str, order: str, kv_heads: int) -> None:

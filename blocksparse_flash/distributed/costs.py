@@ -120,7 +120,13 @@ def costs_of(
     if asked == "auto":
         other = None
         if whole is not None:
-            other = times.ulysses(whole, _call(heads), n_ranks)
+            if np.all(np.diff(owner) >= 0):
+                # every rank holds a stretch
+                of_rank = _call((q_heads // n_ranks, kv_heads // n_ranks))
+                n_chunks = times.best_chunks(whole, of_rank, kv_heads // n_ranks, times.whole_heads)
+                other = times.whole_heads(whole, of_rank, n_chunks)
+            else:
+                other = times.ulysses(whole, _call(heads), n_ranks)
         scheme, reason = _faster(seconds, other, heads, n_ranks)
     tiles = np.bincount(owner[np.where(is_shipped[pairs.row], pairs.col, pairs.row)], minlength=n_ranks)
     all_gather = 2 * kv_heads * (length - held)

@@ -45,7 +45,7 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
     (q_heads, kv_heads), found = plan.heads, plan.layers[layer]
     of_whom, seconds = "", times.exchange
     if found.scheme == "ulysses":
-        if not ulysses.is_direct(plan, k.shape[0]):
+        if not ulysses.is_direct(plan, k):
             # one message, or none that could be cut
             q_heads, kv_heads, of_whom = 1, 1, " that are sent together"
         else:
@@ -207,8 +207,8 @@ def attention(
     layer    which of the plan's layouts
     scale    factor on the scores; None is head_dim ** -0.5
     chunks   messages into which the key heads are divided, so that one travels while another is computed; None: up to 4,
-             as many as should take least time. Under "ulysses" the key heads of a rank are, and only those of one sequence
-             of which each rank holds a stretch
+             as many as should take least time. Under "ulysses" the key heads of a rank are, where each rank holds one
+             stretch of the sequence
     backend  "auto", "hopper", "triton" or "eager", as in blocksparse_flash.attention
     returns  (batch, heads, plan.local_length, v_head_dim)
     raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the others then

@@ -1,9 +1,9 @@
 """How do ranks attend when each takes whole heads? Tokens go to heads, attention is that of one process, heads go back.
 
 DeepSpeed-Ulysses (Jacobs et al., 2023, section 3.1). For grouped heads of any ratio and shards of any sizes, as long as the
-ranks divide the key heads. One sequence of which each rank holds a stretch goes in messages that nobody copies, see
-whole_heads.py. Several, or stretches with gaps: one message for q, k and v together, one for the output, in differentiable
-steps.
+ranks divide the key heads. Where each rank holds one stretch of the sequence, heads go in messages that nobody copies, see
+whole_heads.py. Stretches with gaps, or short ones of many sequences: one message for q, k and v together, one for the output,
+in differentiable steps.
 Knows tensors, a ContextPlan and attention. Must not know layouts' insides.
 """
 
@@ -21,6 +21,10 @@ from .messages import redistribute
 
 if TYPE_CHECKING:
     from .context_plan import ContextPlan
+
+
+# bytes of a stretch from which on several sequences go head by head: a guess, at which it travels for longer than the host needs for it
+WORTH_STRETCHES = 1 << 22
 
 
 def _to_heads(tensors: list[Tensor], plan: ContextPlan) -> list[Tensor]:
@@ -49,9 +53,10 @@ def _to_tokens(x: Tensor, plan: ContextPlan) -> Tensor:
     return found.unflatten(0, (plan.n_ranks, plan.local_length)).permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
 
 
-def is_direct(plan: ContextPlan, n_sequences: int) -> bool:
-    """Whether messages are sent from where q, k and v lie, and may be cut by heads."""
-    return n_sequences == 1 and plan.rearrange is None
+def is_direct(plan: ContextPlan, k: Tensor) -> bool:
+    """Whether messages are sent from where q, k and v lie, and may be cut by heads: a stretch for each sequence and head."""
+    n_bytes = plan.length // plan.n_ranks * k.shape[3] * k.element_size()
+    return plan.rearrange is None and (k.shape[0] == 1 or n_bytes >= WORTH_STRETCHES)
 
 
 def attend(
@@ -60,7 +65,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out and lse of this rank's tokens, None where it is not wanted. Every rank of the plan must call it alike."""
     deterministic = True if plan.is_deterministic else None
-    if is_direct(plan, q.shape[0]) and layout.shape[0] == 1:
+    if is_direct(plan, k) and layout.shape[0] in (1, q.shape[0]):
         if backend == "hopper":
             backend = functional._promising(backend, deterministic)
         walk = list(layout.plan(q.device))

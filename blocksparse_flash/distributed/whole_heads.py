@@ -1,13 +1,14 @@
-"""How do tokens go to heads while heads are computed? One opaque operator: Ulysses of one sequence, cut into messages of heads.
+"""How do tokens go to heads while heads are computed? One opaque operator: Ulysses, cut into messages of heads.
 
 A head of one rank's tokens is one stretch of memory, and so it is among the tokens of all ranks, where each holds a stretch of
 the sequence: messages are sent from where tensors lie to where the kernels read, and no copy is made on the way.
-Knows tensors (1, heads, tokens, dim), how many tokens each rank has, a process group by name. Must not know layouts or plans
+Knows tensors (batch, heads, tokens, dim), how many tokens each rank has, a process group by name. Must not know layouts or plans
 of ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class Call(NamedTuple):
 
 def _room(x: Tensor, sizes: Sequence[int]) -> Tensor:
     """For this rank's heads of all tokens, of a tensor of all heads."""
-    return x.new_empty(1, x.shape[1] // len(sizes), sum(sizes), x.shape[3])
+    return x.new_empty(x.shape[0], x.shape[1] // len(sizes), sum(sizes), x.shape[3])
 
 
 def _heads(n_heads: int, heads: slice | None) -> range:
@@ -56,31 +57,31 @@ class _Ways:
     def __init__(self, call: Call) -> None:
         self.sizes, self.group = call.sizes, messages.group_of(call.group)
 
-    def of_ranks(self, local: Tensor, head: int) -> list[Tensor]:
-        """Of (1, heads, local tokens, dim) that head of each rank, contiguous."""
+    def of_ranks(self, local: Tensor, batch: int, head: int) -> list[Tensor]:
+        """Of (batch, heads, local tokens, dim) that head of each rank, contiguous."""
         share = local.shape[1] // len(self.sizes)
-        return [local[0, rank * share + head] for rank in range(len(self.sizes))]
+        return [local[batch, rank * share + head] for rank in range(len(self.sizes))]
 
-    def of_tokens(self, whole: Tensor, head: int) -> list[Tensor]:
-        """Of (1, heads of a rank, all tokens, dim) the tokens of each rank of that head, contiguous."""
-        return list(whole[0, head].split(self.sizes))
+    def of_tokens(self, whole: Tensor, batch: int, head: int) -> list[Tensor]:
+        """Of (batch, heads of a rank, all tokens, dim) the tokens of each rank of that head, contiguous."""
+        return list(whole[batch, head].split(self.sizes))
 
     def to_heads(self, pairs: list[tuple[Tensor, Tensor, slice | None]]) -> messages.Stretches:
         """(of all heads, of this rank's, which of them), of which the second are written."""
         sent, received = [], []
         for local, whole, heads in pairs:
-            for head in _heads(whole.shape[1], heads):
-                sent.append(self.of_ranks(local, head))
-                received.append(self.of_tokens(whole, head))
+            for batch, head in itertools.product(range(len(whole)), _heads(whole.shape[1], heads)):
+                sent.append(self.of_ranks(local, batch, head))
+                received.append(self.of_tokens(whole, batch, head))
         return messages.Stretches(sent, received, self.group)
 
     def to_tokens(self, pairs: list[tuple[Tensor, Tensor, slice | None]]) -> messages.Stretches:
         """(some of this rank's heads, of all heads, which of this rank's those are), of which the second are written."""
         sent, received = [], []
         for part, local, heads in pairs:
-            for i, head in enumerate(_heads(part.shape[1], heads)):
-                sent.append(self.of_tokens(part, i))
-                received.append(self.of_ranks(local, head))
+            for batch, (i, head) in itertools.product(range(len(part)), enumerate(_heads(part.shape[1], heads))):
+                sent.append(self.of_tokens(part, batch, i))
+                received.append(self.of_ranks(local, batch, head))
         return messages.Stretches(sent, received, self.group)
 
 
@@ -99,7 +100,7 @@ Saved = tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor]
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
     """out of this rank's tokens, and what the backward needs. Every rank of the group must call it.
 
-    q, k, v   (1, heads, n, dim) of the n tokens of this rank
+    q, k, v   (batch, heads, n, dim) of the n tokens of this rank
     """
     local = q.contiguous(), k.contiguous(), v.contiguous()
     q_all, k_all, v_all = whole = [_room(x, call.sizes) for x in local]
@@ -134,7 +135,7 @@ def backward(dout: Tensor, dlse: Tensor | None, saved: Saved, call: Call) -> tup
     dout = dout.contiguous()
     n_ranks, n_local = len(call.sizes), dout.shape[2]
     dout_all = _room(dout, call.sizes)
-    grads = [x.new_empty(1, x.shape[1] * n_ranks, n_local, x.shape[3]) for x in (q_all, k_all, v_all)]
+    grads = [x.new_empty(x.shape[0], x.shape[1] * n_ranks, n_local, x.shape[3]) for x in (q_all, k_all, v_all)]
     ways, chunks = _Ways(call), _chunks(q_all, k_all, call)
 
     def send(chunk: Chunk) -> messages.Stretches:
@@ -200,7 +201,7 @@ def _backward(
 def _(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
     # q, k, v, out and lse, the plan, sizes
     *whole, n_ranks = *arguments[:3], len(arguments[6])
-    return tuple(x.new_empty(1, x.shape[1] * n_ranks, dout.shape[2], x.shape[3]) for x in whole)
+    return tuple(x.new_empty(x.shape[0], x.shape[1] * n_ranks, dout.shape[2], x.shape[3]) for x in whole)
 
 
 # ---- what autograd sees ----
@@ -233,7 +234,7 @@ class _WholeHeads(torch.autograd.Function):
             # only lse was used
             sizes, _, _, group, _ = ctx.options
             n_local = sizes[dist.get_rank(messages.group_of(group))]
-            dout = outs[0].new_zeros(1, q_all.shape[1] * len(sizes), n_local, v_all.shape[3])
+            dout = outs[0].new_zeros(len(q_all), q_all.shape[1] * len(sizes), n_local, v_all.shape[3])
         arguments = plan, *ctx.options
         # a graph of the backward itself needs the dispatcher, which refuses
         if ctx.is_direct and watchers.are_plain(q_all, k_all, dout) and not torch.is_grad_enabled():
