@@ -50,8 +50,9 @@ def _rank(rank: int, n_ranks: int, device: str, port: int, timeout: float, log: 
     if not is_cuda:
         # checks ask torch where they run
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # NCCL waits a minute to write down what hung, which nobody reads here
-    os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "LOCAL_RANK": str(rank)}
+    # before it ends a process that waited too long PyTorch sleeps four times 15 s, for what hung to be written down, whether it is or not
+    dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
+    os.environ |= dumps | {"LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     if is_cuda:
         torch.cuda.set_device(rank)

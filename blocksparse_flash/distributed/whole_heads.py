@@ -8,7 +8,6 @@ of ranks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -47,42 +46,37 @@ def _room(x: Tensor, sizes: Sequence[int]) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // len(sizes), sum(sizes), x.shape[3])
 
 
-def _heads(n_heads: int, heads: slice | None) -> range:
-    return range(n_heads) if heads is None else range(heads.start, heads.stop)
-
-
 class _Ways:
     """How the heads of each rank lie in the tensors of all heads, and the tokens of each rank among all tokens."""
 
     def __init__(self, call: Call) -> None:
         self.sizes, self.group = call.sizes, messages.group_of(call.group)
 
-    def of_ranks(self, local: Tensor, batch: int, head: int) -> list[Tensor]:
-        """Of (batch, heads, local tokens, dim) that head of each rank, contiguous."""
-        share = local.shape[1] // len(self.sizes)
-        return [local[batch, rank * share + head] for rank in range(len(self.sizes))]
+    def of_ranks(self, local: Tensor) -> list[list[Tensor]]:
+        """Of (batch, heads, local tokens, dim), for each sequence and head of a rank, that head of each rank, contiguous."""
+        n_ranks = len(self.sizes)
+        share, found = local.shape[1] // n_ranks, local.flatten(0, 1).unbind()
+        firsts = [batch * local.shape[1] + head for batch in range(local.shape[0]) for head in range(share)]
+        return [[found[first + rank * share] for rank in range(n_ranks)] for first in firsts]
 
-    def of_tokens(self, whole: Tensor, batch: int, head: int) -> list[Tensor]:
-        """Of (batch, heads of a rank, all tokens, dim) the tokens of each rank of that head, contiguous."""
-        return list(whole[batch, head].split(self.sizes))
+    def of_tokens(self, whole: Tensor) -> list[list[Tensor]]:
+        """Of (batch, heads of a rank, all tokens, dim), for each sequence and head, the tokens of each rank, contiguous."""
+        of_each = [part.unbind() for part in whole.flatten(0, 1).split(self.sizes, dim=1)]
+        return [list(parts) for parts in zip(*of_each, strict=True)]
 
-    def to_heads(self, pairs: list[tuple[Tensor, Tensor, slice | None]]) -> messages.Stretches:
-        """(of all heads, of this rank's, which of them), of which the second are written."""
-        sent, received = [], []
-        for local, whole, heads in pairs:
-            for batch, head in itertools.product(range(len(whole)), _heads(whole.shape[1], heads)):
-                sent.append(self.of_ranks(local, batch, head))
-                received.append(self.of_tokens(whole, batch, head))
-        return messages.Stretches(sent, received, self.group)
 
-    def to_tokens(self, pairs: list[tuple[Tensor, Tensor, slice | None]]) -> messages.Stretches:
-        """(some of this rank's heads, of all heads, which of this rank's those are), of which the second are written."""
-        sent, received = [], []
-        for part, local, heads in pairs:
-            for batch, (i, head) in itertools.product(range(len(part)), enumerate(_heads(part.shape[1], heads))):
-                sent.append(self.of_tokens(part, batch, i))
-                received.append(self.of_ranks(local, batch, head))
-        return messages.Stretches(sent, received, self.group)
+def _some(stretches: list[list[Tensor]], n_heads: int, heads: slice | None) -> list[list[Tensor]]:
+    """Those of some heads, None: all, of each sequence."""
+    if heads is None:
+        return stretches
+    firsts = range(0, len(stretches), n_heads)
+    return [of_head for first in firsts for of_head in stretches[first + heads.start : first + heads.stop]]
+
+
+def _sent(pairs: list[tuple[list[list[Tensor]], list[list[Tensor]]]], group: Any) -> messages.Stretches:
+    """Lists of stretches on their way: (sent, received) of several tensors as one."""
+    sent, received = ([part for pair in pairs for part in pair[i]] for i in (0, 1))
+    return messages.Stretches(sent, received, group)
 
 
 def _chunks(q: Tensor, k: Tensor, call: Call) -> list[Chunk]:
@@ -106,9 +100,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
     q_all, k_all, v_all = whole = [_room(x, call.sizes) for x in local]
     ways, chunks = _Ways(call), _chunks(q_all, k_all, call)
     out = q.new_empty(*q.shape[:3], v.shape[3])
+    mine, all_tokens = [ways.of_ranks(x) for x in local], [ways.of_tokens(x) for x in whole]
+    out_mine, n_heads = ways.of_ranks(out), [x.shape[1] for x in whole]
 
     def send(chunk: Chunk) -> messages.Stretches:
-        return ways.to_heads([*zip(local, whole, (chunk.q, chunk.kv, chunk.kv), strict=True)])
+        of_chunk = zip(mine, all_tokens, n_heads, (chunk.q, chunk.kv, chunk.kv), strict=True)
+        return _sent([(_some(a, n, heads), _some(b, n, heads)) for a, b, n, heads in of_chunk], ways.group)
 
     coming, going = [send(chunk) for chunk in chunks[:AHEAD]], []
     outs, lses = [], []
@@ -118,7 +115,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
         inputs = of_heads(q_all, chunk.q), of_heads(k_all, chunk.kv), of_heads(v_all, chunk.kv)
         part, lse = attend(*inputs, chunk.plan, call.scale, call.backend)
         part = part.contiguous()
-        going.append(ways.to_tokens([(part, out, chunk.q)]))
+        going.append(_sent([(ways.of_tokens(part), _some(out_mine, n_heads[0], chunk.q))], ways.group))
         outs.append(part)
         lses.append(lse)
     for stretches in going:
@@ -137,9 +134,11 @@ def backward(dout: Tensor, dlse: Tensor | None, saved: Saved, call: Call) -> tup
     dout_all = _room(dout, call.sizes)
     grads = [x.new_empty(x.shape[0], x.shape[1] * n_ranks, n_local, x.shape[3]) for x in (q_all, k_all, v_all)]
     ways, chunks = _Ways(call), _chunks(q_all, k_all, call)
+    dout_mine, dout_tokens = ways.of_ranks(dout), ways.of_tokens(dout_all)
+    grads_mine, n_heads = [ways.of_ranks(x) for x in grads], [x.shape[1] for x in (q_all, k_all, v_all)]
 
     def send(chunk: Chunk) -> messages.Stretches:
-        return ways.to_heads([(dout, dout_all, chunk.q)])
+        return _sent([(_some(dout_mine, n_heads[0], chunk.q), _some(dout_tokens, n_heads[0], chunk.q))], ways.group)
 
     coming, going = [send(chunk) for chunk in chunks[:AHEAD]], []
     for i, chunk in enumerate(chunks):
@@ -150,7 +149,8 @@ def backward(dout: Tensor, dlse: Tensor | None, saved: Saved, call: Call) -> tup
         results = outs[i], of_heads(lse, chunk.q)
         found = attend_backward(douts, inputs, results, chunk.plan, call.scale, call.backend)
         parts = [part.contiguous() for part in found]
-        going.append(ways.to_tokens([*zip(parts, grads, (chunk.q, chunk.kv, chunk.kv), strict=True)]))
+        of_chunk = zip(parts, grads_mine, n_heads, (chunk.q, chunk.kv, chunk.kv), strict=True)
+        going.append(_sent([(ways.of_tokens(a), _some(b, n, heads)) for a, b, n, heads in of_chunk], ways.group))
     for stretches in going:
         stretches.arrive()
     dq, dk, dv = grads
