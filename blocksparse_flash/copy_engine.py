@@ -30,10 +30,10 @@ _takes = functools.lru_cache(maxsize=4096)(takes)
 
 
 def can_read(tensor: torch.Tensor) -> bool:
-    """The same of a tensor. While torch.compile traces there is no address, only an offset into the storage."""
+    """The same of a tensor. While torch.compile traces there is no address to see, nor an offset: it counts as aligned, and
+    the kernels copy what turns out not to be."""
     if tensor.stride(-1) != 1:
         return False
     if torch.compiler.is_compiling():
-        is_aligned = tensor.storage_offset() * tensor.element_size() % 16 == 0
-        return takes(tensor.element_size(), tensor.shape, tensor.stride(), is_aligned)
+        return takes(tensor.element_size(), tensor.shape, tensor.stride(), True)
     return _takes(tensor.element_size(), tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0)

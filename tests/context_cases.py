@@ -28,7 +28,7 @@ import masks
 from benchmarks import train_context_parallel
 from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
-from blocksparse_flash.distributed import context_plan, times
+from blocksparse_flash.distributed import context_plan, times, ulysses
 from blocksparse_flash.distributed.side import sides
 from blocksparse_flash.nn import SelfAttention
 from tests import closeness
@@ -91,7 +91,7 @@ def sums_gradients_in_place(layout: str, kv_heads: int) -> None:
 
 def slow_link() -> contextlib.AbstractContextManager[object]:
     """Bytes alone decide what a plan takes."""
-    return mock.patch.multiple(times, LINK=1e3, ULYSSES_COPIES=0, EXCHANGE_COPIES=0)
+    return mock.patch.multiple(times, LINK=1e3, ULYSSES_COPIES=0, EXCHANGE_COPIES=0, STRETCHES=0)
 
 
 def ships_rows(layout: str, order: str, kv_heads: int) -> None:
@@ -168,6 +168,46 @@ def ulysses_equals_one_process(layout: str, order: str) -> None:
     assert_equal_to_one_process(plan, case, rows_are_whole=True)
     for name, actual, same in zip(NAMES, sharded(plan, case), case.same, strict=True):
         assert torch.equal(actual, plan.shard(same, dim=2)), name
+
+
+def whole_heads_are_cut(order: str) -> None:
+    """Into messages: the bits of one process, whatever their number, and no byte but those of q, k, v, out and gradients."""
+    n_ranks, rank = dist.get_world_size(), dist.get_rank()
+    heads = (4 * n_ranks, 2 * n_ranks)
+    # rank after rank, but of any number of tiles
+    order_of = sorted(uneven(n_ranks, -(-LENGTH // 128))) if order == "uneven" else order
+    plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="ulysses")
+    case = whole("butterfly", LENGTH, heads)
+    for chunks in (1, 2, None):
+        for name, actual, same in zip(NAMES, sharded(plan, case, chunks=chunks), case.same, strict=True):
+            assert torch.equal(actual, plan.shard(same, dim=2)), (name, chunks)
+    # two sequences
+    with mock.patch.object(ulysses, "WORTH_STRETCHES", 1):
+        leaves = [plan.shard(tensor, dim=2).expand(2, -1, -1, -1) * 1 for tensor in (case.q, case.k, case.v)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        out, lse = bd.attention_with_lse(*leaves, plan, chunks=2)
+        douts = [plan.shard(x, dim=2).expand_as(like) for x, like in ((case.dout, out), (case.dlse, lse))]
+        found = out, lse, *torch.autograd.grad([out, lse], leaves, douts)
+    for name, actual, same in zip(NAMES, found, case.same, strict=True):
+        assert torch.equal(actual, plan.shard(same, dim=2).expand_as(actual)), name
+    # 2 of the key heads would be divided among the ranks
+    assert "2 key heads of a rank" in raised(ValueError, lambda: sharded(plan, case, chunks=4))
+    mine, others = plan.sizes[rank] * (n_ranks - 1), LENGTH - plan.sizes[rank]
+    to_heads, to_tokens = 4 * HEAD_DIM + 2 * (HEAD_DIM + V_HEAD_DIM), 4 * V_HEAD_DIM
+    leaves = [plan.shard(tensor, dim=2).requires_grad_() for tensor in (case.q, case.k, case.v)]
+    with Traffic() as forward:
+        out = bd.attention(*leaves, plan, chunks=2)
+    with Traffic() as backward:
+        out.sum().backward()
+    assert forward.n_bytes == 8 * (mine * to_heads + others * to_tokens)
+    assert backward.n_bytes == 8 * (mine * to_tokens + others * to_heads)
+    # of inputs that lie otherwise, and of lse alone
+    across = [leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for leaf in leaves]
+    out, lse = bd.attention_with_lse(*across, plan)
+    assert torch.equal(out, plan.shard(case.same[0], dim=2))
+    lse.sum().backward()
+    assert not across[2].grad.any()
+    assert torch.equal(bd.attention(*(leaf.detach() for leaf in leaves), plan), out)
 
 
 def auto_takes_what_moves_less() -> None:
@@ -495,6 +535,9 @@ def cases(n_ranks: int) -> Cases:
     for layout, order in (("causal", "zigzag"), ("butterfly", "uneven")):
         whole(layout, LENGTH, (2 * n_ranks, n_ranks))
         found[f"ulysses equals one process: {layout}, {order}"] = partial(ulysses_equals_one_process, layout, order)
+    whole("butterfly", LENGTH, (4 * n_ranks, 2 * n_ranks))
+    for order in ("contiguous", "uneven"):
+        found[f"whole heads are cut: {order}"] = partial(whole_heads_are_cut, order)
     whole("local", LENGTH, (2 * n_ranks, 1))
     found["auto takes what moves less"] = auto_takes_what_moves_less
     if n_ranks == 2:

@@ -125,17 +125,22 @@ def interpreted(name: str, length: int) -> Whole:
 
 
 class Traffic:
-    """Counts the bytes that this rank hands to all_to_all_single for others, and the calls."""
+    """Counts the bytes that this rank hands to all_to_all_single and isend for others, and the calls."""
 
     def __init__(self) -> None:
-        self.n_bytes, self.n_calls, self._inner = 0, 0, dist.all_to_all_single
+        self.n_bytes, self.n_calls, self._inner, self._isend = 0, 0, dist.all_to_all_single, dist.isend
 
     def __enter__(self) -> Traffic:
-        dist.all_to_all_single = self._counting
+        dist.all_to_all_single, dist.isend = self._counting, self._counting_one
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.all_to_all_single = self._inner
+        dist.all_to_all_single, dist.isend = self._inner, self._isend
+
+    def _counting_one(self, tensor, **options):
+        self.n_bytes += tensor.numel() * tensor.element_size()
+        self.n_calls += 1
+        return self._isend(tensor, **options)
 
     def _counting(self, into, message, receive, send, group=None, async_op=False):
         assert sum(send) == len(message) and sum(receive) == len(into)

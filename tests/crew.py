@@ -10,6 +10,7 @@ import datetime
 import importlib
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -43,12 +44,15 @@ def _rank(rank: int, n_ranks: int, device: str, port: int, timeout: float, log: 
     """The life of a rank: join the group, then one check after another."""
     sys.stderr = Path(log).open("w", buffering=1)  # noqa: SIM115  for as long as the process lives
     os.dup2(sys.stderr.fileno(), 2)
+    # the memory of a process that NCCL ends is much to write down
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     is_cuda = device == "cuda"
     if not is_cuda:
         # checks ask torch where they run
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # NCCL waits a minute to write down what hung, which nobody reads here
-    os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "LOCAL_RANK": str(rank)}
+    # before it ends a process that waited too long PyTorch sleeps four times 15 s, for what hung to be written down, whether it is or not
+    dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
+    os.environ |= dumps | {"LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     if is_cuda:
         torch.cuda.set_device(rank)
@@ -93,8 +97,9 @@ class Crew:
     def _answers(self, seconds: float, n_awaited: int | None = None) -> list[Answer]:
         begin, found = time.monotonic(), []
         for pipe, process, log in [*zip(self.pipes, self.processes, self.logs, strict=True)][:n_awaited]:
-            said = f"gave no answer within {seconds:.0f} s"
-            if pipe.poll(max(0.0, begin + seconds - time.monotonic())):
+            if not pipe.poll(max(0.0, begin + seconds - time.monotonic())):
+                said = f"gave no answer within {seconds:.0f} s: {log.read_text()[-2000:]}"
+            else:
                 try:
                     said = pipe.recv()
                 except EOFError:

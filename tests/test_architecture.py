@@ -312,8 +312,19 @@ TABLE = {
             for name in ("agreement", "costs", "messages", "ownership", "side", "times", "traffic")
         }
     ),
+    "blocksparse_flash/distributed/whole_heads.py": Arrows(
+        {
+            TORCH,
+            f"{OURS}.ops",
+            f"{OURS}.watchers",
+            *(f"{OURS}.distributed.{name}" for name in ("exchange", "local", "messages")),
+        }
+    ),
     "blocksparse_flash/distributed/ulysses.py": Arrows(
-        {TORCH, *(f"{OURS}.{name}" for name in ("functional", "layout", "distributed.messages"))},
+        {
+            TORCH,
+            *(f"{OURS}.{name}" for name in ("functional", "layout", "distributed.messages", "distributed.whole_heads")),
+        },
         {f"{OURS}.distributed.context_plan"},
     ),
     "blocksparse_flash/distributed/functional.py": Arrows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocksparse_flash import attention
+from blocksparse_flash import attention, copy_engine
 from blocksparse_flash.seen import Seen, kind_of, see
 
 HALF = torch.bfloat16
@@ -54,6 +54,20 @@ def test_each_fact_tells_kinds_apart(other: torch.Tensor) -> None:
 def test_what_the_copy_engine_reads(tensor: torch.Tensor, is_readable: bool) -> None:
     fine = part((1, 2, 8, 64), (1024, 512, 64, 1))
     assert kind_of(fine, tensor).is_readable is is_readable
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_compiler_traces_what_the_copy_engine_reads(start: int) -> None:
+    """Of inputs and of what is made of them; distributed.attention on a GPU asks, whichever backend it takes."""
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return q * 2 if copy_engine.can_read(q) and copy_engine.can_read(q + 1) else q * 3
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    q = part((1, 2, 8, 64), (1024, 512, 64, 1), start) + 1
+    assert torch.equal(compiled(q), q * 2)
+    q = part((1, 2, 8, 64), (1024, 512, 65, 1), start)
+    assert torch.equal(compiled(q), q * 3)
 
 
 def test_a_call_sees_a_tensor_that_was_changed_in_place() -> None:

@@ -42,7 +42,7 @@ class LayerPlan:
 
     layout   of all tokens, of the heads that this rank computes under "ulysses"; None under "exchange"
     tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
-    work     what the rank with most of it does under "exchange"
+    work     what the rank with most of it does, as costs.Costs has it
     costs    of every scheme, and why this one
     memo     what earlier calls have worked out: by times.Call the number of messages, by its options a Prepared of exchange.py
     """
@@ -435,8 +435,9 @@ def plan(
              leave gaps between a rank's tokens: use `positions`
     scheme   "exchange" moves the needed keys, "ulysses" whole heads (key heads must be a multiple of the ranks); "auto"
              takes for each layer the one whose step should take less time, by the rates of H200s
-    deterministic  True: rows are never split between ranks, so that out and dq equal those of one process bit by bit.
-             Otherwise queries that reach most keys travel instead of the keys where that should be faster; two runs
+    deterministic  True: rows are never split between ranks, so that out and dq equal those of one process bit by bit, but
+             for layouts with rows that backend="hopper" splits within a GPU, such as global ones: in parts of a length that
+             depends on how much else there is to compute. Otherwise queries that reach most keys travel instead of the keys where that should be faster; two runs
              give equal bits anyway, but for dq of backend="hopper"
     keep_received  keep received keys and values, joined with own ones, for the backward; False receives them again,
              which costs time

@@ -34,7 +34,7 @@ class Costs:
     all_gather  all keys and values of others
     tiles     tiles that the rank computes under "exchange", for one batch and head, whichever needs them
     shipped   rows of tiles whose queries travel under "exchange"
-    work      what the rank with most of it does under "exchange", shipped rows apart
+    work      what the rank with most of it does under "exchange", shipped rows apart; under "ulysses" every rank, of its heads
     scheme, reason  the one taken
     """
 
@@ -111,19 +111,27 @@ def costs_of(
         found = _exchange(pairs, reaches_most, owner, length, heads, n_ranks)
         if found[0] < seconds:
             is_shipped, (seconds, work, exchange) = reaches_most, found
-    ulysses = None
+    ulysses, whole = None, None
     if kv_heads % n_ranks == 0:
         # q, k and v of others' tokens for own heads, out of others' heads for own tokens
         ulysses = ((length - held) * (q_heads + 2 * kv_heads) + held * q_heads * (n_ranks - 1)) // n_ranks
+        whole = _work(pairs, np.zeros(len(pairs.row), np.int64), int(ulysses.max()))
     scheme, reason = asked, "asked for by name"
     if asked == "auto":
         other = None
-        if ulysses is not None:
-            whole = _work(pairs, np.zeros(len(pairs.row), np.int64), int(ulysses.max()))
-            other = times.ulysses(whole, _call(heads), n_ranks)
+        if whole is not None:
+            if np.all(np.diff(owner) >= 0):
+                # every rank holds a stretch
+                of_rank = _call((q_heads // n_ranks, kv_heads // n_ranks))
+                n_chunks = times.best_chunks(whole, of_rank, kv_heads // n_ranks, times.whole_heads)
+                other = times.whole_heads(whole, of_rank, n_chunks)
+            else:
+                other = times.ulysses(whole, _call(heads), n_ranks)
         scheme, reason = _faster(seconds, other, heads, n_ranks)
     tiles = np.bincount(owner[np.where(is_shipped[pairs.row], pairs.col, pairs.row)], minlength=n_ranks)
     all_gather = 2 * kv_heads * (length - held)
+    if scheme == "ulysses" and whole is not None:
+        work = whole
     return Costs(bound, exchange, ulysses, all_gather, tiles, np.flatnonzero(is_shipped), work, scheme, reason)
 
 

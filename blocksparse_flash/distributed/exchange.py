@@ -3,7 +3,8 @@
 Knows tensors, index lists, plans of kernels as lists of tensors, a process group by name. Must not know layouts or owners.
 
     forward     send k and v of the tokens that others need, receive those that this rank needs; its rows are then
-                computed whole, tile by tile as one process would, so that out and dq equal those of one process
+                computed whole, tile by tile as one process would, so that out and dq equal those of one process; rows that
+                a kernel splits among its programs, by how much there is to compute, to rounding
     backward    dk and dv of received tokens go back where they came from, and are added in the order of ranks, in float32
 
 Rows that need nothing from others, where they are many, are computed in place while messages travel. Heads go in chunks, each
@@ -86,7 +87,7 @@ def of_heads(x: Tensor, heads: slice | None) -> Tensor:
     return x if heads is None else x[:, heads]
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def joined(parts: list[Tensor]) -> Tensor:
     """The heads of all chunks."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -148,7 +149,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared, scale: float) -> R
         else:
             found.append((out_rows, lse_rows))
     if not near:
-        out, lse = (_joined(list(parts)) for parts in zip(*found, strict=True))
+        out, lse = (joined(list(parts)) for parts in zip(*found, strict=True))
     if shipped is not None:
         shipped.finish(out, lse)
     return out, lse, *(every or (k.new_empty(0), v.new_empty(0)))
@@ -169,7 +170,7 @@ def _totals(k: Tensor, v: Tensor, given: list[list[Tensor]], first: int | None) 
     """Where dk and dv are summed: new, or those of own tokens among what the kernels wrote."""
     if first is None:
         return [x.new_empty(x.shape) for x in (k, v)]
-    return [_joined(list(of_chunks)).narrow(2, first, k.shape[2]) for of_chunks in zip(*given, strict=True)]
+    return [joined(list(of_chunks)).narrow(2, first, k.shape[2]) for of_chunks in zip(*given, strict=True)]
 
 
 def backward(
@@ -204,7 +205,7 @@ def backward(
         dq, *totals = attend_backward(douts, inputs, (out, lse), near, scale, backend)
     else:
         dq, totals = (
-            _joined([dq_rows for dq_rows, *_ in given]),
+            joined([dq_rows for dq_rows, *_ in given]),
             _totals(k, v, [dkv for _, dkv, _ in given], ready.first),
         )
     bases = [totals] if near else []

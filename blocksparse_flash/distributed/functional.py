@@ -42,19 +42,26 @@ def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) ->
 
 def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Tensor) -> int:
     """How many messages: those asked for, or as many as take least time on the busiest rank, so that all ranks agree."""
-    q_heads, kv_heads = plan.heads
+    (q_heads, kv_heads), found = plan.heads, plan.layers[layer]
+    of_whom, seconds = "", times.exchange
+    if found.scheme == "ulysses":
+        if not ulysses.is_direct(plan, k):
+            # one message, or none that could be cut
+            q_heads, kv_heads, of_whom = 1, 1, " that are sent together"
+        else:
+            q_heads, kv_heads, of_whom = q_heads // plan.n_ranks, kv_heads // plan.n_ranks, " of a rank"
+        seconds = times.whole_heads
     if chunks is None:
         call = times.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, k.element_size())
-        found = plan.layers[layer]
         if torch.compiler.is_compiling():
-            return times.best_chunks(found.work, call, kv_heads)
+            return times.best_chunks(found.work, call, kv_heads, seconds)
         if call not in found.memo:
-            found.memo[call] = times.best_chunks(found.work, call, kv_heads)
+            found.memo[call] = times.best_chunks(found.work, call, kv_heads, seconds)
         return found.memo[call]
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         raise TypeError(f"chunks must be an int or None, got {chunks!r}")
     if chunks < 1 or kv_heads % chunks:
-        raise ValueError(f"chunks must divide the {kv_heads} key heads, got {chunks}; None chooses")
+        raise ValueError(f"chunks must divide the {kv_heads} key heads{of_whom}, got {chunks}; None chooses")
     return chunks
 
 
@@ -121,15 +128,44 @@ def _agreed(
     return agreed(make, plan.group, "attention")
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _Call) -> tuple[Tensor, Tensor]:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _Call, *, wants_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """lse may be there if it is not wanted."""
     found = plan.layers[layer]
-    if found.scheme == "ulysses":
-        return ulysses.attend(q, k, v, plan, found.layout, call.scale, call.backend)
+    if found.layout is not None:
+        return ulysses.attend(q, k, v, plan, found.layout, call.scale, call.n_chunks, call.backend, wants_lse=wants_lse)
     backend = call.backend
     if backend == "hopper":
         backend = functional._promising(backend, plan.is_deterministic or None)
     options = call.n_chunks, plan.keeps_received, plan.group_name, backend
     return exchange.attention(q, k, v, found.tensors, found.counts, call.scale, options, found.memo)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    layer: int,
+    scale: float | None,
+    chunks: int | None,
+    backend: str,
+    *,
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if dtensors.are_dtensors(q, k, v):
+        whole, (q, k, v) = q, (dtensors.to_local(name, x, plan) for name, x in (("q", q), ("k", k), ("v", v)))
+        out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
+        return dtensors.like(out, whole), None if lse is None else dtensors.like(lse, whole)
+    checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
+    call = (_agreed if checks_calls else _checked)(q, k, v, plan, layer, scale, chunks, backend)
+    if call.autocast is None:
+        return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
+    # the operators choose the type of each product themselves
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, call.autocast)) for tensor in (q, k, v))
+        return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
 
 
 def attention_with_lse(
@@ -145,20 +181,11 @@ def attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each row's scaled scores, as blocksparse_flash.attention_with_lse gives it.
 
-    q, k, v, plan, layer, scale, chunks, backend  as `attention`
+    q, k, v, plan, layer, scale, chunks, backend  as `attention`. Every rank must call this one, or every rank that one
     """
-    if dtensors.are_dtensors(q, k, v):
-        whole, (q, k, v) = q, (dtensors.to_local(name, x, plan) for name, x in (("q", q), ("k", k), ("v", v)))
-        out, lse = attention_with_lse(q, k, v, plan, layer=layer, scale=scale, chunks=chunks, backend=backend)
-        return dtensors.like(out, whole), dtensors.like(lse, whole)
-    checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
-    call = (_agreed if checks_calls else _checked)(q, k, v, plan, layer, scale, chunks, backend)
-    if call.autocast is None:
-        return _run(q, k, v, plan, layer, call)
-    # the operators choose the type of each product themselves
-    with torch.autocast(q.device.type, enabled=False):
-        q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, call.autocast)) for tensor in (q, k, v))
-        return _run(q, k, v, plan, layer, call)
+    out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=True)
+    assert lse is not None
+    return out, lse
 
 
 def attention(
@@ -180,7 +207,8 @@ def attention(
     layer    which of the plan's layouts
     scale    factor on the scores; None is head_dim ** -0.5
     chunks   messages into which the key heads are divided, so that one travels while another is computed; None: up to 4,
-             as many as should take least time
+             as many as should take least time. Under "ulysses" the key heads of a rank are, where each rank holds one
+             stretch of the sequence
     backend  "auto", "hopper", "triton" or "eager", as in blocksparse_flash.attention
     returns  (batch, heads, plan.local_length, v_head_dim)
     raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the others then
@@ -190,4 +218,4 @@ def attention(
     Every rank of the group must call it, and its backward, equally often and in the same order, with the same batch,
     dtype, head dimensions and requires_grad. The gradients are those of the sum of the losses of all ranks.
     """
-    return attention_with_lse(q, k, v, plan, layer=layer, scale=scale, chunks=chunks, backend=backend)[0]
+    return _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=False)[0]

@@ -29,6 +29,39 @@ class Flight:
         return self.into
 
 
+class Stretches:
+    """Some lists of tensors under way at once: sent[i][r] goes to rank r, received[i][r] is written where it lies.
+
+    Nothing is copied before or behind: every tensor is contiguous, a part of a larger one. They live until they have arrived.
+    """
+
+    def __init__(self, sent: list[list[Tensor]], received: list[list[Tensor]], group: Any) -> None:
+        self.tensors, self.works = (sent, received), []
+        device = sent[0][0].device
+        if device.type == "cuda":
+            # one launch of NCCL for all: each would wait anew for multiprocessors that attention holds
+            with dist.distributed_c10d._coalescing_manager(group, device=device, async_ops=True) as together:
+                for mine, theirs in zip(sent, received, strict=True):
+                    dist.all_to_all(theirs, mine, group=group, async_op=True)
+            self.works.append(together)
+            return
+        # gloo has such a collective for tensors of one size alone
+        for mine, theirs in zip(sent, received, strict=True):
+            for rank, (to, into) in enumerate(zip(mine, theirs, strict=True)):
+                if rank == dist.get_rank(group):
+                    into.copy_(to)
+                    continue
+                if into.numel():
+                    self.works.append(dist.irecv(into, group=group, group_src=rank))
+                if to.numel():
+                    self.works.append(dist.isend(to, group=group, group_dst=rank))
+
+    def arrive(self) -> None:
+        """On a GPU the current stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+
+
 def group_of(name: str) -> Any:
     """The process group of this name."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]

@@ -2,12 +2,13 @@
 
 Knows how much a rank receives and computes. Must not know torch, layouts, owners or process groups. Rates are those measured on
 two and four H200s (benchmarks/results/context_parallel.md), but where it says that they are assumed; on other machines the
-choices are right as long as the ratios are. Steps of exchange on four were 0.9 to 1.4 times what the model says, of local
-layouts of 65,536 tokens, where the host binds, up to 2.2 times.
+choices are right as long as the ratios are. Steps of exchange on four were 0.7 to 1.4 times what the model says, most of
+them 0.9 to 1.2 times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..plan import TILE
@@ -16,17 +17,21 @@ from ..plan import TILE
 LINK, LATENCY = 278e9, 36e-6
 # operations a second of attention: random blocks, 262,144 tokens, forward and backward
 FORWARD_RATE, BACKWARD_RATE = 563e12, 500e12
-# a rank walks its longest row, or the columns of a group of heads, tile by tile, however many programs share them: with these, bigbird
-# on 4 key heads and four ranks takes 11.4 ms a step of 262,144 tokens, 2.9 of 65,536, where 10.8 and 3.0 were measured
-BACKWARD_TILE = 2e-6
+# a rank walks its longest row, or the columns of a group of heads, tile by tile: 2 microseconds by one program, and up to 16 share it.
+# With these, bigbird on four ranks takes, ms a step, rows shipped and not, 262,144 tokens 12.7 and 18.6, on 4 key heads 7.2 and 9.8;
+# 65,536 tokens 4.5 and 5.2, on 4 key heads 2.8 and 2.7. Measured were 10.8 and 16.2, 6.7 and 10.1; 3.2 and 5.0, 2.64 and 2.58
+BACKWARD_TILE = 2e-6 / 16
 # it computes five products of a tile where a forward has two
 FORWARD_TILE = 0.4 * BACKWARD_TILE
 # packing and joining, over the time on the link: exchange of butterfly and Ulysses of local, 262,144 tokens
 EXCHANGE_COPIES, ULYSSES_COPIES = 0.36, 1.55
-# what the host takes for a further message and its launches, which is assumed, and for rows that are shipped, forward or backward. With
-# 0.6 ms the choice is what was faster on four ranks, bigbird, shipped or not, ms a step: 262,144 tokens 10.8 and 16.2, on 4 key heads
-# 6.7 and 10.1; 65,536 tokens 3.2 and 5.0 (4.2 by whole heads), on 4 key heads 2.64 and 2.58
-CHUNK, SHIPPING = 150e-6, 0.6e-3
+# of messages that are sent from where tensors lie, which is assumed
+STRETCHES = 0.1
+# what the host takes for a further message and its launches: local of 262,144 tokens, where messages are short, on four ranks 4.31, 4.55
+# and 4.91 ms a step with 1, 2 and 4; butterfly 16.2, 14.4 and 13.6. And for rows that are shipped, forward or backward: see BACKWARD_TILE
+CHUNK, SHIPPING = 120e-6, 0.45e-3
+# what a further message of whole heads adds where it hides behind others, which is assumed
+CUT = 60e-6
 MOST_CHUNKS = 4
 # bytes a second of copies: joining 2 GiB, butterfly of 262,144 tokens
 MEMORY = 4.05e12
@@ -94,6 +99,18 @@ def ulysses(work: Work, call: Call, n_ranks: int) -> float:
     )
 
 
+def whole_heads(work: Work, call: Call, n_chunks: int) -> float:
+    """Seconds of a step of Ulysses, cut into so many messages which are sent from where tensors lie.
+
+    call.q_heads are those of a rank, work.tiles those of all ranks.
+    """
+    message = 2 * LATENCY + link(work.received, call, STRETCHES) / n_chunks
+    total = 0.0
+    for compute in attention(work, call, call.q_heads / n_chunks):
+        total += message + compute + (n_chunks - 1) * (max(message, compute) + CUT)
+    return total
+
+
 def splitting_pays(n_tokens: int, kv_heads: int, head_dim: int, element_bytes: int) -> bool:
     """Whether it is worth its launches to compute rows that need no messages where their keys lie.
 
@@ -103,10 +120,13 @@ def splitting_pays(n_tokens: int, kv_heads: int, head_dim: int, element_bytes: i
     return 2 * 2 * n_bytes / MEMORY > SPLITTING
 
 
-def best_chunks(work: Work, call: Call, kv_heads: int) -> int:
-    """Into how many messages to cut, a divisor of the key heads: more of them only if that is faster beyond doubt."""
+def best_chunks(work: Work, call: Call, kv_heads: int, seconds: Callable[[Work, Call, int], float] = exchange) -> int:
+    """Into how many messages to cut, a divisor of the key heads: more of them only if that is faster beyond doubt.
+
+    seconds  `exchange`, or `whole_heads` with the heads of a rank
+    """
     best = 1
     for n_chunks in range(2, MOST_CHUNKS + 1):
-        if kv_heads % n_chunks == 0 and exchange(work, call, n_chunks) < CONVINCING * exchange(work, call, best):
+        if kv_heads % n_chunks == 0 and seconds(work, call, n_chunks) < CONVINCING * seconds(work, call, best):
             best = n_chunks
     return best

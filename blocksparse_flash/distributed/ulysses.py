@@ -1,7 +1,9 @@
 """How do ranks attend when each takes whole heads? Tokens go to heads, attention is that of one process, heads go back.
 
-DeepSpeed-Ulysses (Jacobs et al., 2023, section 3.1): one message for q, k and v together, one for the output. For grouped
-heads of any ratio and shards of any sizes, as long as the ranks divide the key heads. Made of differentiable steps.
+DeepSpeed-Ulysses (Jacobs et al., 2023, section 3.1). For grouped heads of any ratio and shards of any sizes, as long as the
+ranks divide the key heads. Where each rank holds one stretch of the sequence, heads go in messages that nobody copies, see
+whole_heads.py. Stretches with gaps, or short ones of many sequences: one message for q, k and v together, one for the output,
+in differentiable steps.
 Knows tensors, a ContextPlan and attention. Must not know layouts' insides.
 """
 
@@ -14,10 +16,15 @@ from torch import Tensor
 
 from .. import functional
 from ..layout import BlockLayout
+from . import whole_heads
 from .messages import redistribute
 
 if TYPE_CHECKING:
     from .context_plan import ContextPlan
+
+
+# bytes of a stretch from which on several sequences go head by head: a guess, at which it travels for longer than the host needs for it
+WORTH_STRETCHES = 1 << 22
 
 
 def _to_heads(tensors: list[Tensor], plan: ContextPlan) -> list[Tensor]:
@@ -46,11 +53,28 @@ def _to_tokens(x: Tensor, plan: ContextPlan) -> Tensor:
     return found.unflatten(0, (plan.n_ranks, plan.local_length)).permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
 
 
+def is_direct(plan: ContextPlan, k: Tensor) -> bool:
+    """Whether messages are sent from where q, k and v lie, and may be cut by heads: a stretch for each sequence and head."""
+    n_bytes = plan.length // plan.n_ranks * k.shape[3] * k.element_size()
+    return plan.rearrange is None and (k.shape[0] == 1 or n_bytes >= WORTH_STRETCHES)
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layout: BlockLayout | None, scale: float, backend: str
-) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's tokens. Every rank of the plan must call it."""
-    q, k, v = _to_heads([q, k, v], plan)
+    q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layout: BlockLayout, scale: float, n_chunks: int, backend: str,
+    *, wants_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """out and lse of this rank's tokens, None where it is not wanted. Every rank of the plan must call it alike."""
     deterministic = True if plan.is_deterministic else None
-    out, lse = functional.attention_with_lse(q, k, v, layout, scale=scale, deterministic=deterministic, backend=backend)
-    return _to_tokens(out, plan), _to_tokens(lse[..., None], plan)[..., 0]
+    if is_direct(plan, k) and layout.shape[0] in (1, q.shape[0]):
+        if backend == "hopper":
+            backend = functional._promising(backend, deterministic)
+        walk = list(layout.plan(q.device))
+        call = whole_heads.Call(walk, plan.sizes, scale, n_chunks, plan.group_name, backend)
+        out, lse = whole_heads.attention(q, k, v, call)
+    else:
+        q, k, v = _to_heads([q, k, v], plan)
+        out, lse = functional.attention_with_lse(
+            q, k, v, layout, scale=scale, deterministic=deterministic, backend=backend
+        )
+        out = _to_tokens(out, plan)
+    return out, _to_tokens(lse[..., None], plan)[..., 0] if wants_lse else None

@@ -1,0 +1,279 @@
+"""How do tokens go to heads while heads are computed? One opaque operator: Ulysses, cut into messages of heads.
+
+A head of one rank's tokens is one stretch of memory, and so it is among the tokens of all ranks, where each holds a stretch of
+the sequence: messages are sent from where tensors lie to where the kernels read, and no copy is made on the way.
+Knows tensors (batch, heads, tokens, dim), how many tokens each rank has, a process group by name. Must not know layouts or plans
+of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import ops, watchers
+from . import messages
+from .exchange import Chunk, chunked, joined, of_heads
+from .local import attend, attend_backward, statistics
+
+# of both operators
+_ARGUMENTS = "Tensor[] plan, SymInt[] sizes, float scale, SymInt n_chunks, str group, str backend"
+# messages that are sent before the one that is waited for
+AHEAD = 2
+
+
+class Call(NamedTuple):
+    """What does not depend on tensors.
+
+    plan    of the kernels, for the heads of this rank; `sizes` are the tokens of each rank
+    group   by name
+    """
+
+    plan: list[Tensor]
+    sizes: list[int]
+    scale: float
+    n_chunks: int
+    group: str
+    backend: str
+
+
+def _room(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """For this rank's heads of all tokens, of a tensor of all heads."""
+    return x.new_empty(x.shape[0], x.shape[1] // len(sizes), sum(sizes), x.shape[3])
+
+
+class _Ways:
+    """How the heads of each rank lie in the tensors of all heads, and the tokens of each rank among all tokens."""
+
+    def __init__(self, call: Call) -> None:
+        self.sizes, self.group = call.sizes, messages.group_of(call.group)
+
+    def of_ranks(self, local: Tensor) -> list[list[Tensor]]:
+        """Of (batch, heads, local tokens, dim), for each sequence and head of a rank, that head of each rank, contiguous."""
+        n_ranks = len(self.sizes)
+        share, found = local.shape[1] // n_ranks, local.flatten(0, 1).unbind()
+        firsts = [batch * local.shape[1] + head for batch in range(local.shape[0]) for head in range(share)]
+        return [[found[first + rank * share] for rank in range(n_ranks)] for first in firsts]
+
+    def of_tokens(self, whole: Tensor) -> list[list[Tensor]]:
+        """Of (batch, heads of a rank, all tokens, dim), for each sequence and head, the tokens of each rank, contiguous."""
+        of_each = [part.unbind() for part in whole.flatten(0, 1).split(self.sizes, dim=1)]
+        return [list(parts) for parts in zip(*of_each, strict=True)]
+
+
+def _some(stretches: list[list[Tensor]], n_heads: int, heads: slice | None) -> list[list[Tensor]]:
+    """Those of some heads, None: all, of each sequence."""
+    if heads is None:
+        return stretches
+    firsts = range(0, len(stretches), n_heads)
+    return [of_head for first in firsts for of_head in stretches[first + heads.start : first + heads.stop]]
+
+
+def _sent(pairs: list[tuple[list[list[Tensor]], list[list[Tensor]]]], group: Any) -> messages.Stretches:
+    """Lists of stretches on their way: (sent, received) of several tensors as one."""
+    sent, received = ([part for pair in pairs for part in pair[i]] for i in (0, 1))
+    return messages.Stretches(sent, received, group)
+
+
+def _chunks(q: Tensor, k: Tensor, call: Call) -> list[Chunk]:
+    """q and k of all tokens."""
+    return chunked(call.n_chunks, (q.shape[1], k.shape[1]), call.plan)
+
+
+# ---- what a rank does ----
+
+
+# q, k and v of all tokens; out of each chunk; lse
+Saved = tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+    """out of this rank's tokens, and what the backward needs. Every rank of the group must call it.
+
+    q, k, v   (batch, heads, n, dim) of the n tokens of this rank
+    """
+    local = q.contiguous(), k.contiguous(), v.contiguous()
+    q_all, k_all, v_all = whole = [_room(x, call.sizes) for x in local]
+    ways, chunks = _Ways(call), _chunks(q_all, k_all, call)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    mine, all_tokens = [ways.of_ranks(x) for x in local], [ways.of_tokens(x) for x in whole]
+    out_mine, n_heads = ways.of_ranks(out), [x.shape[1] for x in whole]
+
+    def send(chunk: Chunk) -> messages.Stretches:
+        of_chunk = zip(mine, all_tokens, n_heads, (chunk.q, chunk.kv, chunk.kv), strict=True)
+        return _sent([(_some(a, n, heads), _some(b, n, heads)) for a, b, n, heads in of_chunk], ways.group)
+
+    coming, going = [send(chunk) for chunk in chunks[:AHEAD]], []
+    outs, lses = [], []
+    for i, chunk in enumerate(chunks):
+        coming += [send(later) for later in chunks[i + AHEAD : i + AHEAD + 1]]
+        coming[i].arrive()
+        inputs = of_heads(q_all, chunk.q), of_heads(k_all, chunk.kv), of_heads(v_all, chunk.kv)
+        part, lse = attend(*inputs, chunk.plan, call.scale, call.backend)
+        part = part.contiguous()
+        going.append(_sent([(ways.of_tokens(part), _some(out_mine, n_heads[0], chunk.q))], ways.group))
+        outs.append(part)
+        lses.append(lse)
+    for stretches in going:
+        stretches.arrive()
+    return out, (q_all, k_all, v_all, outs, joined(lses))
+
+
+def backward(dout: Tensor, dlse: Tensor | None, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of this rank's tokens. Every rank of the group must call it.
+
+    dout  of this rank's tokens and all heads; dlse of all tokens and this rank's heads, None is 0
+    """
+    q_all, k_all, v_all, outs, lse = saved
+    dout = dout.contiguous()
+    n_ranks, n_local = len(call.sizes), dout.shape[2]
+    dout_all = _room(dout, call.sizes)
+    grads = [x.new_empty(x.shape[0], x.shape[1] * n_ranks, n_local, x.shape[3]) for x in (q_all, k_all, v_all)]
+    ways, chunks = _Ways(call), _chunks(q_all, k_all, call)
+    dout_mine, dout_tokens = ways.of_ranks(dout), ways.of_tokens(dout_all)
+    grads_mine, n_heads = [ways.of_ranks(x) for x in grads], [x.shape[1] for x in (q_all, k_all, v_all)]
+
+    def send(chunk: Chunk) -> messages.Stretches:
+        return _sent([(_some(dout_mine, n_heads[0], chunk.q), _some(dout_tokens, n_heads[0], chunk.q))], ways.group)
+
+    coming, going = [send(chunk) for chunk in chunks[:AHEAD]], []
+    for i, chunk in enumerate(chunks):
+        coming += [send(later) for later in chunks[i + AHEAD : i + AHEAD + 1]]
+        coming[i].arrive()
+        inputs = of_heads(q_all, chunk.q), of_heads(k_all, chunk.kv), of_heads(v_all, chunk.kv)
+        douts = of_heads(dout_all, chunk.q), None if dlse is None else of_heads(dlse, chunk.q)
+        results = outs[i], of_heads(lse, chunk.q)
+        found = attend_backward(douts, inputs, results, chunk.plan, call.scale, call.backend)
+        parts = [part.contiguous() for part in found]
+        of_chunk = zip(parts, grads_mine, n_heads, (chunk.q, chunk.kv, chunk.kv), strict=True)
+        going.append(_sent([(ways.of_tokens(a), _some(b, n, heads)) for a, b, n, heads in of_chunk], ways.group))
+    for stretches in going:
+        stretches.arrive()
+    dq, dk, dv = grads
+    return dq, dk, dv
+
+
+# ---- what a compiler sees ----
+
+
+torch.library.define(
+    "blocksparse_flash::whole_heads_forward",
+    f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> "
+    "(Tensor out, Tensor lse, Tensor all_q, Tensor all_k, Tensor all_v, Tensor all_out)",
+)
+torch.library.define(
+    "blocksparse_flash::whole_heads_backward",
+    "(Tensor dout, Tensor? dlse, Tensor all_q, Tensor all_k, Tensor all_v, Tensor all_out, Tensor lse, "
+    f"{_ARGUMENTS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+
+
+@torch.library.impl("blocksparse_flash::whole_heads_forward", "default")
+def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """lse and what follows it are those of this rank's heads and all tokens."""
+    out, (q_all, k_all, v_all, outs, lse) = forward(q, k, v, Call(*arguments))
+    return out, lse, q_all, k_all, v_all, joined(outs)
+
+
+@torch.library.register_fake("blocksparse_flash::whole_heads_forward")
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    q_all, k_all, v_all = (_room(x, arguments[1]) for x in (q, k, v))
+    out_all = q.new_empty(*q_all.shape[:3], v.shape[3])
+    lse = q.new_empty(q_all.shape[:3], dtype=statistics(q))
+    return q.new_empty(*q.shape[:3], v.shape[3]), lse, q_all, k_all, v_all, out_all
+
+
+@torch.library.impl("blocksparse_flash::whole_heads_backward", "default")
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q_all: Tensor, k_all: Tensor, v_all: Tensor, out_all: Tensor, lse: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = Call(*arguments)
+    outs = [of_heads(out_all, chunk.q) for chunk in _chunks(q_all, k_all, call)]
+    return backward(dout, dlse, (q_all, k_all, v_all, outs, lse), call)
+
+
+@torch.library.register_fake("blocksparse_flash::whole_heads_backward")
+def _(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
+    # q, k, v, out and lse, the plan, sizes
+    *whole, n_ranks = *arguments[:3], len(arguments[6])
+    return tuple(x.new_empty(x.shape[0], x.shape[1] * n_ranks, dout.shape[2], x.shape[3]) for x in whole)
+
+
+# ---- what autograd sees ----
+
+
+class _WholeHeads(torch.autograd.Function):
+    """`forward` and `backward`: called directly, or by the operators."""
+
+    @staticmethod
+    def forward(ctx: Any, is_direct: bool, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        ctx.is_direct, (plan, *ctx.options) = is_direct, arguments
+        ctx.set_materialize_grads(False)
+        if is_direct:
+            out, (q_all, k_all, v_all, outs, lse) = forward(q, k, v, Call(*arguments))
+            ctx.n_outs, ctx.plan = len(outs), plan
+            ctx.save_for_backward(q_all, k_all, v_all, lse, *outs)
+            return out, lse
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, *whole = whole_heads_forward(q, k, v, *arguments)
+        ctx.n_outs, ctx.plan = 1, None
+        ctx.mark_non_differentiable(*whole)
+        ctx.save_for_backward(*whole[:3], lse, whole[3], *plan)
+        return out, lse, *whole
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
+        q_all, k_all, v_all, lse, *rest = ctx.saved_tensors
+        outs, plan = rest[: ctx.n_outs], rest[ctx.n_outs :] if ctx.plan is None else ctx.plan
+        if dout is None:
+            # only lse was used
+            sizes, _, _, group, _ = ctx.options
+            n_local = sizes[dist.get_rank(messages.group_of(group))]
+            dout = outs[0].new_zeros(len(q_all), q_all.shape[1] * len(sizes), n_local, v_all.shape[3])
+        arguments = plan, *ctx.options
+        # a graph of the backward itself needs the dispatcher, which refuses
+        if ctx.is_direct and watchers.are_plain(q_all, k_all, dout) and not torch.is_grad_enabled():
+            grads = backward(dout, dlse, (q_all, k_all, v_all, outs, lse), Call(*arguments))
+        else:
+            grads = whole_heads_backward(dout, dlse, q_all, k_all, v_all, joined(outs), lse, *arguments)
+        return None, *grads, *(None,) * (1 + len(ctx.options))
+
+
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ARG004
+        with torch._C._AutoDispatchBelowAutograd():
+            return whole_heads_backward(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
+        raise RuntimeError("the gradients of attention shared by ranks have no gradients of their own")
+
+
+@torch.library.impl("blocksparse_flash::whole_heads_forward", "Autograd")
+def _forward_with_autograd(*arguments: Any) -> Any:
+    return _WholeHeads.apply(False, *arguments)
+
+
+@torch.library.impl("blocksparse_flash::whole_heads_backward", "Autograd")
+def _backward_with_autograd(*arguments: Any) -> Any:
+    return _Gradients.apply(*arguments)
+
+
+whole_heads_forward = torch.ops.blocksparse_flash.whole_heads_forward.default
+whole_heads_backward = torch.ops.blocksparse_flash.whole_heads_backward.default
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """out of this rank's tokens and all heads, lse of this rank's heads and all tokens, float32 (float64 for float64)."""
+    if not watchers.are_plain(q, k, v):
+        return whole_heads_forward(q, k, v, *call)[:2]
+    if ops._is_differentiated(q, k, v):
+        return _WholeHeads.apply(True, q, k, v, *call)
+    out, saved = forward(q, k, v, call)
+    return out, saved[4]
