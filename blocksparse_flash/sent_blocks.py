@@ -54,9 +54,9 @@ def build_plan(
     indices = indices[: ends[-1, -1]]
     first_col = np.repeat(np.arange(frame.leads) * frame.n_cols, ends[:, -1] - ends[:, 0])
     of_cols = np.bincount(indices.numpy() + first_col, minlength=frame.leads * frame.n_cols)
-    work = np.diff(ends).astype(np.int64), of_cols.reshape(frame.leads, -1)
+    work = np.diff(ends), of_cols.reshape(frame.leads, -1)
     (n_indices, n_row_ids), (_, n_col_ids) = (
-        list_lengths(len(indices), long_lines(tiles)[1], of_rows=of_rows)
+        list_lengths(len(indices), long_lines(tiles, len(indices))[1], of_rows=of_rows)
         for tiles, of_rows in zip(work, (True, False), strict=True)
     )
     with watchers.on(device):
