@@ -690,7 +690,7 @@ class BlockLayout:
                 return self.plan(device, non_blocking=non_blocking)
             return restricted._new_plan(device, False, non_blocking)
         if self.device.type == "cpu" and sent_blocks.suits(self._frame, self.capacity, len(self.bitmasks), device):
-            return sent_blocks.build_plan(self.indptr, self.indices, self._frame, device, non_blocking=non_blocking)
+            return sent_blocks.build_plan(self._rows(), self._frame, device, non_blocking=non_blocking)
         return build_plan(*self._tiles(), device, non_blocking=non_blocking)
 
     def _tiles(self) -> tuple[BlockRows, Frame]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .blocks import Array, BlockRows, Frame, grid
+from .blocks import Array, BlockRows, Frame
 from .packing import may_pin, sent, to_device, views, zeros
 
 TILE = 128
@@ -126,18 +126,21 @@ class Side(NamedTuple):
     work: Array
 
 
+def counted(tiles: BlockRows, frame: Frame) -> tuple[Array, Array, Array]:
+    """(tiles of each row, tiles of each column, lead * n_cols + col of each tile); counts are (leads, lines)."""
+    leads, n_cols, indptr, col_line = frame.leads, frame.n_cols, tiles.indptr, tiles.cols
+    if leads > 1:
+        col_line = col_line + (n_cols * np.arange(leads)).repeat(indptr[:, -1] - indptr[:, 0])
+    of_cols = np.bincount(col_line, minlength=leads * n_cols).reshape(leads, n_cols)
+    return indptr[:, 1:] - indptr[:, :-1], of_cols, col_line
+
+
 def _sides(tiles: BlockRows, frame: Frame) -> tuple[Side, Side]:
     """The tiles by rows, and by columns."""
-    leads, (n_rows, n_cols) = frame.leads, grid(frame.q_len, frame.kv_len, frame.block_size)
-    indptr, col = tiles.indptr, tiles.cols
-    work = indptr[:, 1:] - indptr[:, :-1]
-    row = row_line = np.arange(work.size).repeat(work.reshape(-1))
-    col_line = col
-    if leads > 1:
-        row = row_line % n_rows
-        col_line = col + (n_cols * np.arange(leads)).repeat(indptr[:, -1] - indptr[:, 0])
-    col_work = np.bincount(col_line, minlength=leads * n_cols).reshape(leads, n_cols)
-    return Side(row_line, col, work), Side(col_line, row, col_work)
+    of_rows, of_cols, col_line = counted(tiles, frame)
+    row_line = np.arange(of_rows.size).repeat(of_rows.reshape(-1))
+    row = row_line % frame.n_rows if frame.leads > 1 else row_line
+    return Side(row_line, tiles.cols, of_rows), Side(col_line, row, of_cols)
 
 
 def _with_edges(sides: tuple[Side, Side], ids: Array, n_bitmasks: int, frame: Frame) -> Array:

@@ -90,7 +90,7 @@ class Memory(NamedTuple):
 def contiguous(dtype: torch.dtype, *shape: int, row: int | None = None) -> Memory:
     """Memory for a contiguous tensor, or for one whose last axis is a part of a row of so many elements."""
     lengths = [*shape[1:-1], shape[-1] if row is None else row]
-    strides = [math.prod(lengths[i:]) for i in range(len(lengths))]
+    strides = [math.prod(lengths[i:]) for i in range(len(shape) - 1)]
     return Memory(shape, (*strides, 1), dtype)
 
 

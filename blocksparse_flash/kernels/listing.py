@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch
+from .launch import Launch, allocator, contiguous
 from .selecting import CHUNK, Rows, fill_behind, sums_before
 from .tile import RECORD, TILE
 
@@ -347,16 +347,16 @@ def build_plan(
     leads    (batch | 1, heads | 1), axes in all
     lengths  of the lists: indices, ids of rows, ids of columns
     """
-    device = bits.device
+    new = allocator(bits)
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+        return new(*contiguous(torch.int32, *shape))
 
     n_indices, *n_ids = lengths
     counts = empty(2 * grid.rows.axes * sum(grid.shape))
     words = empty(grid.n_bitmasks, TILE.value, WORDS_OF_TILE.value)
     sides = [(empty(*leads, grid.shape[side], RECORD.value), empty(n_indices), empty(n_ids[side])) for side in (0, 1)]
-    ready = prepare(grid, lengths, device)
+    ready = prepare(grid, lengths, bits.device)
     ready.counts(bits, counts, words)
     ready.lists(bits, counts, *sides[0], *sides[1])
     return [*sides[0], *sides[1], words]
