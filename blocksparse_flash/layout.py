@@ -82,8 +82,8 @@ class BlockLayout:
     kv_len: int
     block_size: Size
     if TYPE_CHECKING:
-        # plans and indices of biases by (device, causal), sizes of the axes, the hash, and what was selected on a device; not
-        # part of the value, so not a field
+        # plans and indices of biases by (device, causal), sizes of the axes, the arrays that the tensors were made of, the hash, and
+        # what was selected on a device; not part of the value, so not a field
         _cache: dict[str, Any]
 
     def __init__(
@@ -595,7 +595,7 @@ class BlockLayout:
             object.__setattr__(self, name, value)
         # the sizes of the axes as numbers: torch.compile guards the whole shape of a tensor that it meets
         axes = self.indptr.shape[0], self.indptr.shape[1]
-        object.__setattr__(self, "_cache", {"plans": {}, "bias_indices": {}, "axes": axes})
+        object.__setattr__(self, "_cache", {"plans": {}, "bias_indices": {}, "axes": axes, "rows": None})
 
     @classmethod
     def _bare(cls, *fields: Any) -> BlockLayout:
@@ -631,7 +631,7 @@ class BlockLayout:
 
     def _rows(self) -> BlockRows:
         """The blocks as arrays on the host."""
-        found: BlockRows | None = self._cache.get("rows")
+        found: BlockRows | None = self._cache["rows"]
         return found or storage.to_block_rows([getattr(self, name) for name in TENSORS], self._frame)
 
     def _check_same(self, other: BlockLayout, name: str) -> None:

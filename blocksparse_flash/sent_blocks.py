@@ -53,7 +53,8 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     for view, values in zip(views(packed, places), tiles, strict=False):
         view[...] = values
     with watchers.on(device):
-        bits = selecting.of_rows(*sent(packed, places, device, non_blocking=True), rows)
+        indptr, indices = sent(packed, places, device, non_blocking=True)
+        bits = selecting.of_rows(indptr, indices, rows)
         lengths = n_indices, n_row_ids, n_col_ids
         plan = of_any_length(Plan._make(listing.build_plan(bits, grid, (frame.batch, frame.heads), lengths)))
         if not non_blocking and device.type == "cuda":

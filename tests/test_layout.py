@@ -575,7 +575,7 @@ def test_copies_are_equal_and_hash_alike(case: cases.Case, way: str) -> None:
     assert copied is not layout and copied == layout and hash(copied) == number
     assert_valid(copied)
     # caches stay behind
-    assert copied._cache.keys() == {"plans", "bias_indices", "axes", "hash"}
+    assert copied._cache.keys() == {"plans", "bias_indices", "axes", "rows", "hash"}
     assert not copied._cache["plans"] and not copied._cache["bias_indices"]
     assert (copied | layout) == layout
 
