@@ -76,8 +76,8 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     packed, places = zeros(shapes, is_pinned=may_pin(device))
     row_items, row_indices, row_ids, col_items, col_indices, col_ids, of_words = views(packed, places)
     partial = (ids >= 0).nonzero()[0]
-    for side, indices, listed_ids in ((sides[0], row_indices, row_ids), (sides[1], col_indices, col_ids)):
-        _list(side, ids, partial, indices[:nnz], listed_ids[:nnz], is_sorted=side is sides[0])
+    _list(sides[0], ids, partial, row_indices[:nnz], row_ids[:nnz], is_sorted=True)
+    _list(sides[1], ids, partial, col_indices[:nnz], col_ids[:nnz], is_sorted=False)
     records = _records(sides, partial, [n for n, _ in n_long])
     n_of_rows = sides[0].work.size
     row_items[...] = records[:n_of_rows].reshape(row_items.shape)
@@ -145,12 +145,11 @@ def _sides(tiles: BlockRows, frame: Frame) -> tuple[Side, Side]:
 
 def _with_edges(sides: tuple[Side, Side], ids: Array, n_bitmasks: int, frame: Frame) -> Array:
     """The ids, with those of `_edge_words` for full tiles on a ragged edge: these hold the pairs which exist."""
-    (_, col, row_work), (_, row, col_work) = sides
-    if frame.q_len % TILE == 0 == frame.kv_len % TILE:
+    q_is_ragged, kv_is_ragged = frame.q_len % TILE != 0, frame.kv_len % TILE != 0
+    if not q_is_ragged and not kv_is_ragged:
         return ids
-    edge = 2 * (row == row_work.shape[1] - 1) * (frame.q_len % TILE != 0) + (col == col_work.shape[1] - 1) * (
-        frame.kv_len % TILE != 0
-    )
+    (_, col, _), (_, row, _) = sides
+    edge = 2 * (q_is_ragged & (row == frame.n_rows - 1)) + (kv_is_ragged & (col == frame.n_cols - 1))
     return np.where((ids < 0) & (edge > 0), n_bitmasks - 1 + edge, ids)
 
 
@@ -198,9 +197,12 @@ def _records(sides: tuple[Side, Side], partial: Array, n_long: Sequence[int]) ->
     return records
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=4)
 def _numbered(leads: int, n_rows: int, n_cols: int) -> tuple[Array, Array]:
-    """Of the rows of all heads, and then of the columns: which head each belongs to, those of columns counted on, and its number there."""
+    """(head, number) of the rows of all heads and then of their columns, for which heads are counted on; read only.
+
+    Kept for the masks to come of one shape or two; of long sequences with many heads these are megabytes.
+    """
     n_lines = np.repeat([n_rows, n_cols], leads)
     head = np.arange(2 * leads).repeat(n_lines)
     return head, np.arange(len(head)) - (n_lines.cumsum() - n_lines)[head]
