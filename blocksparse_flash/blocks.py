@@ -40,6 +40,20 @@ class BlockList(NamedTuple):
     bitmasks: Array
 
 
+class BlockRows(NamedTuple):
+    """A block list with its keys split as a layout stores them.
+
+    indptr   int32 (leads, n_rows + 1): offsets into cols, which each lead begins where the one before it ends
+    cols     int32 (nnz,)
+    ids, bitmasks  as of a BlockList
+    """
+
+    indptr: Array
+    cols: Array
+    ids: Array
+    bitmasks: Array
+
+
 class Frame(NamedTuple):
     """What the keys of a list count in: the axes and lengths of its layout, and its block size."""
 
@@ -55,11 +69,11 @@ class Frame(NamedTuple):
 
     @property
     def n_rows(self) -> int:
-        return grid(self.q_len, self.kv_len, self.block_size)[0]
+        return -(-self.q_len // self.block_size[0])
 
     @property
     def n_cols(self) -> int:
-        return grid(self.q_len, self.kv_len, self.block_size)[1]
+        return -(-self.kv_len // self.block_size[1])
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -132,6 +146,26 @@ def edge_kinds(keys: Array, *, q_len: int, kv_len: int, block_size: Size) -> Arr
 def full_list(keys: Array, block_size: Size) -> BlockList:
     """The list in which every block named by the ascending keys is full."""
     return BlockList(keys, np.full(len(keys), FULL, np.int32), no_bitmasks(block_size))
+
+
+def by_rows(found: BlockList, frame: Frame) -> BlockRows:
+    """The list by rows, which shares nothing with it but bitmasks."""
+    n_rows, n_cols = frame.n_rows, frame.n_cols
+    first = n_cols * np.arange(frame.leads * n_rows + 1)
+    # keys are ascending, so the offset of a row is where its first key would stand
+    offsets = found.keys.searchsorted(first)
+    cols = np.subtract(found.keys, first[:-1].repeat(offsets[1:] - offsets[:-1]), dtype=np.int32, casting="unsafe")
+    indptr = np.empty((frame.leads, n_rows + 1), np.int32)
+    indptr[:, :-1] = offsets[:-1].reshape(frame.leads, n_rows)
+    indptr[:, -1] = offsets[n_rows::n_rows] if n_rows else 0
+    return BlockRows(indptr, cols, found.ids.astype(np.int32), np.ascontiguousarray(found.bitmasks))
+
+
+def by_keys(rows: BlockRows, frame: Frame) -> BlockList:
+    """The inverse of `by_rows`."""
+    indptr, cols, ids, bitmasks = rows
+    first = frame.n_cols * np.arange(frame.leads * frame.n_rows)
+    return BlockList(first.repeat((indptr[:, 1:] - indptr[:, :-1]).reshape(-1)) + cols, ids, bitmasks)
 
 
 def ranges(starts: Array, counts: Array) -> Array:

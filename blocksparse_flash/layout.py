@@ -32,11 +32,11 @@ from . import (
 )
 from .arguments import TENSORS
 from .block_bias import BiasIndex
-from .blocks import FULL, Array, Axis, BlockList, Frame, Size
+from .blocks import FULL, Array, Axis, BlockList, BlockRows, Frame, Size
 from .description import Description, describe
 from .gather import crop, gather
 from .packing import to_device
-from .plan import Plan, build_plan
+from .plan import TILE, Plan, build_plan
 
 Integers = torch.Tensor | Array | list[int]
 
@@ -47,7 +47,11 @@ _ALL = slice(None)
 def _resolved(device: torch.device | str | int) -> torch.device:
     """The device with its index, as tensors report it."""
     device = torch.device(device)
-    return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
+    if device.type == "cpu" or device.index is not None:
+        return device
+    if device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.empty(0, device=device).device
 
 
 # every layout has a number of its own: torch.compile guards it, and hands it to what is not traced, which takes no layout under
@@ -96,8 +100,8 @@ class BlockLayout:
     kv_len: int
     block_size: Size
     if TYPE_CHECKING:
-        # plans and indices of biases by (device, causal), sizes of the axes, the hash, and what was selected on a device; not
-        # part of the value, so not a field
+        # plans and indices of biases by (device, causal), sizes of the axes, the arrays that the tensors were made of, the hash, and
+        # what was selected on a device; not part of the value, so not a field
         _cache: dict[str, Any]
 
     def __init__(
@@ -114,8 +118,9 @@ class BlockLayout:
         frame, tensors = arguments.frame(q_len, kv_len, block_size), (indptr, indices, bitmask_ids, bitmasks)
         arguments.check_tensors(tensors, frame)
         frame = frame._replace(batch=indptr.shape[0], heads=indptr.shape[1])
-        found = blocks.canonical(*storage.to_block_list(tensors, frame), **frame.sizes)
-        self._set(*storage.to_tensors(found, frame, indptr.device), *frame[2:])
+        found = blocks.by_keys(storage.to_block_rows(tensors, frame), frame)
+        rows = blocks.by_rows(blocks.canonical(*found, **frame.sizes), frame)
+        self._set(*storage.to_tensors(rows, frame, indptr.device), *frame[2:])
 
     # ------------------------------------------------------------------------------------------------- constructors
 
@@ -615,7 +620,8 @@ class BlockLayout:
         # the sizes of the axes as numbers: torch.compile guards the whole shape of a tensor that it meets
         axes = self.indptr.shape[0], self.indptr.shape[1]
         number = next(_NUMBERS_OF_LAYOUTS)
-        object.__setattr__(self, "_cache", {"plans": {}, "bias_indices": {}, "axes": axes, "number": number})
+        cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "axes": axes, "rows": None, "number": number}
+        object.__setattr__(self, "_cache", cache)
         _NUMBERED[number] = self
 
     @classmethod
@@ -629,7 +635,11 @@ class BlockLayout:
     def _from_block_list(cls, found: BlockList, frame: Frame, device: torch.device | str = "cpu") -> BlockLayout:
         """The layout of a canonical block list, unchecked."""
         arguments.check_nnz(len(found.keys))
-        return cls._bare(*storage.to_tensors(found, frame, device), *frame[2:])
+        rows = blocks.by_rows(found, frame)
+        layout = cls._bare(*storage.to_tensors(rows, frame, device), *frame[2:])
+        if layout.indptr.is_cpu:
+            layout._cache["rows"] = rows
+        return layout
 
     @classmethod
     def _of_full(cls, keys: Array, frame: Frame) -> BlockLayout:
@@ -644,7 +654,12 @@ class BlockLayout:
         return Frame(*self.shape, self.block_size)
 
     def _block_list(self) -> BlockList:
-        return storage.to_block_list([getattr(self, name) for name in TENSORS], self._frame)
+        return blocks.by_keys(self._rows(), self._frame)
+
+    def _rows(self) -> BlockRows:
+        """The blocks as arrays on the host."""
+        found: BlockRows | None = self._cache["rows"]
+        return found or storage.to_block_rows([getattr(self, name) for name in TENSORS], self._frame)
 
     def _check_same(self, other: BlockLayout, name: str) -> None:
         arguments.check_same(self._frame, other._frame, name)
@@ -701,9 +716,20 @@ class BlockLayout:
             if restricted == self:
                 return self.plan(device, non_blocking=non_blocking)
             return restricted._new_plan(device, False, non_blocking)
-        if self.device.type == "cpu" and sent_blocks.suits(self._frame, self.nnz, len(self.bitmasks), device):
-            return sent_blocks.build_plan(self.indptr, self.indices, self._frame, device, non_blocking=non_blocking)
-        return build_plan(*self._block_list(), **self._frame._asdict(), device=device, non_blocking=non_blocking)
+        if self.device.type == "cpu" and sent_blocks.suits(self._frame, self.capacity, len(self.bitmasks), device):
+            return sent_blocks.build_plan(self._rows(), self._frame, device, non_blocking=non_blocking)
+        return build_plan(*self._tiles(), device, non_blocking=non_blocking)
+
+    def _tiles(self) -> tuple[BlockRows, Frame]:
+        """The same pairs in tiles of kernels, and their frame."""
+        frame, tile = self._frame, (TILE, TILE)
+        if frame.block_size == tile:
+            return self._rows(), frame
+        found = blocks.regroup(
+            *self._block_list(), q_len=frame.q_len, kv_len=frame.kv_len, old=frame.block_size, new=tile
+        )
+        frame = frame._replace(block_size=tile)
+        return blocks.by_rows(found, frame), frame
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""

@@ -6,13 +6,14 @@ Knows: block lists (NumPy) and tensors. Does not know: BlockLayout, patterns, ba
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from . import blocks
-from .packing import to_device
+from .blocks import Array, BlockRows, Frame
+from .packing import may_pin, sent, to_device, views, zeros
 
 TILE = 128
 # int32 words of a record of row_items / col_items
@@ -57,40 +58,32 @@ class Plan(NamedTuple):
         return of_any_length(Plan(*to_device(self, device, non_blocking=non_blocking)))
 
 
-def build_plan(
-    keys: np.ndarray,
-    ids: np.ndarray,
-    bitmasks: np.ndarray,
-    *,
-    batch: int,
-    heads: int,
-    q_len: int,
-    kv_len: int,
-    block_size: tuple[int, int],
-    device: torch.device | str,
-    non_blocking: bool = False,
-) -> Plan:
-    """Regroup a canonical block list (see blocks.py) to tiles and list them by rows and by columns. O(nnz log nnz)."""
-    keys, ids, words = blocks.regroup(keys, ids, bitmasks, q_len=q_len, kv_len=kv_len, old=block_size, new=(TILE, TILE))
-    n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
-    line, col = blocks.divided(keys, n_cols)
-    axis, row = blocks.divided(line, n_rows)
+def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool = False) -> Plan:
+    """List the tiles of a canonical list by rows and by columns. O(tiles).
 
-    words = words.reshape(-1, TILE, TILE // 32)
-    if q_len % TILE or kv_len % TILE:
-        # a full tile on a ragged edge becomes a partial one that holds the pairs which exist
-        edge = 2 * ((row == n_rows - 1) & (q_len % TILE != 0)) + ((col == n_cols - 1) & (kv_len % TILE != 0))
-        ids = np.where((ids < 0) & (edge > 0), len(words) + edge - 1, ids)
-    words = np.concatenate([words.view(np.int32), _edge_words(_last(q_len), _last(kv_len))])
-
-    leads = batch * heads
-    arrays: list[np.ndarray] = []
-    for of_rows, lines, minor, n_major in ((True, line, col, n_rows), (False, axis * n_cols + col, row, n_cols)):
-        records, *lists, n_long = _walk(lines, minor, ids, leads=leads, n_major=n_major)
-        lengths = list_lengths(len(ids), n_long, of_rows=of_rows)
-        arrays += [records.reshape(batch, heads, -1, RECORD), *map(_padded, lists, lengths)]
-    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in (*arrays, words)]
-    return of_any_length(Plan(*to_device(tensors, device, non_blocking=non_blocking)))
+    frame         of the tiles: its block_size is TILE x TILE
+    non_blocking  as of packing.sent
+    """
+    assert frame.block_size == (TILE, TILE), frame.block_size
+    words, sides = tiles.bitmasks, _sides(tiles, frame)
+    nnz, ids = len(tiles.cols), _with_edges(sides, tiles.ids, len(words), frame)
+    n_long = [long_lines(side.work, nnz) for side in sides]
+    shapes: list[tuple[int, ...]] = []
+    for side, (_, n_split), of_rows in zip(sides, n_long, (True, False), strict=True):
+        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=of_rows)
+        shapes += (frame.batch, frame.heads, side.work.shape[1], RECORD), (n_indices,), (n_ids,)
+    shapes.append((len(words) + 3, TILE, TILE // 32))
+    packed, places = zeros(shapes, is_pinned=may_pin(device))
+    row_items, row_indices, row_ids, col_items, col_indices, col_ids, of_words = views(packed, places)
+    partial = (ids >= 0).nonzero()[0]
+    _list(sides[0], ids, partial, row_indices[:nnz], row_ids[:nnz], is_sorted=True)
+    _list(sides[1], ids, partial, col_indices[:nnz], col_ids[:nnz], is_sorted=False)
+    records = _records(sides, partial, [n for n, _ in n_long])
+    n_of_rows = sides[0].work.size
+    row_items[...] = records[:n_of_rows].reshape(row_items.shape)
+    col_items[...] = records[n_of_rows:].reshape(col_items.shape)
+    of_words[:-3], of_words[-3:] = words.view(np.int32), _edge_words(_last(frame.q_len), _last(frame.kv_len))
+    return of_any_length(Plan(*sent(packed, places, device, non_blocking=non_blocking)))
 
 
 def of_any_length(plan: Plan) -> Plan:
@@ -109,7 +102,7 @@ def _last(length: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _edge_words(n_queries: int, n_keys: int) -> np.ndarray:
+def _edge_words(n_queries: int, n_keys: int) -> Array:
     """Bitmasks of the pairs that exist in a tile at the right edge, at the bottom edge, in the corner: (3, 128, 4).
 
     n_queries, n_keys  of a last tile; read only
@@ -120,65 +113,124 @@ def _edge_words(n_queries: int, n_keys: int) -> np.ndarray:
     return np.packbits(np.stack(pairs), axis=-1, bitorder="little").view(np.int32)
 
 
-def _walk(
-    line: np.ndarray, minor: np.ndarray, ids: np.ndarray, *, leads: int, n_major: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Records (leads, n_major, 8), indices and bitmask ids of one direction, and how many records are worth splitting.
+class Side(NamedTuple):
+    """One direction of tiles that come by rows.
 
-    line  lead * n_major + major of each tile; tiles of a line come with their minor index ascending
+    line   lead * lines + major of each tile
+    minor  its place in the line, ascending
+    work   (leads, lines): tiles of each
     """
-    n_lines = leads * n_major
-    work = np.bincount(line, minlength=n_lines)
-    is_partial = ids >= 0
-    if is_partial.any():
-        order = _order(2 * line + ~is_partial, 2 * n_lines)
-        listed, listed_ids = (minor - PARTIAL * is_partial)[order], np.maximum(ids, 0)[order]
-        n_partial = np.bincount(line[is_partial], minlength=n_lines)
-    else:
-        listed, listed_ids = minor[_order(line, n_lines)], np.zeros_like(ids)
-        n_partial = np.zeros_like(work)
-    launch = np.argsort(-work.reshape(leads, n_major), axis=1, kind="stable")
-    record_line = launch + n_major * np.arange(leads)[:, None]
-    records: np.ndarray = np.zeros((leads, n_major, RECORD), dtype=np.int32)
-    records[..., 0] = launch
-    records[..., 1] = (np.cumsum(work) - work)[record_line]
-    records[..., 2], records[..., 3] = work[record_line], n_partial[record_line]
-    records.reshape(-1, RECORD)[record_line, 4] = np.arange(n_major)
-    records[..., 7], n_long = long_lines(work.reshape(leads, n_major))
-    return records, listed, listed_ids, n_long
+
+    line: Array
+    minor: Array
+    work: Array
 
 
-def long_lines(work: np.ndarray) -> tuple[int, int]:
+def counted(tiles: BlockRows, frame: Frame) -> tuple[Array, Array, Array]:
+    """(tiles of each row, tiles of each column, lead * n_cols + col of each tile); counts are (leads, lines)."""
+    leads, n_cols, indptr, col_line = frame.leads, frame.n_cols, tiles.indptr, tiles.cols
+    if leads > 1:
+        col_line = col_line + (n_cols * np.arange(leads)).repeat(indptr[:, -1] - indptr[:, 0])
+    of_cols = np.bincount(col_line, minlength=leads * n_cols).reshape(leads, n_cols)
+    return indptr[:, 1:] - indptr[:, :-1], of_cols, col_line
+
+
+def _sides(tiles: BlockRows, frame: Frame) -> tuple[Side, Side]:
+    """The tiles by rows, and by columns."""
+    of_rows, of_cols, col_line = counted(tiles, frame)
+    row_line = np.arange(of_rows.size).repeat(of_rows.reshape(-1))
+    row = row_line % frame.n_rows if frame.leads > 1 else row_line
+    return Side(row_line, tiles.cols, of_rows), Side(col_line, row, of_cols)
+
+
+def _with_edges(sides: tuple[Side, Side], ids: Array, n_bitmasks: int, frame: Frame) -> Array:
+    """The ids, with those of `_edge_words` for full tiles on a ragged edge: these hold the pairs which exist."""
+    q_is_ragged, kv_is_ragged = frame.q_len % TILE != 0, frame.kv_len % TILE != 0
+    if not q_is_ragged and not kv_is_ragged:
+        return ids
+    (_, col, _), (_, row, _) = sides
+    edge = 2 * (q_is_ragged & (row == frame.n_rows - 1)) + (kv_is_ragged & (col == frame.n_cols - 1))
+    return np.where((ids < 0) & (edge > 0), n_bitmasks - 1 + edge, ids)
+
+
+def _list(side: Side, ids: Array, partial: Array, indices: Array, listed_ids: Array, *, is_sorted: bool) -> None:
+    """Write the tiles of each line, partial ones first, and their ids; where there are 0s.
+
+    partial    which tiles are
+    is_sorted  the lines come one after another
+    """
+    if not len(partial):
+        indices[:] = side.minor if is_sorted else side.minor.take(_order(side.line, side.work.size))
+        return
+    rank, minor = 2 * side.line + 1, side.minor.copy()
+    rank[partial] -= 1
+    minor[partial] -= PARTIAL
+    order = _order(rank, 2 * side.work.size)
+    indices[:], listed_ids[:] = minor.take(order), np.maximum(ids, 0).take(order)
+
+
+def _records(sides: tuple[Side, Side], partial: Array, n_long: Sequence[int]) -> Array:
+    """Records of the lines of both directions, one after the other, (lines, 8), in launch order: see Plan.
+
+    Of the two together, as an operation on few lines costs the same as one on twice as many.
+    partial  which tiles are
+    n_long   of each direction
+    """
+    by_rows, by_cols = sides
+    (leads, n_rows), n_cols, n_of_rows = by_rows.work.shape, by_cols.work.shape[1], by_rows.work.size
+    work = np.concatenate([by_rows.work, by_cols.work], axis=None)
+    head, number = _numbered(leads, n_rows, n_cols)
+    fields = np.zeros((len(work), RECORD), np.int32)
+    fields[:, 0] = number
+    fields[:, 1] = work.cumsum() - work
+    fields[n_of_rows:, 1] -= len(by_rows.line)
+    fields[:, 2] = work
+    if len(partial):
+        lines = np.concatenate([by_rows.line[partial], by_cols.line[partial] + n_of_rows])
+        fields[:, 3] = np.bincount(lines, minlength=len(work))
+    fields[:n_of_rows, 7], fields[n_of_rows:, 7] = n_long
+    # the longest line of each head first
+    most = int(np.maximum.reduce(work, initial=0))
+    order = _order(head * (most + 1) + (most - work), 2 * leads * (most + 1))
+    records = fields.take(order, axis=0)
+    records[order, 4] = number
+    return records
+
+
+@functools.lru_cache(maxsize=4)
+def _numbered(leads: int, n_rows: int, n_cols: int) -> tuple[Array, Array]:
+    """(head, number) of the rows of all heads and then of their columns, for which heads are counted on; read only.
+
+    Kept for the masks to come of one shape or two; of long sequences with many heads these are megabytes.
+    """
+    n_lines = np.repeat([n_rows, n_cols], leads)
+    head = np.arange(2 * leads).repeat(n_lines)
+    return head, np.arange(len(head)) - (n_lines.cumsum() - n_lines)[head]
+
+
+def long_lines(work: Array, n_tiles: int) -> tuple[int, int]:
     """How many lines have over twice the mean work, and of these are worth splitting, of the head that has most.
 
-    work  tiles, int64 (heads, lines)
+    work  tiles of each line, (heads, lines), n_tiles in all
     """
-    if not work.size:
+    # without a division; of most layouts no line is
+    if int(np.maximum.reduce(work, axis=None, initial=0)) * work.size <= 2 * n_tiles:
         return 0, 0
-    of_head = work.sum(axis=1, keepdims=True)
-    # without a division
-    is_long = work * work.size > 2 * of_head.sum()
-    return int(is_long.sum(axis=1).max()), int((is_long & (LONG * work > of_head)).sum(axis=1).max())
+    work = work.astype(np.int64)
+    is_long = work * work.size > 2 * n_tiles
+    is_split = is_long & (LONG * work > work.sum(axis=1, keepdims=True))
+    return int(is_long.sum(axis=1).max()), int(is_split.sum(axis=1).max())
 
 
-def _order(values: np.ndarray, limit: int) -> np.ndarray | slice:
-    """What np.argsort(values, kind="stable") gives for integers 0 .. limit - 1, a slice of all if they ascend already.
+def _order(values: Array, limit: int) -> Array:
+    """What np.argsort(values, kind="stable") gives for integers 0 .. limit - 1.
 
     16 bits at a time, lowest first: those NumPy sorts by radix, at 32,768 tiles 7 times as fast as 64 bits.
     """
-    if (values[1:] >= values[:-1]).all():
-        return slice(None)
-    order = np.argsort(values.astype(np.uint16), kind="stable")
+    order = values.astype(np.uint16).argsort(kind="stable")
     for shift in range(16, (limit - 1).bit_length(), 16):
-        order = order[np.argsort((values[order] >> shift).astype(np.uint16), kind="stable")]
+        order = order.take((values.take(order) >> shift).astype(np.uint16).argsort(kind="stable"))
     return order
-
-
-def _padded(values: np.ndarray, length: int) -> np.ndarray:
-    """The values, and zeros behind them, int32."""
-    padded = np.zeros(length, np.int32)
-    padded[: len(values)] = values
-    return padded
 
 
 def list_lengths(n_tiles: int, n_long: int, *, of_rows: bool) -> tuple[int, int]:

@@ -2,18 +2,17 @@
 
 What plan.build_plan makes on the host is three times as long as the indices, and the host has to make it. What stands in lengths, by which launches decide, the host still counts.
 
-Knows index tensors of the host and the records of a plan. Must not know BlockLayout, patterns or backends.
+Knows lists of blocks and the records of a plan. Must not know BlockLayout, patterns or backends.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from . import watchers
-from .blocks import Frame
-from .packing import to_device
-from .plan import TILE, Plan, list_lengths, long_lines, of_any_length
+from .blocks import BlockRows, Frame
+from .packing import may_pin, sent, views, zeros
+from .plan import TILE, Plan, counted, list_lengths, long_lines, of_any_length
 from .selection import FREE_WORDS, MOST_LINES, MOST_OF_ALL_AXES, WORDS_OF_ENTRY
 
 # blocks from which on that pays: H200, what a new mask adds to a step of `hopper`, milliseconds, 2,048 blocks 0.82 for 0.63, 32,768 blocks
@@ -37,31 +36,25 @@ def suits(frame: Frame, nnz: int, n_bitmasks: int, device: torch.device) -> bool
     )
 
 
-def build_plan(
-    indptr: torch.Tensor, indices: torch.Tensor, frame: Frame, device: torch.device, *, non_blocking: bool
-) -> Plan:
+def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool) -> Plan:
     """The plan of full blocks of 128 x 128; it names bitmasks otherwise than plan.build_plan, and holds some that no tile has.
 
-    indptr, indices  of a layout, on the host
-    non_blocking     True: the host does not wait until it is made, and another stream than the current one must
+    non_blocking  True: the host does not wait until it is made, and another stream than the current one must
     """
     from .kernels import listing, selecting
 
     rows = selecting.Rows(frame.leads, frame.n_rows, frame.n_cols, *frame[2:])
     grid = listing.Grid(rows, causal=False)
-    ends = indptr.numpy().reshape(frame.leads, -1)
-    # behind them are those that a selection has no use for
-    indices = indices[: ends[-1, -1]]
-    first_col = np.repeat(np.arange(frame.leads) * frame.n_cols, ends[:, -1] - ends[:, 0])
-    of_cols = np.bincount(indices.numpy() + first_col, minlength=frame.leads * frame.n_cols)
-    work = np.diff(ends).astype(np.int64), of_cols.reshape(frame.leads, -1)
-    (n_indices, n_row_ids), (_, n_col_ids) = (
-        list_lengths(len(indices), long_lines(tiles)[1], of_rows=of_rows)
-        for tiles, of_rows in zip(work, (True, False), strict=True)
-    )
+    of_rows, of_cols, _ = counted(tiles, frame)
+    nnz = len(tiles.cols)
+    n_indices, n_row_ids = list_lengths(nnz, long_lines(of_rows, nnz)[1], of_rows=True)
+    _, n_col_ids = list_lengths(nnz, long_lines(of_cols, nnz)[1], of_rows=False)
+    packed, places = zeros([tiles.indptr.shape, tiles.cols.shape], is_pinned=may_pin(device))
+    for view, values in zip(views(packed, places), tiles, strict=False):
+        view[...] = values
     with watchers.on(device):
-        sent_indptr, sent_indices = to_device([indptr, indices], device, non_blocking=True)
-        bits = selecting.of_rows(sent_indptr, sent_indices, rows)
+        indptr, indices = sent(packed, places, device, non_blocking=True)
+        bits = selecting.of_rows(indptr, indices, rows)
         lengths = n_indices, n_row_ids, n_col_ids
         plan = of_any_length(Plan._make(listing.build_plan(bits, grid, (frame.batch, frame.heads), lengths)))
         if not non_blocking and device.type == "cuda":

@@ -12,24 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from .blocks import BlockList, Frame, Size, distinct, divided, ranges, words_per_query
+from .blocks import BlockList, BlockRows, Frame, Size, distinct, ranges, words_per_query
 from .packing import to_device
 
 
-def to_tensors(found: BlockList, frame: Frame, device: torch.device | str) -> tuple[torch.Tensor, ...]:
-    """indptr, indices, bitmask_ids, bitmasks of a canonical block list."""
-    # keys are ascending, so the offset of a row is where its first key would stand
-    ends = np.searchsorted(found.keys, np.arange(1, frame.leads * frame.n_rows + 1) * frame.n_cols)
-    indptr = np.zeros((frame.leads, frame.n_rows + 1), np.int32)
-    indptr[:, 1:] = ends.reshape(frame.leads, frame.n_rows)
-    indptr[1:, 0] = indptr[:-1, -1]
-    arrays = (
-        indptr.reshape(frame.batch, frame.heads, frame.n_rows + 1),
-        divided(found.keys, frame.n_cols)[1].astype(np.int32),
-        found.ids.astype(np.int32),
-        found.bitmasks.view(np.int32),
-    )
-    return tuple(to_device([torch.from_numpy(np.ascontiguousarray(array)) for array in arrays], device))
+def to_tensors(rows: BlockRows, frame: Frame, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    """indptr, indices, bitmask_ids, bitmasks of a canonical list."""
+    arrays = (rows.indptr.reshape(frame.batch, frame.heads, -1), rows.cols, rows.ids, rows.bitmasks.view(np.int32))
+    return tuple(to_device([torch.from_numpy(array) for array in arrays], device))
 
 
 def no_bitmasks(frame: Frame, device: torch.device) -> torch.Tensor:
@@ -40,16 +30,15 @@ def no_bitmasks(frame: Frame, device: torch.device) -> torch.Tensor:
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[Any]:
     # a transform of torch.func would wrap what it sees, and nothing here is differentiated
     with torch._C._DisableFuncTorch():
-        return [tensor.detach().cpu().numpy() for tensor in tensors]
+        return [tensor.numpy(force=True) for tensor in tensors]
 
 
-def to_block_list(tensors: Sequence[torch.Tensor], frame: Frame) -> BlockList:
-    """The block list of a layout's tensors, copied to the host if they are elsewhere."""
+def to_block_rows(tensors: Sequence[torch.Tensor], frame: Frame) -> BlockRows:
+    """The list that lies in a layout's tensors, copied to the host if they are elsewhere."""
     indptr, indices, ids, bitmasks = _on_host(tensors)
-    flat = indptr.reshape(-1, frame.n_rows + 1).astype(np.int64)
-    nnz = int(flat[-1, -1])
-    rows = np.repeat(np.arange(frame.leads * frame.n_rows), (flat[:, 1:] - flat[:, :-1]).reshape(-1))
-    return BlockList(rows * frame.n_cols + indices[:nnz], ids[:nnz], bitmasks.view(np.uint32))
+    # behind them are those that a selection has no use for
+    nnz = indptr.item(-1)
+    return BlockRows(indptr.reshape(frame.leads, -1), indices[:nnz], ids[:nnz], bitmasks.view(np.uint32))
 
 
 def to_rows(tensors: Sequence[torch.Tensor], frame: Frame, rows: Size) -> tuple[BlockList, Frame]:

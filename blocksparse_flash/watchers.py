@@ -46,10 +46,16 @@ def are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-@contextmanager
-def aside(tensor: torch.Tensor) -> Iterator[None]:
+def aside(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """For what is made of a tensor, which is no input of any function, and cached: neither for inference only, nor wrapped by a
     transform of torch.func, unless that tensor is."""
+    if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return _outside(tensor)
+    return _NOTHING
+
+
+@contextmanager
+def _outside(tensor: torch.Tensor) -> Iterator[None]:
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     with torch.inference_mode(False), _NOTHING if is_wrapped else torch._C._DisableFuncTorch():
         yield

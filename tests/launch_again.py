@@ -18,7 +18,17 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from blocksparse_flash.kernels import backward, decode, forward, hopper_forward, launch, launcher, rows
+from blocksparse_flash.kernels import (
+    backward,
+    decode,
+    forward,
+    hopper_forward,
+    launch,
+    launcher,
+    listing,
+    rows,
+    selecting,
+)
 from blocksparse_flash.kernels.scores import Scores
 from blocksparse_flash.seen import kind_of
 from blocksparse_flash.splitting import WHOLE, Split
@@ -210,6 +220,15 @@ def main() -> None:
         for call, message in zip(calls, messages, strict=True)
     ]
     check(recorder, add, given[0], given)
+    recorder.calls.clear()
+    # numbers among the tensors, 1 and multiples of 16 too
+    grid = listing.Grid(selecting.Rows(2, 3, 3, 384, 384, (128, 128)), causal=False)
+    bits, counts = torch.zeros(2, 3, 1, dtype=torch.int32), torch.zeros(24, dtype=torch.int32)
+    given = [
+        (bits, counts, *(torch.empty(8 * n, dtype=torch.int32) for _ in range(6)), n, 16 * n, n + 2)
+        for n in (9, 1, 16, 33)
+    ]
+    check(recorder, listing.prepare.__wrapped__(grid, torch.device("cpu")).lists, given[0], given)
     print(f"Triton {triton.__version__}: every launch is handed on alike")
 
 

@@ -68,7 +68,7 @@ TABLE = {
         {f"{OURS}.kernels.{name}" for name in ("selecting", "listing")},
     ),
     "blocksparse_flash/sent_blocks.py": Arrows(
-        {NUMPY, TORCH, *(f"{OURS}.{name}" for name in ("blocks", "packing", "plan", "selection", "watchers"))},
+        {TORCH, *(f"{OURS}.{name}" for name in ("blocks", "packing", "plan", "selection", "watchers"))},
         {f"{OURS}.kernels.{name}" for name in ("selecting", "listing")},
     ),
     "blocksparse_flash/layout.py": Arrows(

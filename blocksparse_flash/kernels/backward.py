@@ -27,11 +27,14 @@ from .launch import (
     Config,
     Describer,
     Launch,
+    Memory,
     Options,
     Shape,
     Walk,
+    allocator,
     axis_strides,
     constants,
+    contiguous,
     device_seed,
     options_of,
     padded_dim,
@@ -457,12 +460,12 @@ def prepare_statistics(dout: Seen, n_padded: int, cleared: int = 0) -> Launch:
 
 
 class Prepared(NamedTuple):
-    """The launches, None for a gradient without elements."""
+    """The launches, None for a gradient without elements, and the memory of dq, dk, dv and the statistics."""
 
     statistics: Launch
     keys: Launch | None
     queries: Launch | None
-    n_padded: int
+    memory: tuple[Memory, ...]
     bias_sums: tuple[int, ...] | None
 
 
@@ -541,7 +544,9 @@ def prepare(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Prepared:
     if batch * heads * q_len:
         added = {"scale": scale, **score_arguments(options, 0), "sums_strides": shape and axis_strides(shape)}
         queries = walking(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
-    return Prepared(statistics, keys, queries, n_padded, shape)
+    memory = [contiguous(seen.dtype, *seen.shape) for seen in (q, k, v)]
+    memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
+    return Prepared(statistics, keys, queries, tuple(memory), shape)
 
 
 def backward(
@@ -565,8 +570,6 @@ def backward(
 
     With options of the scores also the gradients of sinks, slopes and bias, as far as `wanted` (bool for each), else empty.
     """
-    # not empty_like, which keeps strides; a shape that is given as one takes the host twice as long
-    dq, dk, dv = q.new_empty(*q.shape), k.new_empty(*k.shape), v.new_empty(*v.shape)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     seed = device_seed(seed, q.device)
@@ -580,7 +583,8 @@ def backward(
     if scores is not None:
         dslopes = torch.empty_like(lse) if wanted[1] else None
         sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)
-    statistics = q.new_empty(*q.shape[:2], ready.n_padded, 2, dtype=torch.float32)
+    empty = allocator(q)
+    dq, dk, dv, statistics = [empty(*memory) for memory in ready.memory]
     if lse.numel() > 0:
         ready.statistics(out, dout, lse, dlse, statistics, None, None, None)
 

@@ -90,7 +90,7 @@ class Memory(NamedTuple):
 def contiguous(dtype: torch.dtype, *shape: int, row: int | None = None) -> Memory:
     """Memory for a contiguous tensor, or for one whose last axis is a part of a row of so many elements."""
     lengths = [*shape[1:-1], shape[-1] if row is None else row]
-    strides = [math.prod(lengths[i:]) for i in range(len(lengths))]
+    strides = [math.prod(lengths[i:]) for i in range(len(shape) - 1)]
     return Memory(shape, (*strides, 1), dtype)
 
 
@@ -205,11 +205,11 @@ class Describer:
 class Launch:
     """One kernel, ready to launch on tensors of one kind.
 
-    kernel    a jitted function whose parameters are the tensors, then the rest
-    n_programs, rest   the grid, and everything but the tensors, by name
+    kernel    a jitted function whose parameters are the tensors, and integers that change from call to call, then the rest
+    n_programs, rest   the grid, and everything but those, by name
     describers         of the tensors that are handed on as descriptors, by name
 
-    Called with tensors and None. From the second call on the compiled kernel is launched directly:
+    Called with tensors, None and those integers. From the second call on the compiled kernel is launched directly:
     Triton's own launch would look at each argument anew, some 20 microseconds.
     """
 

@@ -70,7 +70,7 @@ def expander(compiled: Any) -> Any:
 
 
 class Bound:
-    """A compiled kernel whose expanded arguments are known but for the addresses of tensors.
+    """A compiled kernel whose expanded arguments are known but for the addresses of tensors, and for numbers among them.
 
     Called with arguments of the same kinds as those it was bound with.
     """
@@ -90,10 +90,11 @@ class Bound:
         self._nests = hasattr(compiled.run, "kernel_signature")
         self._head = handed[4:-1] if self._nests else ()
         self._given = list(handed[-1] if self._nests else handed[4:])
-        # (where it goes, which argument it is of): addresses, and tensor maps with those that were made, by address
+        # (where it goes, which argument it is of): addresses, numbers, and tensor maps with those that were made, by address
         place = {id(value): slot for slot, value in enumerate(self._given)}
         plain = [i for i, mark in enumerate(marks) if mark is not None and not is_described[i]]
-        self._pointers = [(place[id(marks[i])], i) for i in plain]
+        self._pointers = [(place[id(marks[i])], i) for i in plain if not isinstance(arguments[i], int)]
+        self._numbers = [(place[id(marks[i])], i) for i in plain if isinstance(arguments[i], int)]
         mapped = [i for i, has in enumerate(is_described) if has]
         maps = [slot for slot, value in enumerate(self._given) if type(value).__name__ == "PyCUtensorMap"]
         self._maps = [(slot, i, dict[int, Any]()) for slot, i in zip(maps, mapped, strict=True)]
@@ -105,6 +106,8 @@ class Bound:
         given = self._given.copy()
         for slot, i in self._pointers:
             given[slot] = arguments[i].data_ptr()
+        for slot, i in self._numbers:
+            given[slot] = arguments[i]
         for slot, i, made in self._maps:
             address = arguments[i].data_ptr()
             given[slot] = made.get(address) or self._make(arguments)[slot]
@@ -141,7 +144,7 @@ def bind(
 ) -> Callable[[Arguments], None]:
     """What launches `compiled` on other such arguments as compiled[grid](*arguments, *values) would, hooks included.
 
-    arguments   tensors and None
+    arguments   tensors, None, and integers for which the kernel is not specialised
     describers  what makes a descriptor of each; None: it is handed on as it is
     values      what stays the same
     """

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch
+from .launch import Launch, allocator, contiguous
 from .selecting import CHUNK, Rows, fill_behind, sums_before
 from .tile import RECORD, TILE
 
@@ -296,7 +296,9 @@ def list_kernel(
     bits_ptr, counts_ptr,
     # outputs: see plan.Plan
     row_items_ptr, row_indices_ptr, row_ids_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, n_indices, n_row_ids, n_col_ids,
+    # lengths of these, which change with what is stored
+    n_indices, n_row_ids, n_col_ids,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
@@ -327,14 +329,13 @@ class Ready(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def prepare(grid: Grid, lengths: tuple[int, int, int], device: torch.device) -> Ready:  # noqa: ARG001  launches are of one
-    """The launches for lists of such lengths: indices, ids of rows, ids of columns."""
+def prepare(grid: Grid, device: torch.device) -> Ready:  # noqa: ARG001  launches are of one
+    """The launches, for lists of any length."""
     sizes, n_words = grid.sizes(), grid.n_bitmasks * TILE.value * WORDS_OF_TILE.value
     n_lines = grid.rows.axes * sum(-(-side // LINES) for side in grid.shape)
     lines = {"LINES": LINES, "MINORS": MINORS, "num_warps": 8}
     count = {**sizes, "n_words_of_all": n_words, **lines, "WORDS": WORDS}
-    named = dict(zip(("n_indices", "n_row_ids", "n_col_ids"), lengths, strict=True))
-    fill = {**sizes, **named, **lines, "AXES": AXES, "CHUNK": CHUNK}
+    fill = {**sizes, **lines, "AXES": AXES, "CHUNK": CHUNK}
     return Ready(Launch(count_kernel, (n_lines + n_words // WORDS,), count), Launch(list_kernel, (n_lines,), fill))
 
 
@@ -347,16 +348,16 @@ def build_plan(
     leads    (batch | 1, heads | 1), axes in all
     lengths  of the lists: indices, ids of rows, ids of columns
     """
-    device = bits.device
+    new = allocator(bits)
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+        return new(*contiguous(torch.int32, *shape))
 
     n_indices, *n_ids = lengths
     counts = empty(2 * grid.rows.axes * sum(grid.shape))
     words = empty(grid.n_bitmasks, TILE.value, WORDS_OF_TILE.value)
     sides = [(empty(*leads, grid.shape[side], RECORD.value), empty(n_indices), empty(n_ids[side])) for side in (0, 1)]
-    ready = prepare(grid, lengths, device)
+    ready = prepare(grid, bits.device)
     ready.counts(bits, counts, words)
-    ready.lists(bits, counts, *sides[0], *sides[1])
+    ready.lists(bits, counts, *sides[0], *sides[1], *lengths)
     return [*sides[0], *sides[1], words]

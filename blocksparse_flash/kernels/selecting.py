@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch
+from .launch import Launch, allocator, contiguous
 
 # entries of a program at a time
 ELEMENTS = 4096
@@ -251,10 +251,11 @@ def _list_rows(rows: Rows, capacity: int, device: torch.device) -> Launch:  # no
     return Launch(list_rows_kernel, (-(-rows.n_lines // LINES),), {**sizes, "capacity": capacity, **how})
 
 
-def _marked(rows: Rows, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """bits int32 (axes, n_rows, n_words), and counts int32 (axes * n_rows,), to be written."""
-    bits = torch.empty(rows.axes, rows.n_rows, rows.n_words, dtype=torch.int32, device=device)
-    return bits, torch.empty(rows.n_lines, dtype=torch.int32, device=device)
+def _marked(rows: Rows, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bits int32 (axes, n_rows, n_words), and counts int32 (axes * n_rows,), to be written, on the device of a tensor."""
+    empty = allocator(like)
+    bits = empty(*contiguous(torch.int32, rows.axes, rows.n_rows, rows.n_words))
+    return bits, empty(*contiguous(torch.int32, rows.n_lines))
 
 
 def of_indices(indices: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, ...]:
@@ -263,14 +264,14 @@ def of_indices(indices: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, ...]:
     indices  contiguous integers (axes * n_rows * k entries)
     returns  int32 (axes, n_rows, n_words), (axes, n_rows + 1), (capacity,), (capacity,), capacity = entries of `indices`
     """
-    bits, counts = _marked(rows, indices.device)
+    bits, counts = _marked(rows, indices)
     _mark_indices(tell(indices), rows, indices.numel() // rows.n_lines)(indices, bits, counts)
     return bits, *_listed(bits, counts, rows, indices.numel())
 
 
 def of_rows(indptr: torch.Tensor, indices: torch.Tensor, rows: Rows) -> torch.Tensor:
     """The bits (axes, n_rows, n_words) of blocks by indptr and indices, which begin at addresses that are multiples of 16."""
-    bits = torch.empty(rows.axes, rows.n_rows, rows.n_words, dtype=torch.int32, device=indices.device)
+    bits = allocator(indices)(*contiguous(torch.int32, rows.axes, rows.n_rows, rows.n_words))
     _mark_rows(rows, indices.device)(indptr, indices, bits)
     return bits
 
@@ -281,14 +282,14 @@ def of_scores(scores: torch.Tensor, rows: Rows, k: int, *, causal: bool) -> tupl
     scores  contiguous floats of at most 32 bits (axes * n_rows * n_cols entries); NaN and -inf are never selected
     causal  nor is a block without a pair kv_pos <= q_pos + (kv_len - q_len)
     """
-    bits, counts = _marked(rows, scores.device)
+    bits, counts = _marked(rows, scores)
     _mark_scores(tell(scores), rows, k, causal)(scores, bits, counts)
     return bits, *_listed(bits, counts, rows, rows.n_lines * k)
 
 
 def _listed(bits: torch.Tensor, counts: torch.Tensor, rows: Rows, capacity: int) -> tuple[torch.Tensor, ...]:
-    device = bits.device
-    indptr = torch.empty(rows.axes, rows.n_rows + 1, dtype=torch.int32, device=device)
-    indices, ids = (torch.empty(capacity, dtype=torch.int32, device=device) for _ in range(2))
-    _list_rows(rows, capacity, device)(bits, counts, indptr, indices, ids)
+    empty = allocator(bits)
+    indptr = empty(*contiguous(torch.int32, rows.axes, rows.n_rows + 1))
+    indices, ids = (empty(*contiguous(torch.int32, capacity)) for _ in range(2))
+    _list_rows(rows, capacity, bits.device)(bits, counts, indptr, indices, ids)
     return indptr, indices, ids

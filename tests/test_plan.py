@@ -1,0 +1,121 @@
+"""Does a plan list the tiles of a mask as plan.Plan says? Against a loop over the dense mask, tile by tile."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.plan import LONG, PARTIAL, TILE, Plan, long_lines
+
+
+def drawn(seed: int, axes: tuple[int, int], q_len: int, kv_len: int) -> np.ndarray:
+    """bool (batch, heads, q_len, kv_len): rectangles of 64 x 32 tokens, so that tiles are empty, full and partial; and a
+    query and a key that all attend to or from."""
+    random = np.random.default_rng(seed)
+    grid = -(-q_len // 64), -(-kv_len // 32)
+    coarse = random.random((*axes, -(-q_len // TILE), -(-kv_len // TILE))) < random.random()
+    mask = coarse.repeat(TILE, axis=2).repeat(TILE, axis=3)[:, :, :q_len, :kv_len]
+    holes = (random.random((*axes, *grid)) < 0.1).repeat(64, axis=2).repeat(32, axis=3)
+    mask = mask ^ holes[:, :, :q_len, :kv_len]
+    if random.random() < 0.5:
+        mask[-1, -1, q_len // 2], mask[-1, -1, :, kv_len // 2] = True, True
+    return mask
+
+
+def looks_of(mask: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
+    """(row, col) of each tile in which a pair attends, and its 128 x 128 pairs, those that do not exist False."""
+    q_len, kv_len = mask.shape
+    padded = np.zeros((-(-q_len // TILE) * TILE, -(-kv_len // TILE) * TILE), bool)
+    padded[:q_len, :kv_len] = mask
+    found = {}
+    for row in range(len(padded) // TILE):
+        for col in range(padded.shape[1] // TILE):
+            tile = padded[row * TILE : (row + 1) * TILE, col * TILE : (col + 1) * TILE]
+            if tile.any():
+                found[row, col] = tile
+    return found
+
+
+def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
+    """One direction of a plan, of masks (batch, heads, q_len, kv_len)."""
+    items, indices, ids = (tensor.numpy() for tensor in (plan[:3] if of_rows else plan[3:6]))
+    words = np.unpackbits(plan.words.numpy().view(np.uint8), axis=-1, bitorder="little").astype(bool)
+    axes = [looks_of(mask) for mask in masks.reshape(-1, *masks.shape[2:])]
+    n_lines = -(-masks.shape[2 if of_rows else 3] // TILE)
+    counts = np.array([[sum(key[not of_rows] == line for key in looks) for line in range(n_lines)] for looks in axes])
+    over = counts * counts.size > 2 * counts.sum()
+    worth = over & (counts * LONG > counts.sum(1, keepdims=True))
+    begin = 0
+    for looks, work, records in zip(axes, counts, items.reshape(len(axes), n_lines, 8), strict=True):
+        # the longest first, of equal ones the first
+        assert records[:, 0].tolist() == sorted(range(n_lines), key=lambda line: (-work[line], line))
+        for line in range(n_lines):
+            position = records[line, 4]
+            number, first, n_tiles, n_partial, _, *rest, n_long = records[position].tolist()
+            assert (number, first, n_tiles, rest, n_long) == (line, begin, work[line], [0, 0], over.sum(1).max())
+            listed = indices[first : first + n_tiles]
+            minors = np.where(listed < 0, listed + PARTIAL, listed).tolist()
+            assert sorted(minors[:n_partial]) == minors[:n_partial] and sorted(minors[n_partial:]) == minors[n_partial:]
+            found = {}
+            for place, minor in enumerate(minors):
+                assert (listed[place] < 0) == (place < n_partial)
+                tile = words[ids[first + place]] if place < n_partial else np.ones((TILE, TILE), bool)
+                assert place < n_partial or ids[first + place] == 0
+                found[(line, minor) if of_rows else (minor, line)] = tile
+            expected = {key: tile for key, tile in looks.items() if key[not of_rows] == line}
+            assert found.keys() == expected.keys()
+            for key, tile in found.items():
+                assert np.array_equal(tile, expected[key]) and tile.all() == (key[of_rows] in minors[n_partial:])
+            begin += n_tiles
+    assert len(indices) % 8 == 1 and len(indices) > begin and not indices[begin:].any() and not ids[begin:].any()
+    assert len(ids) == len(indices) + 8 * worth.sum(1).max() + (2 if of_rows else 4)
+
+
+@settings(max_examples=15)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([(1, 1), (1, 3), (2, 2)]),
+    st.sampled_from([100, 128, 640, 700]),
+    st.sampled_from([100, 384, 1000]),
+    st.sampled_from([128, 64, (32, 256)]),
+)
+def test_both_directions_list_the_tiles_of_the_mask(
+    seed: int, axes: tuple[int, int], q_len: int, kv_len: int, block_size: int | tuple[int, int]
+) -> None:
+    masks = drawn(seed, axes, q_len, kv_len)
+    plan = BlockLayout.from_dense(masks, block_size=block_size).plan("cpu")
+    check_side(plan, masks, of_rows=True)
+    check_side(plan, masks, of_rows=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_full_tiles_alone_and_long_lines(causal: bool) -> None:
+    """Nothing is partial, unless the diagonal makes it so; a row and a column of one head are worth splitting."""
+    blocks = torch.rand((1, 2, 10, 12), generator=torch.Generator().manual_seed(0)) < 0.1
+    blocks[0, 1, 3] = blocks[0, 1, :, 5] = True
+    layout = BlockLayout.from_block_mask(blocks, 10 * TILE, 12 * TILE, block_size=TILE)
+    masks = layout.to_dense().numpy()
+    if causal:
+        masks = masks & np.tri(10 * TILE, 12 * TILE, 2 * TILE, dtype=bool)
+    plan = layout.plan("cpu", causal=causal)
+    assert plan.row_items[0, 0, 0, 7] > 0
+    check_side(plan, masks, of_rows=True)
+    check_side(plan, masks, of_rows=False)
+
+
+def test_a_line_of_twice_the_mean_is_not_long() -> None:
+    assert long_lines(np.array([[2, 0, 1, 1]]), 4) == (0, 0)
+    assert long_lines(np.array([[3, 0, 0, 1], [2, 2, 0, 0]]), 8) == (1, 1)
+    assert long_lines(np.zeros((1, 0), int), 0) == (0, 0)
+
+
+def test_a_plan_of_tensors_alone_is_that_of_their_layout() -> None:
+    """A constructor keeps its arrays for the plan, a layout that was loaded has only tensors."""
+    made = BlockLayout.from_blocks([0, 1, 1], [3, 0, 1], 300, 512, block_size=TILE)
+    loaded = BlockLayout.from_state_dict(made.state_dict())
+    assert made._cache["rows"] is not None and loaded._cache["rows"] is None
+    assert all(map(torch.equal, loaded.plan("cpu"), made.plan("cpu")))
