@@ -197,6 +197,21 @@ def test_a_test_prints_accuracy_floor_and_balanced_accuracy(
     assert (line["task"], line["is_lra"], line["steps"], line["mask"]) == ("listops-small", False, 8, TINY["mask"])
 
 
+def test_a_step_in_pieces_is_reported_as_a_step(tmp_path: Path, root: Path) -> None:
+    report = {"class_path": "benchmarks.lra.progress.Progress", "init_args": {"every": 0.0}}
+    more = {"default_root_dir": str(tmp_path), "max_steps": 2, "accumulate_grad_batches": 2, "callbacks": [report]}
+    run(tmp_path, root, trainer=more)
+    said = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["samples"]) for line in said] == [(0, 4), (1, 8), (1, 12), (2, 16)]
+    # of the second piece of each step
+    assert [line["loss"] for line in said[1::2]] == [
+        pytest.approx(loss, abs=1e-4) for loss in losses(tmp_path).values()
+    ]
+    run(tmp_path, root, "test", "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt"), trainer=more)
+    line = json.loads((tmp_path / "test.jsonl").read_text())
+    assert (line["steps"], line["batch_size"]) == (2, 8)
+
+
 def test_weights_go_from_one_resolution_to_the_next(
     tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,7 @@ class Progress(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._since, self._steps, self._samples, self._tokens, self._waited = time.perf_counter(), 0, 0, 0, 0.0
+        self._since, self._batches, self._samples, self._tokens, self._waited = time.perf_counter(), 0, 0, 0, 0.0
         self._loss: Tensor | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,9 +84,10 @@ class Progress(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        loss = outputs["loss"].detach()
+        # Lightning has divided it by the pieces of a step
+        loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
         self._loss = loss if self._loss is None else self._loss + loss
-        self._steps, self._samples = self._steps + 1, self._samples + len(batch.labels) * trainer.world_size
+        self._batches, self._samples = self._batches + 1, self._samples + len(batch.labels) * trainer.world_size
         self._tokens += batch.tokens.numel() * trainer.world_size
         if time.perf_counter() - self._since >= self.every:
             self._say(trainer)
@@ -99,9 +100,9 @@ class Progress(Callback):
         if self._loss is None:
             return
         # waits for the device, so that what has begun is counted with what it takes
-        loss = self._loss.item() / self._steps
+        loss = self._loss.item() / self._batches
         now = time.perf_counter()
-        took = now - self._since
+        took, pieces = now - self._since, trainer.accumulate_grad_batches
         self.samples += self._samples
         names: tuple[str, ...] = ("validation_accuracy", "validation_loss")
         validated = {
@@ -116,8 +117,8 @@ class Progress(Callback):
             "rate": trainer.optimizers[0].param_groups[0]["lr"],
             "samples_per_s": round(self._samples / took, 1),
             "tokens_per_s": round(self._tokens / took),
-            "ms_per_step": round(1e3 * took / self._steps, 2),
-            "ms_waited": round(1e3 * self._waited / self._steps, 2),
+            "ms_per_step": round(1e3 * took / self._batches * pieces, 2),
+            "ms_waited": round(1e3 * self._waited / self._batches * pieces, 2),
             "seconds": round(now - self._begun, 1),
         }
         if trainer.is_global_zero:

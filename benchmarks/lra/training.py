@@ -180,12 +180,13 @@ class Experiment(lightning.LightningModule):
     def test_facts(self) -> dict[str, Any]:
         """What a line of results says of a test beside its Result: the data, the model, how long it was trained, where."""
         data, architecture = self.trainer.datamodule, self.model.architecture  # type: ignore[attr-defined]
+        samples = data.batch_size * self.trainer.accumulate_grad_batches
         # not self.device: after a test the weights are back on the CPU
         device = self.trainer.strategy.root_device
         return {
             "is_lra": belongs(data), "source": data.source, "mask": architecture.mask, "n_layers": architecture.n_layers,
             "embed_dim": architecture.embed_dim, "weights": sum(weight.numel() for weight in self.model.parameters()),
-            "steps": self.trained_steps, "batch_size": data.batch_size, "device": measure.device_name(device),
+            "steps": self.trained_steps, "batch_size": samples, "device": measure.device_name(device),
         }  # fmt: skip
 
     # ---- optimiser ----
