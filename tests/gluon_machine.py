@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# how much less often what is slow comes than the rest
+SELDOM = 1e-5
+
 
 class ProtocolError(AssertionError):
     """What a GPU would answer with wrong numbers, or not at all."""
@@ -39,8 +42,12 @@ class Partition:
         self.is_done = False
         self.error: BaseException | None = None
         self.products: list[Any] = []
+        # read by the copy engine, and what it has still to write, in order
         self.stores: list[Shared] = []
-        self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0])
+        self.writes: list[Callable[[], None]] = []
+        self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0]) * (
+            SELDOM if machine.slow and machine.slow in name else 1.0
+        )
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
@@ -67,15 +74,20 @@ class Partition:
 
 
 class Machine:
-    """One program: its partitions, barriers and copies under way."""
+    """One program: its partitions, barriers and copies under way.
 
-    def __init__(self, seed: int, program: int, n_programs: int) -> None:
-        self.random = random.Random(f"{seed} {program}")
+    slow  part of the name of partitions, or "writes", those of the copy engine, that come when nothing else can, or seldom
+    """
+
+    def __init__(self, seed: int, program: int, n_programs: int, slow: str = "") -> None:
+        self.random, self.slow = random.Random(f"{seed} {program}"), slow
         self.program, self.n_programs = program, n_programs
         self.back = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.partitions: list[Partition] = []
+        # into shared memory, and from there to global memory
         self.copies: list[Callable[[], None]] = []
+        self.writes: list[Callable[[], None]] = []
         self.copy_weight = self.random.choice([0.1, 1.0, 8.0])
         self.barriers: list[Barrier] = []
         self.unfenced: list[Tensor] = []
@@ -95,7 +107,7 @@ class Machine:
         for partition in self.partitions:
             partition.thread.start()
         try:
-            while any(not partition.is_done for partition in self.partitions) or self.copies:
+            while any(not partition.is_done for partition in self.partitions) or self.copies or self.writes:
                 self._step()
             self._check_end()
         except BaseException as error:
@@ -108,14 +120,15 @@ class Machine:
 
     def _step(self) -> None:
         able = [p for p in self.partitions if not p.is_done and p.ready()]
-        choices: list[Any] = [*able, *self.copies]
+        choices: list[Any] = [*able, *self.copies, *self.writes]
         if not choices:
             stuck = "; ".join(f"{p.name} waits for {p.waits_for}" for p in self.partitions if not p.is_done)
             raise ProtocolError(f"deadlock: {stuck}")
         weights = [p.weight for p in able] + [self.copy_weight] * len(self.copies)
+        weights += [self.copy_weight * (SELDOM if self.slow == "writes" else 1.0)] * len(self.writes)
         (chosen,) = self.random.choices(choices, weights)
         if not isinstance(chosen, Partition):
-            self.copies.remove(chosen)
+            (self.copies if chosen in self.copies else self.writes).remove(chosen)
             chosen()
             return
         chosen.go.release()
