@@ -15,12 +15,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gluon_machine import Barrier, Barriers, Machine, Partition, ProtocolError, Shared
+from gluon_machine import CURRENT, Barrier, Barriers, Machine, Partition, ProtocolError, Shared, run_all
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -36,7 +36,11 @@ class Pointer:
     """A tensor's storage order and an offset, or a block of them."""
 
     def __init__(self, tensor: Tensor, offset: Any = 0) -> None:
-        self.flat, self.offset = tensor.view(-1), torch.as_tensor(offset)
+        # of padded rows all
+        self.flat = (
+            tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((len(tensor) * tensor.stride(0),), (1,))
+        )
+        self.offset = torch.as_tensor(offset)
         self.dtype = types.SimpleNamespace(element_ty=tensor.dtype)
 
     def __add__(self, other: Any) -> Pointer:
@@ -109,11 +113,16 @@ class Language:
     static_range = range
 
     def __init__(self) -> None:
-        self.machine: Machine = Machine(0, 0, 1)
+        # the program whose partitions do not run yet
+        self.begun: Machine = Machine(0, 0, 1)
 
     @property
     def _who(self) -> Partition:
-        return self.machine.running
+        return CURRENT.partition
+
+    @property
+    def machine(self) -> Machine:
+        return CURRENT.partition.machine if hasattr(CURRENT, "partition") else self.begun
 
     # layouts say which thread holds what: nothing that is simulated
     def _nothing(self, *arguments: Any, **named: Any) -> None:
@@ -324,7 +333,7 @@ class Language:
         return token.value
 
     def warp_specialize(self, calls: list[Any], warps: list[int], registers: list[int]) -> None:
-        self.machine.run(calls)
+        self.begun.begin(calls)
 
 
 # ---- kernels as Python ----
@@ -345,10 +354,13 @@ class Simulation:
     changes   made in the source first
     programs  multiprocessors of the machine
     slow      what comes seldom, see Machine
+    resident  how many programs run at a time, the next one when one ends; 0: all of them
     """
 
-    def __init__(self, seed: int = 0, changes: Sequence[Change] = (), programs: int = 2, slow: str = "") -> None:
-        self.seed, self.changes, self.slow = seed, changes, slow
+    def __init__(
+        self, seed: int = 0, changes: Sequence[Change] = (), programs: int = 2, slow: str = "", resident: int = 0
+    ) -> None:
+        self.seed, self.changes, self.slow, self.resident = seed, changes, slow, resident
         self.language = Language()
         names = ["named_barrier", "fence_async_shared", "load_async", "store_async", "add_async"]
         names += ["wait_for_writes", "wait_for_count", "count_in", "warpgroup_mma", "warpgroup_mma_wait"]
@@ -431,8 +443,13 @@ class Simulation:
             given = [
                 Pointer(each) if isinstance(each, Tensor) else each for each in launcher.described(tensors, of_each)
             ]
-            for program in range(grid[0]):
-                self.language.machine = Machine(self.seed, program, grid[0], self.slow)
-                kernel(**dict(zip(names, given, strict=False)), **options)
+
+            def begun() -> Iterator[Machine]:
+                for program in range(grid[0]):
+                    self.language.begun = Machine(self.seed, program, grid[0], self.slow)
+                    kernel(**dict(zip(names, given, strict=False)), **options)
+                    yield self.language.begun
+
+            run_all(begun(), self.resident or grid[0], self.seed)
 
         return run

@@ -473,6 +473,20 @@ DQ_FAULTS = {
         named_barrier("sync", 9)
 """,
     ),
+    "a column counted when the next one has its keys": Change(
+        BACKWARD,
+        """        if SERVED and WHO == 0:
+            # before the keys are waited for, which wait for zeros: these may be waiting for the column before
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+        i_set = i_col % SETS
+        mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
+""",
+        """        i_set = i_col % SETS
+        mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
+        if SERVED and WHO == 0:
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+""",
+    ),
     "a column counted as it begins": Change(
         COLS, "        i_col += 1\n        mbarrier.wait(barriers[COL_DONE]", "        mbarrier.wait(barriers[COL_DONE]"
     ),
@@ -485,6 +499,11 @@ DQ_FAULTS = {
     "all sections ahead of the first": Change(
         DQ, "i_turn // 2 + i_turn % 2 * n_ahead", "i_turn // 2 + i_turn % 2 * (n_ahead + 1)"
     ),
+    "the first column not from the queue": Change(
+        COLS,
+        "pid = gl.atomic_add(queue_ptr, 1)\n        n_before_queue = 0",
+        "pid = gl.program_id(0)\n        n_before_queue = gl.num_programs(0)",
+    ),
     "a column twice": Change(COLS, "        n_before_queue = 0\n", "        n_before_queue = -1\n"),
     "columns out of order": Change(
         COLS, "pid // n_lines, pid % n_lines\n        if", "n_axes - 1 - pid // n_lines, pid % n_lines\n        if"
@@ -496,8 +515,15 @@ DQ_FAULTS = {
 def tight(monkeypatch):
     """A simulation with few places in the rings, so that each is soon used again."""
 
-    def tight(seed: int, *changes: Change, config: ForwardConfig | None = None, slow: str = "") -> Simulation:
-        simulation = Simulation(seed=seed, changes=changes, programs=1, slow=slow)
+    def tight(
+        seed: int,
+        *changes: Change,
+        config: ForwardConfig | None = None,
+        programs: int = 1,
+        slow: str = "",
+        resident: int = 0,
+    ) -> Simulation:
+        simulation = Simulation(seed=seed, changes=changes, programs=programs, slow=slow, resident=resident)
         chosen = ForwardConfig(stages=2) if config is None else config
         monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: chosen)
         monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: chosen.warpgroups == 3)
@@ -542,19 +568,25 @@ SERVED = [(MIXED, zoo.Call(head_dim=64, dtype=torch.float16)), ((300, 400), SMAL
 SLOW = ["serve", "writes", ""]
 
 
+# programs, and how many run at a time: what is counted must do for fewer than there should be
+CROWDS = [(1, 1), (2, 2), (3, 2)]
+
+
 @pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("crowd", CROWDS, ids=str)
 @pytest.mark.parametrize(("layout", "call"), SERVED, ids=str)
-def test_without_a_fault_of_dq_none_is_seen(check, tight, layout, call, slow):
-    for seed in range(2):
-        check(tight(seed, slow=slow), layout, call)
+def test_without_a_fault_of_dq_none_is_seen(check, tight, layout, call, crowd, slow):
+    programs, resident = crowd
+    check(tight(sum(crowd), programs=programs, resident=resident, slow=slow), layout, call)
 
 
 @pytest.mark.parametrize("fault", DQ_FAULTS)
 def test_a_seeded_fault_of_dq_is_seen(check, tight, fault):
-    """Likewise, on columns of several tiles and on few."""
+    """Likewise, on columns of several tiles and on few, one program or several."""
+    change = DQ_FAULTS[fault]
     with pytest.raises((ProtocolError, AssertionError)):
-        for seed, slow, (layout, call) in itertools.product(range(4), SLOW, SERVED):
-            check(tight(seed, DQ_FAULTS[fault], slow=slow), layout, call)
+        for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, SERVED):
+            check(tight(seed, change, programs=programs, resident=resident, slow=slow), layout, call)
 
 
 # the chosen configurations, few places in their rings: a call that each is launched for, and what can go wrong

@@ -294,11 +294,6 @@ def compute(
         limit = key_limit(kv_lengths_ptr, i_axis // n_heads, kv_len)
         b_dk = gl.zeros([HALF, DIM], gl.float32, accumulator(DIM))
         b_dv = gl.zeros([HALF, DIM_V], gl.float32, accumulator(DIM_V))
-        i_set = i_col % SETS
-        mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
-        if kv_lengths_ptr is not None:
-            clear_tail(k_ring.index(i_set).reshape([TILE, DIM]), kv_start, limit, WHO)
-            clear_tail(v_ring.index(i_set).reshape([TILE, DIM_V]), kv_start, limit, WHO)
         # dk and dv of the column before have left their places, which the steps write to
         tma.store_wait(0)
         if SERVED:
@@ -306,7 +301,13 @@ def compute(
             wait_for_writes(1)
         named_barrier("sync", 9)
         if SERVED and WHO == 0:
+            # before the keys are waited for, which wait for zeros: these may be waiting for the column before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+        i_set = i_col % SETS
+        mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
+        if kv_lengths_ptr is not None:
+            clear_tail(k_ring.index(i_set).reshape([TILE, DIM]), kv_start, limit, WHO)
+            clear_tail(v_ring.index(i_set).reshape([TILE, DIM_V]), kv_start, limit, WHO)
         for i_member in range(GROUP):
             first, n_steps, n_masked = member_steps(
                 ptrs, items_strides, sizes, col, limit, i_member, CAUSAL, GROUP, BLOCK_Q
