@@ -297,7 +297,7 @@ class Language:
 
     # counters
 
-    def wait_for_count(self, counter: Pointer, n: Any) -> None:
+    def wait_for_count(self, counter: Pointer, n: Any, nap: int) -> None:
         at = int(counter.at())
         self._who.pause(f"{int(n)} at counter {at}", lambda: int(counter.flat[at]) >= int(n))
 

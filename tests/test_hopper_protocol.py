@@ -454,9 +454,9 @@ DQ_FAULTS = {
         DQ, "counts_ptr + FRONT + i_section, chunks", "counts_ptr + FRONT + (i_section - 1), chunks"
     ),
     "columns not waited for": Change(
-        DQ, "            wait_for_count(counts_ptr + FRONT + n_axes + i_section, n_lines)\n", ""
+        DQ, "            wait_for_count(counts_ptr + FRONT + n_axes + i_section, n_lines, 500)\n", ""
     ),
-    "a column too few waited for": Change(DQ, "i_section, n_lines)", "i_section, n_lines - 1)"),
+    "a column too few waited for": Change(DQ, "i_section, n_lines, 500)", "i_section, n_lines - 1, 500)"),
     "a column counted before its sums are in memory": Change(
         BACKWARD,
         "            # its sums of dq are in memory, all but what was sent last: dk or dv\n            wait_for_writes(1)\n",

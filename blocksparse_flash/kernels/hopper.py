@@ -132,15 +132,25 @@ def _writes_assembly(pending):
 
 
 @gluon.jit
-def wait_for_count(p_count, n):
-    """A warp, until a number in global memory has come to n: what was written before it was counted may be read and added to."""
+def wait_for_count(p_count, n, NAP: gl.constexpr):
+    """A warp, until a number in global memory has come to n: what was written before it was counted may be read and added to.
+
+    NAP  nanoseconds, about, from one look to the next
+    """
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(
+    text: gl.constexpr = _count_assembly(NAP)
+    given = [lane, p_count + lane * 0, n + lane * 0]
+    gl.inline_asm_elementwise(text, "=r,r,l,r", given, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _count_assembly(nap):
+    # looks without an order, which would empty L1 each time, then a fence
+    return (
         "{ .reg .pred p; .reg .b32 a; again: ld.relaxed.gpu.global.s32 a, [$2]; setp.ge.s32 p, a, $3; @p bra done;"
-        " nanosleep.u32 100; bra again; done: fence.acq_rel.gpu; fence.proxy.async; bar.warp.sync 0xffffffff;"
-        " mov.b32 $0, $1; }",
-        "=r,r,l,r", [lane, p_count + lane * 0, n + lane * 0], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        f" nanosleep.u32 {nap}; bra again; done: fence.acq_rel.gpu; fence.proxy.async; bar.warp.sync 0xffffffff;"
+        " mov.b32 $0, $1; }"
+    )
 
 
 @gluon.jit

@@ -44,7 +44,7 @@ def wait_for_zeros(service, i_section):
     """Until a section may be added to."""
     counts_ptr, _, _, _, _, n_cleared, _, _, n_eighths, _ = service
     if i_section >= n_cleared:
-        wait_for_count(counts_ptr + FRONT + i_section, chunks_of(n_eighths))
+        wait_for_count(counts_ptr + FRONT + i_section, chunks_of(n_eighths), 20)
 
 
 @gluon.jit
@@ -97,7 +97,7 @@ def serve(service):
         i_section = gl.where(i_turn < 0, n_ahead + i_turn, i_turn // 2 + i_turn % 2 * n_ahead)
         at = (i_section.to(gl.int64) * n_eighths + i_first) * 8
         if (i_turn >= 0) & (i_turn % 2 == 0):
-            wait_for_count(counts_ptr + FRONT + n_axes + i_section, n_lines)
+            wait_for_count(counts_ptr + FRONT + n_axes + i_section, n_lines, 500)
             convert(sum_ptr + at, dq_ptr + at, n_values, scale)
         elif i_section < n_axes:
             clear(sum_ptr + at, n_values)
