@@ -484,6 +484,7 @@ DQ_FAULTS = {
         """        i_set = i_col % SETS
         mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
         if SERVED and WHO == 0:
+            # not before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
 """,
     ),
