@@ -466,9 +466,11 @@ DQ_FAULTS = {
         BACKWARD,
         """        named_barrier("sync", 9)
         if SERVED and WHO == 0:
+            # before the keys are waited for, which wait for zeros: these may be waiting for the column before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
 """,
         """        if SERVED and WHO == 0:
+            # before both are there
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
         named_barrier("sync", 9)
 """,
