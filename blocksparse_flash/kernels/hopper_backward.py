@@ -6,7 +6,8 @@ Each score is computed once: five products a tile. One program a multiprocessor 
 of a key head each, and walks them (for each query head of the group). A warp moves k and v, then q, dout, lse and delta of each
 step, through rings (hopper_cols.py). Two warpgroups compute, 64 keys each: scores and dp transposed, dk and dv in registers; ds
 goes through shared memory, since dq sums over the keys of both. The copy engine adds dq to a float32 buffer in global memory, in no
-fixed order: the last bits of dq change from run to run. A last launch scales and converts it.
+fixed order: the last bits of dq change from run to run. The launch before clears this sum and a last one scales and converts it, but
+for what warps beside do while columns are computed (served_dq.py says how much, hopper_dq.py how).
 
 A column that would be waited for is split (splitting.py), of each query head's steps as many to each program: dk and dv of a part
 go to a workspace, in float32, and a launch adds them up in order (parts.py). Where nothing is split, the kernel is compiled without.
