@@ -1,7 +1,7 @@
-"""What do mbarriers, named barriers and shared memory do while the partitions of a program run? A machine, on the CPU.
+"""What do mbarriers, named barriers and shared memory do while the partitions of programs run? A machine, on the CPU.
 
-Each partition is a thread; one runs at a time, and a seed chooses which, at every operation on barriers, shared memory, copies
-and products. A copy lands when the seed says so.
+Each partition is a thread; one runs at a time, of all programs, and a seed chooses which, at every operation on barriers, shared
+memory, copies, counters and products. A copy lands when the seed says so.
 
 Knows: order, barriers, and who reads or writes which part of shared memory. Does not know: the language that asks for it.
 """
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# how much less often what is slow comes than the rest
+SELDOM = 1e-5
 
 
 class ProtocolError(AssertionError):
@@ -26,6 +29,9 @@ class Stop(BaseException):
 
 
 # ---- who runs when ----
+
+# of each thread, the partition that it is
+CURRENT = threading.local()
 
 
 class Partition:
@@ -39,11 +45,16 @@ class Partition:
         self.is_done = False
         self.error: BaseException | None = None
         self.products: list[Any] = []
+        # read by the copy engine, and what it has still to write, in order
         self.stores: list[Shared] = []
-        self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0])
+        self.writes: list[Callable[[], None]] = []
+        self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0]) * (
+            SELDOM if machine.slow and machine.slow in name else 1.0
+        )
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
+        CURRENT.partition = self
         self.go.acquire()
         try:
             if self.machine.error is None:
@@ -67,68 +78,104 @@ class Partition:
 
 
 class Machine:
-    """One program: its partitions, barriers and copies under way."""
+    """One program: its partitions, barriers and copies under way.
 
-    def __init__(self, seed: int, program: int, n_programs: int) -> None:
-        self.random = random.Random(f"{seed} {program}")
+    slow  part of the name of partitions, or "writes", those of the copy engine, that come when nothing else can, or seldom
+    """
+
+    def __init__(self, seed: int, program: int, n_programs: int, slow: str = "") -> None:
+        self.random, self.slow = random.Random(f"{seed} {program}"), slow
         self.program, self.n_programs = program, n_programs
         self.back = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.partitions: list[Partition] = []
+        # into shared memory, and from there to global memory
         self.copies: list[Callable[[], None]] = []
+        self.writes: list[Callable[[], None]] = []
         self.copy_weight = self.random.choice([0.1, 1.0, 8.0])
         self.barriers: list[Barrier] = []
         self.unfenced: list[Tensor] = []
         self.named: dict[int, list[Partition]] = {}
         self.generation: dict[int, int] = {}
 
-    @property
-    def running(self) -> Partition:
-        thread = threading.current_thread()
-        return next(partition for partition in self.partitions if partition.thread is thread)
-
-    def run(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
-        """Run the partitions to their end, or raise what one of them did wrong."""
+    def begin(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        """The partitions, which run from now on."""
         for i, (function, arguments) in enumerate(calls):
             name = f"partition {i} ({function.__name__}) of program {self.program}"
             self.partitions.append(Partition(self, name, lambda f=function, a=arguments: f(*a)))
         for partition in self.partitions:
             partition.thread.start()
-        try:
-            while any(not partition.is_done for partition in self.partitions) or self.copies:
-                self._step()
-            self._check_end()
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            for partition in self.partitions:
-                partition.go.release()
-                partition.thread.join()
 
-    def _step(self) -> None:
+    @property
+    def is_done(self) -> bool:
+        return not (self.copies or self.writes) and all(partition.is_done for partition in self.partitions)
+
+    def stop(self, error: BaseException | None) -> None:
+        """Ends the partitions, after an error or because they have come to their end."""
+        self.error = error
+        for partition in self.partitions:
+            partition.go.release()
+            partition.thread.join()
+
+    def step(self) -> bool:
+        """One of what can come next; False: there is nothing."""
         able = [p for p in self.partitions if not p.is_done and p.ready()]
-        choices: list[Any] = [*able, *self.copies]
+        choices: list[Any] = [*able, *self.copies, *self.writes]
         if not choices:
-            stuck = "; ".join(f"{p.name} waits for {p.waits_for}" for p in self.partitions if not p.is_done)
-            raise ProtocolError(f"deadlock: {stuck}")
+            return False
         weights = [p.weight for p in able] + [self.copy_weight] * len(self.copies)
+        weights += [self.copy_weight * (SELDOM if self.slow == "writes" else 1.0)] * len(self.writes)
         (chosen,) = self.random.choices(choices, weights)
         if not isinstance(chosen, Partition):
-            self.copies.remove(chosen)
+            (self.copies if chosen in self.copies else self.writes).remove(chosen)
             chosen()
-            return
+            return True
         chosen.go.release()
         self.back.acquire()
         if chosen.error is not None:
             raise chosen.error
+        return True
 
-    def _check_end(self) -> None:
+    def stuck(self) -> str:
+        return "; ".join(f"{p.name} waits for {p.waits_for}" for p in self.partitions if not p.is_done)
+
+    def check_end(self) -> None:
         left = {number: len(who) for number, who in self.named.items() if who}
         if left:
             raise ProtocolError(f"named barriers end with arrivals that nobody met: {left}")
         if any(barrier.bytes for barrier in self.barriers):
             raise ProtocolError("a barrier ends waiting for bytes")
+
+
+def run_all(machines: Iterator[Machine], n_resident: int, seed: int) -> None:
+    """Run programs to their end, so many at a time, or raise what one of them did wrong; each machine comes with partitions begun."""
+    chance = random.Random(seed)
+    running: list[Machine] = []
+    weights: list[float] = []
+    error: BaseException | None = None
+    try:
+        while True:
+            while len(running) < n_resident and (machine := next(machines, None)) is not None:
+                running.append(machine)
+                weights.append(chance.choice([0.1, 1.0, 8.0]))
+            if not running:
+                return
+            # in an order of chance, until one can do something
+            order = sorted(range(len(running)), key=lambda i: -(chance.random() ** (1 / weights[i])))
+            chosen = next((i for i in order if running[i].is_done or running[i].step()), None)
+            if chosen is None:
+                raise ProtocolError(f"deadlock: {'; '.join(machine.stuck() for machine in running)}")
+            if running[chosen].is_done:
+                weights.pop(chosen)
+                machine = running.pop(chosen)
+                machine.stop(None)
+                machine.check_end()
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        for machine in running:
+            machine.stop(error)
 
 
 # ---- shared memory ----
@@ -182,12 +229,12 @@ class Shared:
         return Shared(self.machine, values[:n_values].view(shape), place[:n_values].view(shape), self._marks)
 
     def load(self, layout: Any) -> Tensor:
-        self.machine.running.pause("a load")
+        CURRENT.partition.pause("a load")
         self._check(self.landing, "read while a copy lands in it")
         return self.values.clone()
 
     def store(self, values: Tensor) -> None:
-        who = self.machine.running
+        who = CURRENT.partition
         who.pause("a store")
         self._check(self.readers, "written while something reads it")
         self._check(self.landing, "written while a copy lands in it")
@@ -197,7 +244,7 @@ class Shared:
 
     def _check(self, marks: Tensor, fault: str) -> None:
         if marks[self.place].any():
-            raise ProtocolError(f"{self.machine.running.name}: shared memory is {fault}")
+            raise ProtocolError(f"{CURRENT.partition.name}: shared memory is {fault}")
 
     def begin_read(self) -> None:
         """An asynchronous operation reads it from now on."""
@@ -234,7 +281,7 @@ class Barrier:
 
     def arrive(self, count: int, n_bytes: int = 0) -> None:
         if self.pending < count:
-            raise ProtocolError(f"{self.machine.running.name} arrives at a barrier more often than it counts")
+            raise ProtocolError(f"{CURRENT.partition.name} arrives at a barrier more often than it counts")
         self.pending -= count
         self.bytes += n_bytes
         self.settle()

@@ -15,12 +15,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gluon_machine import Barrier, Barriers, Machine, Partition, ProtocolError, Shared
+from gluon_machine import CURRENT, Barrier, Barriers, Machine, Partition, ProtocolError, Shared, run_all
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -36,7 +36,12 @@ class Pointer:
     """A tensor's storage order and an offset, or a block of them."""
 
     def __init__(self, tensor: Tensor, offset: Any = 0) -> None:
-        self.flat, self.offset = tensor.view(-1), torch.as_tensor(offset)
+        # of padded rows all
+        self.flat = (
+            tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((len(tensor) * tensor.stride(0),), (1,))
+        )
+        self.offset = torch.as_tensor(offset)
+        self.dtype = types.SimpleNamespace(element_ty=tensor.dtype)
 
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.flat, self.offset + torch.as_tensor(other))
@@ -108,11 +113,16 @@ class Language:
     static_range = range
 
     def __init__(self) -> None:
-        self.machine: Machine = Machine(0, 0, 1)
+        # the program whose partitions do not run yet
+        self.begun: Machine = Machine(0, 0, 1)
 
     @property
     def _who(self) -> Partition:
-        return self.machine.running
+        return CURRENT.partition
+
+    @property
+    def machine(self) -> Machine:
+        return CURRENT.partition.machine if hasattr(CURRENT, "partition") else self.begun
 
     # layouts say which thread holds what: nothing that is simulated
     def _nothing(self, *arguments: Any, **named: Any) -> None:
@@ -173,7 +183,7 @@ class Language:
 
     # global memory
 
-    def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    def load(self, pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Tensor:
         values = pointer.flat[pointer.at(mask)]
         return values if mask is None else torch.where(mask, values, other)
 
@@ -256,13 +266,19 @@ class Language:
         machine.copies.append(land)
 
     def store_async(self, descriptor: Descriptor, start: list[Any], source: Shared, *, add: bool = False) -> None:
-        who = self._who
+        who, machine = self._who, self.machine
         who.pause("the issue of a store")
         assert descriptor.block_shape == source.shape and descriptor.dtype == source.dtype
         source.begin_read()
         part, where = descriptor.inside(start)
-        part.copy_(part + source.values[where] if add else source.values[where])
+        values = source.values[where].clone()
+
+        def land() -> None:
+            part.copy_(part + values if add else values)
+
         who.stores.append(source)
+        who.writes.append(land)
+        machine.writes.append(land)
 
     def add_async(self, descriptor: Descriptor, start: list[Any], source: Shared) -> None:
         self.store_async(descriptor, start, source, add=True)
@@ -272,6 +288,21 @@ class Language:
         who.pause("stores")
         while len(who.stores) > n_pending:
             who.stores.pop(0).end_read()
+
+    def wait_for_writes(self, n_pending: int) -> None:
+        who, machine = self._who, self.machine
+        waited = who.writes[: max(0, len(who.writes) - n_pending)]
+        who.pause("writes", lambda: not any(write in machine.writes for write in waited))
+        del who.writes[: len(waited)]
+
+    # counters
+
+    def wait_for_count(self, counter: Pointer, n: Any, nap: int) -> None:
+        at = int(counter.at())
+        self._who.pause(f"{int(n)} at counter {at}", lambda: int(counter.flat[at]) >= int(n))
+
+    def count_in(self, counter: Pointer) -> None:
+        self.atomic_add(counter, 1)
 
     # products
 
@@ -302,7 +333,7 @@ class Language:
         return token.value
 
     def warp_specialize(self, calls: list[Any], warps: list[int], registers: list[int]) -> None:
-        self.machine.run(calls)
+        self.begun.begin(calls)
 
 
 # ---- kernels as Python ----
@@ -322,13 +353,17 @@ class Simulation:
     seed      chooses the order of events
     changes   made in the source first
     programs  multiprocessors of the machine
+    slow      what comes seldom, see Machine
+    resident  how many programs run at a time, the next one when one ends; 0: all of them
     """
 
-    def __init__(self, seed: int = 0, changes: Sequence[Change] = (), programs: int = 2) -> None:
-        self.seed, self.changes = seed, changes
+    def __init__(
+        self, seed: int = 0, changes: Sequence[Change] = (), programs: int = 2, slow: str = "", resident: int = 0
+    ) -> None:
+        self.seed, self.changes, self.slow, self.resident = seed, changes, slow, resident
         self.language = Language()
         names = ["named_barrier", "fence_async_shared", "load_async", "store_async", "add_async"]
-        names += ["warpgroup_mma", "warpgroup_mma_wait"]
+        names += ["wait_for_writes", "wait_for_count", "count_in", "warpgroup_mma", "warpgroup_mma_wait"]
         self.known: dict[str, Any] = {
             **{name: getattr(self.language, name) for name in names},
             **dict.fromkeys(("gl", "mbarrier", "tma"), self.language),
@@ -355,6 +390,7 @@ class Simulation:
         self._load("hopper_rows")
         self._load("hopper_softmax")
         self.hopper_forward = self._load("hopper_forward")
+        self._load("hopper_dq")
         # whose warp that moves data has the name of the other's
         self._load("hopper_cols")
         self.hopper_backward = self._load("hopper_backward")
@@ -386,7 +422,7 @@ class Simulation:
             elif isinstance(getattr(value, "value", None), (int, float)):
                 vars(module)[key] = Constant(value.value) if isinstance(value.value, int) else value.value
         vars(module).update(more or {})
-        if name in ("tile", "hopper", "hopper_rows", "hopper_softmax", "hopper_cols"):
+        if name in ("tile", "hopper", "hopper_rows", "hopper_softmax", "hopper_dq", "hopper_cols"):
             # for the modules that import them
             shared = {
                 key: value for key, value in vars(module).items() if inspect.isfunction(value) or key == "Describer"
@@ -407,8 +443,13 @@ class Simulation:
             given = [
                 Pointer(each) if isinstance(each, Tensor) else each for each in launcher.described(tensors, of_each)
             ]
-            for program in range(grid[0]):
-                self.language.machine = Machine(self.seed, program, grid[0])
-                kernel(**dict(zip(names, given, strict=False)), **options)
+
+            def begun() -> Iterator[Machine]:
+                for program in range(grid[0]):
+                    self.language.begun = Machine(self.seed, program, grid[0], self.slow)
+                    kernel(**dict(zip(names, given, strict=False)), **options)
+                    yield self.language.begun
+
+            run_all(begun(), self.resident or grid[0], self.seed)
 
         return run

@@ -22,6 +22,7 @@ from blocksparse_flash.kernels import (
     backward,
     decode,
     forward,
+    hopper_backward,
     hopper_forward,
     launch,
     launcher,
@@ -30,7 +31,8 @@ from blocksparse_flash.kernels import (
     selecting,
 )
 from blocksparse_flash.kernels.scores import Scores
-from blocksparse_flash.seen import kind_of
+from blocksparse_flash.seen import kind_of, see
+from blocksparse_flash.served_dq import service_of
 from blocksparse_flash.splitting import WHOLE, Split
 
 LIMITS = (9, 232448)
@@ -199,6 +201,22 @@ def main() -> None:
             given = [(*call, *walks, None, queue, torch.empty_like(out), lse, parts) for call in calls]
             check(recorder, hopper.launch, given[0], given)
             recorder.calls.clear()
+        # the sum of dq twice, as what is added to and as what is read; few columns on fewer multiprocessors
+        with mock.patch.object(hopper_backward, "multiprocessors", lambda _: 2):
+            lines, sums = torch.empty(2, 512), [torch.empty(shape) for _ in calls]
+            service = service_of(plan, shape, shape, WHOLE, 2)
+            assert service is not None
+            gradients = see(sums[0]), seen, seen
+            served = hopper_backward.prepare.__wrapped__(
+                kind_of(*[out] * 4), see(lines[0]), gradients, launch.see_walk(walks), WHOLE, service, options
+            )
+        counts, dk, dq = torch.empty(served.n_counts, dtype=torch.int32), torch.empty_like(out), torch.empty_like(out)
+        given = [
+            (*call, call[0], *lines, *walks, None, counts, dq_sum, dk, dk, None, dq_sum, dq)
+            for call, dq_sum in zip(calls, sums, strict=True)
+        ]
+        check(recorder, served.keys, given[0], given)
+        recorder.calls.clear()
         assert hopper.merge is not None
         given = [(parts, items, call[0], lse) for call in calls]
         check(recorder, hopper.merge, given[0], given)

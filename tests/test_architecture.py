@@ -95,6 +95,7 @@ TABLE = {
     "blocksparse_flash/seen.py": Arrows({TORCH, f"{OURS}.copy_engine"}),
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
     "blocksparse_flash/separate_dq.py": Arrows({TORCH}),
+    "blocksparse_flash/served_dq.py": Arrows({TORCH, f"{OURS}.splitting"}),
     "blocksparse_flash/splitting.py": Arrows({TORCH}),
     "blocksparse_flash/kernels/__init__.py": Arrows(set()),
     "blocksparse_flash/kernels/tile.py": Arrows({TRITON}),
@@ -155,8 +156,9 @@ TABLE = {
         {TORCH, TRITON, f"{OURS}.seen", f"{OURS}.splitting"}
         | {f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "hopper", "hopper_rows", "hopper_softmax")},
     ),
+    "blocksparse_flash/kernels/hopper_dq.py": Arrows({TRITON, f"{OURS}.served_dq", f"{OURS}.kernels.hopper"}),
     "blocksparse_flash/kernels/hopper_cols.py": Arrows(
-        {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper"))},
+        {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper", "hopper_dq"))},
     ),
     "blocksparse_flash/kernels/hopper_backward.py": Arrows(
         {
@@ -164,8 +166,12 @@ TABLE = {
             TRITON,
             f"{OURS}.seen",
             f"{OURS}.separate_dq",
+            f"{OURS}.served_dq",
             f"{OURS}.splitting",
-            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "hopper", "hopper_cols", "backward")),
+            *(
+                f"{OURS}.kernels.{name}"
+                for name in ("tile", "launch", "parts", "hopper", "hopper_cols", "hopper_dq", "backward")
+            ),
         }
     ),
     "blocksparse_flash/kernels/eager_scores.py": Arrows({TORCH, f"{OURS}.kernels.scores"}),
@@ -182,7 +188,7 @@ TABLE = {
         {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "explanation.dispatch", "layout", "plan"))}
     ),
     "blocksparse_flash/explanation/memory.py": Arrows(
-        {f"{OURS}.separate_dq", f"{OURS}.splitting"}
+        {f"{OURS}.separate_dq", f"{OURS}.served_dq", f"{OURS}.splitting"}
         | {f"{OURS}.explanation.{name}" for name in ("call", "dispatch", "prediction")}
     ),
     "blocksparse_flash/explanation/prediction.py": Arrows({f"{OURS}.explanation.dispatch"}),

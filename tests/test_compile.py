@@ -32,12 +32,13 @@ HOPPER_TARGETS = [*(("hopper", version) for version in (None, BEFORE)), *(("hopp
 # what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths, whether lines are split).
 # Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
 KNOWN_SPILLS = {
-    # under Triton 3.6, 3.7 and 3.8 at most 280; under 3.9, where nothing was run, the rest
-    ("hopper_backward_kernel", 64, False, False): 644,
-    ("hopper_backward_kernel", 64, True, False): 164,
+    # under Triton 3.6, 3.7 and 3.8 at most 488, for the most part where warps clear and convert dq; under 3.9, where nothing was
+    # run, the rest
+    ("hopper_backward_kernel", 64, False, False): 1032,
+    ("hopper_backward_kernel", 64, True, False): 400,
     ("hopper_backward_kernel", 64, False, True): 672,
-    ("hopper_backward_kernel", 128, False, False): 464,
-    ("hopper_backward_kernel", 128, True, False): 336,
+    ("hopper_backward_kernel", 128, False, False): 712,
+    ("hopper_backward_kernel", 128, True, False): 572,
     ("hopper_backward_kernel", 128, False, True): 720,
     ("hopper_backward_kernel", 128, True, True): 792,
     # up to three words, stored once a program and loaded once a row
@@ -164,10 +165,10 @@ GOOD = {
     ("change", "word"),
     [
         ({"spills": 4}, "spills"),
-        ({"spills": 465, "kernel": "hopper_backward_kernel"}, "spills"),
+        ({"spills": 713, "kernel": "hopper_backward_kernel"}, "spills"),
         ({"spills": 32, "kernel": "hopper_forward_kernel"}, "spills"),
         ({"spills": 4, "kernel": "hopper_forward_kernel", "call": {"head_dim": 64, "dtype": "bfloat16"}}, "spills"),
-        ({"spills": 645, "kernel": "hopper_backward_kernel", "call": {"head_dim": 64, "dtype": "bfloat16"}}, "spills"),
+        ({"spills": 1033, "kernel": "hopper_backward_kernel", "call": {"head_dim": 64, "dtype": "bfloat16"}}, "spills"),
         (
             {"serialised": ["C7510"], "kernel": "hopper_forward_kernel", "call": {**CALL, "limited": True}},
             "serialises",
@@ -230,9 +231,9 @@ def test_what_is_no_fault() -> None:
     (fault,) = faults({**few, "call": {**CALL, "q_len": 16, "group": 4}})
     assert "without wgmma" in fault
     spilled = {**GOOD, "call": {**GOOD["call"], "head_dim": 128}, "kernel": "hopper_backward_kernel"}
-    assert faults({**spilled, "spills": 464}) == []
-    (fault,) = faults({**spilled, "spills": 465})
-    assert "spills 465 bytes" in fault
+    assert faults({**spilled, "spills": 712}) == []
+    (fault,) = faults({**spilled, "spills": 713})
+    assert "spills 713 bytes" in fault
     parted = {**spilled, "call": {**GOOD["call"], "head_dim": 128, "parts": 3}}
     assert faults({**parted, "spills": 720}) == []
     assert len(faults({**parted, "spills": 721})) == 1

@@ -280,7 +280,7 @@ def mixed() -> BlockLayout:
 MIXED = cases.Case("mixed", mixed)
 SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
 FORWARD, BACKWARD, ROWS, COLS = "hopper_forward", "hopper_backward", "hopper_rows", "hopper_cols"
-SOFTMAX = "hopper_softmax"
+SOFTMAX, DQ = "hopper_softmax", "hopper_dq"
 # seen where lines are split
 PART_FAULTS = {
     "a part that begins where the line does": Change(ROWS, "            begin = begin + first\n", "            pass\n"),
@@ -390,7 +390,9 @@ FAULTS = {
         "\n\n",
     ),
     "ds over dk of the other warpgroup": Change(
-        BACKWARD, '        tma.store_wait(0)\n        named_barrier("sync", 9)\n', "        tma.store_wait(0)\n\n"
+        BACKWARD,
+        '            wait_for_writes(1)\n        named_barrier("sync", 9)\n        if SERVED and',
+        "            wait_for_writes(1)\n\n        if SERVED and",
     ),
     "keys released before they are read": Change(
         BACKWARD,
@@ -399,16 +401,15 @@ FAULTS = {
     ),
     "a column's keys released by one warpgroup": Change(
         BACKWARD,
-        "new_barriers(2, 1), new_barriers(2, 2), new_barriers(SETS, 1), new_barriers(SETS, 2),",
-        "new_barriers(2, 1), new_barriers(2, 2), new_barriers(SETS, 1), new_barriers(SETS, 1),",
+        "new_barriers(SETS, 1), new_barriers(SETS, 2),",
+        "new_barriers(SETS, 1), new_barriers(SETS, 1),",
     ),
     "a column's keys waited for in the wrong phase": Change(COLS, "((i_col // SETS) & 1) ^ 1", "(i_col // SETS) & 1"),
     "a column overwritten before both took it": Change(
         BACKWARD,
-        "new_barriers(2, 1), new_barriers(2, 2), new_barriers(SETS, 1)",
-        "new_barriers(2, 1), new_barriers(2, 1), new_barriers(SETS, 1)",
+        "new_barriers(2, 3 if SERVED else 2)",
+        "new_barriers(2, 2 if SERVED else 1)",
     ),
-    "a column twice": Change(COLS, "gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)", "gl.atomic_add(queue_ptr, 1)"),
     "dp waited for too little": Change(
         BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
     ),
@@ -448,13 +449,86 @@ SET_FAULTS = {
     "the maximum forgotten": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
 }
 
+# seen where dq is cleared and converted beside the columns
+DQ_FAULTS = {
+    "zeros not waited for": Change(DQ, "    if i_section >= n_cleared:\n", "    if False:\n"),
+    "the zeros of the section before waited for": Change(
+        DQ, "counts_ptr + FRONT + i_section, chunks", "counts_ptr + FRONT + (i_section - 1), chunks"
+    ),
+    "columns not waited for": Change(
+        DQ, "            wait_for_count(counts_ptr + FRONT + n_axes + i_section, n_lines, 500)\n", ""
+    ),
+    "a column too few waited for": Change(DQ, "i_section, n_lines, 500)", "i_section, n_lines - 1, 500)"),
+    "a column counted before its sums are in memory": Change(
+        BACKWARD,
+        "            # its sums of dq are in memory, all but what was sent last: dk or dv\n            wait_for_writes(1)\n",
+        "            pass\n\n",
+    ),
+    "a column counted by one warpgroup": Change(
+        BACKWARD,
+        """        named_barrier("sync", 9)
+        if SERVED and WHO == 0:
+            # before the keys are waited for, which wait for zeros: these may be waiting for the column before
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+""",
+        """        if SERVED and WHO == 0:
+            # before both are there
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+        named_barrier("sync", 9)
+""",
+    ),
+    "a column counted when the next one has its keys": Change(
+        BACKWARD,
+        """        if SERVED and WHO == 0:
+            # before the keys are waited for, which wait for zeros: these may be waiting for the column before
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+        i_set = i_col % SETS
+        mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
+""",
+        """        i_set = i_col % SETS
+        mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
+        if SERVED and WHO == 0:
+            # not before
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+""",
+    ),
+    "a column counted as it begins": Change(
+        COLS, "        i_col += 1\n        mbarrier.wait(barriers[COL_DONE]", "        mbarrier.wait(barriers[COL_DONE]"
+    ),
+    "columns handed on before they are counted": Change(
+        BACKWARD, "new_barriers(2, 3 if SERVED else 2)", "new_barriers(2, 2)"
+    ),
+    "a chunk left out": Change(
+        DQ, "gl.minimum(n_eighths - i_first, CHUNK // 8)", "gl.minimum(n_eighths - i_first - 1, CHUNK // 8)"
+    ),
+    "all sections ahead of the first": Change(
+        DQ, "i_turn // 2 + i_turn % 2 * n_ahead", "i_turn // 2 + i_turn % 2 * (n_ahead + 1)"
+    ),
+    "the first column not from the queue": Change(
+        COLS,
+        "pid = gl.atomic_add(queue_ptr, 1)\n        n_before_queue = 0",
+        "pid = gl.program_id(0)\n        n_before_queue = gl.num_programs(0)",
+    ),
+    "a column twice": Change(COLS, "        n_before_queue = 0\n", "        n_before_queue = -1\n"),
+    "columns out of order": Change(
+        COLS, "pid // n_lines, pid % n_lines\n        if", "n_axes - 1 - pid // n_lines, pid % n_lines\n        if"
+    ),
+}
+
 
 @pytest.fixture
 def tight(monkeypatch):
     """A simulation with few places in the rings, so that each is soon used again."""
 
-    def tight(seed: int, *changes: Change, config: ForwardConfig | None = None) -> Simulation:
-        simulation = Simulation(seed=seed, changes=changes, programs=1)
+    def tight(
+        seed: int,
+        *changes: Change,
+        config: ForwardConfig | None = None,
+        programs: int = 1,
+        slow: str = "",
+        resident: int = 0,
+    ) -> Simulation:
+        simulation = Simulation(seed=seed, changes=changes, programs=programs, slow=slow, resident=resident)
         chosen = ForwardConfig(stages=2) if config is None else config
         monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: chosen)
         monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: chosen.warpgroups == 3)
@@ -494,6 +568,32 @@ def test_without_a_fault_of_parts_none_is_seen(check, tight, seed):
     check(split(tight(seed), 2, 1), MIXED, PARTED)
 
 
+# of the sections of dq one is cleared before, and one converted behind
+SERVED = [(MIXED, zoo.Call(head_dim=64, dtype=torch.float16)), ((300, 400), SMALL)]
+SLOW = ["serve", "writes", ""]
+
+
+# programs, and how many run at a time: what is counted must do for fewer than there should be
+CROWDS = [(1, 1), (2, 2), (3, 2)]
+
+
+@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("crowd", CROWDS, ids=str)
+@pytest.mark.parametrize(("layout", "call"), SERVED, ids=str)
+def test_without_a_fault_of_dq_none_is_seen(check, tight, layout, call, crowd, slow):
+    programs, resident = crowd
+    check(tight(sum(crowd), programs=programs, resident=resident, slow=slow), layout, call)
+
+
+@pytest.mark.parametrize("fault", DQ_FAULTS)
+def test_a_seeded_fault_of_dq_is_seen(check, tight, fault):
+    """Likewise, on columns of several tiles and on few, one program or several."""
+    change = DQ_FAULTS[fault]
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, SERVED):
+            check(tight(seed, change, programs=programs, resident=resident, slow=slow), layout, call)
+
+
 # the chosen configurations, few places in their rings: a call that each is launched for, and what can go wrong
 CHOSEN = {
     "3 warpgroups": (ForwardConfig(stages=2, warpgroups=3), (577, 300), CAUSAL, WIDE_FAULTS),
@@ -514,5 +614,5 @@ def test_without_a_fault_a_chosen_configuration_is_right(check, tight, chosen, s
 def test_a_seeded_fault_of_a_chosen_configuration_is_seen(check, tight, chosen, fault):
     config, lengths, call, faults = CHOSEN[chosen]
     with pytest.raises((ProtocolError, AssertionError)):
-        for seed in range(8):
+        for seed in range(24):
             check(tight(seed, faults[fault], config=config), lengths, call, backward=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..separate_dq import is_dq_separate
+from ..served_dq import n_counts, service_of
 from ..splitting import Split, split_of
 from .call import Call
 from .dispatch import TILE
@@ -68,10 +69,14 @@ def _split(call: Call, first: int) -> Split:
 
 
 def _queue(call: Call, first: int) -> int:
-    """Bytes of the queue from which the programs of `hopper` take rows (first = 0) or columns (3), if these are more."""
+    """Bytes with which the programs of `hopper` count the rows (first = 0) or columns (3) that they take, if these are more."""
     length, heads = (call.kv_len, call.kv_heads) if first else (call.q_len, call.heads)
-    n_lines = _split(call, first).n_programs(-(-length // TILE), call.batch * heads)
-    return FLOAT if n_lines > call.multiprocessors else 0
+    split, n_axes = _split(call, first), call.batch * heads
+    if first and not has_separate_dq(call):
+        plan = [] if call.plan is None else list(call.plan)
+        if service_of(plan, call.q.shape, call.k.shape, split, call.multiprocessors) is not None:
+            return FLOAT * n_counts(n_axes)
+    return FLOAT if split.n_programs(-(-length // TILE), n_axes) > call.multiprocessors else 0
 
 
 def _parts(call: Call, first: int) -> int:

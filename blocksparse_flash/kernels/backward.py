@@ -143,9 +143,10 @@ def config_queries(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded"])
+@triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded", "n_cleared", "n_counts"])
 def statistics_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, queue_ptr, dout_strides, n_heads, q_len, n_padded,
+    n_cleared, n_counts,
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, DIM_CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
     """What every step of the backward wants of a query, n_padded a head so that no step bounds-checks them.
@@ -154,16 +155,18 @@ def statistics_kernel(
     delta  rowsum(dout * out) - dlse; 0 past q_len
 
     Written as pairs, and as lines (every lse, then every delta), to those that are given. And zeros to the CLEARED numbers
-    of each query at cleared_ptr, which the next launch adds to, and to the number at queue_ptr, with which it counts.
+    of each query of the first n_cleared heads at cleared_ptr, which the next launch adds to, and to the n_counts numbers at
+    queue_ptr, no more than there are programs, with which it counts.
     """
     i_axis = tl.program_id(1)
     if queue_ptr is not None:
-        tl.store(queue_ptr, 0, mask=(i_axis == 0) & (tl.program_id(0) == 0))
+        i_count = i_axis * tl.num_programs(0) + tl.program_id(0)
+        tl.store(queue_ptr + i_count, 0, mask=i_count < n_counts)
     o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if cleared_ptr is not None:
         o_cleared = tl.arange(0, DIM_CLEARED)
         p_cleared = cleared_ptr + (i_axis.to(tl.int64) * q_len + o_q.to(tl.int64)[:, None]) * CLEARED + o_cleared[None, :]
-        m_cleared = (o_q < q_len)[:, None] & (o_cleared < CLEARED)[None, :]
+        m_cleared = ((o_q < q_len) & (i_axis < n_cleared))[:, None] & (o_cleared < CLEARED)[None, :]
         tl.store(p_cleared, tl.zeros([ROWS, DIM_CLEARED], tl.float32), mask=m_cleared)
     o_dim = tl.arange(0, DIM_V)
     m_q = o_q < q_len
@@ -438,8 +441,12 @@ def queries_kernel(
 # fmt: on
 
 
-def prepare_statistics(dout: Seen, n_padded: int, cleared: int = 0) -> Launch:
-    """The launch of statistics_kernel on a gradient of such a kind, and on so many numbers of each query to clear."""
+def prepare_statistics(dout: Seen, n_padded: int, cleared: tuple[int, int] = (0, 0), n_counts: int = 0) -> Launch:
+    """The launch of statistics_kernel on a gradient of such a kind, and on numbers to be cleared.
+
+    cleared   numbers of each query, and heads, those of all batch entries
+    n_counts  numbers more
+    """
     batch, heads, q_len, v_dim = dout.shape
     return Launch(
         statistics_kernel,
@@ -449,10 +456,12 @@ def prepare_statistics(dout: Seen, n_padded: int, cleared: int = 0) -> Launch:
             "n_heads": heads,
             "q_len": q_len,
             "n_padded": n_padded,
+            "n_cleared": cleared[1],
+            "n_counts": n_counts,
             "V_DIM": v_dim,
             "DIM_V": padded_dim(v_dim),
-            "CLEARED": cleared,
-            "DIM_CLEARED": padded_dim(cleared),
+            "CLEARED": cleared[0],
+            "DIM_CLEARED": padded_dim(cleared[0]),
             "ROWS": STATISTICS_ROWS,
             "num_warps": 4,
         },

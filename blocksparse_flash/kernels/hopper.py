@@ -116,6 +116,55 @@ def new_barriers(LENGTH: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def wait_for_writes(PENDING: gl.constexpr):
+    """Until what a warpgroup has sent by the copy engine is in memory, but the last PENDING stores or additions.
+
+    tma.store_wait waits until it has been read from shared memory.
+    """
+    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    text: gl.constexpr = _writes_assembly(PENDING)
+    gl.inline_asm_elementwise(text, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _writes_assembly(pending):
+    return f"cp.async.bulk.wait_group {pending}; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def wait_for_count(p_count, n, NAP: gl.constexpr):
+    """A warp, until a number in global memory has come to n: what was written before it was counted may be read and added to.
+
+    NAP  nanoseconds, about, from one look to the next
+    """
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    text: gl.constexpr = _count_assembly(NAP)
+    given = [lane, p_count + lane * 0, n + lane * 0]
+    gl.inline_asm_elementwise(text, "=r,r,l,r", given, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _count_assembly(nap):
+    # looks without an order, which would empty L1 each time, then a fence
+    return (
+        "{ .reg .pred p; .reg .b32 a; again: ld.relaxed.gpu.global.s32 a, [$2]; setp.ge.s32 p, a, $3; @p bra done;"
+        f" nanosleep.u32 {nap}; bra again; done: fence.acq_rel.gpu; fence.proxy.async; bar.warp.sync 0xffffffff;"
+        " mov.b32 $0, $1; }"
+    )
+
+
+@gluon.jit
+def count_in(p_count):
+    """A warp counts in global memory, behind what it has written, or has waited for at a barrier."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; fence.proxy.async; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
+        " @p fence.acq_rel.gpu; @p red.relaxed.gpu.global.add.s32 [$2], 1; mov.b32 $0, $1; }",
+        "=r,r,l", [lane, p_count + lane * 0], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def pin(b_sum):
     """The same values, all of which are >= 0; the wait for a wgmma that follows in the source stays behind them.
 

@@ -6,7 +6,8 @@ Each score is computed once: five products a tile. One program a multiprocessor 
 of a key head each, and walks them (for each query head of the group). A warp moves k and v, then q, dout, lse and delta of each
 step, through rings (hopper_cols.py). Two warpgroups compute, 64 keys each: scores and dp transposed, dk and dv in registers; ds
 goes through shared memory, since dq sums over the keys of both. The copy engine adds dq to a float32 buffer in global memory, in no
-fixed order: the last bits of dq change from run to run. A last launch scales and converts it.
+fixed order: the last bits of dq change from run to run. The launch before clears this sum and a last one scales and converts it, but
+for what warps beside do while columns are computed (served_dq.py says how much, hopper_dq.py how).
 
 A column that would be waited for is split (splitting.py), of each query head's steps as many to each program: dk and dv of a part
 go to a workspace, in float32, and a launch adds them up in order (parts.py). Where nothing is split, the kernel is compiled without.
@@ -39,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..seen import Kind, Seen, see
 from ..separate_dq import is_dq_separate
+from ..served_dq import Service, n_counts, service_of
 from ..splitting import Split, split_of
 from . import backward as portable
 from .hopper import (
@@ -57,9 +59,11 @@ from .hopper import (
     seen_as,
     store_async,
     store_spread,
+    wait_for_writes,
     writable,
 )
 from .hopper_cols import (
+    COL_DONE,
     COL_FIELDS,
     DOUT_EMPTY,
     DOUT_FULL,
@@ -70,8 +74,10 @@ from .hopper_cols import (
     member_steps,
     move,
     query_start,
+    report,
     take_col,
 )
+from .hopper_dq import serve
 from .launch import LOG2_E, Launch, Options, Walk, multiprocessors, options_of, see_walk, walk, walk_strides
 from .launch import TILE as TILE_SIDE
 from .parts import sum_cols
@@ -273,7 +279,7 @@ def descend(
 @gluon.jit
 def compute(
     descriptors, rings, barriers, ptrs, items_strides, sizes, WHO: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SERVED: gl.constexpr,
 ):  # fmt: skip
     q_ring, dout_ring, k_ring, v_ring, _, _, _, _, _, _, col_ring = rings
     _, _, _, _, kv_lengths_ptr, parts_ptr, _ = ptrs
@@ -289,14 +295,20 @@ def compute(
         limit = key_limit(kv_lengths_ptr, i_axis // n_heads, kv_len)
         b_dk = gl.zeros([HALF, DIM], gl.float32, accumulator(DIM))
         b_dv = gl.zeros([HALF, DIM_V], gl.float32, accumulator(DIM_V))
+        # dk and dv of the column before have left their places, which the steps write to
+        tma.store_wait(0)
+        if SERVED:
+            # its sums of dq are in memory, all but what was sent last: dk or dv
+            wait_for_writes(1)
+        named_barrier("sync", 9)
+        if SERVED and WHO == 0:
+            # before the keys are waited for, which wait for zeros: these may be waiting for the column before
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
         i_set = i_col % SETS
         mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
         if kv_lengths_ptr is not None:
             clear_tail(k_ring.index(i_set).reshape([TILE, DIM]), kv_start, limit, WHO)
             clear_tail(v_ring.index(i_set).reshape([TILE, DIM_V]), kv_start, limit, WHO)
-        # dk and dv of the column before have left their places, which the steps write to
-        tma.store_wait(0)
-        named_barrier("sync", 9)
         for i_member in range(GROUP):
             first, n_steps, n_masked = member_steps(
                 ptrs, items_strides, sizes, col, limit, i_member, CAUSAL, GROUP, BLOCK_Q
@@ -329,6 +341,11 @@ def compute(
         i_col += 1
         col = take_col(col_ring, barriers, i_col)
     tma.store_wait(0)
+    if SERVED:
+        wait_for_writes(1)
+        named_barrier("sync", 9)
+        if WHO == 0:
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
 
 
 @gluon.jit
@@ -373,18 +390,36 @@ def place_of(ring, desc):
         return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
 
 
-@gluon.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "n_split", "n_parts"])
+@gluon.jit(
+    do_not_specialize=[
+        "n_heads",
+        "n_axes",
+        "n_lines",
+        "q_len",
+        "kv_len",
+        "n_padded",
+        "n_split",
+        "n_parts",
+        "n_cleared",
+        "n_ahead",
+        "n_converted",
+        "n_eighths",
+    ]
+)
 def hopper_backward_kernel(
     # inputs; a queue, None: there is a program for each column
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
     queue_ptr,
-    # outputs: dq in float32, to be added to, or None; dk and dv; what parts of columns write, None: there are none
-    dq_desc, dk_desc, dv_desc, parts_ptr,
+    # outputs: the sum of dq, in float32, to be added to, or None; dk and dv; what parts of columns write, None: there are none;
+    # the sum again, and dq, None: other launches clear the sum and convert it; else the queue is all that is counted
+    dq_desc, dk_desc, dv_desc, parts_ptr, sum_ptr, dq_ptr,
     # strides in elements: (batch, head)
     items_strides,
     # sizes: n_heads key heads, n_axes = batch * n_heads, n_lines = tile columns; the first n_split lines of each head have
     # n_parts programs each
     n_heads, n_axes, n_lines, q_len, kv_len, n_padded, n_split, n_parts, scale_log2, scale,
+    # as in Service; a section of the sum is so many times 8 values
+    n_cleared, n_ahead, n_converted, n_eighths,
     # compile time
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
     REGISTERS: gl.constexpr, MOVER_REGISTERS: gl.constexpr,
@@ -412,9 +447,11 @@ def hopper_backward_kernel(
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     col_ring = gl.allocate_shared_memory(gl.int32, [2 * COL_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    SERVED: gl.constexpr = dq_ptr is not None
     barriers = (
-        new_barriers(2, 1), new_barriers(2, 2), new_barriers(SETS, 1), new_barriers(SETS, 2),
+        new_barriers(2, 1), new_barriers(2, 3 if SERVED else 2), new_barriers(SETS, 1), new_barriers(SETS, 2),
         new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(STAGES, 1), new_barriers(STAGES, 2),
+        new_barriers(2, 1) if SERVED else None,
     )  # fmt: skip
     fence_async_shared()
     descriptors = (q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc)
@@ -423,21 +460,36 @@ def hopper_backward_kernel(
     )  # fmt: skip
     ptrs = (items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, parts_ptr, queue_ptr)
     sizes = (n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, n_split, n_parts)
-    gl.warp_specialize(
-        [
-            (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES)),
-            (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES)),
-            (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, CAUSAL, GROUP, BLOCK_Q, STAGES)),
-        ],
-        [4, 1],
-        [REGISTERS, MOVER_REGISTERS],
-    )  # fmt: skip
+    if SERVED:
+        service = (queue_ptr, sum_ptr, dq_ptr, n_axes, n_lines, n_cleared, n_ahead, n_converted, n_eighths, scale)
+        gl.warp_specialize(
+            [
+                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES, True)),
+                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, True)),
+                (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, service, CAUSAL, GROUP, BLOCK_Q, STAGES)),
+                (report, (col_ring, barriers, service)),
+                (serve, (service,)),
+                (serve, (service,)),
+            ],
+            [4, 1, 1, 1, 1],
+            [REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES, False)),
+                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, False)),
+                (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, None, CAUSAL, GROUP, BLOCK_Q, STAGES)),
+            ],
+            [4, 1],
+            [REGISTERS, MOVER_REGISTERS],
+        )  # fmt: skip
 
 
 @triton.jit
-def scale_kernel(sum_ptr, dq_ptr, scale, n_values, BLOCK: tl.constexpr):
-    """dq from its float32 sum."""
-    o_value = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def scale_kernel(sum_ptr, dq_ptr, scale, first, n_values, BLOCK: tl.constexpr):
+    """dq from its float32 sum, from value `first` on."""
+    o_value = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_value = o_value < n_values
     b_dq = tl.load(sum_ptr + o_value, mask=m_value) * scale
     tl.store(dq_ptr + o_value, b_dq.to(dq_ptr.dtype.element_ty), mask=m_value)
@@ -449,7 +501,7 @@ def scale_kernel(sum_ptr, dq_ptr, scale, n_values, BLOCK: tl.constexpr):
 class Prepared(NamedTuple):
     """The launches, None for what is not asked for, and how many float32 the parts of split columns are.
 
-    is_queued  whether there are more columns than programs, which take them from a queue
+    n_counts   int32 that programs count with: 0, 1 where they take columns from a queue, more where they clear and convert dq too
     """
 
     statistics: Launch
@@ -457,7 +509,7 @@ class Prepared(NamedTuple):
     sums: Launch | None
     n_floats: int
     scale: Launch | None
-    is_queued: bool
+    n_counts: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -467,12 +519,14 @@ def prepare(
     gradients: tuple[Seen | None, Seen, Seen],
     walked: Walk,
     split: Split,
+    service: Service | None,
     options: Options,
 ) -> Prepared:
     """How a call on such tensors is launched.
 
     kind       of q, k, v and dout
     gradients  the float32 sum of dq, dk and dv
+    service    of the sum of dq
     """
     q, k, v, dout = kind.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -494,6 +548,10 @@ def prepare(
         # there is no maximum to be found: the scale may be negative or 0
         "scale_log2": scale * LOG2_E,
         "scale": scale,
+        "n_cleared": 0,
+        "n_ahead": 0,
+        "n_converted": 0,
+        "n_eighths": 0,
         "CAUSAL": options.causal,
         "GROUP": heads // kv_heads,
         "STAGES": chosen.stages,
@@ -512,23 +570,29 @@ def prepare(
         "dk_desc": Describer(gradients[1], (1, 1, TILE_SIDE, dim)),
         "dv_desc": Describer(gradients[2], (1, 1, TILE_SIDE, dim_v)),
     }
+    n_axes, n_multiprocessors = batch * kv_heads, multiprocessors(options.device)
+    n_cols = split.n_programs(n_lines, n_axes)
     scaled = None
-    cleared = 0
+    width = 0
     if gradients[0] is not None:
         # rows are padded in both
-        cleared = -(-head_dim // 8) * 8
-        n_values = batch * heads * q_len * cleared
-        scaling = {"scale": scale, "n_values": n_values, "BLOCK": SCALE_BLOCK, "num_warps": 4}
-        scaled = Launch(scale_kernel, (triton.cdiv(n_values, SCALE_BLOCK),), scaling)
+        width = -(-head_dim // 8) * 8
+        of_section, n_values = heads // kv_heads * q_len * width, batch * heads * q_len * width
+        first = 0 if service is None else service.n_converted * of_section
+        scaling = {"scale": scale, "first": first, "n_values": n_values, "BLOCK": SCALE_BLOCK, "num_warps": 4}
+        scaled = Launch(scale_kernel, (triton.cdiv(n_values - first, SCALE_BLOCK),), scaling)
         describers["dq_desc"] = Describer(gradients[0], (1, 1, half, dim if rows == 2 * half else dim // 2))
-    n_cols, n_multiprocessors = split.n_programs(n_lines, batch * kv_heads), multiprocessors(options.device)
+        rest["n_eighths"] = of_section // 8
+    served = {} if service is None else service._asdict()
+    counts = int(n_cols > n_multiprocessors) if service is None else n_counts(n_axes)
+    n_cleared = batch * heads if service is None else service.n_cleared * (heads // kv_heads)
     return Prepared(
-        portable.prepare_statistics(dout, n_padded, cleared),
-        Launch(hopper_backward_kernel, (min(n_cols, n_multiprocessors),), rest, describers),
+        portable.prepare_statistics(dout, n_padded, (width, n_cleared), counts),
+        Launch(hopper_backward_kernel, (min(n_cols, n_multiprocessors),), {**rest, **served}, describers),
         sum_cols(split, walked[0], gradients[1], gradients[2], rest, (dim, dim_v)),
         split.floats(dim + dim_v, batch * kv_heads),
         scaled,
-        n_cols > n_multiprocessors,
+        counts,
     )
 
 
@@ -568,19 +632,21 @@ def backward(
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
     split = split_of(plan, 3, q.shape, k.shape, causal, multiprocessors(options.device))
     by_cols = walk(plan, 3)
-    ready = prepare(kind, see(lse_line), (see(dq_sum), see(dk), see(dv)), see_walk(by_cols), split, options)
+    service = None if is_separate else service_of(plan, q.shape, k.shape, split, multiprocessors(options.device))
+    gradients = see(dq_sum), see(dk), see(dv)
+    ready = prepare(kind, see(lse_line), gradients, see_walk(by_cols), split, service, options)
     parts = None if ready.sums is None else lines.new_empty(ready.n_floats)
     # cleared by the launch of the statistics too
-    queue = q.new_empty(1, dtype=torch.int32) if ready.is_queued else None
+    queue = q.new_empty(ready.n_counts, dtype=torch.int32) if ready.n_counts else None
+    dq = q.new_empty(*q.shape) if is_separate else writable(q, q.shape)
     ready.statistics(out, dout, lse, dlse, pairs, lines, dq_sum, queue)
-    ready.keys(q, k, v, dout, lse_line, delta_line, *by_cols, kv_lengths, queue, dq_sum, dk, dv, parts)
+    served = (None, None) if service is None else (dq_sum, dq)
+    ready.keys(q, k, v, dout, lse_line, delta_line, *by_cols, kv_lengths, queue, dq_sum, dk, dv, parts, *served)
     if ready.sums is not None:
         ready.sums(parts, by_cols[0], dk, dv)
     if ready.scale is not None:
-        dq = writable(q, q.shape)
         ready.scale(dq_sum, dq)
     else:
-        dq = q.new_empty(*q.shape)
         by_rows = walk(plan, 0)
         other = portable.prepare(kind, see_walk(by_rows), see_walk(by_cols), options)
         assert other.queries is not None

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper import INDEX_BITS, key_limit, load_async, load_int, store_int
+from .hopper_dq import count_column, wait_for_zeros
 from .tile import TILE, block_of, dense_queries, find_line, find_part, find_record, part_of, record_of
 
 # int32 values which the warp that moves data hands on: axis (batch * key heads + key head), first key, and of a layout the
@@ -22,6 +23,8 @@ COL_FIELDS = gl.constexpr(7)
 # is an allocation of its own, or Triton would let the threads of a warpgroup meet before each wait
 COL_FULL, COL_EMPTY, KV_FULL, KV_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 Q_FULL, Q_EMPTY, DOUT_FULL, DOUT_EMPTY = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7)
+# two for the columns whose sums of dq are in memory, where others wait for these
+COL_DONE = gl.constexpr(8)
 
 
 # ---- which steps? ----
@@ -72,8 +75,8 @@ def query_start(indices_ptr, step, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def find_col(ptrs, items_strides, pid, sizes, GROUP: gl.constexpr):
-    """The column of work `pid`, or its part: COL_FIELDS."""
+def find_col(ptrs, items_strides, pid, sizes, GROUP: gl.constexpr, SERVED: gl.constexpr):
+    """The column of work `pid`, or its part: COL_FIELDS. SERVED: head by head, without parts."""
     items_ptr, _, _, _, _, parts_ptr, _ = ptrs
     n_heads, n_axes, n_lines, _, _, _, _, _, n_split, n_parts = sizes
     begin, n_tiles, n_partial = 0, 0, 0
@@ -82,6 +85,10 @@ def find_col(ptrs, items_strides, pid, sizes, GROUP: gl.constexpr):
     if parts_ptr is not None:
         i_axis, i_launch, i_part = find_part(items_ptr, pid, n_lines, n_axes, n_split, n_parts)
         i_block = block_of(i_axis, i_launch, i_part, n_axes, n_split)
+        if items_ptr is not None:
+            p_record = record_of(items_ptr, items_strides, i_axis, n_heads, i_launch, GROUP)
+    elif SERVED:
+        i_axis, i_launch = pid // n_lines, pid % n_lines
         if items_ptr is not None:
             p_record = record_of(items_ptr, items_strides, i_axis, n_heads, i_launch, GROUP)
     elif items_ptr is not None:
@@ -100,22 +107,24 @@ def find_col(ptrs, items_strides, pid, sizes, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def move_kv(descriptors, rings, barriers, i_batch, i_kv_head, kv_start, i_col):
-    """The keys and values of a column."""
+def move_kv(descriptors, rings, barriers, service, i_axis, n_heads, kv_start, i_col):
+    """The keys and values of a column, without which nothing is added to dq."""
     _, k_desc, v_desc, _, _, _, _, _, _ = descriptors
     _, _, k_ring, v_ring, _, _, _, _, _, _, _ = rings
     SETS: gl.constexpr = k_ring.shape[0]
     i_set = i_col % SETS
     kv_full = barriers[KV_FULL].index(i_set)
+    if service is not None:
+        wait_for_zeros(service, i_axis)
     mbarrier.wait(barriers[KV_EMPTY].index(i_set), ((i_col // SETS) & 1) ^ 1)
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    load_async(k_desc, [i_batch, i_kv_head, kv_start, 0], kv_full, k_ring.index(i_set))
-    load_async(v_desc, [i_batch, i_kv_head, kv_start, 0], kv_full, v_ring.index(i_set))
+    load_async(k_desc, [i_axis // n_heads, i_axis % n_heads, kv_start, 0], kv_full, k_ring.index(i_set))
+    load_async(v_desc, [i_axis // n_heads, i_axis % n_heads, kv_start, 0], kv_full, v_ring.index(i_set))
 
 
 @gluon.jit
 def move(
-    descriptors, rings, barriers, ptrs, items_strides, sizes, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+    descriptors, rings, barriers, ptrs, items_strides, sizes, service, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     q_desc, _, _, dout_desc, lse_desc, delta_desc, _, _, _ = descriptors
@@ -126,14 +135,20 @@ def move(
     n_work = n_lines * n_axes
     if parts_ptr is not None:
         n_work = n_work + n_split * (n_parts - 1) * n_axes
-    pid = gl.program_id(0)
+    if service is None:
+        pid = gl.program_id(0)
+        n_before_queue = gl.num_programs(0)
+    else:
+        # from the queue as well, or columns would wait for one of a program which has not begun
+        pid = gl.atomic_add(queue_ptr, 1)
+        n_before_queue = 0
     i_col = 0
     n_moved = 0
     while pid < n_work:
-        col = find_col(ptrs, items_strides, pid, sizes, GROUP)
+        col = find_col(ptrs, items_strides, pid, sizes, GROUP, service is not None)
         i_axis, kv_start = col[0], col[1]
         # early: it takes as long as a load. Without a queue there is a program for each column
-        pid = n_work if queue_ptr is None else gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)
+        pid = n_work if queue_ptr is None else gl.atomic_add(queue_ptr, 1) + n_before_queue
         slot = i_col % 2
         mbarrier.wait(barriers[COL_EMPTY].index(slot), ((i_col // 2) & 1) ^ 1)
         for i in gl.static_range(COL_FIELDS):
@@ -142,7 +157,7 @@ def move(
         i_batch = i_axis // n_heads
         i_kv_head = i_axis % n_heads
         if SETS > 1:
-            move_kv(descriptors, rings, barriers, i_batch, i_kv_head, kv_start, i_col)
+            move_kv(descriptors, rings, barriers, service, i_axis, n_heads, kv_start, i_col)
         n_before = n_moved
         limit = key_limit(kv_lengths_ptr, i_batch, kv_len)
         for i_member in range(GROUP):
@@ -169,12 +184,12 @@ def move(
                 if SETS == 1:  # noqa: SIM102
                     if n_moved == n_before:
                         # behind the first step, whose place has long been free
-                        move_kv(descriptors, rings, barriers, i_batch, i_kv_head, kv_start, i_col)
+                        move_kv(descriptors, rings, barriers, service, i_axis, n_heads, kv_start, i_col)
                 n_moved += 1
                 q_start = q_next
         if SETS == 1:  # noqa: SIM102
             if n_moved == n_before:
-                move_kv(descriptors, rings, barriers, i_batch, i_kv_head, kv_start, i_col)
+                move_kv(descriptors, rings, barriers, service, i_axis, n_heads, kv_start, i_col)
         i_col += 1
     slot = i_col % 2
     mbarrier.wait(barriers[COL_EMPTY].index(slot), ((i_col // 2) & 1) ^ 1)
@@ -197,3 +212,26 @@ def take_col(col_ring, barriers, i_col):
     i_block = load_int(col_ring.index(slot * COL_FIELDS + 6))
     mbarrier.arrive(barriers[COL_EMPTY].index(slot), count=1)
     return i_axis, kv_start, begin, n_tiles, n_partial, i_part, i_block
+
+
+@gluon.jit
+def report(col_ring, barriers, service):
+    """The warp that counts columns, once their sums of dq are in memory."""
+    i_col = 0
+    i_axis = take_axis(col_ring, barriers, i_col)
+    while i_axis >= 0:
+        # both warpgroups have come to the column behind it, or to the end
+        i_col += 1
+        mbarrier.wait(barriers[COL_DONE].index(i_col % 2), (i_col // 2) & 1)
+        count_column(service, i_axis)
+        i_axis = take_axis(col_ring, barriers, i_col)
+
+
+@gluon.jit
+def take_axis(col_ring, barriers, i_col):
+    """Of the next column that the moving warp hands on the axis alone; -1 at the end."""
+    slot = i_col % 2
+    mbarrier.wait(barriers[COL_FULL].index(slot), (i_col // 2) & 1)
+    i_axis = load_int(col_ring.index(slot * COL_FIELDS))
+    mbarrier.arrive(barriers[COL_EMPTY].index(slot), count=1)
+    return i_axis
