@@ -193,7 +193,7 @@ class Language:
             at, values = at[mask], values[mask]
         pointer.flat[at] = values.to(pointer.flat.dtype)
 
-    def atomic_add(self, pointer: Pointer, value: int) -> Tensor:
+    def atomic_add(self, pointer: Pointer, value: int, sem: str = "acq_rel") -> Tensor:
         self._who.pause("an atomic addition")
         before = self.load(pointer).clone()
         pointer.flat[pointer.at()] += value

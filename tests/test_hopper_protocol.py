@@ -506,7 +506,7 @@ DQ_FAULTS = {
     ),
     "the first column not from the queue": Change(
         COLS,
-        "pid = gl.atomic_add(queue_ptr, 1)\n        n_before_queue = 0",
+        'pid = gl.atomic_add(queue_ptr, 1, sem="relaxed")\n        n_before_queue = 0',
         "pid = gl.program_id(0)\n        n_before_queue = gl.num_programs(0)",
     ),
     "a column twice": Change(COLS, "        n_before_queue = 0\n", "        n_before_queue = -1\n"),

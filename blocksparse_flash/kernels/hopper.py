@@ -135,7 +135,7 @@ def _writes_assembly(pending):
 def wait_for_count(p_count, n, NAP: gl.constexpr):
     """A warp, until a number in global memory has come to n: what was written before it was counted may be read and added to.
 
-    NAP  nanoseconds, about, from one look to the next
+    NAP  nanoseconds, about, from one look to the next; 0 where the first one should do
     """
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     text: gl.constexpr = _count_assembly(NAP)
@@ -145,11 +145,13 @@ def wait_for_count(p_count, n, NAP: gl.constexpr):
 
 @gluon.constexpr_function
 def _count_assembly(nap):
-    # looks without an order, which would empty L1 each time, then a fence
+    # an ordered look empties L1, in which the indices of the steps are: of many looks the last one alone. A fence would also wait
+    # for writes
+    look = "ld.{}.gpu.global.s32 a, [$2];"
+    first, sleep, last = ("relaxed", f"nanosleep.u32 {nap};", look.format("acquire")) if nap else ("acquire", "", "")
     return (
-        "{ .reg .pred p; .reg .b32 a; again: ld.relaxed.gpu.global.s32 a, [$2]; setp.ge.s32 p, a, $3; @p bra done;"
-        f" nanosleep.u32 {nap}; bra again; done: fence.acq_rel.gpu; fence.proxy.async; bar.warp.sync 0xffffffff;"
-        " mov.b32 $0, $1; }"
+        f"{{ .reg .pred p; .reg .b32 a; again: {look.format(first)} setp.ge.s32 p, a, $3; @p bra done;"
+        f" {sleep} bra again; done: {last} bar.warp.sync 0xffffffff; mov.b32 $0, $1; }}"
     )
 
 
@@ -157,9 +159,10 @@ def _count_assembly(nap):
 def count_in(p_count):
     """A warp counts in global memory, behind what it has written, or has waited for at a barrier."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    # the copy engine adds to what was written: a fence between what it does and what others do; released, without emptying L1
     gl.inline_asm_elementwise(
         "{ .reg .pred p; fence.proxy.async; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
-        " @p fence.acq_rel.gpu; @p red.relaxed.gpu.global.add.s32 [$2], 1; mov.b32 $0, $1; }",
+        " @p red.release.gpu.global.add.s32 [$2], 1; mov.b32 $0, $1; }",
         "=r,r,l", [lane, p_count + lane * 0], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

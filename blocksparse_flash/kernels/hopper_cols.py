@@ -140,7 +140,7 @@ def move(
         n_before_queue = gl.num_programs(0)
     else:
         # from the queue as well, or columns would wait for one of a program which has not begun
-        pid = gl.atomic_add(queue_ptr, 1)
+        pid = gl.atomic_add(queue_ptr, 1, sem="relaxed")
         n_before_queue = 0
     i_col = 0
     n_moved = 0
@@ -148,7 +148,7 @@ def move(
         col = find_col(ptrs, items_strides, pid, sizes, GROUP, service is not None)
         i_axis, kv_start = col[0], col[1]
         # early: it takes as long as a load. Without a queue there is a program for each column
-        pid = n_work if queue_ptr is None else gl.atomic_add(queue_ptr, 1) + n_before_queue
+        pid = n_work if queue_ptr is None else gl.atomic_add(queue_ptr, 1, sem="relaxed") + n_before_queue
         slot = i_col % 2
         mbarrier.wait(barriers[COL_EMPTY].index(slot), ((i_col // 2) & 1) ^ 1)
         for i in gl.static_range(COL_FIELDS):
