@@ -28,7 +28,7 @@ import masks
 from benchmarks import train_context_parallel
 from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
-from blocksparse_flash.distributed import context_plan, times, ulysses
+from blocksparse_flash.distributed import context_plan, times
 from blocksparse_flash.distributed.side import sides
 from blocksparse_flash.nn import SelfAttention
 from tests import closeness
@@ -165,11 +165,15 @@ def ulysses_equals_one_process(layout: str, order: str) -> None:
     order_of = orders(n_ranks, -(-LENGTH // 128))[order]
     plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="ulysses")
     case = whole(layout, LENGTH, heads)
-    assert_equal_to_one_process(plan, case, rows_are_whole=True)
-    for name, actual, same in zip(NAMES, sharded(plan, case), case.same, strict=True):
-        assert torch.equal(actual, plan.shard(same, dim=2)), name
+    # packed, and from where they lie if they may
+    for worth in (1 << 40, 1):
+        with mock.patch.object(times, "WORTH_STRETCHES", worth):
+            assert_equal_to_one_process(plan, case, rows_are_whole=True)
+            for name, actual, same in zip(NAMES, sharded(plan, case), case.same, strict=True):
+                assert torch.equal(actual, plan.shard(same, dim=2)), name
 
 
+@mock.patch.object(times, "WORTH_STRETCHES", 1)
 def whole_heads_are_cut(order: str) -> None:
     """Into messages: the bits of one process, whatever their number, and no byte but those of q, k, v, out and gradients."""
     n_ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -182,12 +186,11 @@ def whole_heads_are_cut(order: str) -> None:
         for name, actual, same in zip(NAMES, sharded(plan, case, chunks=chunks), case.same, strict=True):
             assert torch.equal(actual, plan.shard(same, dim=2)), (name, chunks)
     # two sequences
-    with mock.patch.object(ulysses, "WORTH_STRETCHES", 1):
-        leaves = [plan.shard(tensor, dim=2).expand(2, -1, -1, -1) * 1 for tensor in (case.q, case.k, case.v)]
-        leaves = [leaf.requires_grad_() for leaf in leaves]
-        out, lse = bd.attention_with_lse(*leaves, plan, chunks=2)
-        douts = [plan.shard(x, dim=2).expand_as(like) for x, like in ((case.dout, out), (case.dlse, lse))]
-        found = out, lse, *torch.autograd.grad([out, lse], leaves, douts)
+    leaves = [plan.shard(tensor, dim=2).expand(2, -1, -1, -1) * 1 for tensor in (case.q, case.k, case.v)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out, lse = bd.attention_with_lse(*leaves, plan, chunks=2)
+    douts = [plan.shard(x, dim=2).expand_as(like) for x, like in ((case.dout, out), (case.dlse, lse))]
+    found = out, lse, *torch.autograd.grad([out, lse], leaves, douts)
     for name, actual, same in zip(NAMES, found, case.same, strict=True):
         assert torch.equal(actual, plan.shard(same, dim=2).expand_as(actual)), name
     # 2 of the key heads would be divided among the ranks
@@ -237,6 +240,7 @@ def layouts_of_heads_and_batches() -> None:
         assert_equal_to_one_process(plan, by_head(n_ranks), rows_are_whole=True)
 
 
+@mock.patch.object(times, "WORTH_STRETCHES", 1)
 def half_types(scheme: str) -> None:
     """bfloat16 travels as it is; sums over ranks are float32. Keys, values and shipped rows."""
     n_ranks = dist.get_world_size()
@@ -313,6 +317,7 @@ def gathers_what_it_shards() -> None:
         assert torch.equal(plan.gather(plan.shard(x[0] > 7, dim=0), dim=0), x[0] > 7)
 
 
+@mock.patch.object(times, "WORTH_STRETCHES", 1)
 def compiles_and_checkpoints(scheme: str) -> None:
     """On two ranks; on three one of them holds no token."""
     n_ranks = dist.get_world_size()

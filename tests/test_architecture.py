@@ -329,7 +329,8 @@ TABLE = {
     "blocksparse_flash/distributed/ulysses.py": Arrows(
         {
             TORCH,
-            *(f"{OURS}.{name}" for name in ("functional", "layout", "distributed.messages", "distributed.whole_heads")),
+            *(f"{OURS}.{name}" for name in ("functional", "layout")),
+            *(f"{OURS}.distributed.{name}" for name in ("messages", "times", "whole_heads")),
         },
         {f"{OURS}.distributed.context_plan"},
     ),

@@ -91,7 +91,7 @@ def test_ulysses_takes_about_what_was_measured(name: str, measured: float) -> No
     [
         ("local", 262144, 16, "exchange"), ("butterfly", 262144, 16, "ulysses"), ("bigbird", 262144, 16, "ulysses"),
         ("butterfly", 262144, 4, "exchange"), ("bigbird", 262144, 4, "exchange"), ("local", 65536, 16, "exchange"),
-        ("butterfly", 65536, 16, "ulysses"), ("butterfly", 65536, 4, "exchange"),
+        ("butterfly", 65536, 16, "exchange"), ("butterfly", 65536, 4, "exchange"),
     ],
 )  # fmt: skip
 def test_whole_heads_travel_where_keys_are_much(name: str, length: int, kv_heads: int, scheme: str) -> None:

@@ -120,8 +120,7 @@ def costs_of(
     if asked == "auto":
         other = None
         if whole is not None:
-            if np.all(np.diff(owner) >= 0):
-                # every rank holds a stretch
+            if np.all(np.diff(owner) >= 0) and times.goes_by_itself(length // n_ranks, HEAD_DIM, ELEMENT_BYTES):
                 of_rank = _call((q_heads // n_ranks, kv_heads // n_ranks))
                 n_chunks = times.best_chunks(whole, of_rank, kv_heads // n_ranks, times.whole_heads)
                 other = times.whole_heads(whole, of_rank, n_chunks)

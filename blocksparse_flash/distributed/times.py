@@ -25,13 +25,17 @@ BACKWARD_TILE = 2e-6 / 16
 FORWARD_TILE = 0.4 * BACKWARD_TILE
 # packing and joining, over the time on the link: exchange of butterfly and Ulysses of local, 262,144 tokens
 EXCHANGE_COPIES, ULYSSES_COPIES = 0.36, 1.55
-# of messages that are sent from where tensors lie, which is assumed
+# of messages that are sent from where tensors lie. With this and CUT, whole heads of 262,144 tokens on four ranks, ms a step in 1 and
+# 2 messages: bigbird 11.2 and 9.4, butterfly 12.1 and 10.3, butterfly on 4 key heads 9.7. Measured were 11.2 and 9.5, 11.3 and 9.6, 10.3
 STRETCHES = 0.1
+# bytes of one head of a rank's tokens from which on it is sent by itself, which the host takes some 100 microseconds for: butterfly took,
+# ms a step, by itself and packed, 9.6 and 16.4 with 16 MiB, 5.3 and 4.2 with 4
+WORTH_STRETCHES = 8 << 20
 # what the host takes for a further message and its launches: local of 262,144 tokens, where messages are short, on four ranks 4.31, 4.55
 # and 4.91 ms a step with 1, 2 and 4; butterfly 16.2, 14.4 and 13.6. And for rows that are shipped, forward or backward: see BACKWARD_TILE
 CHUNK, SHIPPING = 120e-6, 0.45e-3
-# what a further message of whole heads adds where it hides behind others, which is assumed
-CUT = 60e-6
+# what a further message of whole heads adds where it hides behind others: in 4 messages bigbird took 9.6 ms, butterfly 10.1
+CUT = 200e-6
 MOST_CHUNKS = 4
 # bytes a second of copies: joining 2 GiB, butterfly of 262,144 tokens
 MEMORY = 4.05e12
@@ -109,6 +113,11 @@ def whole_heads(work: Work, call: Call, n_chunks: int) -> float:
     for compute in attention(work, call, call.q_heads / n_chunks):
         total += message + compute + (n_chunks - 1) * (max(message, compute) + CUT)
     return total
+
+
+def goes_by_itself(n_tokens: int, head_dim: float, element_bytes: int) -> bool:
+    """Whether a head of a rank's tokens is worth a message of its own."""
+    return n_tokens * head_dim * element_bytes >= WORTH_STRETCHES
 
 
 def splitting_pays(n_tokens: int, kv_heads: int, head_dim: int, element_bytes: int) -> bool:

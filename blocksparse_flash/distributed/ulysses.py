@@ -1,9 +1,8 @@
 """How do ranks attend when each takes whole heads? Tokens go to heads, attention is that of one process, heads go back.
 
 DeepSpeed-Ulysses (Jacobs et al., 2023, section 3.1). For grouped heads of any ratio and shards of any sizes, as long as the
-ranks divide the key heads. Where each rank holds one stretch of the sequence, heads go in messages that nobody copies, see
-whole_heads.py. Stretches with gaps, or short ones of many sequences: one message for q, k and v together, one for the output,
-in differentiable steps.
+ranks divide the key heads. Where each rank holds one stretch of the sequence, and a long one, heads go in messages that nobody
+copies, see whole_heads.py. Otherwise: one message for q, k and v together, one for the output, in differentiable steps.
 Knows tensors, a ContextPlan and attention. Must not know layouts' insides.
 """
 
@@ -16,15 +15,11 @@ from torch import Tensor
 
 from .. import functional
 from ..layout import BlockLayout
-from . import whole_heads
+from . import times, whole_heads
 from .messages import redistribute
 
 if TYPE_CHECKING:
     from .context_plan import ContextPlan
-
-
-# bytes of a stretch from which on several sequences go head by head: a guess, at which it travels for longer than the host needs for it
-WORTH_STRETCHES = 1 << 22
 
 
 def _to_heads(tensors: list[Tensor], plan: ContextPlan) -> list[Tensor]:
@@ -55,8 +50,7 @@ def _to_tokens(x: Tensor, plan: ContextPlan) -> Tensor:
 
 def is_direct(plan: ContextPlan, k: Tensor) -> bool:
     """Whether messages are sent from where q, k and v lie, and may be cut by heads: a stretch for each sequence and head."""
-    n_bytes = plan.length // plan.n_ranks * k.shape[3] * k.element_size()
-    return plan.rearrange is None and (k.shape[0] == 1 or n_bytes >= WORTH_STRETCHES)
+    return plan.rearrange is None and times.goes_by_itself(plan.length // plan.n_ranks, k.shape[3], k.element_size())
 
 
 def attend(
