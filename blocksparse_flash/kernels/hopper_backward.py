@@ -121,8 +121,10 @@ def config(dim: int) -> Config:
     What binds (Nsight Compute, single launches at 1.7 to 1.8 GHz, of the cycles): shared memory 75 %, tensor cores 70 % at 128 dense,
     68 and 62 % at butterfly; 67 and 58 % at 64 dense, 60 and 51 % at butterfly; warps wait most at the barrier where they meet for
     ds. Over and over, as benchmarks.attention calls it, power limits the clock: 128 dense has 589, 594 before, 64 dense 510 for 456.
-    Around the kernel: lse, delta and the zeros of dq 65 microseconds, its conversion 45, at 80 and 84 % of the bandwidth of memory,
-    of 700 in all at butterfly.
+    Around the kernel: lse and delta 44 microseconds, the conversion of the last head 4, of 680 in all at 128 butterfly. With the zeros of
+    dq before and its conversion behind they were 110 of 705: beside the columns (hopper_dq.py) the whole backward takes, microseconds, 128
+    butterfly 681, local 732 for 759, random 1274 for 1294; 64 butterfly 756 for 817, local 801 for 867, random 1418 for 1499, causal 5096
+    for 5490; dense of either dim the same. With fences instead of releases and acquires 128 butterfly took 3 % longer, local and causal 1.
 
     Tried before: sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in
     place of a pass before and one after: 128 causal 545 for 600, butterfly 371 for 418; 64 causal 442 for 434, butterfly 332 for 347.
