@@ -211,6 +211,12 @@ def whole_heads_are_cut(order: str) -> None:
     lse.sum().backward()
     assert not across[2].grad.any()
     assert torch.equal(bd.attention(*(leaf.detach() for leaf in leaves), plan), out)
+    # no sequence at all
+    none = [leaf.detach()[:0].requires_grad_() for leaf in leaves]
+    out, lse = bd.attention_with_lse(*none, plan, chunks=2)
+    assert (out.shape, lse.shape) == ((0, *leaves[0].shape[1:3], V_HEAD_DIM), (0, *leaves[0].shape[1:3]))
+    (out.sum() + lse.sum()).backward()
+    assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in none)
 
 
 def auto_takes_what_moves_less() -> None:
