@@ -306,6 +306,14 @@ def autocast_converts() -> None:
     assert out.dtype == torch.bfloat16 and torch.equal(out, plan.shard(expected, dim=2))
     out.float().sum().backward()
     assert all(leaf.grad is not None and leaf.grad.dtype == torch.float32 for leaf in leaves)
+    # a head of the type that is sent is too short to go by itself, so that there is nothing to cut
+    n_ranks = dist.get_world_size()
+    plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=2 * n_ranks, scheme="ulysses")
+    leaves = [torch.randn(1, 2 * n_ranks, plan.local_length, HEAD_DIM) for _ in range(3)]
+    with mock.patch.object(times, "WORTH_STRETCHES", LENGTH // n_ranks * HEAD_DIM * 4):
+        assert bd.attention(*leaves, plan, chunks=2).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert "sent together" in raised(ValueError, lambda: bd.attention(*leaves, plan, chunks=2))
 
 
 def gathers_what_it_shards() -> None:
