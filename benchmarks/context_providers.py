@@ -155,7 +155,7 @@ def parts(
     layer = plan.layers[0]
     (keys, *_), near = sides(layer.tensors, layer.counts, plan.n_ranks)
     backend = functional._choose("auto", q.device, q.dtype)
-    n_chunks = shared.n_chunks(chunks, plan, 0, k, v)
+    n_chunks = shared.n_chunks(chunks, plan, 0, k, v, k.dtype)
     pieces = exchange.chunked(n_chunks, plan.heads, keys.plan)
     walk, scale = Walk(backend, plan.group, plan.rank), q.shape[3] ** -0.5
 

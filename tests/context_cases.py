@@ -211,6 +211,12 @@ def whole_heads_are_cut(order: str) -> None:
     lse.sum().backward()
     assert not across[2].grad.any()
     assert torch.equal(bd.attention(*(leaf.detach() for leaf in leaves), plan), out)
+    # no sequence at all
+    none = [leaf.detach()[:0].requires_grad_() for leaf in leaves]
+    out, lse = bd.attention_with_lse(*none, plan, chunks=2)
+    assert (out.shape, lse.shape) == ((0, *leaves[0].shape[1:3], V_HEAD_DIM), (0, *leaves[0].shape[1:3]))
+    (out.sum() + lse.sum()).backward()
+    assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in none)
 
 
 def auto_takes_what_moves_less() -> None:
@@ -300,6 +306,14 @@ def autocast_converts() -> None:
     assert out.dtype == torch.bfloat16 and torch.equal(out, plan.shard(expected, dim=2))
     out.float().sum().backward()
     assert all(leaf.grad is not None and leaf.grad.dtype == torch.float32 for leaf in leaves)
+    # a head of the type that is sent is too short to go by itself, so that there is nothing to cut
+    n_ranks = dist.get_world_size()
+    plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=2 * n_ranks, scheme="ulysses")
+    leaves = [torch.randn(1, 2 * n_ranks, plan.local_length, HEAD_DIM) for _ in range(3)]
+    with mock.patch.object(times, "WORTH_STRETCHES", LENGTH // n_ranks * HEAD_DIM * 4):
+        assert bd.attention(*leaves, plan, chunks=2).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert "sent together" in raised(ValueError, lambda: bd.attention(*leaves, plan, chunks=2))
 
 
 def gathers_what_it_shards() -> None:

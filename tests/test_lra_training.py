@@ -107,6 +107,18 @@ class AtStep(Deadline):
         super().on_train_batch_end(trainer, *more, **named)
 
 
+class WithinStep(Deadline):
+    """A deadline that comes behind the third piece, in the middle of the second step of two pieces."""
+
+    def __init__(self) -> None:
+        super().__init__(at=math.inf)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.at = 0.0
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
 def last(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
 
@@ -210,6 +222,20 @@ def test_a_step_in_pieces_is_reported_as_a_step(tmp_path: Path, root: Path) -> N
     run(tmp_path, root, "test", "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt"), trainer=more)
     line = json.loads((tmp_path / "test.jsonl").read_text())
     assert (line["steps"], line["batch_size"]) == (2, 8)
+
+
+def test_a_deadline_within_a_step_in_pieces_waits_for_its_end(tmp_path: Path, root: Path) -> None:
+    """Gradients of half a step are in no checkpoint: it would go on with those of its other half alone."""
+    stop = {"class_path": "tests.test_lra_training.WithinStep"}
+    for name, callbacks in (("whole", []), ("parts", [stop])):
+        more = {"default_root_dir": str(tmp_path / name), "max_steps": 4, "accumulate_grad_batches": 2}
+        run(tmp_path / name, root, trainer={**more, "callbacks": callbacks})
+    assert last(tmp_path / "parts")["global_step"] == 2
+    run(tmp_path / "parts", root, "fit", "--ckpt_path", "last", trainer={**more, "callbacks": []})
+    # which Lightning numbers otherwise when it goes on
+    assert [*losses(tmp_path / "parts").values()] == [*losses(tmp_path / "whole").values()]
+    ends = [last(tmp_path / name)["state_dict"] for name in ("whole", "parts")]
+    assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
 
 
 def test_weights_go_from_one_resolution_to_the_next(

@@ -146,3 +146,14 @@ def test_nothing_waits_in_a_circle(n_axes, n_lines, n_programs):
                 break
         assert run.n_computed == [n_lines] * n_axes
         assert sorted(run.converted) == list(range(service.n_converted))
+
+
+def test_the_launch_of_the_statistics_has_a_program_for_each_count():
+    """Short sequences of one query head a key head have the fewest; one count more than programs is refused."""
+    backward = pytest.importorskip("blocksparse_flash.kernels.backward", reason="needs Triton")
+    launch = pytest.importorskip("blocksparse_flash.kernels.launch", reason="needs Triton")
+    for batch, heads, q_len in itertools.product((1, 2), (1, 2, 5), (1, 128, 129)):
+        dout, n_padded = launch.see(torch.empty(batch, heads, q_len, 8, device="meta")), -(-q_len // 128) * 128
+        backward.prepare_statistics(dout, n_padded, n_counts=n_counts(batch * heads))
+        with pytest.raises(AssertionError):
+            backward.prepare_statistics(dout, n_padded, n_counts=n_padded // 32 * batch * heads + 1)

@@ -28,7 +28,17 @@ class Deadline(Callback):
     def __init__(self, at: float) -> None:
         self.at = at
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        # gradients of the first pieces of a step are in no checkpoint
+        if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+            return
         # several go by the clock of the first, or some would stop a step before others. That waits for the GPU
         if trainer.world_size > 1 and trainer.global_step % self.STEPS:
             return

@@ -40,19 +40,22 @@ def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) ->
         raise ValueError(f"q must be on the plan's device {plan.device}, got {q.device}: use .to(plan.device)")
 
 
-def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Tensor) -> int:
-    """How many messages: those asked for, or as many as take least time on the busiest rank, so that all ranks agree."""
+def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:
+    """How many messages: those asked for, or as many as take least time on the busiest rank, so that all ranks agree.
+
+    dtype  of what is sent: that of k and v, or what autocast makes of them
+    """
     (q_heads, kv_heads), found = plan.heads, plan.layers[layer]
     of_whom, seconds = "", times.exchange
     if found.scheme == "ulysses":
-        if not ulysses.is_direct(plan, k):
+        if not ulysses.is_direct(plan, k.shape[3], dtype):
             # one message, or none that could be cut
             q_heads, kv_heads, of_whom = 1, 1, " that are sent together"
         else:
             q_heads, kv_heads, of_whom = q_heads // plan.n_ranks, kv_heads // plan.n_ranks, " of a rank"
         seconds = times.whole_heads
     if chunks is None:
-        call = times.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, k.element_size())
+        call = times.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, dtype.itemsize)
         if torch.compiler.is_compiling():
             return times.best_chunks(found.work, call, kv_heads, seconds)
         if call not in found.memo:
@@ -92,7 +95,7 @@ def _checked(
     if backend == "auto" and unfit_for_hopper is None and not ops.is_worth_hopper(plan.length, n_elements):
         unfit_for_hopper = functional.SMALL
     chosen = functional._choose(backend, q.device, dtype, unfit_for_hopper)
-    return _Call(factor, n_chunks(chunks, plan, layer, k, v), chosen, autocast)
+    return _Call(factor, n_chunks(chunks, plan, layer, k, v, dtype), chosen, autocast)
 
 
 def _agreed(

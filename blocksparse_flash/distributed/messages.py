@@ -37,6 +37,9 @@ class Stretches:
 
     def __init__(self, sent: list[list[Tensor]], received: list[list[Tensor]], group: Any) -> None:
         self.tensors, self.works = (sent, received), []
+        if not sent:
+            # of no sequences, there is nothing to tell the device by
+            return
         device = sent[0][0].device
         if device.type == "cuda":
             # one launch of NCCL for all: each would wait anew for multiprocessors that attention holds

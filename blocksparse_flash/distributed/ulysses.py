@@ -48,9 +48,12 @@ def _to_tokens(x: Tensor, plan: ContextPlan) -> Tensor:
     return found.unflatten(0, (plan.n_ranks, plan.local_length)).permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
 
 
-def is_direct(plan: ContextPlan, k: Tensor) -> bool:
-    """Whether messages are sent from where q, k and v lie, and may be cut by heads: a stretch for each sequence and head."""
-    return plan.rearrange is None and times.goes_by_itself(plan.length // plan.n_ranks, k.shape[3], k.element_size())
+def is_direct(plan: ContextPlan, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether messages are sent from where q, k and v lie, and may be cut by heads: a stretch for each sequence and head.
+
+    head_dim, dtype  of the keys that are sent
+    """
+    return plan.rearrange is None and times.goes_by_itself(plan.length // plan.n_ranks, head_dim, dtype.itemsize)
 
 
 def attend(
@@ -59,7 +62,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out and lse of this rank's tokens, None where it is not wanted. Every rank of the plan must call it alike."""
     deterministic = True if plan.is_deterministic else None
-    if is_direct(plan, k) and layout.shape[0] in (1, q.shape[0]):
+    if is_direct(plan, k.shape[3], k.dtype) and layout.shape[0] in (1, q.shape[0]):
         if backend == "hopper":
             backend = functional._promising(backend, deterministic)
         walk = list(layout.plan(q.device))

@@ -448,6 +448,8 @@ def prepare_statistics(dout: Seen, n_padded: int, cleared: tuple[int, int] = (0,
     n_counts  numbers more
     """
     batch, heads, q_len, v_dim = dout.shape
+    # a program clears one; the rest would be counted from what was there
+    assert n_counts <= n_padded // STATISTICS_ROWS * batch * heads, (n_counts, dout.shape)
     return Launch(
         statistics_kernel,
         (n_padded // STATISTICS_ROWS, batch * heads),
