@@ -619,10 +619,12 @@ class BlockLayout:
             object.__setattr__(self, name, value)
         # the sizes of the axes as numbers: torch.compile guards the whole shape of a tensor that it meets
         axes = self.indptr.shape[0], self.indptr.shape[1]
-        number = next(_NUMBERS_OF_LAYOUTS)
+        # none of what is made while torch.compile traces, which cannot follow references that do not keep their object
+        number = -1 if torch.compiler.is_compiling() else next(_NUMBERS_OF_LAYOUTS)
         cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "axes": axes, "rows": None, "number": number}
         object.__setattr__(self, "_cache", cache)
-        _NUMBERED[number] = self
+        if number >= 0:
+            _NUMBERED[number] = self
 
     @classmethod
     def _bare(cls, *fields: Any) -> BlockLayout:
