@@ -28,8 +28,8 @@ EXCHANGE_COPIES, ULYSSES_COPIES = 0.36, 1.55
 # of messages that are sent from where tensors lie. With this and CUT, whole heads of 262,144 tokens on four ranks, ms a step in 1 and
 # 2 messages: bigbird 11.2 and 9.4, butterfly 12.1 and 10.3, butterfly on 4 key heads 9.7. Measured were 11.2 and 9.5, 11.3 and 9.6, 10.3
 STRETCHES = 0.1
-# bytes of one head of a rank's tokens from which on it is sent by itself, which the host takes some 100 microseconds for: butterfly took,
-# ms a step, by itself and packed, 9.6 and 16.4 with 16 MiB, 5.3 and 4.2 with 4
+# bytes of one head of a rank's tokens from which on it is sent by itself: butterfly took, ms a step, by itself and packed, 9.6 and 16.4
+# with 16 MiB, 5.3 and 4.2 with 4, where the host was busy for 3.4 ms of a forward in 4 messages
 WORTH_STRETCHES = 8 << 20
 # what the host takes for a further message and its launches: local of 262,144 tokens, where messages are short, on four ranks 4.31, 4.55
 # and 4.91 ms a step with 1, 2 and 4; butterfly 16.2, 14.4 and 13.6. And for rows that are shipped, forward or backward: see BACKWARD_TILE

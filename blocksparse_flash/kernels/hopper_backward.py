@@ -124,7 +124,8 @@ def config(dim: int) -> Config:
     Around the kernel: lse and delta 44 microseconds, the conversion of the last head 4, of 680 in all at 128 butterfly. With the zeros of
     dq before and its conversion behind they were 110 of 705: beside the columns (hopper_dq.py) the whole backward takes, microseconds, 128
     butterfly 681, local 732 for 759, random 1274 for 1294; 64 butterfly 756 for 817, local 801 for 867, random 1418 for 1499, causal 5096
-    for 5490; dense of either dim the same. With fences instead of releases and acquires 128 butterfly took 3 % longer, local and causal 1.
+    for 5490; dense of either dim and 128 causal 1 % more. That was with fences; with releases and acquires in their place 128 butterfly
+    takes 3 % less, local and causal 1, 64 butterfly 2 % more, the rest as much.
 
     Tried before: sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in
     place of a pass before and one after: 128 causal 545 for 600, butterfly 371 for 418; 64 causal 442 for 434, butterfly 332 for 347.
