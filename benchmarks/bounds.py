@@ -61,7 +61,8 @@ def of_tiles(line: Line) -> int:
         else:
             # q, dout, dq; lse and delta
             total += 3 * rows + 2 * FLOAT * line["n"]
-    return axes * total + (0 if is_forward else memory.backward(_call(line)).passes)
+    moved = memory.backward(_call(line))
+    return axes * total + (0 if is_forward else moved.served + moved.passes)
 
 
 def _call(line: Line) -> Call:

@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from scipy import optimize
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.explanation import memory, prediction
+from blocksparse_flash.explanation import cost, memory, prediction
 from blocksparse_flash.explanation.call import Call
+from blocksparse_flash.explanation.dispatch import Sides
+from blocksparse_flash.explanation.memory import Moved
 from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel, Rates
 
 from . import lines as measurements
@@ -71,8 +73,8 @@ class Measured(NamedTuple):
 
     line: Line
     call: Call
-    moved: int
-    passes: int
+    sides: Sides
+    moved: Moved
 
 
 # ---- from lines to calls ----
@@ -109,8 +111,11 @@ def measured(line: Line) -> Measured:
     # a shape and strides, which the copy engine could read
     x = torch.empty(shape, dtype=DTYPES[line["dtype"]], device="meta")
     call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
-    moved = memory.forward(call) if line["direction"] == "fwd" else memory.backward(call)
-    return Measured(line, call, moved.reads + moved.writes, moved.passes)
+    n_multiprocessors = DEVICES[line["device"]].multiprocessors
+    forward, backward = cost.programs(call, n_multiprocessors)
+    if line["direction"] == "fwd":
+        return Measured(line, call, forward, memory.forward(call, n_multiprocessors))
+    return Measured(line, call, backward, memory.backward(call, n_multiprocessors))
 
 
 def usable(lines: Sequence[Line]) -> dict[tuple[str, str, int, str], list[Line]]:
@@ -151,7 +156,8 @@ def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:
 def predicted(one: Measured, rates: Rates) -> float:
     """Milliseconds."""
     device = DEVICES[one.line["device"]]
-    return prediction.direction_ms(rates, one.call.sides, device, moved=one.moved, passes=one.passes)
+    beside = one.moved.walk + one.moved.served
+    return prediction.direction_ms(rates, one.sides, device, beside=beside, passes=one.moved.passes)
 
 
 def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates | None = None) -> Rates:

@@ -193,7 +193,7 @@ TABLE = {
     ),
     "blocksparse_flash/explanation/prediction.py": Arrows({f"{OURS}.explanation.dispatch"}),
     "blocksparse_flash/explanation/cost.py": Arrows(
-        {NUMPY, TORCH, f"{OURS}.ops", f"{OURS}.plan", f"{OURS}.splitting"}
+        {NUMPY, TORCH, f"{OURS}.ops", f"{OURS}.plan"}
         | {f"{OURS}.explanation.{name}" for name in ("call", "dispatch", "memory", "prediction")}
     ),
     "blocksparse_flash/explanation/advice.py": Arrows(
@@ -444,8 +444,8 @@ TABLE = {
     "benchmarks/lines.py": Arrows(set()),
     "benchmarks/findings.py": Arrows({"benchmarks.lines"}),
     "benchmarks/calibrate.py": Arrows(
-        {NUMPY, TORCH, "scipy", OURS, *(f"{OURS}.explanation.{name}" for name in ("call", "memory", "prediction"))}
-        | {"benchmarks.lines", "benchmarks.sweeps"}
+        {NUMPY, TORCH, "scipy", OURS, "benchmarks.lines", "benchmarks.sweeps"}
+        | {f"{OURS}.explanation.{name}" for name in ("call", "cost", "dispatch", "memory", "prediction")}
     ),
     "benchmarks/io.py": Arrows({TORCH, OURS, "benchmarks.measure", "benchmarks.patterns"}),
     "benchmarks/bounds.py": Arrows(

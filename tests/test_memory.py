@@ -102,7 +102,7 @@ def test_what_launchers_allocate(
     with Allocations(q, k, v, *plan) as made:
         out, lse = forward(q, k, v, plan, None, None, 0.1, False, 0.0)
     said = memory.forward(call)
-    assert memory._parts(call, 0) > 0 if kind == "split" else memory._parts(call, 0) == 0
+    assert (memory._parts(call, 0, 132) > 0) == (kind == "split")
     assert said.writes == out.nbytes + lse.nbytes
     assert said.workspace == made.nbytes - said.writes
 
@@ -117,6 +117,49 @@ def test_what_launchers_allocate(
     is_apart = kind == "few tiles" and max(dims) <= 64
     walked = lists[3:] if backend == "hopper" and memory.uses_hopper_backward(call) and not is_apart else lists
     assert said.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *walked))
+
+
+# heads (query, key) and layout. 16 heads: served; two query heads a key head: sections of twice as many rows; one: no later column to
+# do it beside; bigbird: long columns; few tiles a row: no sum at all
+SUMS = {
+    "served": (16, 16, masks.butterfly(4096)),
+    "dense": (16, 16, None),
+    "groups": (16, 8, masks.butterfly(4096)),
+    "one head": (1, 1, masks.butterfly(4096)),
+    "long columns": (16, 16, masks.bigbird(4096, seed=0)),
+    "few tiles": (256, 256, masks.block_diagonal(4096, size=256)),
+}
+
+
+@pytest.mark.parametrize("kind", SUMS)
+def test_what_is_served_is_what_the_launcher_leaves_out_around(
+    launchers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Zeros and conversion of the sum of dq beside the columns, by what the launches before and behind are told to do."""
+    heads, kv_heads, layout = SUMS[kind]
+    q = torch.empty(1, heads, 4096, 64, dtype=torch.bfloat16)
+    k = torch.empty(1, kv_heads, 4096, 64, dtype=torch.bfloat16)
+    call = Call(q, k, k, layout, False, False, 0.0, False, q.dtype, "hopper")
+    plan = [] if call.plan is None else list(call.plan)
+    told: dict[str, Any] = {}
+
+    def record(self: Any, *tensors: Any) -> None:
+        told[self._kernel.fn.__name__] = self._rest
+
+    monkeypatch.setattr("blocksparse_flash.kernels.launch.Launch.__call__", record)
+    lse = torch.empty(q.shape[:3])
+    launchers["hopper_backward"].backward(q, None, q, k, k, q, lse, plan, None, None, 0.1, False, 0.0)
+    said = memory.backward(call)
+    statistics = 2 * q.nbytes + lse.nbytes + 2 * lse.nbytes
+    if "scale_kernel" not in told:
+        assert kind == "few tiles" and said.served == 0 and said.passes == statistics + 2 * lse.nbytes
+        return
+    # float32, read again and written in two bytes
+    cleared = told["statistics_kernel"]["n_cleared"] * 4096 * 64 * 4
+    converted = (told["scale_kernel"]["n_values"] - told["scale_kernel"]["first"]) * (4 + 2)
+    assert said.passes == statistics + cleared + converted
+    assert said.served + cleared + converted == q.numel() * (4 + 4 + 2)
+    assert (said.served > 0) == (kind in ("served", "dense", "groups"))
 
 
 def test_what_was_allocated_on_a_gpu() -> None:
@@ -135,6 +178,6 @@ def test_what_was_allocated_on_a_gpu() -> None:
 def test_nothing_is_known_of_what_pytorchs_operators_allocate() -> None:
     q = torch.zeros(1, 2, 64, 16)
     call = Call(q, q, q, None, False, False, 0.0, False, q.dtype, "eager")
-    assert memory.forward(call) == (3 * q.nbytes, q.nbytes + 4 * 2 * 64, None, 0)
+    assert memory.forward(call) == (3 * q.nbytes, q.nbytes + 4 * 2 * 64, None, 4 * q.nbytes + 4 * 2 * 64, 0, 0)
     empty = Call(q[:0], q[:0], q[:0], None, False, False, 0.0, False, q.dtype, "triton")
-    assert memory.forward(empty) == memory.backward(empty) == (0, 0, 0, 0)
+    assert memory.forward(empty) == memory.backward(empty) == (0, 0, 0, 0, 0, 0)

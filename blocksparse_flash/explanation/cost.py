@@ -5,6 +5,7 @@ Knows calls, tiles, the properties of a GPU, calibrations. Must not know how any
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ import torch
 
 from .. import ops
 from ..plan import Plan
-from ..splitting import split_of
 from . import memory, prediction
 from .call import Call
 from .dispatch import TILE, Lines, Sides, in_parts
@@ -153,10 +153,9 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     for one in (forward, backward):
         if not prediction.can_scale(one, device):
             return None, f"this {device.name} was never measured, and does not tell the clock and bandwidth to scale by"
-    mine = _times(call, _programs(call, call.sides, call.plan, device), device, forward, backward)
-    dense = mine
+    mine = dense = _times(call, device, forward, backward)
     if call.layout is not None:
-        dense = _times(call, _programs(call, call.dense_sides, None, device), device, forward, backward)
+        dense = _times(dataclasses.replace(call, layout=None), device, forward, backward)
     said = [
         *prediction.caveats(forward, device, padded["fwd"]),
         *prediction.caveats(backward, device, padded["bwd"]),
@@ -173,14 +172,14 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     return Prediction(*mine, *dense, basis=basis, caveats=tuple(dict.fromkeys(said))), ""
 
 
-def _programs(call: Call, sides: Sides, plan: Plan | None, device: Device) -> tuple[Sides, Sides]:
-    """What the programs of the forward and of the backward walk on this GPU: lines, of which `hopper` splits long ones."""
+def programs(call: Call, n_multiprocessors: int) -> tuple[Sides, Sides]:
+    """What the programs of the forward and of the backward walk on such a GPU: lines, of which `hopper` splits long ones."""
 
     def split(lines: Lines, first: int, n_axes: int) -> Lines:
-        chosen = split_of(plan or (), first, call.q.shape, call.k.shape, call.causal, device.multiprocessors)
+        chosen = memory.split(call, first, n_multiprocessors)
         return in_parts(lines, chosen.n_lines * n_axes, chosen.parts)
 
-    forward = backward = sides
+    forward = backward = sides = call.sides
     if call.backend == "hopper":
         forward = sides._replace(rows=split(sides.rows, 0, call.batch * call.heads))
     if memory.uses_hopper_backward(call):
@@ -188,16 +187,18 @@ def _programs(call: Call, sides: Sides, plan: Plan | None, device: Device) -> tu
     return forward, backward
 
 
-def _times(
-    call: Call, sides: tuple[Sides, Sides], device: Device, forward: Calibration, backward: Calibration
-) -> tuple[float, float]:
-    """Milliseconds of forward and backward, whose programs walk these."""
+def _times(call: Call, device: Device, forward: Calibration, backward: Calibration) -> tuple[float, float]:
+    """Milliseconds of forward and backward."""
 
     def one(found: Calibration, walked: Sides, moved: memory.Moved) -> float:
         rates, known = prediction.on_device(found, device), prediction.known(found, device)
-        return prediction.direction_ms(rates, walked, known, moved=moved.reads + moved.writes, passes=moved.passes)
+        return prediction.direction_ms(rates, walked, known, beside=moved.walk + moved.served, passes=moved.passes)
 
-    return one(forward, sides[0], memory.forward(call)), one(backward, sides[1], memory.backward(call))
+    sides, n_multiprocessors = programs(call, device.multiprocessors), device.multiprocessors
+    return (
+        one(forward, sides[0], memory.forward(call, n_multiprocessors)),
+        one(backward, sides[1], memory.backward(call, n_multiprocessors)),
+    )
 
 
 def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -> Balance:
@@ -210,8 +211,8 @@ def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
         return Balance(*spread, None, None, None)
     dim = max(call.head_dim, call.v_dim)
     losses = []
-    programs = _programs(call, call.sides, call.plan, device)
-    for direction, side, walked in zip(("fwd", "bwd"), ("rows", "cols"), programs, strict=True):
+    walked_by = programs(call, device.multiprocessors)
+    for direction, side, walked in zip(("fwd", "bwd"), ("rows", "cols"), walked_by, strict=True):
         backend = call.backend if direction == "fwd" or memory.uses_hopper_backward(call) else "triton"
         found = prediction.find(table, device, backend, prediction.padded_dim(backend, dim), direction)
         generic = GENERIC._replace(kernels=(Kernel(side, 1, 1.0),))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..separate_dq import is_dq_separate
-from ..served_dq import n_counts, service_of
+from ..served_dq import Service, n_counts, service_of
 from ..splitting import Split, split_of
 from .call import Call
 from .dispatch import TILE
@@ -26,12 +26,16 @@ class Moved(NamedTuple):
     reads      tensors and metadata that are read, each once
     writes     results
     workspace  allocated beside the results, and freed at the end; None where PyTorch's operators allocate
-    passes     read and written by the launches before and after the one that walks the tiles; 0 where there are none
+    walk       read and written at least where tiles are walked
+    served     read and written beside by warps that walk none: zeros of the sum of dq, and its conversion
+    passes     read and written by the launches before and after; 0 where there are none
     """
 
     reads: int
     writes: int
     workspace: int | None
+    walk: int
+    served: int
     passes: int
 
 
@@ -62,31 +66,37 @@ def _copies(call: Call) -> int:
     return sum(sizes[name] // dims[name] * _padded(dims[name]) for name in call.unreadable)
 
 
-def _split(call: Call, first: int) -> Split:
+def split(call: Call, first: int, n_multiprocessors: int) -> Split:
     """How `hopper` splits rows (first = 0) or columns (3)."""
-    plan = [] if call.plan is None else list(call.plan)
-    return split_of(plan, first, call.q.shape, call.k.shape, call.causal, call.multiprocessors)
+    return split_of(call.plan or (), first, call.q.shape, call.k.shape, call.causal, n_multiprocessors)
 
 
-def _queue(call: Call, first: int) -> int:
+def service(call: Call, n_multiprocessors: int) -> Service | None:
+    """What of the sum of dq `hopper` clears and converts beside the columns of its own backward."""
+    if has_separate_dq(call):
+        return None
+    cols = split(call, 3, n_multiprocessors)
+    return service_of(call.plan or (), call.q.shape, call.k.shape, cols, n_multiprocessors)
+
+
+def _queue(call: Call, first: int, n_multiprocessors: int) -> int:
     """Bytes with which the programs of `hopper` count the rows (first = 0) or columns (3) that they take, if these are more."""
     length, heads = (call.kv_len, call.kv_heads) if first else (call.q_len, call.heads)
-    split, n_axes = _split(call, first), call.batch * heads
-    if first and not has_separate_dq(call):
-        plan = [] if call.plan is None else list(call.plan)
-        if service_of(plan, call.q.shape, call.k.shape, split, call.multiprocessors) is not None:
-            return FLOAT * n_counts(n_axes)
-    return FLOAT if split.n_programs(-(-length // TILE), n_axes) > call.multiprocessors else 0
+    n_axes = call.batch * heads
+    if first and service(call, n_multiprocessors) is not None:
+        return FLOAT * n_counts(n_axes)
+    n_programs = split(call, first, n_multiprocessors).n_programs(-(-length // TILE), n_axes)
+    return FLOAT if n_programs > n_multiprocessors else 0
 
 
-def _parts(call: Call, first: int) -> int:
+def _parts(call: Call, first: int, n_multiprocessors: int) -> int:
     """Bytes that the parts of rows (first = 0) or columns (3) write where `hopper` splits them."""
-    split = _split(call, first)
+    of_lines = split(call, first, n_multiprocessors)
     dim, dim_v = padded_dim("hopper", call.head_dim), padded_dim("hopper", call.v_dim)
     if first:
-        return FLOAT * split.floats(dim + dim_v, call.batch * call.kv_heads)
+        return FLOAT * of_lines.floats(dim + dim_v, call.batch * call.kv_heads)
     # wide ones are as wide as each other, since out takes the place of q; and lse
-    return FLOAT * split.floats((max(dim, dim_v) if max(dim, dim_v) == 256 else dim_v) + 1, call.batch * call.heads)
+    return FLOAT * of_lines.floats((max(dim, dim_v) if max(dim, dim_v) == 256 else dim_v) + 1, call.batch * call.heads)
 
 
 def _lists(call: Call, *sides: str) -> int:
@@ -100,12 +110,17 @@ def _lists(call: Call, *sides: str) -> int:
     )
 
 
-def forward(call: Call) -> Moved:
-    """Of a forward. With autocast the tensors it converts count as workspace."""
+def forward(call: Call, n_multiprocessors: int | None = None) -> Moved:
+    """Of a forward. With autocast the tensors it converts count as workspace.
+
+    n_multiprocessors  of the GPU; None: of the one that the tensors are on
+    """
+    n_multiprocessors = call.multiprocessors if n_multiprocessors is None else n_multiprocessors
     sizes = _sizes(call)
     reads = sizes["q"] + sizes["k"] + sizes["v"] + _lists(call, "row")
     writes = sizes["out"] + sizes["lse"]
     workspace: int | None = None
+    parts = 0
     if call.is_empty:
         workspace = 0
     elif call.backend in ("triton", "hopper"):
@@ -113,48 +128,63 @@ def forward(call: Call) -> Moved:
         workspace = sum(sizes[name] for name, tensor in named.items() if tensor.dtype != call.dtype)
     if workspace is not None and call.backend == "hopper" and not call.is_empty:
         # and the queue of rows, and what their parts write
-        workspace += _copies(call) + _queue(call, 0) + _parts(call, 0)
+        parts = _parts(call, 0, n_multiprocessors)
+        workspace += _copies(call) + _queue(call, 0, n_multiprocessors) + parts
         if call.v_dim % 8:
             # the last row ends with its numbers
             filling = _padded(call.v_dim) - call.v_dim
             workspace += sizes["out"] // call.v_dim * _padded(call.v_dim) - call.dtype.itemsize * filling
-    return Moved(reads, writes, workspace, 0)
+    # parts are read again by the launch that merges them
+    return Moved(reads, writes, workspace, reads + writes + parts, 0, parts)
 
 
-def backward(call: Call) -> Moved:
+def backward(call: Call, n_multiprocessors: int | None = None) -> Moved:
     """Of a backward whose gradient of the output is contiguous."""
+    n_multiprocessors = call.multiprocessors if n_multiprocessors is None else n_multiprocessors
     sizes = _sizes(call)
     inputs = sizes["q"] + sizes["k"] + sizes["v"]
     walked = ("col",) if uses_hopper_backward(call) and not has_separate_dq(call) else ("row", "col")
     reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *walked)
     if call.is_empty or call.backend not in ("triton", "hopper"):
-        return Moved(reads, inputs, 0 if call.is_empty else None, 0)
+        return Moved(reads, inputs, 0 if call.is_empty else None, 0, 0, 0)
     # lse and delta of each query, tiles filled up
     statistics = 2 * FLOAT * call.batch * call.heads * -(-call.q_len // TILE) * TILE
     passes = 2 * sizes["out"] + sizes["lse"] + statistics
+    # of a launch for dk and dv, and of one for dq
+    shared = inputs + sizes["out"] + statistics
+    walk, served = 2 * shared + inputs + _lists(call, "row", "col"), 0
     if not uses_hopper_backward(call):
-        return Moved(reads, inputs, statistics, passes)
+        return Moved(reads, inputs, statistics, walk, served, passes)
     if has_separate_dq(call):
         # for two kernels, each in its own order
         workspace, passes = 2 * statistics, passes + statistics
     else:
         rows = call.batch * call.heads * call.q_len
         dq_sum, dq = FLOAT * rows * _padded(call.head_dim), call.dtype.itemsize * rows * _padded(call.head_dim)
-        workspace, passes = statistics + dq_sum, passes + 2 * dq_sum + dq
+        workspace = statistics + dq_sum
         if call.head_dim % 8:
             workspace += dq
-    workspace += _copies(call) + _queue(call, 3) + _parts(call, 3)
+        # added to, it is read and written
+        walk = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
+        chosen, n_axes = service(call, n_multiprocessors), call.batch * call.kv_heads
+        if chosen is not None:
+            served = (n_axes - chosen.n_cleared) * (dq_sum // n_axes) + chosen.n_converted * ((dq_sum + dq) // n_axes)
+        passes += 2 * dq_sum + dq - served
+    parts = _parts(call, 3, n_multiprocessors)
+    workspace, walk, passes = workspace + parts, walk + parts, passes + parts
+    workspace += _copies(call) + _queue(call, 3, n_multiprocessors)
     for name, dim in (("k", call.head_dim), ("v", call.v_dim), ("out", call.v_dim)):
         # dk and dv are written in padded rows first; dout is copied into such
         if dim % 8:
             workspace += sizes[name] // dim * _padded(dim)
-    return Moved(reads, inputs, workspace, passes)
+    return Moved(reads, inputs, workspace, walk, served, passes)
 
 
 def has_separate_dq(call: Call) -> bool:
     """Whether hopper's backward computes dq by a launch of its own."""
-    plan = [] if call.plan is None else list(call.plan)
-    return is_dq_separate(plan, call.q.shape, max(call.head_dim, call.v_dim), deterministic=call.deterministic)
+    return is_dq_separate(
+        call.plan or (), call.q.shape, max(call.head_dim, call.v_dim), deterministic=call.deterministic
+    )
 
 
 def uses_hopper_backward(call: Call) -> bool:

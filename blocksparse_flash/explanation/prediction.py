@@ -2,9 +2,10 @@
 
 A direction (forward or backward) takes
 
-    launch + passes / bandwidth + max(bytes / bandwidth, the sum over its kernels of max(makespan, alone * longest program))
+    launch + passes / bandwidth + max(beside / bandwidth, the sum over its kernels of max(makespan, alone * longest program))
 
-where a program that walks `tiles` tiles, `partial` of them masked, holds a multiprocessor for (program + tiles + masking * partial)
+`beside` are bytes that move while tiles are walked, `passes` those of the launches before and after: memory.py says which. A
+program that walks `tiles` tiles, `partial` of them masked, holds a multiprocessor for (program + tiles + masking * partial)
 times the kernel's seconds a tile. The makespan is that of list scheduling on as many servers as there are multiprocessors;
 programs that share one share its rate, which a last program alone does not reach: `alone`.
 
@@ -126,12 +127,12 @@ def kernel_us(kernel: Kernel, rates: Rates, sides: Sides, multiprocessors: int) 
     return kernel.tile_us * max(dispatch.makespan(work, multiprocessors), rates.alone * float(work.max()))
 
 
-def direction_ms(rates: Rates, sides: Sides, device: Device, *, moved: int, passes: int) -> float:
-    """Milliseconds of one direction; `moved` bytes at least by the kernels, `passes` by the launches around them."""
+def direction_ms(rates: Rates, sides: Sides, device: Device, *, beside: int, passes: int) -> float:
+    """Milliseconds of one direction; `beside` bytes at least while the tiles are walked, `passes` by the launches around."""
     # GB/s are bytes a nanosecond
     us_of_byte = 1e-3 / device.bandwidth
     kernels = sum(kernel_us(kernel, rates, sides, device.multiprocessors) for kernel in rates.kernels)
-    return 1e-3 * (rates.launch_us + passes * us_of_byte + max(moved * us_of_byte, kernels))
+    return 1e-3 * (rates.launch_us + passes * us_of_byte + max(beside * us_of_byte, kernels))
 
 
 def loss(rates: Rates, sides: Sides, multiprocessors: int) -> float:
