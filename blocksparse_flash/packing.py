@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +80,8 @@ def zeros(shapes: Sequence[Sequence[int]], *, is_pinned: bool = False) -> tuple[
 def views(packed: Tensor, places: Sequence[Place]) -> list[Array]:
     """The memory of each tensor in a packed one of the host, to be written."""
     values = packed.numpy()
-    return [values[begin : begin + size].reshape(shape) for begin, size, shape in places]
+    flat = [(values[begin : begin + size], shape) for begin, size, shape in places]
+    return [value if len(shape) == 1 else value.reshape(shape) for value, shape in flat]
 
 
 def pack(tensors: Sequence[Tensor], *, is_pinned: bool = False) -> tuple[Tensor, list[Place]]:
@@ -98,10 +99,12 @@ def unpack(packed: Tensor, places: Sequence[Place]) -> list[Tensor]:
 
     Each has a storage of its own: of a view, pickle would store all that is packed, and torch.compile might guard the offset.
     """
+    # what storage[...] calls, but after asking for the device
+    part: Any = torch._C.StorageBase.__getitem__  # type: ignore[misc]
     storage, found = packed.untyped_storage(), []
     for begin, size, shape in places:
         # an empty slice of a storage is none of its own
-        tensor = packed.new(storage[4 * begin : 4 * (begin + size)]) if size else packed.new_empty(shape)
+        tensor = packed.new(part(storage, slice(4 * begin, 4 * (begin + size)))) if size else packed.new_empty(shape)
         # in place: a view would be one of another tensor
         found.append(tensor if len(shape) == 1 else tensor.resize_(shape))
     return found

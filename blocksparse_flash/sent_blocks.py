@@ -45,10 +45,10 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
 
     rows = selecting.Rows(frame.leads, frame.n_rows, frame.n_cols, *frame[2:])
     grid = listing.Grid(rows, causal=False)
-    of_rows, of_cols, _ = counted(tiles, frame)
     nnz = len(tiles.cols)
-    n_indices, n_row_ids = list_lengths(nnz, long_lines(of_rows, nnz)[1], of_rows=True)
-    _, n_col_ids = list_lengths(nnz, long_lines(of_cols, nnz)[1], of_rows=False)
+    _, ((_, n_split_rows), (_, n_split_cols)) = long_lines(counted(tiles, frame)[0], nnz, frame)
+    n_indices, n_row_ids = list_lengths(nnz, n_split_rows, of_rows=True)
+    _, n_col_ids = list_lengths(nnz, n_split_cols, of_rows=False)
     packed, places = zeros([tiles.indptr.shape, tiles.cols.shape], is_pinned=may_pin(device))
     for view, values in zip(views(packed, places), tiles, strict=False):
         view[...] = values
