@@ -340,6 +340,8 @@ def gathered(keys: Array, looks: Array, words: Array) -> BlockList:
 
 def canonical(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
     """The canonical list of the same mask. keys must be ascending; bits beyond the lengths are dropped."""
+    if not len(bitmasks):
+        return full_list(keys, block_size)
     there = existing(q_len, kv_len, block_size)
     kinds = edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
     codes = np.where(ids >= 0, 4 * ids.astype(np.int64) + kinds + 1, 0)

@@ -46,6 +46,8 @@ _ALL = slice(None)
 
 def _resolved(device: torch.device | str | int) -> torch.device:
     """The device with its index, as tensors report it."""
+    if isinstance(device, torch.device) and device.index is not None:
+        return device
     device = torch.device(device)
     if device.type == "cpu" or device.index is not None:
         return device

@@ -63,6 +63,18 @@ def sent(packed: Tensor, places: Sequence[Place], device: torch.device, *, non_b
     return unpack(packed.to(device, non_blocking=non_blocking and packed.is_pinned()), places)
 
 
+def sent_flat(arrays: Sequence[Array], device: torch.device) -> Tensor:
+    """int32 arrays, one right behind the other, as a flat tensor on a device; the host does not wait for a copy to a GPU."""
+    size = sum([array.size for array in arrays])
+    is_pinned = size <= MOST_PINNED and may_pin(device)
+    packed = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+    values, end = packed.numpy(), 0
+    for array in arrays:
+        begin, end = end, end + array.size
+        values[begin:end] = array.reshape(-1)
+    return packed.to(device, non_blocking=is_pinned)
+
+
 def zeros(shapes: Sequence[Sequence[int]], *, is_pinned: bool = False) -> tuple[Tensor, list[Place]]:
     """A flat int32 tensor of the host, in which tensors of these shapes lie one after another, and where.
 
