@@ -16,6 +16,8 @@ from .blocks import FULL, Array, Axis, Frame, Size
 
 Kind = TypeVar("Kind")
 
+# offsets into a layout's indices are int32
+MOST_BLOCKS = 2**31 - 1
 # the tensors of a layout, in the order of its fields
 TENSORS = ("indptr", "indices", "bitmask_ids", "bitmasks")
 
@@ -48,15 +50,20 @@ def axis(value: object, name: str) -> int:
     return size
 
 
+def _side(value: object, block_size: object) -> int:
+    side = integer(value, "block_size")
+    if not 16 <= side <= 256 or side % 16:
+        raise ValueError(f"block_size must be a multiple of 16 from 16 to 256 on each side, got {block_size!r}")
+    return side
+
+
 def sides(block_size: object) -> Size:
-    sides = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(sides) != 2:
+    if not isinstance(block_size, (tuple, list)):
+        side = _side(block_size, block_size)
+        return side, side
+    if len(block_size) != 2:
         raise ValueError(f"block_size must be an int or (block_q, block_kv), got {block_size!r}")
-    block_q, block_kv = (integer(side, "block_size") for side in sides)
-    for side in (block_q, block_kv):
-        if not 16 <= side <= 256 or side % 16:
-            raise ValueError(f"block_size must be a multiple of 16 from 16 to 256 on each side, got {block_size!r}")
-    return block_q, block_kv
+    return _side(block_size[0], block_size), _side(block_size[1], block_size)
 
 
 def check_multiple(large: Size, small: Size, expected: str) -> None:
@@ -109,7 +116,8 @@ def bools(mask: object, name: str) -> Array:
     """The bool array of a tensor or an array with 2 to 4 axes, as (batch, heads, ., .)."""
     if not isinstance(mask, (torch.Tensor, np.ndarray)):
         raise TypeError(f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(mask).__name__}")
-    if mask.dtype not in (torch.bool, np.bool_):
+    # a dtype of NumPy compared with one of torch takes microseconds
+    if mask.dtype != (torch.bool if isinstance(mask, torch.Tensor) else np.bool_):
         raise ValueError(f"{name} must be bool, True where a query attends to a key, got {mask.dtype}")
     if not 2 <= mask.ndim <= 4:
         raise ValueError(f"{name} must have 2, 3 (heads first) or 4 (batch, heads first) axes, got shape {mask.shape}")
@@ -121,7 +129,7 @@ def bools(mask: object, name: str) -> Array:
 
 
 def check_nnz(nnz: int) -> None:
-    if nnz >= 2**31:
+    if nnz > MOST_BLOCKS:
         raise ValueError(f"nnz must be below 2**31, but this layout would store {nnz} blocks: use a larger block_size")
 
 

@@ -148,17 +148,30 @@ def full_list(keys: Array, block_size: Size) -> BlockList:
     return BlockList(keys, np.full(len(keys), FULL, np.int32), no_bitmasks(block_size))
 
 
+def _split(keys: Array, frame: Frame) -> tuple[Array, Array]:
+    """indptr and cols of ascending keys, as of BlockRows."""
+    n_rows, n_cols, leads = frame.n_rows, frame.n_cols, frame.leads
+    first = n_cols * np.arange(leads * n_rows + 1)
+    # keys are ascending, so the offset of a row is where its first key would stand
+    offsets = keys.searchsorted(first)
+    cols = (keys - first[:-1].repeat(offsets[1:] - offsets[:-1])).astype(np.int32)
+    # a lead ends where the next one begins: their offsets overlap by one
+    step = offsets.itemsize
+    indptr = np.ndarray((leads, n_rows + 1), offsets.dtype, offsets, strides=(step * n_rows, step)).astype(np.int32)
+    return indptr, cols
+
+
 def by_rows(found: BlockList, frame: Frame) -> BlockRows:
     """The list by rows, which shares nothing with it but bitmasks."""
-    n_rows, n_cols = frame.n_rows, frame.n_cols
-    first = n_cols * np.arange(frame.leads * n_rows + 1)
-    # keys are ascending, so the offset of a row is where its first key would stand
-    offsets = found.keys.searchsorted(first)
-    cols = np.subtract(found.keys, first[:-1].repeat(offsets[1:] - offsets[:-1]), dtype=np.int32, casting="unsafe")
-    indptr = np.empty((frame.leads, n_rows + 1), np.int32)
-    indptr[:, :-1] = offsets[:-1].reshape(frame.leads, n_rows)
-    indptr[:, -1] = offsets[n_rows::n_rows] if n_rows else 0
-    return BlockRows(indptr, cols, found.ids.astype(np.int32), np.ascontiguousarray(found.bitmasks))
+    return BlockRows(*_split(found.keys, frame), found.ids.astype(np.int32), np.ascontiguousarray(found.bitmasks))
+
+
+def full_rows(keys: Array, frame: Frame) -> BlockRows:
+    """The list, by rows, in which every block named by the ascending keys is full."""
+    ids = np.empty(len(keys), np.int32)
+    # np.full, but for half of its time
+    ids.fill(FULL)
+    return BlockRows(*_split(keys, frame), ids, no_bitmasks(frame.block_size))
 
 
 def by_keys(rows: BlockRows, frame: Frame) -> BlockList:
@@ -327,6 +340,8 @@ def gathered(keys: Array, looks: Array, words: Array) -> BlockList:
 
 def canonical(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
     """The canonical list of the same mask. keys must be ascending; bits beyond the lengths are dropped."""
+    if not len(bitmasks):
+        return full_list(keys, block_size)
     there = existing(q_len, kv_len, block_size)
     kinds = edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
     codes = np.where(ids >= 0, 4 * ids.astype(np.int64) + kinds + 1, 0)

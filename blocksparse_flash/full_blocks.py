@@ -51,8 +51,10 @@ def by_mask(mask: Any, frame: Frame) -> tuple[Array, Frame]:
         raise ValueError(
             f"mask must end in (n_rows, n_cols) = ({frame.n_rows}, {frame.n_cols}), got shape {tuple(mask.shape)}"
         )
-    arguments.check_nnz(int(np.count_nonzero(array)))
-    return np.flatnonzero(array), frame._replace(batch=array.shape[0], heads=array.shape[1])
+    # of a mask that is not larger there are not too many
+    if array.size > arguments.MOST_BLOCKS:
+        arguments.check_nnz(int(np.count_nonzero(array)))
+    return array.reshape(-1).nonzero()[0], Frame(array.shape[0], array.shape[1], *frame[2:])
 
 
 def by_matrix(matrix: Any, frame: Frame) -> Array:

@@ -46,6 +46,8 @@ _ALL = slice(None)
 
 def _resolved(device: torch.device | str | int) -> torch.device:
     """The device with its index, as tensors report it."""
+    if isinstance(device, torch.device) and device.index is not None:
+        return device
     device = torch.device(device)
     if device.type == "cpu" or device.index is not None:
         return device
@@ -558,10 +560,9 @@ class BlockLayout:
         found = plans.get((device, causal))
         if found is not None:
             return found
-        device = _resolved(device)
-        if (device, causal) not in plans and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and (_resolved(device), causal) not in plans:
             raise ValueError(
-                f"layout has no plan for {device} and torch.compile cannot make one: "
+                f"layout has no plan for {_resolved(device)} and torch.compile cannot make one: "
                 f"call layout.to(q.device) before" + (", and layout.plan(q.device, causal=True)" if causal else "")
             )
         return self._planned(device, causal, non_blocking)
@@ -637,15 +638,20 @@ class BlockLayout:
     def _from_block_list(cls, found: BlockList, frame: Frame, device: torch.device | str = "cpu") -> BlockLayout:
         """The layout of a canonical block list, unchecked."""
         arguments.check_nnz(len(found.keys))
-        rows = blocks.by_rows(found, frame)
+        return cls._from_rows(blocks.by_rows(found, frame), frame, device)
+
+    @classmethod
+    def _of_full(cls, keys: Array, frame: Frame) -> BlockLayout:
+        arguments.check_nnz(len(keys))
+        return cls._from_rows(blocks.full_rows(keys, frame), frame)
+
+    @classmethod
+    def _from_rows(cls, rows: BlockRows, frame: Frame, device: torch.device | str = "cpu") -> BlockLayout:
+        """The layout of a canonical block list by rows, unchecked."""
         layout = cls._bare(*storage.to_tensors(rows, frame, device), *frame[2:])
         if layout.indptr.is_cpu:
             layout._cache["rows"] = rows
         return layout
-
-    @classmethod
-    def _of_full(cls, keys: Array, frame: Frame) -> BlockLayout:
-        return cls._from_block_list(blocks.full_list(keys, frame.block_size), frame)
 
     def _like(self, found: BlockList, **changes: Any) -> BlockLayout:
         """The layout of a canonical block list, like this one but for these numbers of its frame."""
@@ -718,13 +724,14 @@ class BlockLayout:
             if restricted == self:
                 return self.plan(device, non_blocking=non_blocking)
             return restricted._new_plan(device, False, non_blocking)
-        if self.device.type == "cpu" and sent_blocks.suits(self._frame, self.capacity, len(self.bitmasks), device):
-            return sent_blocks.build_plan(self._rows(), self._frame, device, non_blocking=non_blocking)
-        return build_plan(*self._tiles(), device, non_blocking=non_blocking)
+        frame = self._frame
+        if self.indptr.is_cpu and sent_blocks.suits(frame, self.capacity, self.bitmasks.shape[0], device):
+            return sent_blocks.build_plan(self._rows(), frame, device, non_blocking=non_blocking)
+        return build_plan(*self._tiles(frame), device, non_blocking=non_blocking)
 
-    def _tiles(self) -> tuple[BlockRows, Frame]:
-        """The same pairs in tiles of kernels, and their frame."""
-        frame, tile = self._frame, (TILE, TILE)
+    def _tiles(self, frame: Frame) -> tuple[BlockRows, Frame]:
+        """The same pairs in tiles of kernels, and their frame; from the frame of the blocks."""
+        tile = TILE, TILE
         if frame.block_size == tile:
             return self._rows(), frame
         found = blocks.regroup(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,18 @@ def sent(packed: Tensor, places: Sequence[Place], device: torch.device, *, non_b
     return unpack(packed.to(device, non_blocking=non_blocking and packed.is_pinned()), places)
 
 
+def sent_flat(arrays: Sequence[Array], device: torch.device) -> Tensor:
+    """int32 arrays, one right behind the other, as a flat tensor on a device; the host does not wait for a copy to a GPU."""
+    size = sum([array.size for array in arrays])
+    is_pinned = size <= MOST_PINNED and may_pin(device)
+    packed = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+    values, end = packed.numpy(), 0
+    for array in arrays:
+        begin, end = end, end + array.size
+        values[begin:end] = array.reshape(-1)
+    return packed.to(device, non_blocking=is_pinned)
+
+
 def zeros(shapes: Sequence[Sequence[int]], *, is_pinned: bool = False) -> tuple[Tensor, list[Place]]:
     """A flat int32 tensor of the host, in which tensors of these shapes lie one after another, and where.
 
@@ -80,7 +92,8 @@ def zeros(shapes: Sequence[Sequence[int]], *, is_pinned: bool = False) -> tuple[
 def views(packed: Tensor, places: Sequence[Place]) -> list[Array]:
     """The memory of each tensor in a packed one of the host, to be written."""
     values = packed.numpy()
-    return [values[begin : begin + size].reshape(shape) for begin, size, shape in places]
+    flat = [(values[begin : begin + size], shape) for begin, size, shape in places]
+    return [value if len(shape) == 1 else value.reshape(shape) for value, shape in flat]
 
 
 def pack(tensors: Sequence[Tensor], *, is_pinned: bool = False) -> tuple[Tensor, list[Place]]:
@@ -98,10 +111,12 @@ def unpack(packed: Tensor, places: Sequence[Place]) -> list[Tensor]:
 
     Each has a storage of its own: of a view, pickle would store all that is packed, and torch.compile might guard the offset.
     """
+    # what storage[...] calls, but after asking for the device
+    part: Any = torch._C.StorageBase.__getitem__  # type: ignore[misc]
     storage, found = packed.untyped_storage(), []
     for begin, size, shape in places:
         # an empty slice of a storage is none of its own
-        tensor = packed.new(storage[4 * begin : 4 * (begin + size)]) if size else packed.new_empty(shape)
+        tensor = packed.new(part(storage, slice(4 * begin, 4 * (begin + size)))) if size else packed.new_empty(shape)
         # in place: a view would be one of another tensor
         found.append(tensor if len(shape) == 1 else tensor.resize_(shape))
     return found

@@ -22,6 +22,8 @@ RECORD = 8
 PARTIAL = 1 << 24
 # a line with more than one of so many parts of its head's tiles may be worth splitting; so a head has fewer
 LONG = 64
+# of the tiles of a list
+_NONE = np.zeros(0, np.intp)
 
 
 class Plan(NamedTuple):
@@ -65,23 +67,23 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     non_blocking  as of packing.sent
     """
     assert frame.block_size == (TILE, TILE), frame.block_size
-    words, sides = tiles.bitmasks, _sides(tiles, frame)
-    nnz, ids = len(tiles.cols), _with_edges(sides, tiles.ids, len(words), frame)
-    n_long = [long_lines(side.work, nnz) for side in sides]
+    words, nnz = tiles.bitmasks, len(tiles.cols)
+    work, col_line = counted(tiles, frame)
+    by_rows, by_cols = _sides(tiles, frame, work, col_line)
+    ids, partial = _with_edges(by_rows, by_cols, tiles.ids, len(words), frame)
+    most, n_long = long_lines(work, nnz, frame)
     shapes: list[tuple[int, ...]] = []
-    for side, (_, n_split), of_rows in zip(sides, n_long, (True, False), strict=True):
-        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=of_rows)
-        shapes += (frame.batch, frame.heads, side.work.shape[1], RECORD), (n_indices,), (n_ids,)
+    for side, (_, n_split) in zip((by_rows, by_cols), n_long, strict=True):
+        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows)
+        shapes += (frame.batch, frame.heads, side.n_lines // frame.leads, RECORD), (n_indices,), (n_ids,)
     shapes.append((len(words) + 3, TILE, TILE // 32))
     packed, places = zeros(shapes, is_pinned=may_pin(device))
     row_items, row_indices, row_ids, col_items, col_indices, col_ids, of_words = views(packed, places)
-    partial = (ids >= 0).nonzero()[0]
-    _list(sides[0], ids, partial, row_indices[:nnz], row_ids[:nnz], is_sorted=True)
-    _list(sides[1], ids, partial, col_indices[:nnz], col_ids[:nnz], is_sorted=False)
-    records = _records(sides, partial, [n for n, _ in n_long])
-    n_of_rows = sides[0].work.size
-    row_items[...] = records[:n_of_rows].reshape(row_items.shape)
-    col_items[...] = records[n_of_rows:].reshape(col_items.shape)
+    _list(by_rows, ids, partial, row_indices[:nnz], row_ids[:nnz], is_sorted=True)
+    _list(by_cols, ids, partial, col_indices[:nnz], col_ids[:nnz], is_sorted=False)
+    records = _records(by_rows, by_cols, partial, work, most, [n for n, _ in n_long], frame)
+    row_items[...] = records[: by_rows.n_lines].reshape(row_items.shape)
+    col_items[...] = records[by_rows.n_lines :].reshape(col_items.shape)
     of_words[:-3], of_words[-3:] = words.view(np.int32), _edge_words(_last(frame.q_len), _last(frame.kv_len))
     return of_any_length(Plan(*sent(packed, places, device, non_blocking=non_blocking)))
 
@@ -116,41 +118,48 @@ def _edge_words(n_queries: int, n_keys: int) -> Array:
 class Side(NamedTuple):
     """One direction of tiles that come by rows.
 
-    line   lead * lines + major of each tile
+    line   lead * lines of a lead + major of each tile
     minor  its place in the line, ascending
-    work   (leads, lines): tiles of each
+    n_lines  of all leads
     """
 
     line: Array
     minor: Array
-    work: Array
+    n_lines: int
 
 
-def counted(tiles: BlockRows, frame: Frame) -> tuple[Array, Array, Array]:
-    """(tiles of each row, tiles of each column, lead * n_cols + col of each tile); counts are (leads, lines)."""
+def counted(tiles: BlockRows, frame: Frame) -> tuple[Array, Array]:
+    """(tiles of each row of all leads and, behind them, of each column; lead * n_cols + col of each tile)."""
     leads, n_cols, indptr, col_line = frame.leads, frame.n_cols, tiles.indptr, tiles.cols
     if leads > 1:
         col_line = col_line + (n_cols * np.arange(leads)).repeat(indptr[:, -1] - indptr[:, 0])
-    of_cols = np.bincount(col_line, minlength=leads * n_cols).reshape(leads, n_cols)
-    return indptr[:, 1:] - indptr[:, :-1], of_cols, col_line
+    n_of_rows, n_of_cols = leads * frame.n_rows, leads * n_cols
+    # side by side: an operation on few lines costs the same as one on twice as many
+    work = np.empty(n_of_rows + n_of_cols, np.int64)
+    np.subtract(indptr[:, 1:], indptr[:, :-1], out=work[:n_of_rows].reshape(leads, frame.n_rows))
+    work[n_of_rows:] = np.bincount(col_line, minlength=n_of_cols)
+    return work, col_line
 
 
-def _sides(tiles: BlockRows, frame: Frame) -> tuple[Side, Side]:
-    """The tiles by rows, and by columns."""
-    of_rows, of_cols, col_line = counted(tiles, frame)
-    row_line = np.arange(of_rows.size).repeat(of_rows.reshape(-1))
+def _sides(tiles: BlockRows, frame: Frame, work: Array, col_line: Array) -> tuple[Side, Side]:
+    """The tiles by rows, and by columns; work and col_line as `counted` has them."""
+    n_of_rows = frame.leads * frame.n_rows
+    row_line = np.arange(n_of_rows).repeat(work[:n_of_rows])
     row = row_line % frame.n_rows if frame.leads > 1 else row_line
-    return Side(row_line, tiles.cols, of_rows), Side(col_line, row, of_cols)
+    return Side(row_line, tiles.cols, n_of_rows), Side(col_line, row, len(work) - n_of_rows)
 
 
-def _with_edges(sides: tuple[Side, Side], ids: Array, n_bitmasks: int, frame: Frame) -> Array:
-    """The ids, with those of `_edge_words` for full tiles on a ragged edge: these hold the pairs which exist."""
+def _with_edges(by_rows: Side, by_cols: Side, ids: Array, n_bitmasks: int, frame: Frame) -> tuple[Array, Array]:
+    """The ids, with those of `_edge_words` for full tiles on a ragged edge, which hold the pairs that exist; which tiles are
+    partial then."""
     q_is_ragged, kv_is_ragged = frame.q_len % TILE != 0, frame.kv_len % TILE != 0
-    if not q_is_ragged and not kv_is_ragged:
-        return ids
-    (_, col, _), (_, row, _) = sides
-    edge = 2 * (q_is_ragged & (row == frame.n_rows - 1)) + (kv_is_ragged & (col == frame.n_cols - 1))
-    return np.where((ids < 0) & (edge > 0), n_bitmasks - 1 + edge, ids)
+    if q_is_ragged or kv_is_ragged:
+        edge = 2 * (q_is_ragged & (by_cols.minor == frame.n_rows - 1))
+        edge += kv_is_ragged & (by_rows.minor == frame.n_cols - 1)
+        ids = np.where((ids < 0) & (edge > 0), n_bitmasks - 1 + edge, ids)
+    elif not n_bitmasks:
+        return ids, _NONE
+    return ids, (ids >= 0).nonzero()[0]
 
 
 def _list(side: Side, ids: Array, partial: Array, indices: Array, listed_ids: Array, *, is_sorted: bool) -> None:
@@ -160,38 +169,39 @@ def _list(side: Side, ids: Array, partial: Array, indices: Array, listed_ids: Ar
     is_sorted  the lines come one after another
     """
     if not len(partial):
-        indices[:] = side.minor if is_sorted else side.minor.take(_order(side.line, side.work.size))
+        indices[:] = side.minor if is_sorted else side.minor.take(_order(side.line, side.n_lines))
         return
     rank, minor = 2 * side.line + 1, side.minor.copy()
     rank[partial] -= 1
     minor[partial] -= PARTIAL
-    order = _order(rank, 2 * side.work.size)
+    order = _order(rank, 2 * side.n_lines)
     indices[:], listed_ids[:] = minor.take(order), np.maximum(ids, 0).take(order)
 
 
-def _records(sides: tuple[Side, Side], partial: Array, n_long: Sequence[int]) -> Array:
+def _records(
+    by_rows: Side, by_cols: Side, partial: Array, work: Array, most: int, n_long: Sequence[int], frame: Frame
+) -> Array:
     """Records of the lines of both directions, one after the other, (lines, 8), in launch order: see Plan.
 
-    Of the two together, as an operation on few lines costs the same as one on twice as many.
     partial  which tiles are
+    work     tiles of each line, `most` of the longest
     n_long   of each direction
     """
-    by_rows, by_cols = sides
-    (leads, n_rows), n_cols, n_of_rows = by_rows.work.shape, by_cols.work.shape[1], by_rows.work.size
-    work = np.concatenate([by_rows.work, by_cols.work], axis=None)
-    head, number = _numbered(leads, n_rows, n_cols)
+    n_of_rows, lead, number = by_rows.n_lines, *_numbered(frame.leads, frame.n_rows, frame.n_cols)
+    begin = work.cumsum()
+    begin -= work
+    begin[n_of_rows:] -= len(by_rows.line)
     fields = np.zeros((len(work), RECORD), np.int32)
-    fields[:, 0] = number
-    fields[:, 1] = work.cumsum() - work
-    fields[n_of_rows:, 1] -= len(by_rows.line)
-    fields[:, 2] = work
+    fields[:, 0], fields[:, 1], fields[:, 2] = number, begin, work
     if len(partial):
         lines = np.concatenate([by_rows.line[partial], by_cols.line[partial] + n_of_rows])
         fields[:, 3] = np.bincount(lines, minlength=len(work))
-    fields[:n_of_rows, 7], fields[n_of_rows:, 7] = n_long
-    # the longest line of each head first
-    most = int(np.maximum.reduce(work, initial=0))
-    order = _order(head * (most + 1) + (most - work), 2 * leads * (most + 1))
+    if any(n_long):
+        fields[:n_of_rows, 7], fields[n_of_rows:, 7] = n_long
+    # the longest line of each lead first
+    rank = lead * (most + 1)
+    rank -= work
+    order = _order(rank, (2 * frame.leads + 1) * (most + 1))
     records = fields.take(order, axis=0)
     records[order, 4] = number
     return records
@@ -199,24 +209,36 @@ def _records(sides: tuple[Side, Side], partial: Array, n_long: Sequence[int]) ->
 
 @functools.lru_cache(maxsize=4)
 def _numbered(leads: int, n_rows: int, n_cols: int) -> tuple[Array, Array]:
-    """(head, number) of the rows of all heads and then of their columns, for which heads are counted on; read only.
+    """(lead, number) of the rows of all leads and then of their columns; leads are counted on, from 1. Read only.
 
     Kept for the masks to come of one shape or two; of long sequences with many heads these are megabytes.
     """
     n_lines = np.repeat([n_rows, n_cols], leads)
-    head = np.arange(2 * leads).repeat(n_lines)
-    return head, np.arange(len(head)) - (n_lines.cumsum() - n_lines)[head]
+    lead = np.arange(2 * leads).repeat(n_lines)
+    return lead + 1, np.arange(len(lead)) - (n_lines.cumsum() - n_lines)[lead]
 
 
-def long_lines(work: Array, n_tiles: int) -> tuple[int, int]:
+Long = tuple[int, int]
+
+
+def long_lines(work: Array, n_tiles: int, frame: Frame) -> tuple[int, tuple[Long, Long]]:
+    """(tiles of the longest line, how many rows and how many columns are long: see `_long`).
+
+    work  of the rows of all leads and of their columns, as `counted` has it; n_tiles of each
+    """
+    most, n_of_rows = int(np.maximum.reduce(work, initial=0)), frame.leads * frame.n_rows
+    # without a division; of most layouts no line is
+    if most * max(n_of_rows, len(work) - n_of_rows) <= 2 * n_tiles:
+        return most, ((0, 0), (0, 0))
+    of_rows, of_cols = (part.reshape(frame.leads, -1) for part in (work[:n_of_rows], work[n_of_rows:]))
+    return most, (_long(of_rows, n_tiles), _long(of_cols, n_tiles))
+
+
+def _long(work: Array, n_tiles: int) -> Long:
     """How many lines have over twice the mean work, and of these are worth splitting, of the head that has most.
 
     work  tiles of each line, (heads, lines), n_tiles in all
     """
-    # without a division; of most layouts no line is
-    if int(np.maximum.reduce(work, axis=None, initial=0)) * work.size <= 2 * n_tiles:
-        return 0, 0
-    work = work.astype(np.int64)
     is_long = work * work.size > 2 * n_tiles
     is_split = is_long & (LONG * work > work.sum(axis=1, keepdims=True))
     return int(is_long.sum(axis=1).max()), int(is_split.sum(axis=1).max())

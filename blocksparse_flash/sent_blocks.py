@@ -7,33 +7,46 @@ Knows lists of blocks and the records of a plan. Must not know BlockLayout, patt
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from . import watchers
 from .blocks import BlockRows, Frame
-from .packing import may_pin, sent, views, zeros
+from .packing import sent_flat
 from .plan import TILE, Plan, counted, list_lengths, long_lines, of_any_length
 from .selection import FREE_WORDS, MOST_LINES, MOST_OF_ALL_AXES, WORDS_OF_ENTRY
 
-# blocks from which on that pays: H200, what a new mask adds to a step of `hopper`, milliseconds, 2,048 blocks 0.82 for 0.63, 32,768 blocks
-# 1.03 for 1.61, though the host was busier than when it made the plans itself; between them nothing was measured
-WORTH_SENDING = 1 << 14
+# blocks from which on that pays. H200, what a new mask adds to a step of `hopper`, milliseconds: 32,768 blocks 1.03 for 1.61; 2,048 blocks
+# 0.82 for 0.63, before either took the host less. Now, microseconds of a host whose launches reach no GPU, 2,048 blocks take 101 for the
+# 156 of a plan that it makes itself
+WORTH_SENDING = 1 << 11
 
 
 def suits(frame: Frame, nnz: int, n_bitmasks: int, device: torch.device) -> bool:
     """Whether the kernels make the plan of so many blocks: they know full ones of one tile each, on a grid that bits can hold."""
-    n_rows, n_cols = frame.n_rows, frame.n_cols
+    if device.type != "cuda" or n_bitmasks or nnz < WORTH_SENDING or frame.block_size != (TILE, TILE):
+        return False
+    n_rows, n_cols, leads = frame.n_rows, frame.n_cols, frame.leads
+    n_lines = max(n_rows, n_cols)
     return (
-        device.type == "cuda"
-        and n_bitmasks == 0
-        and nnz >= WORTH_SENDING
-        and frame.block_size == (TILE, TILE)
-        and max(n_rows, n_cols) <= MOST_LINES
-        and frame.leads * max(n_rows, n_cols) <= MOST_OF_ALL_AXES
-        and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * (nnz // (frame.leads * n_rows))
+        n_lines <= MOST_LINES
+        and leads * n_lines <= MOST_OF_ALL_AXES
+        and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * (nnz // (leads * n_rows))
         and not watchers.are_there()
         and watchers.runs_triton(device.index)
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _maker(frame: Frame) -> Callable[..., list[torch.Tensor]]:
+    """What makes the tensors of plans of such layouts; to import it again would take microseconds."""
+    from .kernels import listing, selecting
+
+    rows = selecting.Rows(frame.leads, frame.n_rows, frame.n_cols, *frame[2:])
+    grid = listing.Grid(rows, causal=False)
+    return functools.partial(listing.of_blocks, grid=grid, leads=(frame.batch, frame.heads))
 
 
 def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool) -> Plan:
@@ -41,22 +54,13 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
 
     non_blocking  True: the host does not wait until it is made, and another stream than the current one must
     """
-    from .kernels import listing, selecting
-
-    rows = selecting.Rows(frame.leads, frame.n_rows, frame.n_cols, *frame[2:])
-    grid = listing.Grid(rows, causal=False)
-    of_rows, of_cols, _ = counted(tiles, frame)
     nnz = len(tiles.cols)
-    n_indices, n_row_ids = list_lengths(nnz, long_lines(of_rows, nnz)[1], of_rows=True)
-    _, n_col_ids = list_lengths(nnz, long_lines(of_cols, nnz)[1], of_rows=False)
-    packed, places = zeros([tiles.indptr.shape, tiles.cols.shape], is_pinned=may_pin(device))
-    for view, values in zip(views(packed, places), tiles, strict=False):
-        view[...] = values
+    _, ((_, n_split_rows), (_, n_split_cols)) = long_lines(counted(tiles, frame)[0], nnz, frame)
+    n_indices, n_row_ids = list_lengths(nnz, n_split_rows, of_rows=True)
+    _, n_col_ids = list_lengths(nnz, n_split_cols, of_rows=False)
     with watchers.on(device):
-        indptr, indices = sent(packed, places, device, non_blocking=True)
-        bits = selecting.of_rows(indptr, indices, rows)
-        lengths = n_indices, n_row_ids, n_col_ids
-        plan = of_any_length(Plan._make(listing.build_plan(bits, grid, (frame.batch, frame.heads), lengths)))
+        listed = sent_flat((tiles.indptr, tiles.cols), device)
+        plan = of_any_length(Plan._make(_maker(frame)(listed, lengths=(n_indices, n_row_ids, n_col_ids))))
         if not non_blocking and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
     return plan

@@ -19,7 +19,8 @@ from .packing import to_device
 def to_tensors(rows: BlockRows, frame: Frame, device: torch.device | str) -> tuple[torch.Tensor, ...]:
     """indptr, indices, bitmask_ids, bitmasks of a canonical list."""
     arrays = (rows.indptr.reshape(frame.batch, frame.heads, -1), rows.cols, rows.ids, rows.bitmasks.view(np.int32))
-    return tuple(to_device([torch.from_numpy(array) for array in arrays], device))
+    tensors = [torch.from_numpy(array) for array in arrays]
+    return tuple(tensors if device == "cpu" else to_device(tensors, device))
 
 
 def no_bitmasks(frame: Frame, device: torch.device) -> torch.Tensor:

@@ -160,7 +160,7 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     selected = selecting.Rows(2, n, n, length, length, (side, side))
     selecting.of_scores(torch.empty(2, n, n, dtype=dtype), selected, 16, causal=side < 128)
     bits, *_ = selecting.of_indices(torch.empty(2, n, 16, dtype=torch.int64), selected)
-    selecting.of_rows(*(torch.empty(2 * n * n, dtype=torch.int32) for _ in range(2)), selected)
+    selecting.of_rows(torch.empty(2 * (n + 1 + n * n), dtype=torch.int32), selected)
     listing.build_plan(bits, listing.Grid(selected, causal=side < 128), (1, 2), (33, 35, 37))
 
 

@@ -255,3 +255,27 @@ def test_settling_drops_what_is_empty_and_fills_what_is_full() -> None:
     assert found.keys.tolist() == [1, 2, 3]
     assert found.ids.tolist() == [FULL, FULL, 0]
     np.testing.assert_array_equal(found.bitmasks, there[1:2])
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 5), (4, 3, 2), (2, 1, 7), (2, 0, 3), (3, 2, 0)])
+def test_full_blocks_by_rows(shape: tuple[int, int, int]) -> None:
+    """Each lead ends where the next one begins, rows and leads without blocks too."""
+    leads, n_rows, n_cols = shape
+    mask = np.random.default_rng(0).random(shape) < 0.4
+    mask[leads // 2 :, :1] = False
+    keys, frame = np.flatnonzero(mask), blocks.Frame(1, leads, 16 * n_rows, 32 * n_cols, (16, 32))
+    indptr, cols, ids, bitmasks = blocks.full_rows(keys, frame)
+    ends = mask.sum(axis=2).reshape(-1).cumsum().reshape(leads, n_rows)
+    firsts = np.append(0, ends[:-1, -1]) if n_rows else np.zeros(leads)
+    assert np.array_equal(indptr, np.column_stack([firsts, ends])) and np.array_equal(cols, mask.nonzero()[2])
+    assert indptr.dtype == cols.dtype == ids.dtype == np.int32 and (ids == FULL).all() and bitmasks.shape == (0, 16, 1)
+    found = blocks.by_rows(blocks.full_list(keys, (16, 32)), frame)
+    assert all(np.array_equal(one, other) for one, other in zip(found, (indptr, cols, ids, bitmasks), strict=True))
+
+
+def test_a_list_without_bitmasks_is_canonical_as_it_is() -> None:
+    """Full blocks on ragged edges too; the ids are new, for a list shares none with what it was made of."""
+    keys, ids = np.array([0, 3, 5]), np.full(3, FULL, np.int32)
+    found = blocks.canonical(keys, ids, blocks.no_bitmasks((16, 16)), q_len=20, kv_len=40, block_size=(16, 16))
+    assert_same(found, BlockList(keys, ids, blocks.no_bitmasks((16, 16))))
+    assert not np.shares_memory(found.ids, ids)

@@ -42,6 +42,11 @@ def test_other_types_are_not_packed() -> None:
         packing.pack([torch.zeros(2, dtype=torch.int64)])
 
 
+def test_arrays_are_sent_one_right_behind_the_other() -> None:
+    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros(0, np.int32), np.array([7], np.int32)]
+    assert packing.sent_flat(arrays, torch.device("cpu")).tolist() == [0, 1, 2, 3, 4, 5, 7]
+
+
 def test_plans_packed_are_plans() -> None:
     plan = masks.local(1000, window=200).plan("cpu")
     for tensor, found in zip(plan, Plan(*packing.unpack(*packing.pack(plan))), strict=True):

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.plan import LONG, PARTIAL, TILE, Plan, long_lines
+from blocksparse_flash.blocks import Frame
+from blocksparse_flash.plan import LONG, PARTIAL, TILE, Plan, _long, long_lines
 
 
 def drawn(seed: int, axes: tuple[int, int], q_len: int, kv_len: int) -> np.ndarray:
@@ -108,9 +109,17 @@ def test_full_tiles_alone_and_long_lines(causal: bool) -> None:
 
 
 def test_a_line_of_twice_the_mean_is_not_long() -> None:
-    assert long_lines(np.array([[2, 0, 1, 1]]), 4) == (0, 0)
-    assert long_lines(np.array([[3, 0, 0, 1], [2, 2, 0, 0]]), 8) == (1, 1)
-    assert long_lines(np.zeros((1, 0), int), 0) == (0, 0)
+    assert _long(np.array([[2, 0, 1, 1]]), 4) == (0, 0)
+    assert _long(np.array([[3, 0, 0, 1], [2, 2, 0, 0]]), 8) == (1, 1)
+    assert _long(np.zeros((1, 0), int), 0) == (0, 0)
+
+
+def test_of_a_grid_with_more_rows_than_columns_rows_are_long() -> None:
+    """Twice the mean is less in a row than in a column: a column that is not long does not answer for them."""
+    frame = Frame(1, 1, 16 * TILE, 2 * TILE, (TILE, TILE))
+    of_rows, of_cols = [2, 1, *[0] * 14], [2, 1]
+    assert long_lines(np.array(of_rows + of_cols), 3, frame) == (2, ((2, 2), (0, 0)))
+    assert long_lines(np.array([1] * 16 + [8, 8]), 16, frame) == (8, ((0, 0), (0, 0)))
 
 
 def test_a_plan_of_tensors_alone_is_that_of_their_layout() -> None:

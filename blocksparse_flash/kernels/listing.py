@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, allocator, contiguous
-from .selecting import CHUNK, Rows, fill_behind, sums_before
+from .launch import Launch, Memory, allocator, contiguous
+from .selecting import CHUNK, Rows, fill_behind, of_rows, sums_before
 from .tile import RECORD, TILE
 
 # lines of a program, tiles of each at a time
@@ -322,10 +322,12 @@ def list_kernel(
 
 
 class Ready(NamedTuple):
-    """The two launches."""
+    """The two launches, and memory for what is counted and for the bitmasks."""
 
     counts: Launch
     lists: Launch
+    counted: Memory
+    words: Memory
 
 
 @functools.lru_cache(maxsize=256)
@@ -336,7 +338,12 @@ def prepare(grid: Grid, device: torch.device) -> Ready:  # noqa: ARG001  launche
     lines = {"LINES": LINES, "MINORS": MINORS, "num_warps": 8}
     count = {**sizes, "n_words_of_all": n_words, **lines, "WORDS": WORDS}
     fill = {**sizes, **lines, "AXES": AXES, "CHUNK": CHUNK}
-    return Ready(Launch(count_kernel, (n_lines + n_words // WORDS,), count), Launch(list_kernel, (n_lines,), fill))
+    return Ready(
+        Launch(count_kernel, (n_lines + n_words // WORDS,), count),
+        Launch(list_kernel, (n_lines,), fill),
+        contiguous(torch.int32, 2 * grid.rows.axes * sum(grid.shape)),
+        contiguous(torch.int32, grid.n_bitmasks, TILE.value, WORDS_OF_TILE.value),
+    )
 
 
 def build_plan(
@@ -354,10 +361,19 @@ def build_plan(
         return new(*contiguous(torch.int32, *shape))
 
     n_indices, *n_ids = lengths
-    counts = empty(2 * grid.rows.axes * sum(grid.shape))
-    words = empty(grid.n_bitmasks, TILE.value, WORDS_OF_TILE.value)
-    sides = [(empty(*leads, grid.shape[side], RECORD.value), empty(n_indices), empty(n_ids[side])) for side in (0, 1)]
+    sides = [
+        (empty(*leads, n_lines, RECORD.value), empty(n_indices), empty(n))
+        for n_lines, n in zip(grid.shape, n_ids, strict=True)
+    ]
     ready = prepare(grid, bits.device)
+    counts, words = new(*ready.counted), new(*ready.words)
     ready.counts(bits, counts, words)
     ready.lists(bits, counts, *sides[0], *sides[1], *lengths)
     return [*sides[0], *sides[1], words]
+
+
+def of_blocks(
+    listed: torch.Tensor, *, grid: Grid, leads: tuple[int, int], lengths: tuple[int, int, int]
+) -> list[torch.Tensor]:
+    """`build_plan` of blocks by indptr and indices, one right behind the other: see selecting.of_rows."""
+    return build_plan(of_rows(listed, grid.rows), grid, leads, lengths)

@@ -86,16 +86,17 @@ def mark_indices_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "n_words"])
 def mark_rows_kernel(
-    # inputs: int32 (lines // n_rows, n_rows + 1), (nnz,)
-    indptr_ptr, indices_ptr,
+    # input: int32 (lines // n_rows, n_rows + 1), and right behind it (nnz,): indptr and indices
+    blocks_ptr,
     # output: int32 (lines, n_words)
     bits_ptr,
     n_rows, n_words,
     WORDS: tl.constexpr, ENTRIES: tl.constexpr,
 ):
     i_line = tl.program_id(0)
-    p_begin = indptr_ptr + i_line + i_line // n_rows
+    p_begin = blocks_ptr + i_line + i_line // n_rows
     begin, end = tl.load(p_begin), tl.load(p_begin + 1)
+    indices_ptr = blocks_ptr + tl.num_programs(0) + tl.num_programs(0) // n_rows
     o_word = tl.arange(0, WORDS)
     b_words = tl.zeros([WORDS], tl.int32)
     for first in range(begin, end, ENTRIES):
@@ -269,10 +270,13 @@ def of_indices(indices: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, ...]:
     return bits, *_listed(bits, counts, rows, indices.numel())
 
 
-def of_rows(indptr: torch.Tensor, indices: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The bits (axes, n_rows, n_words) of blocks by indptr and indices, which begin at addresses that are multiples of 16."""
-    bits = allocator(indices)(*contiguous(torch.int32, rows.axes, rows.n_rows, rows.n_words))
-    _mark_rows(rows, indices.device)(indptr, indices, bits)
+def of_rows(listed: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The bits (axes, n_rows, n_words) of blocks by indptr and indices, one right behind the other.
+
+    listed  int32 (axes * (n_rows + 1) + nnz,), at an address that is a multiple of 16
+    """
+    bits = allocator(listed)(*contiguous(torch.int32, rows.axes, rows.n_rows, rows.n_words))
+    _mark_rows(rows, listed.device)(listed, bits)
     return bits
 
 
