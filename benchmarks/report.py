@@ -1,8 +1,8 @@
 """What do the measurements say? `python -m benchmarks.report` writes the tables of the README and draws the pictures.
 
-It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they are there, io.jsonl and context_parallel.jsonl, and the table
-behind explain's predictions, and replaces in the README what stands between its markers; everything measured goes to
-results/attention.md, io.md and context_parallel.md. Knows Markdown. Must not know how anything is measured or drawn.
+It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they are there, small.jsonl, io.jsonl and context_parallel.jsonl, and
+the table behind explain's predictions, and replaces in the README what stands between its markers; everything measured goes to
+results/attention.md, small.md, io.md and context_parallel.md. Knows Markdown. Must not know how anything is measured or drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from blocksparse_flash.explanation import prediction
 
-from . import bounds, context_report, findings, plots
+from . import bounds, context_report, findings, plots, small_report
 from . import lines as measurements
 from .lines import Line, Setting
 from .markdown import table
@@ -439,7 +439,11 @@ def read(results: Path) -> dict[str, list[Line]]:
     """The lines of each file of results; none of what was never measured."""
     files = {name: results / f"{name}.jsonl" for name in ("attention", "masks", "io")}
     found = {name: measurements.read(path) if path.exists() or name != "io" else [] for name, path in files.items()}
-    return {**found, "context_parallel": context_report.read(results / "context_parallel.jsonl")}
+    return {
+        **found,
+        "small": small_report.read(results / "small.jsonl"),
+        "context_parallel": context_report.read(results / "context_parallel.jsonl"),
+    }
 
 
 def sections(lines: dict[str, list[Line]]) -> dict[str, str]:
@@ -449,6 +453,7 @@ def sections(lines: dict[str, list[Line]]) -> dict[str, str]:
         "prediction": prediction_section(prediction.calibrations()),
         "io": io_section(lines["io"]),
         "attention": attention_section(attention),
+        "small": small_report.section(lines["small"]),
         "sweeps": sweeps_section(attention),
         "masks": masks_section(masks),
         "context": context_report.section(lines["context_parallel"]),
@@ -469,6 +474,8 @@ def main(arguments: list[str] | None = None) -> None:
     text = replaced(options.readme.read_text(encoding="utf-8"), sections(lines))
     options.readme.write_text(text, encoding="utf-8")
     (options.results / "attention.md").write_text(everything(lines["attention"]), encoding="utf-8")
+    if lines["small"]:
+        (options.results / "small.md").write_text(small_report.everything(lines["small"]), encoding="utf-8")
     if context:
         (options.results / "context_parallel.md").write_text(context_report.everything(context), encoding="utf-8")
     figures = plots.figures(lines["attention"], lines["masks"], context)

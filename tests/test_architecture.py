@@ -436,6 +436,10 @@ TABLE = {
     "benchmarks/attention.py": Arrows(
         {TORCH, *(f"benchmarks.{name}" for name in ("correctness", "lines", "measure", "patterns", "peers", "sweeps"))}
     ),
+    "benchmarks/small.py": Arrows(
+        {TORCH, *(f"benchmarks.{name}" for name in ("attention", "measure", "patterns", "peers"))}
+    ),
+    "benchmarks/small_report.py": Arrows({"benchmarks.lines", "benchmarks.markdown"}),
     "benchmarks/decode.py": Arrows(
         {TORCH, OURS, f"{OURS}.interop", "masks"}
         | {f"benchmarks.{name}" for name in ("correctness", "measure", "peers")}
@@ -455,7 +459,10 @@ TABLE = {
     "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
     "benchmarks/report.py": Arrows(
         {f"{OURS}.explanation.prediction"}
-        | {f"benchmarks.{name}" for name in ("bounds", "context_report", "findings", "lines", "markdown", "plots")}
+        | {
+            f"benchmarks.{name}"
+            for name in ("bounds", "context_report", "findings", "lines", "markdown", "plots", "small_report")
+        }
     ),
     "benchmarks/huggingface.py": Arrows(
         {TORCH, OURS, "masks", "transformers", f"{OURS}.huggingface", "benchmarks.measure"}

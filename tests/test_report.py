@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import context_report, findings, measure, plots, report
+from benchmarks import context_report, findings, measure, plots, report, small_report
 from benchmarks import lines as measurements
 
 TRITON, FLEX, CUDNN = ("blocksparse_flash", "triton"), ("flex", "triton"), ("cudnn", "cudnn")
@@ -59,6 +59,10 @@ def test_the_readme_says_what_was_measured() -> None:
     assert written.exists() == bool(lines["io"])
     if lines["io"]:
         assert written.read_text(encoding="utf-8") == report.every_byte(lines["io"])
+    written, small = report.RESULTS / "small.md", lines["small"]
+    assert written.exists() == bool(small)
+    if small:
+        assert written.read_text(encoding="utf-8") == small_report.everything(small)
     written, context = report.RESULTS / "context_parallel.md", lines["context_parallel"]
     assert written.exists() == bool(context)
     if context:
