@@ -120,7 +120,10 @@ def compare(pattern: Pattern, among: Iterable[Peer], run: Run) -> None:
         return
     # larger than any L2 cache
     cache = torch.empty(1 << 28, dtype=torch.uint8, device=run.device)
-    clocks = {"gpu": functools.partial(on_gpu, cache=cache), "wall": in_a_row}
+    clocks: dict[str, Callable[[Callable[[], Any]], float]] = {
+        "gpu": functools.partial(on_gpu, cache=cache),
+        "wall": in_a_row,
+    }
     calls = [call for *_, call in found]
     for call in calls * 3:
         call()
