@@ -90,8 +90,46 @@ def speedups(lines: Sequence[Line], direction: str) -> str:
     return table(rows)
 
 
+def summary(lines: Sequence[Line]) -> str:
+    """The README's table, of the most GPUs, a column for each length and number of key heads; "" if nothing was measured."""
+    found = settings(lines)
+    if not found:
+        return ""
+    ranks = max(setting.ranks for setting in found)
+    shown = {setting: of_step(each) for setting, each in found.items() if setting.ranks == ranks}
+    every = [line for each in shown.values() for line in each]
+    providers = [name for name in LABELS if any(line["provider"] == name for line in every)]
+    rows = [["pattern", *(f"{setting.n:,} tokens, {setting.heads} heads on {setting.kv_heads}" for setting in shown)]]
+    for pattern in dict.fromkeys(line["pattern"] for line in every):
+        of_pattern = [
+            {line["provider"]: line for line in each if line["pattern"] == pattern} for each in shown.values()
+        ]
+        rows.append([pattern, *(" / ".join(_speedup(each.get(name)) for name in providers) for each in of_pattern)])
+    setting = next(iter(shown))
+    return "\n\n".join(
+        [
+            (
+                f"Times as fast as one GPU, forward and backward together: {' / '.join(LABELS[name] for name in providers)}. "
+                f"{ranks} {setting.device}, head_dim {setting.head_dim}, {every[0]['dtype']}, {measurements.versions(every, 'torch', 'triton')}; "
+                "[what computing and the link allow, and two GPUs](benchmarks/README.md#one-sequence-on-several-gpus)."
+            ),
+            table(rows),
+            "![Speed-up over one GPU](benchmarks/results/context_parallel.png)",
+        ]
+    )
+
+
+def of_step(lines: Sequence[Line]) -> list[Line]:
+    """Forward and backward together."""
+    return [line for line in lines if line["direction"] == "step"]
+
+
+def _speedup(line: Line | None) -> str:
+    return "-" if line is None else f"{line['speedup']:.2f}"
+
+
 def section(lines: Sequence[Line]) -> str:
-    """The README's tables, forward and backward together; "" if nothing was measured."""
+    """The tables of benchmarks/README.md, forward and backward together; "" if nothing was measured."""
     found = settings(lines)
     if not found:
         return ""
@@ -105,7 +143,7 @@ def section(lines: Sequence[Line]) -> str:
     ]
     for setting, shown in found.items():
         parts += [f"{caption(setting, shown)}:", speedups(shown, "step")]
-    return "\n\n".join([*parts, "![Speed-up over one GPU](benchmarks/results/context_parallel.png)"])
+    return "\n\n".join(filter(None, parts))
 
 
 # column -> what it says of a line

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from . import crossings
 from . import lines as measurements
 from .lines import Line
 
@@ -45,6 +46,58 @@ def growth(lines: Sequence[Line]) -> str:
     return "\n".join(points)
 
 
+def growth_of_all(lines: Sequence[Line]) -> str:
+    """`growth` in a point over all of ours; empty without two lengths."""
+    ratios: dict[tuple[int, int], list[float]] = {}
+    for _, found in _groups([line for line in lines if line["pattern"] == "local" and line["n"] >= LINEAR_FROM]):
+        first, last = (pick(found, key=lambda line: line["n"]) for pick in (min, max))
+        if first["n"] < last["n"]:
+            ratios.setdefault((first["n"], last["n"]), []).append(last["ms"] / first["ms"])
+    each = [
+        f"{last // first} times the tokens, {first:,} to {last:,}, take {min(found):.0f} to {max(found):.0f} times as long"
+        for (first, last), found in ratios.items()
+    ]
+    return f"- Length: at a fixed number of keys for each query {'; '.join(each)}." if each else ""
+
+
+def break_evens(lines: Sequence[Line]) -> list[str]:
+    """`blocksparse_flash, triton, forward, head_dim 128: as fast as dense cuDNN at density 0.85`, one each panel."""
+    said = []
+    for one in crossings.find(lines):
+        never = f"faster at every density measured, up to {one.measured:.2f}"
+        ends = never if one.density is None else f"level at density {one.density:.2f}"
+        name, beside = measurements.label(one.provider), measurements.label(one.beside)
+        said.append(f"{name}, {DIRECTIONS[one.direction]}, head_dim {one.head_dim}, beside dense {beside}: {ends}")
+    return said
+
+
+def break_even(lines: Sequence[Line]) -> str:
+    """`break_evens` in a point over both directions and all head_dims; empty without any."""
+    ends: dict[str, list[float]] = {}
+    for one in crossings.find(lines):
+        ends.setdefault(one.provider[1], []).append(one.measured if one.density is None else one.density)
+    each = [f"`{backend}` up to {min(found):.0%} to {max(found):.0%}" for backend, found in ends.items()]
+    return f"- Density: faster than the fastest dense attention are {', '.join(each)} of all blocks." if each else ""
+
+
+def changes(lines: Sequence[Line]) -> list[str]:
+    """What a new mask each step adds to a step, a point for each length: of the first backend of ours, and of peers."""
+    points = []
+    for setting, found in sorted(measurements.settings(lines).items()):
+        providers = measurements.measured(found)
+        costs = measurements.change_costs(found)
+        said = []
+        for provider in [*filter(measurements.is_ours, providers)][:1] + [
+            p for p in providers if not measurements.is_ours(p)
+        ]:
+            each = [f"{cost:.2f} ms ({way})" for (who, way, _), cost in costs.items() if who == provider]
+            if each:
+                said.append(f"with {measurements.label(provider)}, {', '.join(each)}")
+        if said:
+            points.append(f"- A mask that changes at each step, {setting.n:,} tokens, adds to it: {'; '.join(said)}.")
+    return points
+
+
 def small_blocks(lines: Sequence[Line]) -> str:
     """What blocks smaller than a tile cost beside the same share of blocks of 128: a point for each pattern, over all of ours."""
     times = {
@@ -63,7 +116,7 @@ def small_blocks(lines: Sequence[Line]) -> str:
             f"{min(found):.2f} to {max(found):.2f} in blocks of {side}"
             for side, found in sorted(sides.items(), reverse=True)
         )
-        points.append(f"- {pattern}, our backends, times the time in blocks of {TILE}: {each}.")
+        points.append(f"- Finer blocks, {pattern}, our backends: times the time in blocks of {TILE}, {each}.")
     return "\n".join(points)
 
 
@@ -73,23 +126,33 @@ def _sized(line: Line) -> tuple[str, int]:
     return pattern, int(side)
 
 
-def equal_bits(lines: Sequence[Line]) -> str:
-    """How many times as long the backward takes that gives equal bits in every run: points, empty without both."""
-    points = []
+def equal_bits_of_all(lines: Sequence[Line]) -> str:
+    """`equal_bits` in a point; empty without both ways."""
+    each = []
+    for (provider, backend, head_dim), ratios in _cost_of_equal_bits(lines).items():
+        said = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}"
+        each.append(f"{said} times the time of {measurements.label((provider, backend))}, head_dim {head_dim}")
+    return f"- Equal bits in every run: a backward takes {', '.join(each)}." if each else ""
+
+
+def _cost_of_equal_bits(lines: Sequence[Line]) -> dict[tuple[str, str, int], dict[str, float]]:
+    """(provider, backend, head_dim) -> pattern -> how many times as long; those of which both ways were measured."""
     backward = [line for line in lines if line["direction"] == "bwd"]
     times = {(*measurements.who(line), line["head_dim"], line["pattern"]): line["ms"] for line in backward}
+    found: dict[tuple[str, str, int], dict[str, float]] = {}
     for head_dim in sorted({line["head_dim"] for line in lines}, reverse=True):
-        for provider, backend in dict.fromkeys(map(measurements.who, backward)):
-            ratios = {
-                line["pattern"]: times[provider, backend + EQUAL_BITS, head_dim, line["pattern"]] / line["ms"]
-                for line in backward
-                if (measurements.who(line), line["head_dim"]) == ((provider, backend), head_dim)
-                and (provider, backend + EQUAL_BITS, head_dim, line["pattern"]) in times
-            }
-            if ratios:
-                points.append(
-                    f"- {measurements.label((provider, backend))}, backward, head_dim {head_dim}, `deterministic=True`: "
-                    f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f} times as long, over "
-                    f"{', '.join(f'{pattern} {ratio:.2f}' for pattern, ratio in ratios.items())}."
-                )
-    return "\n".join(points)
+        for (provider, backend, dim, pattern), ms in times.items():
+            equal = times.get((provider, backend + EQUAL_BITS, head_dim, pattern))
+            if dim == head_dim and equal is not None:
+                found.setdefault((provider, backend, head_dim), {})[pattern] = equal / ms
+    return found
+
+
+def equal_bits(lines: Sequence[Line]) -> str:
+    """How many times as long the backward takes that gives equal bits in every run: points, empty without both."""
+    return "\n".join(
+        f"- {measurements.label((provider, backend))}, backward, head_dim {head_dim}, `deterministic=True`: "
+        f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f} times as long, over "
+        f"{', '.join(f'{pattern} {ratio:.2f}' for pattern, ratio in ratios.items())}."
+        for (provider, backend, head_dim), ratios in _cost_of_equal_bits(lines).items()
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from . import crossings
 from . import lines as measurements
 from .lines import Line
 
@@ -208,40 +209,6 @@ def swept(lines: Sequence[Line], sweep: str) -> list[Line]:
     return found
 
 
-def _dense_times(lines: Sequence[Line]) -> list[Line]:
-    """The dense lines among those of one panel, fastest first."""
-    return sorted((line for line in lines if line["pattern"] == "dense"), key=lambda line: line["ms"])
-
-
-def _crossing(lines: Sequence[Line], provider: tuple[str, str]) -> float | None:
-    """The density at which a provider's sparse call takes as long as the fastest dense one, of one panel's lines."""
-    mine = [line for line in lines if measurements.who(line) == provider and line["pattern"] != "dense"]
-    mine = sorted(mine, key=lambda line: line["density"])
-    dense = _dense_times(lines)
-    if not mine or not dense:
-        return None
-    return measurements.break_even([line["density"] for line in mine], [line["ms"] for line in mine], dense[0]["ms"])
-
-
-def break_evens(lines: Sequence[Line]) -> list[str]:
-    """`blocksparse_flash, triton, forward, head_dim 128: as fast as dense cuDNN at density 0.85`, one each panel."""
-    said = []
-    for head_dim in sorted({line["head_dim"] for line in lines}, reverse=True):
-        for direction, name in DIRECTIONS.items():
-            found = [line for line in lines if line["head_dim"] == head_dim and line["direction"] == direction]
-            for provider in filter(measurements.is_ours, measurements.measured(found)):
-                mine = [line for line in found if measurements.who(line) == provider and line["pattern"] != "dense"]
-                if not mine or not _dense_times(found):
-                    continue
-                peer = measurements.label(measurements.who(_dense_times(found)[0]))
-                where = _crossing(found, provider)
-                measured = max(line["density"] for line in mine)
-                never = f"faster at every density measured, up to {measured:.2f}"
-                ends = never if where is None else f"level at density {where:.2f}"
-                said.append(f"{measurements.label(provider)}, {name}, head_dim {head_dim}, beside dense {peer}: {ends}")
-    return said
-
-
 def density(lines: Sequence[Line]) -> Any:
     """Curves: time over density; dense times are level lines, and a dot marks where ours crosses the fastest."""
     figure, panels = _panels(
@@ -252,15 +219,19 @@ def density(lines: Sequence[Line]) -> Any:
             mine = [line for line in found if measurements.who(line) == provider and line["pattern"] != "dense"]
             if mine:
                 _curve(axis, mine, lambda line: line["density"], measurements.label(provider), colour(provider))
-        for line in _dense_times(found):
+        for line in crossings.dense_times(found):
             provider = measurements.who(line)
             name = f"dense, {measurements.label(provider)}"
             axis.axhline(line["ms"], color=colour(provider), linestyle="--", linewidth=1, label=name)
-        crossings = {one: _crossing(found, one) for one in measurements.measured(found) if measurements.is_ours(one)}
+        levels = {
+            one: crossings.level_with_dense(found, one)
+            for one in measurements.measured(found)
+            if measurements.is_ours(one)
+        }
         said = []
-        for provider, where in crossings.items():
+        for provider, where in levels.items():
             if where is not None:
-                level = _dense_times(found)[0]["ms"]
+                level = crossings.dense_times(found)[0]["ms"]
                 axis.plot([where], [level], marker="o", markersize=9, markerfacecolor="none", color=colour(provider))
                 said.append(f"{where:.0%} ({provider[1]})")
         if said:

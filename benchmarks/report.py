@@ -1,8 +1,9 @@
-"""What do the measurements say? `python -m benchmarks.report` writes the tables of the README and draws the pictures.
+"""What do the measurements say? `python -m benchmarks.report` writes the tables of two pages and draws the pictures.
 
 It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they are there, small.jsonl, io.jsonl and context_parallel.jsonl, and
-the table behind explain's predictions, and replaces in the README what stands between its markers; everything measured goes to
-results/attention.md, small.md, io.md and context_parallel.md. Knows Markdown. Must not know how anything is measured or drawn.
+the table behind explain's predictions, and replaces what stands between the markers of the README, which has the main table and what
+the others come to, and of benchmarks/README.md, which has those; everything measured goes to results/attention.md, small.md, io.md and
+context_parallel.md. Knows Markdown. Must not know how anything is measured or drawn.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .markdown import table
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parent / "README.md"
 
 MASK_COLUMNS = {
     "blocksparse_flash": "blocksparse_flash",
@@ -244,7 +246,7 @@ def sweeps_section(lines: Sequence[Line]) -> str:
         if shown:
             said.append(f"![{title}](benchmarks/results/{name}.png)")
         if name == "density":
-            said.append("\n".join(f"- {found}" for found in plots.break_evens(shown)))
+            said.append("\n".join(f"- {found}" for found in findings.break_evens(shown)))
         if name == "length":
             said.append(findings.growth(shown))
         if name == "block-size":
@@ -446,24 +448,48 @@ def read(results: Path) -> dict[str, list[Line]]:
     }
 
 
+def highlights(lines: dict[str, list[Line]]) -> str:
+    """What the sweeps and the other benchmarks come to: a point each, empty without any of them."""
+    attention = lines["attention"]
+    of = {name: measurements.of_bench(attention, name) for name in ("length", "block-size", "change", "deterministic")}
+    points = [
+        findings.growth_of_all(of["length"]),
+        findings.break_even(plots.swept(attention, "density")),
+        *findings.small_blocks(of["block-size"]).split("\n"),
+        *findings.changes(of["change"]),
+        findings.equal_bits_of_all(of["deterministic"]),
+        small_report.summary(lines["small"]),
+    ]
+    return "\n".join(filter(None, points))
+
+
 def sections(lines: dict[str, list[Line]]) -> dict[str, str]:
     """What stands between which markers of the README."""
-    attention, masks = lines["attention"], lines["masks"]
     return {
         "prediction": prediction_section(prediction.calibrations()),
-        "io": io_section(lines["io"]),
-        "attention": attention_section(attention),
-        "small": small_report.section(lines["small"]),
-        "sweeps": sweeps_section(attention),
-        "masks": masks_section(masks),
-        "context": context_report.section(lines["context_parallel"]),
+        "context": context_report.summary(lines["context_parallel"]),
+        "attention": attention_section(lines["attention"]),
+        "highlights": highlights(lines),
+        "masks": masks_section(lines["masks"]),
     }
+
+
+def page_sections(lines: dict[str, list[Line]]) -> dict[str, str]:
+    """What stands between which markers of benchmarks/README.md, whose links begin there."""
+    found = {
+        "sweeps": sweeps_section(lines["attention"]),
+        "small": small_report.section(lines["small"]),
+        "context": context_report.section(lines["context_parallel"]),
+        "io": io_section(lines["io"]),
+    }
+    return {name: section.replace("](benchmarks/", "](") for name, section in found.items()}
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result lines, and of what is drawn")
     parser.add_argument("--readme", type=Path, default=README, help="whose sections are written")
+    parser.add_argument("--page", type=Path, default=PAGE, help="whose sections are written too")
     return parser.parse_args(arguments)
 
 
@@ -471,8 +497,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     lines = read(options.results)
     context = lines["context_parallel"]
-    text = replaced(options.readme.read_text(encoding="utf-8"), sections(lines))
-    options.readme.write_text(text, encoding="utf-8")
+    for path, written in ((options.readme, sections(lines)), (options.page, page_sections(lines))):
+        path.write_text(replaced(path.read_text(encoding="utf-8"), written), encoding="utf-8")
     (options.results / "attention.md").write_text(everything(lines["attention"]), encoding="utf-8")
     if lines["small"]:
         (options.results / "small.md").write_text(small_report.everything(lines["small"]), encoding="utf-8")

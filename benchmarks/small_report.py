@@ -34,14 +34,19 @@ def _times(lines: Sequence[Line], provider: tuple[str, str]) -> dict[tuple[objec
     return {tuple(line[key] for key in CASE): line["ms"] for line in lines if measurements.who(line) == provider}
 
 
+def _shares(lines: Sequence[Line], ours: tuple[str, str], peer: tuple[str, str]) -> dict[tuple[object, ...], float]:
+    """Our time over the peer's, of each case that both have."""
+    mine, theirs = _times(lines, ours), _times(lines, peer)
+    return {case: mine[case] / theirs[case] for case in mine if case in theirs}
+
+
 def compared(lines: Sequence[Line], clock: str) -> list[str]:
     """A point for each of our backends and each peer: how much of the peer's time ours takes, and where it takes longer."""
     points, shown = [], [line for line in lines if line["clock"] == clock]
     providers = measurements.measured(shown)
     for ours in filter(measurements.is_ours, providers):
         for peer in providers:
-            mine, theirs = _times(shown, ours), _times(shown, peer)
-            shares = {case: mine[case] / theirs[case] for case in mine if case in theirs}
+            shares = _shares(shown, ours, peer)
             if measurements.is_ours(peer) or not shares:
                 continue
             mean = math.exp(sum(map(math.log, shares.values())) / len(shares))
@@ -66,6 +71,24 @@ def _named(cases: Sequence[tuple[object, ...]]) -> str:
         for (head_dim, n), found in counts.items()
     ]
     return f": {'; '.join(each)}" if each else ""
+
+
+def summary(lines: Sequence[Line]) -> str:
+    """What of FlexAttention's time `triton`, which "auto" takes there, needs by either clock: a point, empty without lines."""
+    said = []
+    for clock, name in CLOCKS.items():
+        shown = [line for line in lines if line["clock"] == clock]
+        shares = _shares(shown, ("blocksparse_flash", "triton"), ("flex", "triton"))
+        if shares:
+            longer = sum(share > 1 for share in shares.values())
+            said.append(
+                f"{min(shares.values()):.2f} to {max(shares.values()):.2f} of FlexAttention's time by {name}, longer in {longer} of "
+                f"{len(shares)} cases"
+            )
+    if not said:
+        return ""
+    lengths = sorted({line["n"] for line in lines})
+    return f"- Small calls, {lengths[0]} to {lengths[-1]:,} tokens, which keep the host longer than the GPU: {'; '.join(said)}."
 
 
 def caption(lines: Sequence[Line]) -> str:

@@ -446,7 +446,8 @@ TABLE = {
     ),
     "benchmarks/masks.py": Arrows({NUMPY, TORCH, OURS, "masks", "benchmarks.measure"}),
     "benchmarks/lines.py": Arrows(set()),
-    "benchmarks/findings.py": Arrows({"benchmarks.lines"}),
+    "benchmarks/crossings.py": Arrows({"benchmarks.lines"}),
+    "benchmarks/findings.py": Arrows({"benchmarks.crossings", "benchmarks.lines"}),
     "benchmarks/calibrate.py": Arrows(
         {NUMPY, TORCH, "scipy", OURS, "benchmarks.lines", "benchmarks.sweeps"}
         | {f"{OURS}.explanation.{name}" for name in ("call", "cost", "dispatch", "memory", "prediction")}
@@ -456,7 +457,7 @@ TABLE = {
         {NUMPY, TORCH, *(f"{OURS}.explanation.{name}" for name in ("call", "dispatch", "memory", "prediction"))}
         | {"benchmarks.calibrate", "benchmarks.lines"}
     ),
-    "benchmarks/plots.py": Arrows({"benchmarks.lines"}, {"matplotlib"}),
+    "benchmarks/plots.py": Arrows({"benchmarks.crossings", "benchmarks.lines"}, {"matplotlib"}),
     "benchmarks/report.py": Arrows(
         {f"{OURS}.explanation.prediction"}
         | {

@@ -61,6 +61,14 @@ def test_the_section_has_a_table_for_each_setting() -> None:
     assert context_report.section([]) == "" and context_report.section([LINK]) == ""
 
 
+def test_the_readme_has_a_column_for_each_setting_of_the_most_gpus() -> None:
+    said = context_report.summary([*LINES, line(ranks=4, speedup=3.5), line(ranks=4, provider="all_gather", n=2**20)])
+    assert "4 GPU, head_dim 128" in said and "65,536 tokens, 16 heads on 4 | 1,048,576 tokens" in said
+    assert "| local | 3.50 / - | - / 1.80 |" in said and "butterfly" not in said
+    assert "| local | 1.80 / 1.50 | 1.80 / - |" in context_report.summary(LINES)
+    assert context_report.summary([]) == "" and context_report.summary([LINK]) == ""
+
+
 def test_everything_has_a_row_for_each_line() -> None:
     said = context_report.everything(LINES)
     assert said.count("| exchange |") == 4 and "| 0.500 | 1.500 |" in said

@@ -54,6 +54,8 @@ def test_the_readme_says_what_was_measured() -> None:
     lines = report.read(report.RESULTS)
     text = report.README.read_text(encoding="utf-8")
     assert report.replaced(text, report.sections(lines)) == text
+    page = report.PAGE.read_text(encoding="utf-8")
+    assert report.replaced(page, report.page_sections(lines)) == page
     assert (report.RESULTS / "attention.md").read_text(encoding="utf-8") == report.everything(lines["attention"])
     written = report.RESULTS / "io.md"
     assert written.exists() == bool(lines["io"])
@@ -181,7 +183,7 @@ def test_small_blocks_are_told_beside_those_of_a_tile() -> None:
         for side, ms in ((16, 8.0 * slow**2), (64, 3.0 * slow), (128, slow), (256, slow))
     ]
     assert findings.small_blocks([*found, of(FLEX, bench="block-size", pattern="random, 64", ms=99.0)]) == (
-        "- random, our backends, times the time in blocks of 128: 3.00 to 3.00 in blocks of 64, 8.00 to 16.00 in blocks of 16."
+        "- Finer blocks, random, our backends: times the time in blocks of 128, 3.00 to 3.00 in blocks of 64, 8.00 to 16.00 in blocks of 16."
     )
     # without blocks of 128 there is nothing to compare with
     assert findings.small_blocks([one for one in found if one["pattern"] != "random, 128"]) == ""
@@ -220,7 +222,7 @@ def test_a_provider_is_told_up_to_where_it_was_measured_itself() -> None:
     assert (few["pattern"], dense["pattern"]) == ("random, 0.1", "dense")
 
     def told(*added: dict[str, Any]) -> list[str]:
-        return [said for said in plots.break_evens([*swept, *added]) if said.startswith("blocksparse_flash, hopper")]
+        return [said for said in findings.break_evens([*swept, *added]) if said.startswith("blocksparse_flash, hopper")]
 
     (said,) = told(few, dense)
     assert said.endswith("faster at every density measured, up to 0.10")
@@ -238,6 +240,26 @@ def test_a_change_within_the_noise_has_no_ratio() -> None:
     )
     found[1]["ms"], found[3]["ms"] = 3.0, 2.1
     assert report.change_ratios(found).endswith("takes 0.10 ms, less than the 0.20 ms by which its steps vary.")
+
+
+def test_the_readme_has_a_point_for_each_benchmark() -> None:
+    equal = [
+        of(("blocksparse_flash", name), bench="deterministic", direction="bwd", ms=ms)
+        for name, ms in (("triton", 1.0), ("triton, deterministic", 1.2))
+    ]
+    longer = [of(TRITON, bench="length", n=n, direction=way, ms=n / 1024 + 8 * (way == "bwd")) for n in (16384, 32768) for way in ("fwd", "bwd")]  # fmt: skip
+    said = report.highlights({"attention": [*SWEPT, *longer, *equal], "small": []}).split("\n")
+    assert said == [
+        "- Length: at a fixed number of keys for each query 2 times the tokens, 16,384 to 32,768, take 2 to 2 times as long.",
+        "- Density: faster than the fastest dense attention are `triton` up to 74% to 74% of all blocks.",
+        "- Finer blocks, random, our backends: times the time in blocks of 128, 2.00 to 2.00 in blocks of 64.",
+        (
+            "- A mask that changes at each step, 1,024 tokens, adds to it: with blocksparse_flash, triton, 1.00 ms (new mask); "
+            "with FlexAttention, 1.50 ms (new mask)."
+        ),
+        "- Equal bits in every run: a backward takes 1.20 to 1.20 times the time of blocksparse_flash, triton, head_dim 64.",
+    ]
+    assert report.highlights({"attention": [], "small": []}) == ""
 
 
 # ---- pictures ----

@@ -119,6 +119,14 @@ def test_it_is_told_where_ours_takes_longer() -> None:
     assert small_report.compared(LINES, "wall") == []
 
 
+def test_the_readme_has_a_point() -> None:
+    assert small_report.summary(LINES).endswith(
+        "0.50 to 4.00 of FlexAttention's time by the GPU alone, longer in 1 of 2 cases."
+    )
+    assert small_report.summary(LINES[:2]).endswith("longer in 0 of 1 cases.")
+    assert small_report.summary([]) == "" and small_report.summary(LINES[:1]) == ""
+
+
 def test_the_table_has_every_measurement_and_a_dash_for_what_is_missing() -> None:
     text = small_report.everything(LINES)
     assert "| 512 | 128 | dense | forward | 20.0 (10.0 to 30.0) | 40.0 (10.0 to 30.0) |" in text
