@@ -5,9 +5,7 @@ Knows the keys of its lines, and Markdown. Must not know how anything is measure
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from . import lines as measurements
@@ -33,15 +31,6 @@ class Setting(NamedTuple):
     kv_heads: int
     head_dim: int
     order: str
-
-
-def read(path: Path) -> list[Line]:
-    """The lines of a file, of equal measurements the latest; none without a file."""
-    found = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        line = json.loads(text)
-        found[tuple(line.get(key) for key in IDENTITY)] = line
-    return [*found.values()]
 
 
 def settings(lines: Sequence[Line]) -> dict[Setting, list[Line]]:

@@ -57,8 +57,10 @@ class Ratio(NamedTuple):
     n_cases: int
 
 
-def read(path: Path) -> list[Line]:
+def read(path: Path, identity: Sequence[str] = IDENTITY) -> list[Line]:
     """The lines of a file, of equal measurements the latest, in the order in which they were first made.
+
+    identity  the keys that make two lines measurements of the same thing
 
     A matrix product is measured in each run, to stand beside what that run measured: one of another commit is another measurement.
     """
@@ -66,7 +68,7 @@ def read(path: Path) -> list[Line]:
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         run = line["commit"] if line["bench"] == "matmul" else None
-        key = (run, *(line.get(key) for key in IDENTITY))
+        key = (run, *(line.get(key) for key in identity))
         found[key] = line
     return [*found.values()]
 

@@ -24,6 +24,16 @@ RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
 PAGE = Path(__file__).parent / "README.md"
 
+# files of results -> what makes two of their lines measurements of the same thing
+FILES = {
+    "attention": measurements.IDENTITY,
+    "masks": measurements.IDENTITY,
+    "small": small_report.IDENTITY,
+    "io": measurements.IDENTITY,
+    "context_parallel": context_report.IDENTITY,
+}
+# those that must be there
+ALWAYS = ("attention", "masks")
 MASK_COLUMNS = {
     "blocksparse_flash": "blocksparse_flash",
     "flex, compiled": "`create_block_mask`, compiled (first call)",
@@ -439,13 +449,11 @@ def prediction_section(calibrations: Sequence[prediction.Calibration]) -> str:
 
 def read(results: Path) -> dict[str, list[Line]]:
     """The lines of each file of results; none of what was never measured."""
-    files = {name: results / f"{name}.jsonl" for name in ("attention", "masks", "io")}
-    found = {name: measurements.read(path) if path.exists() or name != "io" else [] for name, path in files.items()}
-    return {
-        **found,
-        "small": small_report.read(results / "small.jsonl"),
-        "context_parallel": context_report.read(results / "context_parallel.jsonl"),
-    }
+    found = {}
+    for name, identity in FILES.items():
+        path = results / f"{name}.jsonl"
+        found[name] = measurements.read(path, identity) if path.exists() or name in ALWAYS else []
+    return found
 
 
 def highlights(lines: dict[str, list[Line]]) -> str:

@@ -26,23 +26,7 @@ from .peers import Peer
 LENGTHS = (512, 1024, 2048)
 NAMES = ("dense", "causal", "local", "butterfly")
 CLOCKS = ("gpu", "wall")
-KEYS = [
-    *(
-        "bench",
-        "provider",
-        "backend",
-        "pattern",
-        "density",
-        "n",
-        "batch",
-        "heads",
-        "head_dim",
-        "dtype",
-        "direction",
-        "clock",
-    ),
-    *("ms", "ms_p20", "ms_p80", "device", "torch", "triton", "commit"),
-]
+KEYS = [*(key for key in measure.KEYS if key not in ("tflops", "peak_bytes", "setup_ms")), "clock"]
 # of each call, and of the wall clock calls that follow one another
 ROUNDS = {"gpu": 60, "wall": 12}
 IN_A_ROW = 40

@@ -5,10 +5,8 @@ Knows the keys of its lines, and Markdown. Must not know how anything is measure
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from . import lines as measurements
 from .lines import Line
@@ -19,15 +17,6 @@ IDENTITY = (*measurements.IDENTITY, "clock")
 CLOCKS = {"gpu": "the GPU alone", "wall": "the wall clock over calls in a row"}
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "step": "both"}
 CASE = ("n", "head_dim", "pattern", "direction", "clock")
-
-
-def read(path: Path) -> list[Line]:
-    """The lines of a file, of equal measurements the latest; none without a file."""
-    found = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        line = json.loads(text)
-        found[tuple(line.get(key) for key in IDENTITY)] = line
-    return [*found.values()]
 
 
 def _times(lines: Sequence[Line], provider: tuple[str, str]) -> dict[tuple[object, ...], float]:

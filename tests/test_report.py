@@ -71,6 +71,15 @@ def test_the_readme_says_what_was_measured() -> None:
         assert written.read_text(encoding="utf-8") == context_report.everything(context)
 
 
+def test_what_was_never_measured_has_no_lines(tmp_path: Path) -> None:
+    for name in ("attention", "masks"):
+        with pytest.raises(FileNotFoundError, match=name):
+            report.read(tmp_path)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(of(TRITON)))
+    found = report.read(tmp_path)
+    assert {name: len(lines) for name, lines in found.items() if lines} == {"attention": 1, "masks": 1}
+
+
 def test_every_picture_that_is_named_exists() -> None:
     lines = report.read(report.RESULTS)
     named = [*plots.figures(lines["attention"], lines["masks"]), *(["io"] if lines["io"] else [])]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import lines as measurements
 from benchmarks import measure, peers, small, small_report
 from benchmarks.attention import Run
 from benchmarks.patterns import BLOCK, Pattern
@@ -65,7 +66,7 @@ def test_a_line_is_written_for_each_direction_and_clock(tmp_path: Path) -> None:
     assert {(line["direction"], line["clock"], line["ms"]) for line in lines} == {
         (direction, clock, ms) for direction in ("fwd", "bwd", "step") for clock, ms in (("gpu", 2.0), ("wall", 3.0))
     }
-    assert len(small_report.read(run.out)) == len(lines)
+    assert len(measurements.read(run.out, small_report.IDENTITY)) == len(lines)
 
 
 @pytest.mark.usefixtures("untimed")
@@ -98,8 +99,8 @@ def test_without_a_gpu_it_says_so() -> None:
 def line(**given: Any) -> dict[str, Any]:
     said = {
         "bench": "small", "provider": "blocksparse_flash", "backend": "triton", "pattern": "dense", "density": 1.0, "n": 512,
-        "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd", "clock": "gpu", "ms": 0.02, "ms_p20": 0.01,
-        "ms_p80": 0.03, "device": "GPU", "torch": "2.11", "triton": "3.6", "commit": "abc",
+        "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd", "ms": 0.02, "ms_p20": 0.01,
+        "ms_p80": 0.03, "device": "GPU", "torch": "2.11", "triton": "3.6", "commit": "abc", "clock": "gpu",
     }  # fmt: skip
     assert list(said) == small.KEYS
     return {**said, **given}
@@ -136,7 +137,6 @@ def test_the_table_has_every_measurement_and_a_dash_for_what_is_missing() -> Non
 
 def test_of_equal_measurements_the_latest_counts(tmp_path: Path) -> None:
     path = tmp_path / "small.jsonl"
-    assert small_report.read(path) == []
     path.write_text("".join(json.dumps(each) + "\n" for each in [*LINES, line(ms=7.0)]))
-    found = small_report.read(path)
+    found = measurements.read(path, small_report.IDENTITY)
     assert len(found) == len(LINES) and found[0]["ms"] == 7.0
