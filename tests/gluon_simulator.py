@@ -58,8 +58,8 @@ class Descriptor:
     """What the copy engine knows of a tensor. Past the end of any axis it reads zero and writes nothing."""
 
     def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any) -> None:
-        self.base, self.block_shape, self.layout = base, block_shape, layout
-        assert list(base.shape) == shape
+        # of memory from an address on: of padded rows the first columns
+        self.base, self.block_shape, self.layout = base.as_strided(shape, strides), block_shape, layout
 
     @property
     def dtype(self) -> torch.dtype:

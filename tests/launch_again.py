@@ -31,7 +31,7 @@ from blocksparse_flash.kernels import (
     selecting,
 )
 from blocksparse_flash.kernels.scores import Scores
-from blocksparse_flash.seen import kind_of, see
+from blocksparse_flash.seen import kind_of
 from blocksparse_flash.served_dq import service_of
 from blocksparse_flash.splitting import WHOLE, Split
 
@@ -206,11 +206,12 @@ def main() -> None:
             lines, sums = torch.empty(2, 512), [torch.empty(shape) for _ in calls]
             service = service_of(plan, shape, shape, WHOLE, 2)
             assert service is not None
-            gradients = see(sums[0]), seen, seen
             served = hopper_backward.prepare.__wrapped__(
-                kind_of(*[out] * 4), see(lines[0]), gradients, launch.see_walk(walks), WHOLE, service, options
+                kind_of(*[out] * 4), launch.see_walk(walks), WHOLE, service, False, options
             )
-        counts, dk, dq = torch.empty(served.n_counts, dtype=torch.int32), torch.empty_like(out), torch.empty_like(out)
+        queue = served.workspaces[2]
+        assert queue is not None
+        counts, dk, dq = torch.empty(queue.shape, dtype=queue.dtype), torch.empty_like(out), torch.empty_like(out)
         given = [
             (*call, call[0], *lines, *walks, None, counts, dq_sum, dk, dk, None, dq_sum, dq)
             for call, dq_sum in zip(calls, sums, strict=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from blocksparse_flash.seen import see
+
 pytest.importorskip("triton", reason="needs Triton")
 
 
@@ -25,6 +27,7 @@ def test_memory_is_contiguous(shape: tuple[int, ...], device: torch.device) -> N
         expected = torch.empty(shape, dtype=torch.bfloat16, device=device)
         assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), expected.dtype)
         assert made.device == there.device and not made.requires_grad
+        assert memory.seen == see(made)
         assert not is_deterministic or bool(made.isnan().all())
 
 
@@ -35,5 +38,16 @@ def test_rows_are_padded(device: torch.device) -> None:
     made = launch.allocator(torch.empty(1, device=device))(*memory)
     expected = torch.empty(2, 3, 5, 64)[..., :60]
     assert (made.shape, made.stride()) == (expected.shape, expected.stride())
+    assert memory.seen == see(made)
     # every number of it can be written
     assert made.fill_(1.0).sum() == made.numel()
+
+
+def test_rows_for_the_copy_engine_are_whole() -> None:
+    """The last one too: launches that know nothing of head_dim clear and convert whole rows."""
+    hopper = pytest.importorskip("blocksparse_flash.kernels.hopper", reason="needs Gluon")
+    for head_dim, row in ((60, 64), (64, 64), (1, 8)):
+        memory = hopper.writable(torch.float32, (2, 3, 5, head_dim))
+        made = torch.empty_strided(memory.shape, memory.strides, dtype=memory.dtype)
+        assert made.stride() == (15 * row, 5 * row, row, 1)
+        assert made.untyped_storage().nbytes() == 4 * 30 * row

@@ -323,13 +323,18 @@ def padded_dim(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def writable(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """New memory for (batch, heads, length, head_dim), its rows padded so that the copy engine can write them."""
-    *front, head_dim = shape
-    row = -(-head_dim // 8) * 8
-    made = launch.allocator(tensor)(*launch.contiguous(dtype or tensor.dtype, *front, row))
-    # a slice takes the host as long as the memory
-    return made if row == head_dim else made[..., :head_dim]
+def writable(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:
+    """Memory for (batch, heads, length, head_dim), whose rows are padded so that the copy engine can write them.
+
+    Padding included, also that of the last row: the first head_dim columns are what is asked for.
+    """
+    return launch.contiguous(dtype, *shape[:-1], -(-shape[-1] // 8) * 8)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy which the copy engine can read."""
+    made = launch.allocator(tensor)(*writable(tensor.dtype, tensor.shape))
+    return made[..., : tensor.shape[-1]].copy_(tensor)
 
 
 def readable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Kind]:
@@ -338,9 +343,7 @@ def readable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Kind]:
     kind = kind_of(*tensors)
     if kind.is_readable:
         return tensors, kind
-    tensors = tuple(
-        tensor if kind_of(tensor).is_readable else writable(tensor, tensor.shape).copy_(tensor) for tensor in tensors
-    )
+    tensors = tuple(tensor if kind_of(tensor).is_readable else _copy(tensor) for tensor in tensors)
     return tensors, kind_of(*tensors)
 
 

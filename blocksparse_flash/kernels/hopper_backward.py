@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..seen import Kind, Seen, see
+from ..seen import Kind
 from ..separate_dq import is_dq_separate
 from ..served_dq import Service, n_counts, service_of
 from ..splitting import Split, split_of
@@ -78,7 +78,20 @@ from .hopper_cols import (
     take_col,
 )
 from .hopper_dq import serve
-from .launch import LOG2_E, Launch, Options, Walk, multiprocessors, options_of, see_walk, walk, walk_strides
+from .launch import (
+    LOG2_E,
+    Launch,
+    Memory,
+    Options,
+    Walk,
+    allocator,
+    contiguous,
+    multiprocessors,
+    options_of,
+    see_walk,
+    walk,
+    walk_strides,
+)
 from .launch import TILE as TILE_SIDE
 from .parts import sum_cols
 from .tile import TILE
@@ -502,34 +515,30 @@ def scale_kernel(sum_ptr, dq_ptr, scale, first, n_values, BLOCK: tl.constexpr):
 
 
 class Prepared(NamedTuple):
-    """The launches, None for what is not asked for, and how many float32 the parts of split columns are.
+    """The launches, None for what is not asked for, and the memory of what they write.
 
-    n_counts   int32 that programs count with: 0, 1 where they take columns from a queue, more where they clear and convert dq too
+    outputs     dq, dk and dv, their rows padded where the copy engine writes them, and lse and delta as lines
+    workspaces  None for what is not asked for: the float32 sum of dq, lse and delta as pairs, what programs count with, what
+                parts of columns write
     """
 
     statistics: Launch
     keys: Launch
     sums: Launch | None
-    n_floats: int
     scale: Launch | None
-    n_counts: int
+    outputs: tuple[Memory, ...]
+    workspaces: tuple[Memory | None, ...]
 
 
 @functools.lru_cache(maxsize=1024)
 def prepare(
-    kind: Kind,
-    line: Seen,
-    gradients: tuple[Seen | None, Seen, Seen],
-    walked: Walk,
-    split: Split,
-    service: Service | None,
-    options: Options,
+    kind: Kind, walked: Walk, split: Split, service: Service | None, is_separate: bool, options: Options
 ) -> Prepared:
     """How a call on such tensors is launched.
 
-    kind       of q, k, v and dout
-    gradients  the float32 sum of dq, dk and dv
-    service    of the sum of dq
+    kind         of q, k, v and dout
+    service      of the sum of dq
+    is_separate  whether dq is left to a launch of its own, of the portable backward
     """
     q, k, v, dout = kind.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -537,11 +546,11 @@ def prepare(
     chosen = config(max(dim, dim_v))
     rows, half, scale = chosen.block_q, HALF.value, options.scale
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
-    n_lines = -(-kv_len // TILE_SIDE)
+    n_lines, n_axes = -(-kv_len // TILE_SIDE), batch * kv_heads
     rest = {
         "items_strides": walk_strides(walked[0]),
         "n_heads": kv_heads,
-        "n_axes": batch * kv_heads,
+        "n_axes": n_axes,
         "n_lines": n_lines,
         "q_len": q_len,
         "kv_len": kv_len,
@@ -563,6 +572,10 @@ def prepare(
         "MOVER_REGISTERS": chosen.mover_registers,
         "num_warps": 4,
     }
+    # the memory is of whole rows, its first columns are what is seen
+    dq, dk, dv = (writable(each.dtype, each.shape) for each in (q, k, v))
+    dk_seen, dv_seen = dk.seen._replace(shape=k.shape), dv.seen._replace(shape=v.shape)
+    line = contiguous(torch.float32, batch * heads * n_padded).seen
     describers = {
         "q_desc": Describer(q, (1, 1, rows, dim)),
         "k_desc": Describer(k, (1, 1, TILE_SIDE, dim)),
@@ -570,32 +583,37 @@ def prepare(
         "dout_desc": Describer(dout, (1, 1, rows, dim_v)),
         "lse_desc": Describer(line, (rows,)),
         "delta_desc": Describer(line, (rows,)),
-        "dk_desc": Describer(gradients[1], (1, 1, TILE_SIDE, dim)),
-        "dv_desc": Describer(gradients[2], (1, 1, TILE_SIDE, dim_v)),
+        "dk_desc": Describer(dk_seen, (1, 1, TILE_SIDE, dim)),
+        "dv_desc": Describer(dv_seen, (1, 1, TILE_SIDE, dim_v)),
     }
-    n_axes, n_multiprocessors = batch * kv_heads, multiprocessors(options.device)
-    n_cols = split.n_programs(n_lines, n_axes)
-    scaled = None
+    n_multiprocessors, n_cols = multiprocessors(options.device), split.n_programs(n_lines, n_axes)
+    scaled = dq_sum = pairs = None
     width = 0
-    if gradients[0] is not None:
+    if is_separate:
+        dq, pairs = contiguous(q.dtype, *q.shape), contiguous(torch.float32, batch * heads * n_padded, 2)
+    else:
+        dq_sum = writable(torch.float32, q.shape)
         # rows are padded in both
-        width = -(-head_dim // 8) * 8
+        width = dq_sum.shape[3]
         of_section, n_values = heads // kv_heads * q_len * width, batch * heads * q_len * width
         first = 0 if service is None else service.n_converted * of_section
         scaling = {"scale": scale, "first": first, "n_values": n_values, "BLOCK": SCALE_BLOCK, "num_warps": 4}
         scaled = Launch(scale_kernel, (triton.cdiv(n_values - first, SCALE_BLOCK),), scaling)
-        describers["dq_desc"] = Describer(gradients[0], (1, 1, half, dim if rows == 2 * half else dim // 2))
+        seen = dq_sum.seen._replace(shape=q.shape)
+        describers["dq_desc"] = Describer(seen, (1, 1, half, dim if rows == 2 * half else dim // 2))
         rest["n_eighths"] = of_section // 8
     served = {} if service is None else service._asdict()
     counts = int(n_cols > n_multiprocessors) if service is None else n_counts(n_axes)
     n_cleared = batch * heads if service is None else service.n_cleared * (heads // kv_heads)
+    queue = contiguous(torch.int32, counts) if counts else None
+    parts = contiguous(torch.float32, split.floats(dim + dim_v, n_axes)) if split.parts > 1 else None
     return Prepared(
         portable.prepare_statistics(dout, n_padded, (width, n_cleared), counts),
         Launch(hopper_backward_kernel, (min(n_cols, n_multiprocessors),), {**rest, **served}, describers),
-        sum_cols(split, walked[0], gradients[1], gradients[2], rest, (dim, dim_v)),
-        split.floats(dim + dim_v, batch * kv_heads),
+        sum_cols(split, walked[0], dk_seen, dv_seen, rest, (dim, dim_v)),
         scaled,
-        counts,
+        (dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
+        (dq_sum, pairs, queue, parts),
     )
 
 
@@ -618,30 +636,24 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, contiguous and in q's type. out and lse are the forward's."""
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
-    widest = max(q.shape[3], v.shape[3])
+    dim, dim_v = q.shape[3], v.shape[3]
+    widest = max(dim, dim_v)
     if widest > MAX_HEAD_DIM:
         return portable.backward(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, scale, causal, dropout_p)
-    dk, dv = writable(k, k.shape), writable(v, v.shape)
     # what autograd hands on may have strides of 0
     (q, k, v, dout), kind = readable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
-    axes, n_padded = q.shape[0] * q.shape[1], -(-q.shape[2] // TILE_SIDE) * TILE_SIDE
-    lines = q.new_empty(2, axes * n_padded, dtype=torch.float32)
-    lse_line, delta_line = lines.unbind()
-    is_separate = is_dq_separate(plan, q.shape, widest, deterministic=deterministic)
-    # cleared by the launch of the statistics
-    dq_sum = None if is_separate else writable(q, q.shape, torch.float32)
-    pairs = torch.empty(axes * n_padded, 2, dtype=torch.float32, device=q.device) if is_separate else None
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
-    split = split_of(plan, 3, q.shape, k.shape, causal, multiprocessors(options.device))
-    by_cols = walk(plan, 3)
-    service = None if is_separate else service_of(plan, q.shape, k.shape, split, multiprocessors(options.device))
-    gradients = see(dq_sum), see(dk), see(dv)
-    ready = prepare(kind, see(lse_line), gradients, see_walk(by_cols), split, service, options)
-    parts = None if ready.sums is None else lines.new_empty(ready.n_floats)
-    # cleared by the launch of the statistics too
-    queue = q.new_empty(ready.n_counts, dtype=torch.int32) if ready.n_counts else None
-    dq = q.new_empty(*q.shape) if is_separate else writable(q, q.shape)
+    by_cols, empty, n_multiprocessors = walk(plan, 3), allocator(q), multiprocessors(options.device)
+    q_shape, k_shape = kind.tensors[0].shape, kind.tensors[1].shape
+    split = split_of(plan, 3, q_shape, k_shape, causal, n_multiprocessors)
+    is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
+    service = None if is_separate else service_of(plan, q_shape, k_shape, split, n_multiprocessors)
+    ready = prepare(kind, see_walk(by_cols), split, service, is_separate, options)
+    dq, dk, dv, lines = [empty(*memory) for memory in ready.outputs]
+    dq_sum, pairs, queue, parts = [memory and empty(*memory) for memory in ready.workspaces]
+    lse_line, delta_line = lines.unbind()
+    # which also clears the sum of dq and the counts
     ready.statistics(out, dout, lse, dlse, pairs, lines, dq_sum, queue)
     served = (None, None) if service is None else (dq_sum, dq)
     ready.keys(q, k, v, dout, lse_line, delta_line, *by_cols, kv_lengths, queue, dq_sum, dk, dv, parts, *served)
@@ -655,4 +667,6 @@ def backward(
         assert other.queries is not None
         # neither slopes nor tables, and no sums for them
         other.queries(q, k, v, dout, pairs, *by_rows, kv_lengths, seed, None, None, dq, None, None)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    if dim % 8 or dim_v % 8:
+        return dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
+    return dq, dk, dv

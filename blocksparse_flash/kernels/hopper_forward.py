@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..seen import Kind, Seen
+from ..seen import Kind
 from ..splitting import Split, split_of
 from .hopper import (
     HALF,
@@ -504,19 +504,18 @@ def prepare(
     }
     # rows padded so that the copy engine can write them
     out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
-    seen = Seen(out.dtype, out.shape, out.strides, True)
     describers = {
         "q_desc": Describer(q, (1, 1, half, dim)),
         "k_desc": Describer(k, (1, 1, chosen.block_kv, dim)),
         "v_desc": Describer(v, (1, 1, chosen.block_kv, dim_v)),
-        "out_desc": Describer(seen, (1, 1, half, dim_v)),
+        "out_desc": Describer(out.seen, (1, 1, half, dim_v)),
     }
     n_programs = min(split.n_programs(n_lines, batch * heads), n_multiprocessors)
     return Prepared(
         out,
         contiguous(torch.float32, batch, heads, q_len),
         Launch(hopper_forward_kernel, (n_programs,), rest, describers),
-        merge_rows(split, items, seen, rest, dim_v),
+        merge_rows(split, items, out.seen, rest, dim_v),
         split.floats(dim_v + 1, batch * heads),
         # by rows of 128, which is what `explain` knows: rows of 192 may have a queue that they could do without
         split.n_programs(-(-q_len // TILE_SIDE), batch * heads) > n_multiprocessors,

@@ -85,6 +85,11 @@ class Memory(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def seen(self) -> Seen:
+        """What will be seen of it: new memory is aligned."""
+        return Seen(self.dtype, self.shape, self.strides, True)
+
 
 @functools.lru_cache(maxsize=4096)
 def contiguous(dtype: torch.dtype, *shape: int, row: int | None = None) -> Memory:
