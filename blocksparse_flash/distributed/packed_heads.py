@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 # a message (tokens, ...), how many of them go to each rank and how many come from it; to the message that came
@@ -16,10 +15,15 @@ Send = Callable[[Tensor, list[int], list[int]], Tensor]
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """(..., features of all parts), of parts (..., heads, dim), copied once where their dims are equal."""
-    if len({part.shape[-1] for part in parts}) == 1:
-        return torch.cat(list(parts), dim=-2).flatten(-2)
-    return torch.cat([part.flatten(-2) for part in parts], dim=-1)
+    """(..., features of all parts), of parts (..., heads, dim)."""
+    if len(parts) == 1:
+        return parts[0].flatten(-2)
+    features = [part.shape[-2] * part.shape[-1] for part in parts]
+    message = parts[0].new_empty(*parts[0].shape[:-2], sum(features))
+    # not torch.cat, for which parts that lie across each other would be copied before
+    for place, part in zip(message.split(features, dim=-1), parts, strict=True):
+        place.view(part.shape).copy_(part)
+    return message
 
 
 def to_heads(tensors: Sequence[Tensor], sizes: list[int], restore: Tensor | None, send: Send) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops, watchers
 from . import messages, packed_heads
-from .exchange import Chunk, chunked, joined, of_heads
+from .exchange import Chunk, chunked, joined, of_heads, parted
 from .local import attend, attend_backward, statistics
 
 # of both operators
@@ -129,11 +129,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
 
     coming, going = [send(chunk) for chunk in chunks[:AHEAD]], []
     outs, lses = [], []
-    for i, chunk in enumerate(chunks):
+    of_chunks = zip(*(parted(x, len(chunks)) for x in whole), strict=True)
+    for i, (chunk, (of_q, of_k, of_v)) in enumerate(zip(chunks, of_chunks, strict=True)):
         coming += [send(later) for later in chunks[i + AHEAD : i + AHEAD + 1]]
         coming[i].arrive()
-        inputs = of_heads(q_all, chunk.q), of_heads(k_all, chunk.kv), of_heads(v_all, chunk.kv)
-        part, lse = attend(*inputs, chunk.plan, call.scale, call.backend)
+        part, lse = attend(of_q, of_k, of_v, chunk.plan, call.scale, call.backend)
         part = part.contiguous()
         going.append(_sent([(_of_tokens(part, sizes), _some(out_mine, n_heads[0], chunk.q))], group))
         outs.append(part)
@@ -167,13 +167,12 @@ def backward(dout: Tensor, dlse: Tensor | None, saved: Saved, call: Call) -> tup
         return _sent([(_some(dout_mine, n_heads[0], chunk.q), _some(dout_tokens, n_heads[0], chunk.q))], group)
 
     coming, going = [send(chunk) for chunk in chunks[:AHEAD]], []
-    for i, chunk in enumerate(chunks):
+    of_chunks = zip(*(parted(x, len(chunks)) for x in (q_all, k_all, v_all, dout_all, lse)), strict=True)
+    for i, (chunk, (of_q, of_k, of_v, of_dout, of_lse)) in enumerate(zip(chunks, of_chunks, strict=True)):
         coming += [send(later) for later in chunks[i + AHEAD : i + AHEAD + 1]]
         coming[i].arrive()
-        inputs = of_heads(q_all, chunk.q), of_heads(k_all, chunk.kv), of_heads(v_all, chunk.kv)
-        douts = of_heads(dout_all, chunk.q), None if dlse is None else of_heads(dlse, chunk.q)
-        results = outs[i], of_heads(lse, chunk.q)
-        found = attend_backward(douts, inputs, results, chunk.plan, call.scale, call.backend)
+        douts = of_dout, None if dlse is None else of_heads(dlse, chunk.q)
+        found = attend_backward(douts, (of_q, of_k, of_v), (outs[i], of_lse), chunk.plan, call.scale, call.backend)
         parts = [part.contiguous() for part in found]
         of_chunk = zip(parts, grads_mine, n_heads, (chunk.q, chunk.kv, chunk.kv), strict=True)
         going.append(_sent([(_of_tokens(a, sizes), _some(b, n, heads)) for a, b, n, heads in of_chunk], group))
