@@ -336,7 +336,7 @@ TABLE = {
         {f"{OURS}.distributed.context_plan"},
     ),
     "blocksparse_flash/distributed/functional.py": Arrows(
-        {TORCH, f"{OURS}.contract", f"{OURS}.functional", f"{OURS}.ops"}
+        {TORCH, *(f"{OURS}.{name}" for name in ("contract", "functional", "ops", "seen", "watchers"))}
         | {
             f"{OURS}.distributed.{name}"
             for name in ("agreement", "context_plan", "dtensors", "exchange", "times", "ulysses")

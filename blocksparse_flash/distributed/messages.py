@@ -79,9 +79,8 @@ def sent(message: Tensor, send: list[int], receive: list[int], group: Any) -> Fl
     return Flight(message, message.new_empty(sum(receive), *message.shape[1:]), send, receive, group)
 
 
-def sender(name: str) -> Callable[[Tensor, list[int], list[int]], Tensor]:
+def sender(group: Any) -> Callable[[Tensor, list[int], list[int]], Tensor]:
     """Sends a message to the ranks of this group, and waits as `Flight.arrived` does for the one that comes."""
-    group = group_of(name)
     return lambda message, send, receive: sent(message.contiguous(), send, receive, group).arrived()
 
 
@@ -91,7 +90,7 @@ def sender(name: str) -> Callable[[Tensor, list[int], list[int]], Tensor]:
 @torch.library.custom_op("blocksparse_flash::redistribute", mutates_args=())
 def redistribute(message: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     """The message (tokens, ...) which the ranks send each other; its gradient goes the same way back."""
-    return sender(group)(message, send, receive)
+    return sender(group_of(group))(message, send, receive)
 
 
 @redistribute.register_fake

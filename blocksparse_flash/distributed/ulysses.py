@@ -1,13 +1,15 @@
 """How do ranks attend when each takes whole heads? Tokens go to heads, attention is that of one process, heads go back.
 
 DeepSpeed-Ulysses (Jacobs et al., 2023, section 3.1). For grouped heads of any ratio and shards of any sizes, as long as the
-ranks divide the key heads. Where each rank holds one stretch of XXKnows tensors, a ContextPlan and attention. Must not know layouts' insides.
+ranks divide the key heads. Where each rank holds one stretch of the sequence, and a long one, heads go in messages that nobody
+copies; otherwise in one message for q, k and v together and one for the output. See whole_heads.py.
+Knows tensors, a ContextPlan and attention. Must not know layouts' insides.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,25 +31,26 @@ def is_direct(plan: ContextPlan, head_dim: int, dtype: torch.dtype) -> bool:
     return plan.rearrange is None and times.goes_by_itself(plan.length // plan.n_ranks, head_dim, dtype.itemsize)
 
 
-def _call(
-    q: Tensor, plan: ContextPlan, layout: BlockLayout, scale: float, packs: bool, n_chunks: int, backend: str
-) -> whole_heads.Call:
-    if backend == "hopper":
-        backend = functional._promising(backend, True if plan.is_deterministic else None)
-    orders = [] if plan.restore is None or plan.rearrange is None else [plan.restore, plan.rearrange]
-    walk = list(layout.plan(q.device))
-    return whole_heads.Call(walk, orders, plan.sizes, plan.rank, scale, packs, n_chunks, plan.group_name, backend)
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layout: BlockLayout, scale: float, n_chunks: int, backend: str,
-    *, wants_lse: bool,
+    memo: dict[Any, Any], *, wants_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """out and lse of this rank's tokens, None where it is not wanted. Every rank of the plan must call it alike."""
+    """out and lse of this rank's tokens, None where it is not wanted. Every rank of the plan must call it alike.
+
+    memo  of the layer, see context_plan.LayerPlan
+    """
     if layout.shape[0] != 1:
         contract.check_layout(layout, q.shape[0], q.shape[1] // plan.n_ranks, plan.length, plan.length)
+    if backend == "hopper":
+        backend = functional._promising(backend, True if plan.is_deterministic else None)
     packs = not is_direct(plan, k.shape[3], k.dtype)
-    out, lse = whole_heads.attention(q, k, v, _call(q, plan, layout, scale, packs, n_chunks, backend))
+
+    def call() -> whole_heads.Call:
+        orders = [] if plan.restore is None or plan.rearrange is None else [plan.restore, plan.rearrange]
+        walk = list(layout.plan(q.device))
+        return whole_heads.Call(walk, orders, plan.sizes, plan.rank, scale, packs, n_chunks, plan.group_name, backend)
+
+    out, lse = whole_heads.attention(q, k, v, call, (scale, packs, n_chunks, backend), memo)
     if not wants_lse:
         return out, None
     send = partial(redistribute, group=plan.group_name)

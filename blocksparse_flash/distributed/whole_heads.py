@@ -9,7 +9,7 @@ of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,19 +84,29 @@ def _sent(pairs: list[tuple[list[list[Tensor]], list[list[Tensor]]]], group: Any
     return messages.Stretches(sent, received, group)
 
 
-def _chunks(q: Tensor, k: Tensor, call: Call) -> list[Chunk]:
-    """q and k of all tokens."""
-    return chunked(call.n_chunks, (q.shape[1], k.shape[1]), call.plan)
+class Prepared(NamedTuple):
+    """A call, and what follows from it: its chunks of this rank's heads, the process group. Made once for a layer and its options."""
+
+    call: Call
+    chunks: list[Chunk]
+    group: Any
 
 
-def _packed_to_heads(tensors: list[Tensor], call: Call) -> list[Tensor]:
+def prepare(call: Call, heads: tuple[int, int]) -> Prepared:
+    """heads: of the queries and of the keys, of this rank."""
+    return Prepared(call, chunked(call.n_chunks, heads, call.plan), messages.group_of(call.group))
+
+
+def _packed_to_heads(tensors: list[Tensor], ready: Prepared) -> list[Tensor]:
+    call = ready.call
     restore = call.orders[0] if call.orders else None
-    return packed_heads.to_heads(tensors, call.sizes, restore, messages.sender(call.group))
+    return packed_heads.to_heads(tensors, call.sizes, restore, messages.sender(ready.group))
 
 
-def _packed_to_tokens(tensors: list[Tensor], call: Call) -> list[Tensor]:
+def _packed_to_tokens(tensors: list[Tensor], ready: Prepared) -> list[Tensor]:
+    call = ready.call
     rearrange, n_local = call.orders[1] if call.orders else None, call.sizes[call.rank]
-    return packed_heads.to_tokens(tensors, call.sizes, n_local, rearrange, messages.sender(call.group))
+    return packed_heads.to_tokens(tensors, call.sizes, n_local, rearrange, messages.sender(ready.group))
 
 
 # ---- what a rank does ----
@@ -106,20 +116,20 @@ def _packed_to_tokens(tensors: list[Tensor], call: Call) -> list[Tensor]:
 Saved = tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared) -> tuple[Tensor, Saved]:
     """out of this rank's tokens, and what the backward needs. Every rank of the group must call it.
 
     q, k, v   (batch, heads, n, dim) of the n tokens of this rank
     """
+    call, chunks, group = ready
     if call.packs:
-        q_all, k_all, v_all = _packed_to_heads([q, k, v], call)
+        q_all, k_all, v_all = _packed_to_heads([q, k, v], ready)
         out_all, lse = attend(q_all, k_all, v_all, call.plan, call.scale, call.backend)
-        (out,) = _packed_to_tokens([out_all], call)
+        (out,) = _packed_to_tokens([out_all], ready)
         return out, (q_all, k_all, v_all, [out_all.contiguous()], lse)
     local = q.contiguous(), k.contiguous(), v.contiguous()
     q_all, k_all, v_all = whole = [_room(x, call.sizes) for x in local]
-    sizes, group, chunks = call.sizes, messages.group_of(call.group), _chunks(q_all, k_all, call)
-    out = q.new_empty(*q.shape[:3], v.shape[3])
+    sizes, out = call.sizes, q.new_empty(*q.shape[:3], v.shape[3])
     mine, all_tokens = [_of_ranks(x, len(sizes)) for x in local], [_of_tokens(x, sizes) for x in whole]
     out_mine, n_heads = _of_ranks(out, len(sizes)), [x.shape[1] for x in whole]
 
@@ -143,23 +153,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
     return out, (q_all, k_all, v_all, outs, joined(lses))
 
 
-def backward(dout: Tensor, dlse: Tensor | None, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, dlse: Tensor | None, saved: Saved, ready: Prepared) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's tokens. Every rank of the group must call it.
 
     dout  of this rank's tokens and all heads; dlse of all tokens and this rank's heads, None is 0
     """
-    q_all, k_all, v_all, outs, lse = saved
+    (call, chunks, group), (q_all, k_all, v_all, outs, lse) = ready, saved
     if call.packs:
-        (dout_all,) = _packed_to_heads([dout], call)
+        (dout_all,) = _packed_to_heads([dout], ready)
         inputs = q_all, k_all, v_all
         found = attend_backward((dout_all, dlse), inputs, (outs[0], lse), call.plan, call.scale, call.backend)
-        dq, dk, dv = _packed_to_tokens(list(found), call)
+        dq, dk, dv = _packed_to_tokens(list(found), ready)
         return dq, dk, dv
     dout = dout.contiguous()
-    n_ranks, n_local = len(call.sizes), dout.shape[2]
+    sizes, n_ranks, n_local = call.sizes, len(call.sizes), dout.shape[2]
     dout_all = _room(dout, call.sizes)
     grads = [x.new_empty(x.shape[0], x.shape[1] * n_ranks, n_local, x.shape[3]) for x in (q_all, k_all, v_all)]
-    sizes, group, chunks = call.sizes, messages.group_of(call.group), _chunks(q_all, k_all, call)
     dout_mine, dout_tokens = _of_ranks(dout, n_ranks), _of_tokens(dout_all, sizes)
     grads_mine, n_heads = [_of_ranks(x, n_ranks) for x in grads], [x.shape[1] for x in (q_all, k_all, v_all)]
 
@@ -200,7 +209,9 @@ torch.library.define(
 @torch.library.impl("blocksparse_flash::whole_heads_forward", "default")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """lse and what follows it are those of this rank's heads and all tokens."""
-    out, (q_all, k_all, v_all, outs, lse) = forward(q, k, v, Call(*arguments))
+    call = Call(*arguments)
+    heads = q.shape[1] // len(call.sizes), k.shape[1] // len(call.sizes)
+    out, (q_all, k_all, v_all, outs, lse) = forward(q, k, v, prepare(call, heads))
     return out, lse, q_all, k_all, v_all, joined(outs)
 
 
@@ -217,9 +228,9 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q_all: Tensor, k_all: Tensor, v_all: Tensor, out_all: Tensor, lse: Tensor,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    call = Call(*arguments)
-    outs = [of_heads(out_all, chunk.q) for chunk in _chunks(q_all, k_all, call)]
-    return backward(dout, dlse, (q_all, k_all, v_all, outs, lse), call)
+    ready = prepare(Call(*arguments), (q_all.shape[1], k_all.shape[1]))
+    outs = [of_heads(out_all, chunk.q) for chunk in ready.chunks]
+    return backward(dout, dlse, (q_all, k_all, v_all, outs, lse), ready)
 
 
 @torch.library.register_fake("blocksparse_flash::whole_heads_backward")
@@ -233,14 +244,14 @@ def _(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 class _WholeHeads(torch.autograd.Function):
-    """`forward` and `backward`: called directly with a Call, by the operators with its fields (None, ...)."""
+    """`forward` and `backward`: called directly with what is prepared, by the operators with the fields of a Call (None, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call | None, q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-        ctx.call, ctx.flat = call, flat[2:]
+    def forward(ctx: Any, ready: Prepared | None, q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
+        ctx.ready, ctx.flat = ready, flat[2:]
         ctx.set_materialize_grads(False)
-        if call is not None:
-            out, (q_all, k_all, v_all, outs, lse) = forward(q, k, v, call)
+        if ready is not None:
+            out, (q_all, k_all, v_all, outs, lse) = forward(q, k, v, ready)
             ctx.save_for_backward(q_all, k_all, v_all, lse, *outs)
             return out, lse
         plan, orders = flat[:2]
@@ -254,20 +265,20 @@ class _WholeHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
         q_all, k_all, v_all, lse, *outs = ctx.saved_tensors
-        call = ctx.call
-        if call is None:
+        ready: Prepared | None = ctx.ready
+        if ready is None:
             outs, plan, orders = outs[:1], outs[1 : 1 + ctx.n_plan], outs[1 + ctx.n_plan :]
-            call = Call(plan, orders, *ctx.flat)
+        call = Call(plan, orders, *ctx.flat) if ready is None else ready.call
         if dout is None:
             # only lse was used
             n_heads, n_local = q_all.shape[1] * len(call.sizes), call.sizes[call.rank]
             dout = outs[0].new_zeros(len(q_all), n_heads, n_local, v_all.shape[3])
         # a graph of the backward itself needs the dispatcher, which refuses
-        if ctx.call is not None and watchers.are_plain(q_all, k_all, dout) and not torch.is_grad_enabled():
-            grads = backward(dout, dlse, (q_all, k_all, v_all, outs, lse), call)
+        if ready is not None and watchers.are_plain(q_all, k_all, dout) and not torch.is_grad_enabled():
+            grads = backward(dout, dlse, (q_all, k_all, v_all, outs, lse), ready)
         else:
             grads = whole_heads_backward(dout, dlse, q_all, k_all, v_all, joined(outs), lse, *call)
-        return None, *grads, *(None,) * (len(ctx.flat) + 2 if ctx.call is None else 0)
+        return None, *grads, *(None,) * (len(ctx.flat) + 2 if ready is None else 0)
 
 
 class _Gradients(torch.autograd.Function):
@@ -295,11 +306,21 @@ whole_heads_forward = torch.ops.blocksparse_flash.whole_heads_forward.default
 whole_heads_backward = torch.ops.blocksparse_flash.whole_heads_backward.default
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """out of this rank's tokens and all heads, lse of this rank's heads and all tokens, float32 (float64 for float64)."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, make: Callable[[], Call], options: tuple[Any, ...], memo: dict[Any, Any]
+) -> tuple[Tensor, Tensor]:
+    """out of this rank's tokens and all heads, lse of this rank's heads and all tokens, float32 (float64 for float64).
+
+    make  the call, as it is with these options, which memo remembers where nothing watches
+    """
     if not watchers.are_plain(q, k, v):
-        return whole_heads_forward(q, k, v, *call)[:2]
+        return whole_heads_forward(q, k, v, *make())[:2]
+    ready = memo.get(options)
+    if ready is None:
+        call = make()
+        n_ranks = len(call.sizes)
+        ready = memo[options] = prepare(call, (q.shape[1] // n_ranks, k.shape[1] // n_ranks))
     if ops._is_differentiated(q, k, v):
-        return _WholeHeads.apply(call, q, k, v)
-    out, saved = forward(q, k, v, call)
+        return _WholeHeads.apply(ready, q, k, v)
+    out, saved = forward(q, k, v, ready)
     return out, saved[4]
