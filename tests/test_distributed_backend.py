@@ -1,4 +1,4 @@
-"""Which backend do several ranks take? The one that one process would, whatever part each holds. And is it asked once?"""
+"""Which backend do several ranks take? The one that one process would, whatever part each holds. And what else one rank can tell."""
 
 from __future__ import annotations
 
@@ -104,3 +104,13 @@ def test_what_equals_an_argument_that_was_taken_is_refused(
             distributed.attention(q, k, k, alone, **(taken | wrong))
     with pytest.raises(ValueError, match="q's device"):
         distributed.attention(q, k.to("meta"), k, alone, **taken)
+
+
+@pytest.mark.parametrize("scheme", ["exchange", "ulysses"])
+@pytest.mark.usefixtures("alone")
+def test_gradients_have_no_gradients(scheme: str) -> None:
+    plan = distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=HEADS, scheme=scheme)
+    q, k = (torch.ones(1, heads, LENGTH, DIM, requires_grad=True) for heads in HEADS)
+    (grad,) = torch.autograd.grad(distributed.attention(q, k, k, plan).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no gradients of their own"):
+        grad.sum().backward()

@@ -322,11 +322,13 @@ class _Exchange(torch.autograd.Function):
         return None, *grads, None
 
 
-class _Gradients(torch.autograd.Function):
+class Gradients(torch.autograd.Function):
+    """An operator of gradients, which refuses to be differentiated."""
+
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ARG004
+    def forward(ctx: Any, operator: Any, *arguments: Any) -> Any:  # noqa: ARG004
         with torch._C._AutoDispatchBelowAutograd():
-            return exchange_backward(*arguments)
+            return operator(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
@@ -342,7 +344,7 @@ def _forward_with_autograd(
 
 @torch.library.impl("blocksparse_flash::exchange_backward", "Autograd")
 def _backward_with_autograd(*arguments: Any) -> Any:
-    return _Gradients.apply(*arguments)
+    return Gradients.apply(exchange_backward, *arguments)
 
 
 exchange_forward = torch.ops.blocksparse_flash.exchange_forward.default

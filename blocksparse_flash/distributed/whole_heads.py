@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops, watchers
 from . import messages, packed_heads
-from .exchange import Chunk, chunked, joined, of_heads, parted
+from .exchange import Chunk, Gradients, chunked, joined, of_heads, parted
 from .local import attend, attend_backward, statistics
 
 # of both operators
@@ -281,17 +281,6 @@ class _WholeHeads(torch.autograd.Function):
         return None, *grads, *(None,) * (len(ctx.flat) + 2 if ready is None else 0)
 
 
-class _Gradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ARG004
-        with torch._C._AutoDispatchBelowAutograd():
-            return whole_heads_backward(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
-        raise RuntimeError("the gradients of attention shared by ranks have no gradients of their own")
-
-
 @torch.library.impl("blocksparse_flash::whole_heads_forward", "Autograd")
 def _forward_with_autograd(*arguments: Any) -> Any:
     return _WholeHeads.apply(None, *arguments)
@@ -299,7 +288,7 @@ def _forward_with_autograd(*arguments: Any) -> Any:
 
 @torch.library.impl("blocksparse_flash::whole_heads_backward", "Autograd")
 def _backward_with_autograd(*arguments: Any) -> Any:
-    return _Gradients.apply(*arguments)
+    return Gradients.apply(whole_heads_backward, *arguments)
 
 
 whole_heads_forward = torch.ops.blocksparse_flash.whole_heads_forward.default
