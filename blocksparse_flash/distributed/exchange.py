@@ -141,11 +141,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared, scale: float) -> R
     if shipped is not None:
         shipped.attend(k, v, scale)
     found, n_chunks = [], len(ready.chunks)
-    parts = (parted(x, n_chunks) for x in (q, *(every or (k, v))))
-    for chunk, flight, of_q, *own in zip(ready.chunks, flights, *parts, strict=True):
-        k_all, v_all = own if every else beside(own[0], own[1], keys, backend)
+    of_q, of_k, of_v = [parted(x, n_chunks) for x in (q, *(every or (k, v)))]
+    for i, (chunk, flight) in enumerate(zip(ready.chunks, flights, strict=True)):
+        k_all, v_all = (of_k[i], of_v[i]) if every else beside(of_k[i], of_v[i], keys, backend)
         rows.unpack(flight.arrived(), [k_all, v_all], keys.slots, backend)
-        mine = rows.picked([of_q], keys.rows, backend)[0] if near else of_q
+        mine = rows.picked([of_q[i]], keys.rows, backend)[0] if near else of_q[i]
         out_rows, lse_rows = attend(mine, k_all, v_all, chunk.plan, scale, backend)
         if near:
             into = [of_heads(out, chunk.q), of_heads(lse, chunk.q)[..., None]]
@@ -192,17 +192,18 @@ def backward(
     shipped = None if ready.queries is None else shipping.Backward((q, out, lse), douts, ready.queries, walk)
     flights = [] if ready.keeps else send_keys(k, v, keys, ready.chunks, walk)
     given, n_chunks = [], len(ready.chunks)
-    of_q = zip(*(parted(x, n_chunks) for x in (q, out, lse, douts[0])), strict=True)
-    of_kv = zip(*(parted(x, n_chunks) for x in (every if ready.keeps else (k, v))), strict=True)
-    of_dlse = [None] * n_chunks if douts[1] is None else parted(douts[1], n_chunks)
-    for i, (chunk, of_chunk, own, dlse) in enumerate(zip(ready.chunks, of_q, of_kv, of_dlse, strict=True)):
-        k_all, v_all = own if ready.keeps else beside(own[0], own[1], keys, backend)
+    of_q, of_out, of_lse = parted(q, n_chunks), parted(out, n_chunks), parted(lse, n_chunks)
+    of_dout, of_dlse = parted(douts[0], n_chunks), None if douts[1] is None else parted(douts[1], n_chunks)
+    of_k, of_v = [parted(x, n_chunks) for x in (every if ready.keeps else (k, v))]
+    for i, chunk in enumerate(ready.chunks):
+        k_all, v_all = (of_k[i], of_v[i]) if ready.keeps else beside(of_k[i], of_v[i], keys, backend)
         if not ready.keeps:
             rows.unpack(flights[i].arrived(), [k_all, v_all], keys.slots, backend)
-        mine, *outs, dout = of_chunk
-        walked = mine, (outs[0], outs[1]), (dout, dlse)
-        mine, outs_of, douts_of = _of_rows(*walked, keys, backend) if near else walked
-        dq_rows, *dkv = attend_backward(douts_of, (mine, k_all, v_all), outs_of, chunk.plan, scale, backend)
+        mine, outs = of_q[i], (of_out[i], of_lse[i])
+        of_chunk: Douts = of_dout[i], None if of_dlse is None else of_dlse[i]
+        if near:
+            mine, outs, of_chunk = _of_rows(mine, outs, of_chunk, keys, backend)
+        dq_rows, *dkv = attend_backward(of_chunk, (mine, k_all, v_all), outs, chunk.plan, scale, backend)
         back = rows.pack(dkv, keys.slots, backend)
         given.append((dq_rows, dkv, messages.sent(back, keys.receive, keys.send, walk.group)))
     # while gradients travel
@@ -217,14 +218,12 @@ def backward(
     if shipped is not None:
         bases.append(list(shipped.attend(k, v, scale)))
     touched = None if keys.touched.shape[0] == k.shape[2] else keys.touched
-    # by chunk: dk and dv of the totals, then of each base
-    sums = [zip(*(parted(x, n_chunks) for x in each), strict=True) for each in (totals, *bases)]
-    for chunk, (dq_rows, dkv, flight), (into, *of_bases) in zip(
-        ready.chunks, given, zip(*sums, strict=True), strict=True
-    ):
+    of_totals, *of_bases = [[parted(x, n_chunks) for x in each] for each in (totals, *bases)]
+    for i, (dq_rows, dkv, flight) in enumerate(given):
         if near:
-            rows.move([dq_rows], [of_heads(dq, chunk.q)], backend, put=keys.rows)
-        rows.add(into, dkv, flight.arrived(), of_bases, keys.table, touched, walk.rank, backend)
+            rows.move([dq_rows], [of_heads(dq, ready.chunks[i].q)], backend, put=keys.rows)
+        into, added = [x[i] for x in of_totals], [[x[i] for x in each] for each in of_bases]
+        rows.add(into, dkv, flight.arrived(), added, keys.table, touched, walk.rank, backend)
     if shipped is not None:
         shipped.finish(dq)
     return dq, totals[0], totals[1]
