@@ -43,13 +43,10 @@ class Stretches:
             return
         device = sent[0][0].device
         if device.type == "cuda":
-            options = dist.distributed_c10d.AllToAllOptions()
-            options.asyncOp = True
-            # one launch of NCCL for all: each would wait anew for multiprocessors that attention holds. What dist.all_to_all calls,
-            # which looks at every tensor four times before
+            # one launch of NCCL for all: each would wait anew for multiprocessors that attention holds
             with dist.distributed_c10d._coalescing_manager(group, device=device, async_ops=True) as together:
                 for mine, theirs in zip(sent, received, strict=True):
-                    group.alltoall(theirs, mine, options)
+                    dist.all_to_all(theirs, mine, group=group, async_op=True)
             self.works.append(together)
             return
         # gloo has such a collective for tensors of one size alone
