@@ -131,7 +131,7 @@ def _agree_by_kind(kind: Kind, autocast: torch.dtype | None) -> Agreed:
     return _agree(q, k, v, autocast)
 
 
-def _check_layout(layout: BlockLayout, batch: int, heads: int, q_len: int, kv_len: int) -> None:
+def check_layout(layout: BlockLayout, batch: int, heads: int, q_len: int, kv_len: int) -> None:
     if not isinstance(layout, BlockLayout):
         raise TypeError(
             f"layout must be a BlockLayout or None, got {type(layout).__name__}; BlockLayout.from_dense(mask, block_size=...) "
@@ -326,7 +326,7 @@ def check(
         agreed = _agree(*facts, autocast)
     dtype, batch, heads, q_len, kv_len, head_dim = agreed
     if layout is not None:
-        _check_layout(layout, batch, heads, q_len, kv_len)
+        check_layout(layout, batch, heads, q_len, kv_len)
     if causal is not True and causal is not False:
         raise TypeError(
             f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"

@@ -318,24 +318,25 @@ TABLE = {
             for name in ("agreement", "costs", "messages", "ownership", "side", "times", "traffic")
         }
     ),
+    "blocksparse_flash/distributed/packed_heads.py": Arrows({TORCH}),
     "blocksparse_flash/distributed/whole_heads.py": Arrows(
         {
             TORCH,
             f"{OURS}.ops",
             f"{OURS}.watchers",
-            *(f"{OURS}.distributed.{name}" for name in ("exchange", "local", "messages")),
+            *(f"{OURS}.distributed.{name}" for name in ("exchange", "local", "messages", "packed_heads")),
         }
     ),
     "blocksparse_flash/distributed/ulysses.py": Arrows(
         {
             TORCH,
-            *(f"{OURS}.{name}" for name in ("functional", "layout")),
-            *(f"{OURS}.distributed.{name}" for name in ("messages", "times", "whole_heads")),
+            *(f"{OURS}.{name}" for name in ("contract", "functional", "layout")),
+            *(f"{OURS}.distributed.{name}" for name in ("messages", "packed_heads", "times", "whole_heads")),
         },
         {f"{OURS}.distributed.context_plan"},
     ),
     "blocksparse_flash/distributed/functional.py": Arrows(
-        {TORCH, f"{OURS}.contract", f"{OURS}.functional", f"{OURS}.ops"}
+        {TORCH, *(f"{OURS}.{name}" for name in ("contract", "functional", "ops", "seen", "watchers"))}
         | {
             f"{OURS}.distributed.{name}"
             for name in ("agreement", "context_plan", "dtensors", "exchange", "times", "ulysses")

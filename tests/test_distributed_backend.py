@@ -1,8 +1,9 @@
-"""Which backend do several ranks take? The one that one process would, whatever part each holds."""
+"""Which backend do several ranks take? The one that one process would, whatever part each holds. And what else one rank can tell."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,3 +39,78 @@ def test_several_ranks_choose_by_the_size_of_the_whole(monkeypatch: pytest.Monke
     finally:
         dist.destroy_process_group()
     assert unfit == [functional.SMALL, None, functional.SMALL, None, None]
+
+
+@pytest.fixture
+def alone() -> Iterator[distributed.ContextPlan]:
+    """A plan of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=HEADS)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_calls_that_are_alike_are_checked_once(alone: distributed.ContextPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, inner = [], shared._checked
+
+    def counting(*arguments: Any) -> Any:
+        checked.append(arguments)
+        return inner(*arguments)
+
+    monkeypatch.setattr(shared, "_checked", counting)
+    q, k = (torch.zeros(1, heads, LENGTH, DIM) for heads in HEADS)
+    for _ in range(3):
+        distributed.attention(q.clone(), k.clone(), k.clone(), alone, scale=0.5)
+    assert len(checked) == 1
+    # each differs from the first in one thing
+    across = torch.zeros(1, LENGTH, HEADS[0], DIM).transpose(1, 2)
+    renamed = dataclasses.replace(alone, order="as given")
+    calls: list[tuple[Any, ...]] = [
+        (across, k, k, alone, 0, 0.5, None, "auto"), (q, k, k, alone, 0, 0.25, None, "auto"),
+        (q, k, k, alone, 0, 0.5, 1, "auto"), (q, k, k, alone, 0, 0.5, None, "eager"), (q, k, k, renamed, 0, 0.5, None, "auto"),
+        (*(x.double() for x in (q, k, k)), alone, 0, 0.5, None, "auto"),
+    ]  # fmt: skip
+    for i, call in enumerate(calls):
+        for _ in range(2):
+            assert shared._checked_again(*call) == inner(*call)
+        assert len(checked) == 2 + i
+    with torch.autocast("cpu", torch.bfloat16):
+        assert shared._checked_again(*calls[1]).autocast == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "wrong"),
+    [
+        (TypeError, "scale must be", {"scale": True}),
+        (TypeError, "chunks must be", {"chunks": True}),
+        (TypeError, "chunks must be", {"chunks": 1.0}),
+        (TypeError, "chunks must be", {"chunks": [1]}),
+        (ValueError, "layer must be", {"layer": False}),
+        (ValueError, "layer must be", {"layer": -1}),
+        (ValueError, "backend must be", {"backend": "eagre"}),
+        (TypeError, "backend must be", {"backend": ["eager"]}),
+    ],
+    ids=str,
+)
+def test_what_equals_an_argument_that_was_taken_is_refused(
+    alone: distributed.ContextPlan, kind: type[Exception], said: str, wrong: dict[str, Any]
+) -> None:
+    q, k = (torch.zeros(1, heads, LENGTH, DIM) for heads in HEADS)
+    taken: dict[str, Any] = {"layer": 0, "scale": 1.0, "chunks": 1, "backend": "eager"}
+    for _ in range(2):
+        distributed.attention(q, k, k, alone, **taken)
+        with pytest.raises(kind, match=said):
+            distributed.attention(q, k, k, alone, **(taken | wrong))
+    with pytest.raises(ValueError, match="q's device"):
+        distributed.attention(q, k.to("meta"), k, alone, **taken)
+
+
+@pytest.mark.parametrize("scheme", ["exchange", "ulysses"])
+@pytest.mark.usefixtures("alone")
+def test_gradients_have_no_gradients(scheme: str) -> None:
+    plan = distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=HEADS, scheme=scheme)
+    q, k = (torch.ones(1, heads, LENGTH, DIM, requires_grad=True) for heads in HEADS)
+    (grad,) = torch.autograd.grad(distributed.attention(q, k, k, plan).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no gradients of their own"):
+        grad.sum().backward()

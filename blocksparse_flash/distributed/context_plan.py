@@ -44,7 +44,8 @@ class LayerPlan:
     tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
     work     what the rank with most of it does, as costs.Costs has it
     costs    of every scheme, and why this one
-    memo     what earlier calls have worked out: by times.Call the number of messages, by its options a Prepared of exchange.py
+    memo     what earlier calls have worked out: by times.Call the number of messages, by its options a Prepared of exchange.py or
+             whole_heads.py
     """
 
     scheme: str
@@ -71,6 +72,7 @@ class ContextPlan:
     sizes      tokens of each rank
     is_deterministic, keeps_received, checks_calls  as `plan` was told by deterministic, keep_received and check_calls
     layers     one for each layout
+    calls      what earlier calls have come to, by the kind of their tensors and their arguments, see functional.py
     """
 
     group: Any
@@ -88,6 +90,8 @@ class ContextPlan:
     keeps_received: bool
     checks_calls: bool
     layers: tuple[LayerPlan, ...]
+    # not of a plan that is made of this one with `dataclasses.replace`
+    calls: dict[Any, Any] = field(init=False, default_factory=dict, repr=False)
 
     @property
     def local_length(self) -> int:

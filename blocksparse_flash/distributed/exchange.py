@@ -14,6 +14,7 @@ nor a compiler can move it. Rows that reach everywhere are shipped (see shipping
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,11 @@ def of_heads(x: Tensor, heads: slice | None) -> Tensor:
     return x if heads is None else x[:, heads]
 
 
+def parted(x: Tensor, n_chunks: int) -> Sequence[Tensor]:
+    """The heads of each chunk, all of them with one call."""
+    return (x,) if n_chunks == 1 else x.chunk(n_chunks, dim=1)
+
+
 def joined(parts: list[Tensor]) -> Tensor:
     """The heads of all chunks."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -95,8 +101,8 @@ def joined(parts: list[Tensor]) -> Tensor:
 def send_keys(k: Tensor, v: Tensor, keys: Side, chunks: list[Chunk], walk: shipping.Walk) -> list[messages.Flight]:
     """Keys and values on their way: a message a chunk, (tokens, batch, heads of a chunk, features of k and v)."""
     flights = []
-    for chunk in chunks:
-        message = rows.pack([of_heads(k, chunk.kv), of_heads(v, chunk.kv)], keys.sent, walk.backend)
+    for of_chunk in zip(parted(k, len(chunks)), parted(v, len(chunks)), strict=True):
+        message = rows.pack(of_chunk, keys.sent, walk.backend)
         flights.append(messages.sent(message, keys.send, keys.receive, walk.group))
     return flights
 
@@ -134,14 +140,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared, scale: float) -> R
         out, lse = attend(q, k, v, near, scale, backend)
     if shipped is not None:
         shipped.attend(k, v, scale)
-    found = []
-    for chunk, flight in zip(ready.chunks, flights, strict=True):
-        own = [of_heads(x, chunk.kv) for x in (every or (k, v))]
-        k_all, v_all = own if every else beside(own[0], own[1], keys, backend)
+    found, n_chunks = [], len(ready.chunks)
+    of_q, of_k, of_v = [parted(x, n_chunks) for x in (q, *(every or (k, v)))]
+    for i, (chunk, flight) in enumerate(zip(ready.chunks, flights, strict=True)):
+        k_all, v_all = (of_k[i], of_v[i]) if every else beside(of_k[i], of_v[i], keys, backend)
         rows.unpack(flight.arrived(), [k_all, v_all], keys.slots, backend)
-        mine = of_heads(q, chunk.q)
-        if near:
-            (mine,) = rows.picked([mine], keys.rows, backend)
+        mine = rows.picked([of_q[i]], keys.rows, backend)[0] if near else of_q[i]
         out_rows, lse_rows = attend(mine, k_all, v_all, chunk.plan, scale, backend)
         if near:
             into = [of_heads(out, chunk.q), of_heads(lse, chunk.q)[..., None]]
@@ -187,14 +191,16 @@ def backward(
         douts = douts[0].contiguous(), douts[1]
     shipped = None if ready.queries is None else shipping.Backward((q, out, lse), douts, ready.queries, walk)
     flights = [] if ready.keeps else send_keys(k, v, keys, ready.chunks, walk)
-    given = []
+    given, n_chunks = [], len(ready.chunks)
+    of_q, of_out, of_lse = parted(q, n_chunks), parted(out, n_chunks), parted(lse, n_chunks)
+    of_dout, of_dlse = parted(douts[0], n_chunks), None if douts[1] is None else parted(douts[1], n_chunks)
+    of_k, of_v = [parted(x, n_chunks) for x in (every if ready.keeps else (k, v))]
     for i, chunk in enumerate(ready.chunks):
-        own = [of_heads(x, chunk.kv) for x in (every if ready.keeps else (k, v))]
-        k_all, v_all = own if ready.keeps else beside(own[0], own[1], keys, backend)
+        k_all, v_all = (of_k[i], of_v[i]) if ready.keeps else beside(of_k[i], of_v[i], keys, backend)
         if not ready.keeps:
             rows.unpack(flights[i].arrived(), [k_all, v_all], keys.slots, backend)
-        mine, outs = of_heads(q, chunk.q), (of_heads(out, chunk.q), of_heads(lse, chunk.q))
-        of_chunk: Douts = of_heads(douts[0], chunk.q), None if douts[1] is None else of_heads(douts[1], chunk.q)
+        mine, outs = of_q[i], (of_out[i], of_lse[i])
+        of_chunk: Douts = of_dout[i], None if of_dlse is None else of_dlse[i]
         if near:
             mine, outs, of_chunk = _of_rows(mine, outs, of_chunk, keys, backend)
         dq_rows, *dkv = attend_backward(of_chunk, (mine, k_all, v_all), outs, chunk.plan, scale, backend)
@@ -212,11 +218,12 @@ def backward(
     if shipped is not None:
         bases.append(list(shipped.attend(k, v, scale)))
     touched = None if keys.touched.shape[0] == k.shape[2] else keys.touched
-    for chunk, (dq_rows, dkv, flight) in zip(ready.chunks, given, strict=True):
+    of_totals, *of_bases = [[parted(x, n_chunks) for x in each] for each in (totals, *bases)]
+    for i, (dq_rows, dkv, flight) in enumerate(given):
         if near:
-            rows.move([dq_rows], [of_heads(dq, chunk.q)], backend, put=keys.rows)
-        into, *of_chunk_bases = ([of_heads(x, chunk.kv) for x in each] for each in (totals, *bases))
-        rows.add(into, dkv, flight.arrived(), of_chunk_bases, keys.table, touched, walk.rank, backend)
+            rows.move([dq_rows], [of_heads(dq, ready.chunks[i].q)], backend, put=keys.rows)
+        into, added = [x[i] for x in of_totals], [[x[i] for x in each] for each in of_bases]
+        rows.add(into, dkv, flight.arrived(), added, keys.table, touched, walk.rank, backend)
     if shipped is not None:
         shipped.finish(dq)
     return dq, totals[0], totals[1]
@@ -314,11 +321,13 @@ class _Exchange(torch.autograd.Function):
         return None, *grads, None
 
 
-class _Gradients(torch.autograd.Function):
+class Gradients(torch.autograd.Function):
+    """An operator of gradients, which refuses to be differentiated."""
+
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ARG004
+    def forward(ctx: Any, operator: Any, *arguments: Any) -> Any:  # noqa: ARG004
         with torch._C._AutoDispatchBelowAutograd():
-            return exchange_backward(*arguments)
+            return operator(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
@@ -334,7 +343,7 @@ def _forward_with_autograd(
 
 @torch.library.impl("blocksparse_flash::exchange_backward", "Autograd")
 def _backward_with_autograd(*arguments: Any) -> Any:
-    return _Gradients.apply(*arguments)
+    return Gradients.apply(exchange_backward, *arguments)
 
 
 exchange_forward = torch.ops.blocksparse_flash.exchange_forward.default

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import contract, functional, ops
+from .. import contract, functional, ops, watchers
+from ..seen import kind_of
 from . import dtensors, exchange, times, ulysses
 from .agreement import agreed
 from .context_plan import ContextPlan
@@ -98,6 +99,37 @@ def _checked(
     return _Call(factor, n_chunks(chunks, plan, layer, k, v, dtype), chosen, autocast)
 
 
+def _checked_again(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    layer: int,
+    scale: float | None,
+    chunks: int | None,
+    backend: str,
+) -> _Call:
+    """`_checked`, found again with the plan for tensors of one kind. What is refused is not kept."""
+    given = q, k, v, plan, layer, scale, chunks, backend
+    # True equals 1, and so does 1.0: of other types is looked at anew
+    is_usual = (
+        type(plan) is ContextPlan
+        and type(layer) is int
+        and (scale is None or type(scale) is float)
+        and (chunks is None or type(chunks) is int)
+        and type(backend) is str
+        and watchers.are_plain(q, k, v)
+    )
+    if not is_usual or (not watchers.is_without_autocast(q) and functional._autocast(q) is not None):
+        return _checked(*given)
+    # a device is not seen with the rest
+    key = kind_of(q, k, v), q.device, k.device, v.device, layer, scale, chunks, backend
+    found = plan.calls.get(key)
+    if found is None:
+        found = plan.calls[key] = _checked(*given)
+    return found
+
+
 def _agreed(
     q: Tensor,
     k: Tensor,
@@ -137,7 +169,8 @@ def _run(
     """lse may be there if it is not wanted."""
     found = plan.layers[layer]
     if found.layout is not None:
-        return ulysses.attend(q, k, v, plan, found.layout, call.scale, call.n_chunks, call.backend, wants_lse=wants_lse)
+        facts = plan, found.layout, call.scale, call.n_chunks, call.backend, found.memo
+        return ulysses.attend(q, k, v, *facts, wants_lse=wants_lse)
     backend = call.backend
     if backend == "hopper":
         backend = functional._promising(backend, plan.is_deterministic or None)
@@ -162,7 +195,7 @@ def _attend(
         out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
         return dtensors.like(out, whole), None if lse is None else dtensors.like(lse, whole)
     checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
-    call = (_agreed if checks_calls else _checked)(q, k, v, plan, layer, scale, chunks, backend)
+    call = (_agreed if checks_calls else _checked_again)(q, k, v, plan, layer, scale, chunks, backend)
     if call.autocast is None:
         return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
     # the operators choose the type of each product themselves

@@ -9,6 +9,7 @@ What autograd sees is one operator, `redistribute`; the others are for the bodie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,13 +76,18 @@ def sent(message: Tensor, send: list[int], receive: list[int], group: Any) -> Fl
     return Flight(message, message.new_empty(sum(receive), *message.shape[1:]), send, receive, group)
 
 
+def sender(group: Any) -> Callable[[Tensor, list[int], list[int]], Tensor]:
+    """Sends a message to the ranks of this group, and waits as `Flight.arrived` does for the one that comes."""
+    return lambda message, send, receive: sent(message.contiguous(), send, receive, group).arrived()
+
+
 # ---- what autograd sees ----
 
 
 @torch.library.custom_op("blocksparse_flash::redistribute", mutates_args=())
 def redistribute(message: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     """The message (tokens, ...) which the ranks send each other; its gradient goes the same way back."""
-    return sent(message.contiguous(), send, receive, group_of(group)).arrived()
+    return sender(group_of(group))(message, send, receive)
 
 
 @redistribute.register_fake
