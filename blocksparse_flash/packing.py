@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -111,12 +111,10 @@ def unpack(packed: Tensor, places: Sequence[Place]) -> list[Tensor]:
 
     Each has a storage of its own: of a view, pickle would store all that is packed, and torch.compile might guard the offset.
     """
-    # what storage[...] calls, but after asking for the device
-    part: Any = torch._C.StorageBase.__getitem__  # type: ignore[misc]
     storage, found = packed.untyped_storage(), []
     for begin, size, shape in places:
         # an empty slice of a storage is none of its own
-        tensor = packed.new(part(storage, slice(4 * begin, 4 * (begin + size)))) if size else packed.new_empty(shape)
+        tensor = packed.new(storage[4 * begin : 4 * (begin + size)]) if size else packed.new_empty(shape)
         # in place: a view would be one of another tensor
         found.append(tensor if len(shape) == 1 else tensor.resize_(shape))
     return found
