@@ -34,8 +34,8 @@ def test_several_ranks_choose_by_the_size_of_the_whole(monkeypatch: pytest.Monke
         for asked, enough in ((plan, sum(HEADS) * LENGTH * DIM), (halved, sum(HEADS) * 2 * LENGTH * DIM)):
             for worth in (enough + 1, enough):
                 monkeypatch.setattr(ops, "WORTH_HOPPER", worth)
-                shared._checked(q, k, k, asked, 0, None, None, "auto")
-        shared._checked(q, k, k, plan, 0, None, None, "hopper")
+                shared._checked((q, k, k, asked, 0, None, None, "auto"))
+        shared._checked((q, k, k, plan, 0, None, None, "hopper"))
     finally:
         dist.destroy_process_group()
     assert unfit == [functional.SMALL, None, functional.SMALL, None, None]
@@ -54,9 +54,9 @@ def alone() -> Iterator[distributed.ContextPlan]:
 def test_calls_that_are_alike_are_checked_once(alone: distributed.ContextPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     checked, inner = [], shared._checked
 
-    def counting(*arguments: Any) -> Any:
-        checked.append(arguments)
-        return inner(*arguments)
+    def counting(asked: Any) -> Any:
+        checked.append(asked)
+        return inner(asked)
 
     monkeypatch.setattr(shared, "_checked", counting)
     q, k = (torch.zeros(1, heads, LENGTH, DIM) for heads in HEADS)
@@ -66,17 +66,17 @@ def test_calls_that_are_alike_are_checked_once(alone: distributed.ContextPlan, m
     # each differs from the first in one thing
     across = torch.zeros(1, LENGTH, HEADS[0], DIM).transpose(1, 2)
     renamed = dataclasses.replace(alone, order="as given")
-    calls: list[tuple[Any, ...]] = [
+    calls: list[Any] = [
         (across, k, k, alone, 0, 0.5, None, "auto"), (q, k, k, alone, 0, 0.25, None, "auto"),
         (q, k, k, alone, 0, 0.5, 1, "auto"), (q, k, k, alone, 0, 0.5, None, "eager"), (q, k, k, renamed, 0, 0.5, None, "auto"),
         (*(x.double() for x in (q, k, k)), alone, 0, 0.5, None, "auto"),
     ]  # fmt: skip
     for i, call in enumerate(calls):
         for _ in range(2):
-            assert shared._checked_again(*call) == inner(*call)
+            assert shared._checked_again(call) == inner(call)
         assert len(checked) == 2 + i
     with torch.autocast("cpu", torch.bfloat16):
-        assert shared._checked_again(*calls[1]).autocast == torch.bfloat16
+        assert shared._checked_again(calls[1]).autocast == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,10 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
     return chunks
 
 
+# q, k, v, plan, layer, scale, chunks, backend: the arguments of `attention`, in its order
+_Asked = tuple[Tensor, Tensor, Tensor, ContextPlan, int, float | None, int | None, str]
+
+
 class _Call(NamedTuple):
     scale: float
     n_chunks: int
@@ -76,17 +80,9 @@ class _Call(NamedTuple):
     autocast: torch.dtype | None
 
 
-def _checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: ContextPlan,
-    layer: int,
-    scale: float | None,
-    chunks: int | None,
-    backend: str,
-) -> _Call:
+def _checked(asked: _Asked) -> _Call:
     """What the call comes to, if its arguments fit the contract of attention and the plan."""
+    q, k, v, plan, layer, scale, chunks, backend = asked
     autocast = functional._autocast(q)
     dtype, factor = contract.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
@@ -99,18 +95,9 @@ def _checked(
     return _Call(factor, n_chunks(chunks, plan, layer, k, v, dtype), chosen, autocast)
 
 
-def _checked_again(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: ContextPlan,
-    layer: int,
-    scale: float | None,
-    chunks: int | None,
-    backend: str,
-) -> _Call:
+def _checked_again(asked: _Asked) -> _Call:
     """`_checked`, found again with the plan for tensors of one kind. What is refused is not kept."""
-    given = q, k, v, plan, layer, scale, chunks, backend
+    q, k, v, plan, layer, scale, chunks, backend = asked
     # True equals 1, and so does 1.0: of other types is looked at anew
     is_usual = (
         type(plan) is ContextPlan
@@ -121,26 +108,18 @@ def _checked_again(
         and watchers.are_plain(q, k, v)
     )
     if not is_usual or (not watchers.is_without_autocast(q) and functional._autocast(q) is not None):
-        return _checked(*given)
+        return _checked(asked)
     # a device is not seen with the rest
     key = kind_of(q, k, v), q.device, k.device, v.device, layer, scale, chunks, backend
     found = plan.calls.get(key)
     if found is None:
-        found = plan.calls[key] = _checked(*given)
+        found = plan.calls[key] = _checked(asked)
     return found
 
 
-def _agreed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: ContextPlan,
-    layer: int,
-    scale: float | None,
-    chunks: int | None,
-    backend: str,
-) -> _Call:
+def _agreed(asked: _Asked) -> _Call:
     """`_checked` on all ranks alike: none goes on unless all can, with calls that belong together."""
+    q, k, v, plan, layer, *_ = asked
     if torch.compiler.is_compiling():
         raise ValueError(
             "plan(..., check_calls=True) compares the calls of all ranks on the host, which torch.compile cannot trace: "
@@ -148,7 +127,7 @@ def _agreed(
         )
 
     def make() -> tuple[_Call, dict[str, str]]:
-        call = _checked(q, k, v, plan, layer, scale, chunks, backend)
+        call = _checked(asked)
         facts = {
             "batch": str(q.shape[0]),
             "head dimensions": f"{q.shape[3]} and {v.shape[3]}",
@@ -195,7 +174,7 @@ def _attend(
         out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
         return dtensors.like(out, whole), None if lse is None else dtensors.like(lse, whole)
     checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
-    call = (_agreed if checks_calls else _checked_again)(q, k, v, plan, layer, scale, chunks, backend)
+    call = (_agreed if checks_calls else _checked_again)((q, k, v, plan, layer, scale, chunks, backend))
     if call.autocast is None:
         return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
     # the operators choose the type of each product themselves
