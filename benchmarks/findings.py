@@ -33,26 +33,28 @@ def _groups(lines: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
                     yield f"{measurements.label(provider)}, {said}, head_dim {head_dim}", found
 
 
-def growth(lines: Sequence[Line]) -> str:
-    """How time grows with length at a fixed number of keys for each query: points, empty without two lengths."""
-    points = []
+def _longer(lines: Sequence[Line]) -> Iterator[tuple[str, Line, Line]]:
+    """(what they are, the shortest, the longest) of ours at a fixed number of keys for each query; none without two lengths."""
     for name, found in _groups([line for line in lines if line["pattern"] == "local" and line["n"] >= LINEAR_FROM]):
         first, last = (pick(found, key=lambda line: line["n"]) for pick in (min, max))
         if first["n"] < last["n"]:
-            points.append(
-                f"- {name}: {last['n'] // first['n']} times the tokens, {first['n']:,} to {last['n']:,}, take "
-                f"{last['ms'] / first['ms']:.1f} times as long."
-            )
-    return "\n".join(points)
+            yield name, first, last
+
+
+def growth(lines: Sequence[Line]) -> str:
+    """How time grows with length at a fixed number of keys for each query: points, empty without two lengths."""
+    return "\n".join(
+        f"- {name}: {last['n'] // first['n']} times the tokens, {first['n']:,} to {last['n']:,}, take "
+        f"{last['ms'] / first['ms']:.1f} times as long."
+        for name, first, last in _longer(lines)
+    )
 
 
 def growth_of_all(lines: Sequence[Line]) -> str:
     """`growth` in a point over all of ours; empty without two lengths."""
     ratios: dict[tuple[int, int], list[float]] = {}
-    for _, found in _groups([line for line in lines if line["pattern"] == "local" and line["n"] >= LINEAR_FROM]):
-        first, last = (pick(found, key=lambda line: line["n"]) for pick in (min, max))
-        if first["n"] < last["n"]:
-            ratios.setdefault((first["n"], last["n"]), []).append(last["ms"] / first["ms"])
+    for _, first, last in _longer(lines):
+        ratios.setdefault((first["n"], last["n"]), []).append(last["ms"] / first["ms"])
     each = [
         f"{last // first} times the tokens, {first:,} to {last:,}, take {min(found):.0f} to {max(found):.0f} times as long"
         for (first, last), found in ratios.items()
@@ -87,9 +89,8 @@ def changes(lines: Sequence[Line]) -> list[str]:
         providers = measurements.measured(found)
         costs = measurements.change_costs(found)
         said = []
-        for provider in [*filter(measurements.is_ours, providers)][:1] + [
-            p for p in providers if not measurements.is_ours(p)
-        ]:
+        ours, others = ([one for one in providers if measurements.is_ours(one) == mine] for mine in (True, False))
+        for provider in [*ours[:1], *others]:
             each = [f"{cost:.2f} ms ({way})" for (who, way, _), cost in costs.items() if who == provider]
             if each:
                 said.append(f"with {measurements.label(provider)}, {', '.join(each)}")
