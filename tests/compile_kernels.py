@@ -47,10 +47,13 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 100: 232448}
 EVERYTHING = "sinks softcap slopes learned bias16"
 
 
-def launches(arch: int, *, parts: int = 1, **call: Any) -> list[tuple[JITFunction, dict[str, Any]]]:
+def launches(
+    arch: int, *, parts: int = 1, small: bool = False, **call: Any
+) -> list[tuple[JITFunction, dict[str, Any]]]:
     """(kernel, keyword arguments) of every launch of one forward and backward, or of one decoding step.
 
     parts  into which `hopper` splits two lines of each head
+    small  whether blocks of queries are halved, and dk, dv and dq share a launch
     """
     caught: list[tuple[JITFunction, dict[str, Any]]] = []
 
@@ -61,6 +64,8 @@ def launches(arch: int, *, parts: int = 1, **call: Any) -> list[tuple[JITFunctio
     with (
         mock.patch.object(JITFunction, "run", catch),
         mock.patch.object(launch, "device_limits", lambda _: limits),
+        mock.patch.object(forward, "multiprocessors", lambda _: 1 << 30 if small else 0),
+        mock.patch.object(backward, "joint_pays", lambda *_, **__: small),
         mock.patch.object(hopper_forward, "multiprocessors", lambda _: 132),
         mock.patch.object(hopper_backward, "multiprocessors", lambda _: 132),
         mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, parts)),
@@ -292,6 +297,14 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
     if arch >= 90:
         # too small for descriptors: pointers
         grid += [{"head_dim": head_dim, "dtype": half, "length": 256} for head_dim in (64, 128)]
+    if arch == 90:
+        small = {"dtype": half, "small": True}
+        grid += [
+            {"head_dim": head_dim, "mode": mode, **small}
+            for head_dim, mode in itertools.product((64, 128), ("layout", "causal"))
+        ]
+        grid += [{"head_dim": head_dim, "length": 256, **small} for head_dim in (64, 128)]
+        grid += [{"head_dim": 64, "group": 4, "limited": True, **small}]
     return grid
 
 

@@ -175,6 +175,16 @@ def main() -> None:
         check(recorder, statistics, given[0], given)
         recorder.calls.clear()
 
+        with mock.patch.object(backward, "multiprocessors", lambda _: 132):
+            joint = backward.prepare.__wrapped__(
+                kind_of(*[out] * 4), launch.see_walk(walks), launch.see_walk(walks), options
+            ).joint
+        assert joint is not None
+        pairs = torch.empty(2, 256, 2)
+        given = [(*call, call[0], pairs, *walks[:3], *walks, None, call[0], *call[1:]) for call in calls]
+        check(recorder, joint, given[0], given)
+        recorder.calls.clear()
+
         # of a few queries; sinks go to the merge
         q, added = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(2)
         scored = options._replace(scores=launch.see_scores(Scores(added, added, None, [], 30.0), None))

@@ -3,7 +3,8 @@
 With p = exp(scale q k^T - lse), dp = dout v^T and delta = rowsum(dout * out) - dlse:
     ds = p * (dp - delta)      dv = p^T dout      dk = scale ds^T q      dq = scale ds k
 Three launches: the statistics of each query (lse, delta); dk and dv, one program a block of keys of a key head, walking
-the columns of the plan (for each query head of the group); dq, one program a block of queries, walking the rows. No
+the columns of the plan (for each query head of the group); dq, one program a block of queries, walking the rows. Where it
+pays (`joint_pays`) the latter two are one. No
 atomics, no workspace beyond the statistics (8 bytes a query and head), and the same bits every time. Rows without keys
 (lse -inf) give zeros. What the options of the scores do to them (score_tile.py) is done again, and its derivative goes
 into ds; the gradients of slopes and biases are summed by the launch of dq, a row and a piece of a tile at a time.
@@ -36,6 +37,7 @@ from .launch import (
     constants,
     contiguous,
     device_seed,
+    multiprocessors,
     options_of,
     padded_dim,
     score_arguments,
@@ -68,6 +70,8 @@ from .tile import (
 
 # queries of a program of statistics_kernel; 64 spill on sm100
 STATISTICS_ROWS = 32
+# up to so many programs a multiprocessor one launch has dk, dv and dq
+JOINT_PROGRAMS = 8
 
 
 def config_keys(
@@ -142,6 +146,41 @@ def config_queries(
     return Config(32, 32, 4, 1) if small else Config(64, 32, 8, 2)
 
 
+def config_joint(
+    dim: int,
+    element_size: int,
+    *,
+    major: int,
+    tma: bool,
+    dropout: bool,
+    changed: bool = False,
+) -> tuple[Config, Config] | None:
+    """The launch table where dk, dv and dq share a launch: of programs of keys, and of queries. None where that was not run."""
+    if major != 9 or element_size != 2 or dim > 128 or dropout or changed:
+        return None
+    if tma:
+        # both read the same blocks, by the same descriptors
+        chosen = Config(64, 64, 4, 3 if dim <= 64 else 2)
+        return chosen, chosen
+    stages = 1 if dim > 64 else 2
+    return Config(32, 64, 4, stages), Config(64, 64, 4, stages)
+
+
+def joint_pays(n_programs: int, dim: int, tma: bool, options: Options, *, has_layout: bool) -> bool:
+    """Whether one launch is done sooner than two, which wait for each other's last programs and cost the host more.
+
+    H200, hidden size 2048, microseconds of the GPU alone, two launches and one; dense, causal, local, butterfly:
+        512 tokens   128  38.4 26.6  35.7 25.2  39.8 26.7  33.8 23.7    64  32.6 28.3  33.3 25.6  34.4 29.5  30.5 26.1
+        1,024        128  70.6 66.0  66.1 54.3  67.8 62.1  47.3 43.4    64  76.9 77.6  70.0 55.0  77.4 71.7  51.8 52.7
+        2,048        128  237  231   185  152   138  130   99.6 93.9    64  248  260   185  156   157  155   110  115
+        8,192        128  2988 2933  1678 1591  502  487   428  418     64  3386 3514  1872 1810  584  606   498  517
+    At 64 programs of queries hold less than they do in a launch of their own. Without descriptors only small calls were run.
+    """
+    if tma and (dim > 64 or (options.causal and not has_layout)):
+        return True
+    return n_programs <= JOINT_PROGRAMS * multiprocessors(options.device)
+
+
 # fmt: off
 @triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded", "n_cleared", "n_counts"])
 def statistics_kernel(
@@ -206,8 +245,10 @@ def load_statistics(statistics_ptr, i_axis, q_start, n_padded, ROWS: tl.constexp
     return tl.split(tl.load(statistics_ptr + o_line[:, None] * 2 + tl.arange(0, 2)[None, :]))
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
-def keys_kernel(
+@triton.jit
+def keys_program(
+    # which one
+    pid,
     # inputs
     q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
     items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
@@ -222,18 +263,19 @@ def keys_kernel(
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
+    """dk and dv of a block of keys of a key head, walking the columns of the plan for each query head of the group."""
     HAS_LAYOUT: tl.constexpr = items_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_Q
     if HAS_LAYOUT:
         i_axis, p_record, i_part = find_record(
-            items_ptr, items_strides, tl.program_id(0), n_lines, n_heads, n_axes, TILE // BLOCK_KV, GROUP
+            items_ptr, items_strides, pid, n_lines, n_heads, n_axes, TILE // BLOCK_KV, GROUP
         )
         kv_start = tl.load(p_record) * TILE + i_part * BLOCK_KV
     else:
-        i_axis = tl.program_id(0) // n_lines
-        kv_start = tl.program_id(0) % n_lines * BLOCK_KV
+        i_axis = pid // n_lines
+        kv_start = pid % n_lines * BLOCK_KV
     i_batch = i_axis // n_heads
     i_kv_head = i_axis % n_heads
     limit = kv_len
@@ -327,8 +369,10 @@ def keys_kernel(
     store_tile(dv_ptr + o_axis * V_DIM, kv_start, kv_len, b_dv, V_DIM, BLOCK_KV, DIM_V)
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
-def queries_kernel(
+@triton.jit
+def queries_program(
+    # which one
+    pid,
     # inputs
     q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
     items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
@@ -343,18 +387,19 @@ def queries_kernel(
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
+    """dq of a block of queries of a head, walking the rows of the plan."""
     HAS_LAYOUT: tl.constexpr = items_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_KV
     if HAS_LAYOUT:
         i_axis, p_record, i_part = find_record(
-            items_ptr, items_strides, tl.program_id(0), n_lines, n_heads, n_axes, TILE // BLOCK_Q, 1
+            items_ptr, items_strides, pid, n_lines, n_heads, n_axes, TILE // BLOCK_Q, 1
         )
         q_start = tl.load(p_record) * TILE + i_part * BLOCK_Q
     else:
-        i_axis = tl.program_id(0) // n_lines
-        q_start = (n_lines - 1 - tl.program_id(0) % n_lines) * BLOCK_Q
+        i_axis = pid // n_lines
+        q_start = (n_lines - 1 - pid % n_lines) * BLOCK_Q
     i_batch = i_axis // n_heads
     i_head = i_axis % n_heads
     i_kv_head = i_head // GROUP
@@ -438,6 +483,85 @@ def queries_kernel(
     if dslopes_ptr is not None:
         o_q = q_start + tl.arange(0, BLOCK_Q)
         tl.store(dslopes_ptr + o_axis + o_q, b_dslope, mask=o_q < q_len)
+
+
+@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
+def keys_kernel(
+    q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
+    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    dk_ptr, dv_ptr,
+    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
+    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+    SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):
+    """dk and dv, a program a block of keys; the arguments are those of `keys_program`."""
+    keys_program(
+        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, statistics_ptr, items_ptr, indices_ptr, ids_ptr, words_ptr,
+        kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dk_ptr, dv_ptr,
+        q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
+        n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+        SIGN, GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+    )
+
+
+@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
+def queries_kernel(
+    q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
+    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    dq_ptr, sums_ptr, dslopes_ptr,
+    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
+    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+    SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):
+    """dq, a program a block of queries; the arguments are those of `queries_program`."""
+    queries_program(
+        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, statistics_ptr, items_ptr, indices_ptr, ids_ptr, words_ptr,
+        kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dq_ptr, sums_ptr, dslopes_ptr,
+        q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
+        n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+        SIGN, GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+    )
+
+
+@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_cols", "n_rows", "n_keys", "q_len", "kv_len", "n_padded"])
+def joint_kernel(
+    # inputs
+    q_ref, k_ref, v_ref, dout_ref, statistics_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr,
+    row_items_ptr, row_indices_ptr, row_ids_ptr, words_ptr, kv_lengths_ptr,
+    # outputs, contiguous
+    dq_ptr, dk_ptr, dv_ptr,
+    # strides in elements: (batch, head, row)
+    q_strides, k_strides, v_strides, dout_strides, col_items_strides, row_items_strides,
+    # sizes: n_heads key heads, n_axes = batch * n_heads; the first n_keys programs have keys, the others queries
+    n_heads, n_axes, n_cols, n_rows, n_keys, q_len, kv_len, n_padded, scale_log2, scale,
+    # compile time
+    SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    KEYS_BLOCK_Q: tl.constexpr, KEYS_BLOCK_KV: tl.constexpr, QUERIES_BLOCK_Q: tl.constexpr, QUERIES_BLOCK_KV: tl.constexpr,
+):
+    """dk, dv and dq of a call without dropout and options of the scores: see `keys_program` and `queries_program`."""
+    pid = tl.program_id(0)
+    if pid < n_keys:
+        # the walked queries carry the sign of the scale
+        keys_program(
+            pid, q_ref, k_ref, v_ref, dout_ref, statistics_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr, words_ptr,
+            kv_lengths_ptr, None, None, None, dk_ptr, dv_ptr,
+            q_strides, k_strides, v_strides, dout_strides, col_items_strides, None,
+            n_heads, n_axes, n_cols, q_len, kv_len, n_padded, scale_log2, scale * SIGN, 0, 1.0, None,
+            SIGN, GROUP, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, KEYS_BLOCK_Q, KEYS_BLOCK_KV,
+        )
+    else:
+        queries_program(
+            pid - n_keys, q_ref, k_ref, v_ref, dout_ref, statistics_ptr, row_items_ptr, row_indices_ptr, row_ids_ptr,
+            words_ptr, kv_lengths_ptr, None, None, None, dq_ptr, None, None,
+            q_strides, k_strides, v_strides, dout_strides, row_items_strides, None, None,
+            n_heads * GROUP, n_axes * GROUP, n_rows, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
+            SIGN, GROUP, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, QUERIES_BLOCK_Q, QUERIES_BLOCK_KV,
+        )
 # fmt: on
 
 
@@ -471,11 +595,15 @@ def prepare_statistics(dout: Seen, n_padded: int, cleared: tuple[int, int] = (0,
 
 
 class Prepared(NamedTuple):
-    """The launches, None for a gradient without elements, and the memory of dq, dk, dv and the statistics."""
+    """The launches, None for a gradient without elements, and the memory of dq, dk, dv and the statistics.
+
+    joint  does what keys and queries do, where that pays
+    """
 
     statistics: Launch
     keys: Launch | None
     queries: Launch | None
+    joint: Launch | None
     memory: tuple[Memory, ...]
     bias_sums: tuple[int, ...] | None
 
@@ -491,6 +619,24 @@ def bias_sums_shape(
     tables = scores.tables[0]
     assert tables is not None
     return sums_shape(shared, tables.shape[2], scores.pieces, (chosen.block_q, chosen.block_kv))
+
+
+def lines_and_programs(items: Shape | None, length: int, block: int, n_axes: int) -> tuple[int, int]:
+    """Lines of each of n_axes heads, tiles of a plan or blocks without one, and the programs of all, which hold a block each."""
+    n_lines = items[2] if items else -(-length // block)
+    return n_lines, n_lines * (TILE_SIDE // block if items else 1) * n_axes
+
+
+def describers_of(kind: Kind, chosen: Config, dim: int, dim_v: int) -> dict[str, Describer]:
+    """Of q, k, v and dout, by blocks of a configuration."""
+    q, k, v, dout = kind.tensors
+    block_q, block_kv = chosen.block_q, chosen.block_kv
+    return {
+        "q_ref": Describer(q, (1, 1, block_q, dim)),
+        "k_ref": Describer(k, (1, 1, block_kv, dim)),
+        "v_ref": Describer(v, (1, 1, block_kv, dim_v)),
+        "dout_ref": Describer(dout, (1, 1, block_q, dim_v)),
+    }
 
 
 @functools.lru_cache(maxsize=1024)
@@ -513,20 +659,10 @@ def prepare(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Prepared:
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **asked)
     queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **asked)
 
-    def describers_of(chosen: Config) -> dict[str, Describer]:
-        block_q, block_kv = chosen.block_q, chosen.block_kv
-        return {
-            "q_ref": Describer(q, (1, 1, block_q, dim)),
-            "k_ref": Describer(k, (1, 1, block_kv, dim)),
-            "v_ref": Describer(v, (1, 1, block_kv, dim_v)),
-            "dout_ref": Describer(dout, (1, 1, block_q, dim_v)),
-        }
-
     def walking(
         kernel: Any, chosen: Config, items: Shape | None, heads: int, length: int, block: int, **added: Any
     ) -> Launch:
-        n_lines = items[2] if items else -(-length // block)
-        split = TILE_SIDE // block if items else 1
+        n_lines, n_programs = lines_and_programs(items, length, block, batch * heads)
         rest = {
             "q_strides": q.strides[:3],
             "k_strides": k.strides[:3],
@@ -543,7 +679,7 @@ def prepare(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Prepared:
             **added,
             **chosen.arguments,
         }
-        return Launch(kernel, (n_lines * split * batch * heads,), rest, describers_of(chosen) if tma else None)
+        return Launch(kernel, (n_programs,), rest, describers_of(kind, chosen, dim, dim_v) if tma else None)
 
     keys = queries = None
     shape = bias_sums_shape(batch, heads, rows[0], queries_config, options)
@@ -557,7 +693,64 @@ def prepare(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Prepared:
         queries = walking(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
     memory = [contiguous(seen.dtype, *seen.shape) for seen in (q, k, v)]
     memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
-    return Prepared(statistics, keys, queries, tuple(memory), shape)
+    joint = prepare_joint(kind, rows, cols, options) if keys is not None and queries is not None else None
+    return Prepared(statistics, keys, queries, joint, tuple(memory), shape)
+
+
+def prepare_joint(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Launch | None:
+    """The launch of joint_kernel, None where two launches are taken."""
+    q, k, v, dout = kind.tensors
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
+    tma = wants_descriptors(options.major, q, k, v, dout)
+    group = heads // kv_heads
+    fixed = constants(head_dim, v_dim, group, tma, options)
+    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
+    chosen = config_joint(
+        max(dim, dim_v),
+        q.dtype.itemsize,
+        major=options.major,
+        tma=tma,
+        dropout=options.dropout_p > 0,
+        changed=options.changes_scores,
+    )
+    if chosen is None:
+        return None
+    of_keys, of_queries = chosen
+    (n_cols, n_keys), (n_rows, n_queries) = (
+        lines_and_programs(items, length, block, axes)
+        for items, length, block, axes in (
+            (cols[0], kv_len, of_keys.block_kv, batch * kv_heads),
+            (rows[0], q_len, of_queries.block_q, batch * heads),
+        )
+    )
+    if not joint_pays(n_keys + n_queries, max(dim, dim_v), tma, options, has_layout=cols[0] is not None):
+        return None
+    rest = {
+        "q_strides": q.strides[:3],
+        "k_strides": k.strides[:3],
+        "v_strides": v.strides[:3],
+        "dout_strides": dout.strides[:3],
+        "col_items_strides": walk_strides(cols[0]),
+        "row_items_strides": walk_strides(rows[0]),
+        "n_heads": kv_heads,
+        "n_axes": batch * kv_heads,
+        "n_cols": n_cols,
+        "n_rows": n_rows,
+        "n_keys": n_keys,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "n_padded": -(-q_len // TILE_SIDE) * TILE_SIDE,
+        **{name: value for name, value in fixed.items() if name in joint_kernel.arg_names},
+        "scale": options.scale,
+        "KEYS_BLOCK_Q": of_keys.block_q,
+        "KEYS_BLOCK_KV": of_keys.block_kv,
+        "QUERIES_BLOCK_Q": of_queries.block_q,
+        "QUERIES_BLOCK_KV": of_queries.block_kv,
+        "num_warps": of_keys.num_warps,
+        "num_stages": of_keys.num_stages,
+    }
+    describers = describers_of(kind, of_keys, dim, dim_v) if tma else None
+    return Launch(joint_kernel, (n_keys + n_queries,), rest, describers)
 
 
 def backward(
@@ -599,6 +792,9 @@ def backward(
     if lse.numel() > 0:
         ready.statistics(out, dout, lse, dlse, statistics, None, None, None)
 
+    if ready.joint is not None:
+        ready.joint(q, k, v, dout, statistics, *by_cols[:3], *by_rows, kv_lengths, dq, dk, dv)
+        return dq, dk, dv
     if ready.keys is not None:
         ready.keys(q, k, v, dout, statistics, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
     if ready.queries is not None:

@@ -1,0 +1,128 @@
+"""Are dk, dv and dq of one launch, and blocks of 64 queries, as right as those of more launches and larger blocks?
+
+Both are for Hopper, and for calls of some sizes: here each is asked for, or refused, whatever the size, with descriptors and with
+pointers. Without a GPU the interpreter runs the code of Hopper's launch tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import cases
+import pytest
+import test_zoo as zoo
+import torch
+
+from blocksparse_flash.kernels import backward, forward, launch
+
+# 16-bit types, no dropout and no options of the scores, and not wider than the tables
+CALLS = [call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128]
+# half as many as CALLS at least, so that every call comes; a long row and grouped heads meet in "global"
+FEW = (
+    "full-ragged", "one-block", "global", "window-wide", "random-fine-blocks", "bitmask-heavy", "empty-cols", "tall",
+    "per-batch-and-head", "dense-113x203",
+)  # fmt: skip
+LAYOUTS = [layout for layout in (*cases.LAYOUTS, *zoo.DENSE) if torch.cuda.is_available() or zoo.name_of(layout) in FEW]
+HOPPER = (9, 232448)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Which kernels were launched since; and what makes all calls take, or none, what is tested."""
+    names: list[str] = []
+    made = launch.Launch.__call__
+
+    def noted(self, *tensors):
+        names.append(self._kernel.fn.__name__)
+        made(self, *tensors)
+
+    def ask(*, small: bool, described: bool) -> list[str]:
+        monkeypatch.setattr(launch, "device_limits", lambda _: HOPPER)
+        monkeypatch.setattr(launch, "WORTH_DESCRIBING", 0 if described else 1 << 60)
+        monkeypatch.setattr(forward, "narrow_pays", lambda *_, **__: small)
+        monkeypatch.setattr(backward, "joint_pays", lambda *_, **__: small)
+        for module in (forward, backward):
+            # nothing that was prepared before, nor for tests to come
+            monkeypatch.setattr(module, "prepare", module.prepare.__wrapped__)
+        monkeypatch.setattr(launch.Launch, "__call__", noted)
+        return names
+
+    return ask
+
+
+@pytest.mark.parametrize("described", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("small", [False, True], ids=["large", "small"])
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=lambda index: zoo.name_of(LAYOUTS[index]))
+def test_is_as_accurate_as_the_reference(index, small, described, device, launched):
+    call = CALLS[(2 * index + described) % len(CALLS)]
+    names = launched(small=small, described=described)
+    zoo.assert_backend_is_accurate("triton", LAYOUTS[index], call, device)
+    found = [name for name in names if name in ("joint_kernel", "keys_kernel", "queries_kernel")]
+    assert found == (["joint_kernel"] if small else ["keys_kernel", "queries_kernel"])
+
+
+def test_blocks_of_queries_are_halved(launched):
+    limits = {"major": 9, "tma": True, "dropout": False, "shared_memory": HOPPER[1]}
+    for dim in (64, 128):
+        assert forward.config(dim, 2, **limits).block_q == 128
+        assert forward.config(dim, 2, **limits, narrow=True).block_q == 64
+        # where it was not run
+        for other in ({"major": 8}, {"major": 10}, {"dropout": True}, {"changed": True}):
+            asked = {**limits, **other}
+            assert forward.config(dim, 2, **asked, narrow=True) == forward.config(dim, 2, **asked)
+    assert forward.config(128, 4, **limits, narrow=True) == forward.config(128, 4, **limits)
+
+
+@pytest.mark.parametrize(
+    ("element_size", "dim", "other"),
+    [
+        (4, 64, {}),
+        (2, 256, {}),
+        (2, 64, {"major": 8}),
+        (2, 64, {"major": 10}),
+        (2, 64, {"dropout": True}),
+        (2, 64, {"changed": True}),
+    ],
+    ids=str,
+)
+def test_one_launch_is_for_what_was_run(element_size, dim, other):
+    limits = {"major": 9, "tma": True, "dropout": False}
+    assert backward.config_joint(64, 2, **limits) is not None
+    assert backward.config_joint(dim, element_size, **{**limits, **other}) is None
+
+
+def test_programs_that_share_a_launch_share_its_options():
+    for dim, tma in itertools.product((16, 64, 128), (False, True)):
+        of_keys, of_queries = backward.config_joint(dim, 2, major=9, tma=tma, dropout=False)
+        assert (of_keys.num_warps, of_keys.num_stages) == (of_queries.num_warps, of_queries.num_stages)
+        # and their descriptors
+        assert not tma or of_keys == of_queries
+
+
+@pytest.mark.parametrize(
+    ("q_len", "causal", "has_layout", "expected"),
+    [(1024, False, True, True), (1025, False, True, False), (1025, True, False, True), (1025, True, True, False)],
+)
+def test_blocks_are_halved_where_it_pays(q_len, causal, has_layout, expected, monkeypatch):
+    monkeypatch.setattr(forward, "multiprocessors", lambda _: 132)
+    options = SimpleNamespace(causal=causal, device=0)
+    assert forward.narrow_pays(q_len, 16, options, has_layout=has_layout) == expected
+
+
+@pytest.mark.parametrize(
+    ("n_programs", "dim", "tma", "causal", "has_layout", "expected"),
+    [
+        (1056, 64, True, False, True, True),
+        (1057, 64, True, False, True, False),
+        (1057, 64, True, True, True, False),
+        (1057, 64, True, True, False, True),
+        (1057, 128, True, False, True, True),
+        (1056, 128, False, True, False, True),
+        (1057, 128, False, True, False, False),
+    ],
+)
+def test_a_launch_is_shared_where_it_pays(n_programs, dim, tma, causal, has_layout, expected, monkeypatch):
+    monkeypatch.setattr(backward, "multiprocessors", lambda _: 132)
+    options = SimpleNamespace(causal=causal, device=0)
+    assert backward.joint_pays(n_programs, dim, tma, options, has_layout=has_layout) == expected
