@@ -6,7 +6,7 @@ FlashAttention-4, FlashInfer, MIT's Block-Sparse-Attention, xFormers and NATTEN.
 float32 on sampled rows before anything is timed; a wrong one is reported and not timed.
 
 Lines: direction is "fwd", "bwd" (backward alone), "mask" (wall clock: from a bool for each block on the host to the mask on
-the device) or "step" (of --sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored blocks:
+the device), "step" or "steps" (of --sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored blocks:
 4 * heads * nnz * block_size^2 * head_dim forward, 2.5 times that backward. One line says what a matrix product of
 8192 x 8192 x 8192 reaches.
 
@@ -15,7 +15,8 @@ the device) or "step" (of --sweep change); setup_ms is the first call, which com
 --sweep block-size  blocks of 16 to 256 tokens, the density fixed
 --sweep regroup     masks of blocks of 128 in finer blocks, all of which are stored, or 80 % in each block of 128
 --sweep change      a step with one mask for all, with a new one made on the host, and with one selected on the GPU;
-                    FlexAttention's from lists that are ready, and from create_block_mask, eager and compiled
+                    FlexAttention's from lists that are ready, and from create_block_mask, eager and compiled. "step" is
+                    one that the host waits for, "steps" one of many in a row, as in training, where the host runs ahead
 --sweep deterministic
                     the patterns by `hopper` with deterministic=True and without; all other kernels have equal bits anyway
 
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 from . import correctness, measure, sweeps
-from .lines import SAME_MASK
+from .lines import SAME_MASK, TIMED
 from .patterns import Pattern
 from .peers import Call, Peer, Prepare, Shape, ours, peers
 
@@ -148,7 +149,10 @@ def time_one(case: sweeps.Case, peer: Peer, run: Run, said: str) -> None:
 
 
 def change(among: Iterable[Peer], run: Run, length: int, *, steps: int = 20) -> None:
-    """Wall clock of a step, mask, forward and backward: one mask for all, a new one each, one selected on the GPU."""
+    """Wall clock of a step, mask, forward and backward: one mask for all, a new one each, one selected on the GPU.
+
+    steps  of a round; each is waited for, and then as many run in a row
+    """
     for peer in among:
         said = f"{peer.provider:22} {peer.backend:6} {length:8} head_dim {run.head_dim:3}"
         refusal = peer.refuses(sweeps.changing(length, seed=0), run.shape)
@@ -174,19 +178,30 @@ def _time_steps(peer: Peer, run: Run, length: int, steps: int, said: str) -> Non
         new = iter(drawn)
         return lambda: step(prepare(next(new), run.shape))
 
+    def selecting(select: Callable[[Tensor, int], Call]) -> Callable[[], None]:
+        chosen, k_blocks = iter(scores), int(pattern.blocks[0].sum())
+        return lambda: step(select(next(chosen), k_blocks))
+
     if not kept(*tensors).requires_grad:
         print(f"{said}: has no gradients; not timed", flush=True)
         return
     setup_ms = measure.first_call_milliseconds(lambda: step(kept))
     if not is_right(kept, tensors, pattern, said):
         return
-    ways = {SAME_MASK: lambda: step(kept), "new mask from the host": changing(peer.prepare)}
-    ways.update({name: changing(prepare) for name, prepare in peer.rebuilds.items()})
-    select = peer.select
-    if select is not None:
-        chosen, k_blocks = iter(scores), int(pattern.blocks[0].sum())
-        ways["new mask selected on the GPU"] = lambda: step(select(next(chosen), k_blocks))
-    took: dict[str, float] = {}
+    # each begins with the first mask
+    ways: dict[str, Callable[[], Callable[[], None]]] = {
+        SAME_MASK: lambda: functools.partial(step, kept),
+        "new mask from the host": functools.partial(changing, peer.prepare),
+        **{name: functools.partial(changing, prepare) for name, prepare in peer.rebuilds.items()},
+    }
+    if peer.select is not None:
+        ways["new mask selected on the GPU"] = functools.partial(selecting, peer.select)
+    took: dict[tuple[str, str], float] = {}
+
+    def in_a_row(way: str) -> None:
+        next_step = ways[way]()
+        for _ in range(steps):
+            next_step()
 
     def time_way(way: str) -> None:
         rebuild, first_ms, named = peer.rebuilds.get(way), setup_ms, f"{said}   {way:38}"
@@ -194,13 +209,19 @@ def _time_steps(peer: Peer, run: Run, length: int, steps: int, said: str) -> Non
             first_ms = first_step(rebuild)
             if not is_right(rebuild(pattern, run.shape), tensors, pattern, named):
                 return
-        times = measure.wall_milliseconds(ways[way], warmup=2, runs=steps - 2)
-        tflops = 3.5 * pattern.flops(run.batch, run.shape.heads, run.head_dim) / times["ms"] * 1e-9
-        line = {**facts("change", way, pattern, peer, run), "direction": "step", **times}
-        measure.append(run.out, {**line, "tflops": tflops, "peak_bytes": None, "setup_ms": first_ms})
-        took[way] = times["ms"]
-        costs = f", {took[way] - took[SAME_MASK]:+9.3f} for the change" if way != SAME_MASK in took else ""
-        print(f"{named} {times['ms']:9.3f} ms a step{costs}", flush=True)
+        row = measure.wall_milliseconds(lambda: in_a_row(way), runs=3)
+        timed = {
+            "step": measure.wall_milliseconds(ways[way](), warmup=2, runs=steps - 2),
+            "steps": {key: ms / steps for key, ms in row.items()},
+        }
+        for direction, times in timed.items():
+            took[direction, way] = times["ms"]
+            tflops = 3.5 * pattern.flops(run.batch, run.shape.heads, run.head_dim) / times["ms"] * 1e-9
+            line = {**facts("change", way, pattern, peer, run), "direction": direction, **times}
+            measure.append(run.out, {**line, "tflops": tflops, "peak_bytes": None, "setup_ms": first_ms})
+            same = took.get((direction, SAME_MASK))
+            costs = "" if way == SAME_MASK or same is None else f", {times['ms'] - same:+9.3f} for the change"
+            print(f"{named} {times['ms']:9.3f} ms {TIMED[direction]}{costs}", flush=True)
 
     for way in ways:
         measure.guarded(f"{said}   {way:38}", peer.is_ours, functools.partial(time_way, way))

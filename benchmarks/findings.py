@@ -87,15 +87,18 @@ def changes(lines: Sequence[Line]) -> list[str]:
     points = []
     for setting, found in sorted(measurements.settings(lines).items()):
         providers = measurements.measured(found)
-        costs = measurements.change_costs(found)
-        said = []
+        costs = {way: measurements.change_costs(measurements.of_direction(found, way)) for way in measurements.TIMED}
         ours, others = ([one for one in providers if measurements.is_ours(one) == mine] for mine in (True, False))
-        for provider in [*ours[:1], *others]:
-            each = [f"{cost:.2f} ms ({way})" for (who, way, _), cost in costs.items() if who == provider]
-            if each:
-                said.append(f"with {measurements.label(provider)}, {', '.join(each)}")
-        if said:
-            points.append(f"- A mask that changes at each step, {setting.n:,} tokens, adds to it: {'; '.join(said)}.")
+        for direction, named in measurements.TIMED.items():
+            said = []
+            for provider in [*ours[:1], *others]:
+                each = [f"{cost:.2f} ms ({way})" for (who, way, _), cost in costs[direction].items() if who == provider]
+                if each:
+                    said.append(f"with {measurements.label(provider)}, {', '.join(each)}")
+            if said:
+                points.append(
+                    f"- A mask that changes at each step, {setting.n:,} tokens, adds to {named}: {'; '.join(said)}."
+                )
     return points
 
 

@@ -21,6 +21,8 @@ IDENTITY = (
 
 # of --sweep change, the `pattern` with which the others are compared
 SAME_MASK = "same mask"
+# its directions, in prose
+TIMED = {"step": "a step that is waited for", "steps": "a step of many in a row"}
 
 # (provider, backend) -> what a reader calls it, in the order of columns; ours first
 LABELS = {
@@ -75,6 +77,10 @@ def read(path: Path, identity: Sequence[str] = IDENTITY) -> list[Line]:
 
 def of_bench(lines: Iterable[Line], bench: str) -> list[Line]:
     return [line for line in lines if line["bench"] == bench]
+
+
+def of_direction(lines: Iterable[Line], direction: str) -> list[Line]:
+    return [line for line in lines if line["direction"] == direction]
 
 
 def who(line: Line) -> tuple[str, str]:
@@ -136,7 +142,7 @@ def speedup(lines: Sequence[Line], ours: tuple[str, str], peer: tuple[str, str])
 
 
 def change_costs(lines: Sequence[Line]) -> dict[tuple[tuple[str, str], str, int], float]:
-    """(provider, pattern, head_dim) -> milliseconds that a changed mask adds to a step; lines of one setting."""
+    """(provider, pattern, head_dim) -> milliseconds that a changed mask adds to a step; lines of one setting and direction."""
     same = {(who(line), line["head_dim"]): line["ms"] for line in lines if line["pattern"] == SAME_MASK}
     return {
         (who(line), line["pattern"], line["head_dim"]): line["ms"] - same[who(line), line["head_dim"]]
@@ -146,7 +152,9 @@ def change_costs(lines: Sequence[Line]) -> dict[tuple[tuple[str, str], str, int]
 
 
 def change_noise(lines: Iterable[Line]) -> dict[tuple[tuple[str, str], int], float]:
-    """(provider, head_dim) -> milliseconds by which steps with one mask vary, 20th to 80th percentile; lines of one setting."""
+    """(provider, head_dim) -> milliseconds by which steps with one mask vary, 20th to 80th percentile; lines of one
+    setting and direction.
+    """
     return {
         (who(line), line["head_dim"]): line["ms_p80"] - line["ms_p20"] for line in lines if line["pattern"] == SAME_MASK
     }

@@ -272,7 +272,8 @@ def block_sizes(lines: Sequence[Line]) -> Any:
 
 
 def change(lines: Sequence[Line]) -> Any:
-    """Bars: a step (mask, forward, backward) with the same mask, and with a new one, by provider; a panel a length."""
+    """Bars: a step (mask, forward, backward) that is waited for, with the same mask and with a new one; a panel a length."""
+    lines = measurements.of_direction(lines, "step")
     cases = sorted({(line["n"], -line["head_dim"]) for line in lines})
     title = f"{SWEEPS['change']}\n{_where(lines)}; wall clock of mask, forward and backward"
     figure, axes = _figure(len(cases), 1, title)

@@ -188,7 +188,7 @@ def everything(lines: Sequence[Line]) -> str:
 
 
 def change_table(lines: Sequence[Line]) -> str:
-    """Milliseconds of a step, wall clock, with one mask for all steps and with a new one each step; lines of one setting."""
+    """Milliseconds of a step, wall clock, with one mask for all steps and with a new one each step; lines of one setting and direction."""
     costs = measurements.change_costs(lines)
     rows = [["by", "pattern", "head_dim", "ms a step (p20 to p80)", "ms for the change", "first call ms"]]
     for line in lines:
@@ -243,8 +243,12 @@ def change_section(lines: Sequence[Line]) -> str:
             "FlexAttention's users make a mask with `create_block_mask`, which asks a mask function about every pair. Its other "
             "new masks here are `BlockMask.from_kv_blocks` of block lists that the benchmark has ready."
         )
-    for setting, shown in measurements.settings(lines).items():
-        parts += [caption(setting, shown), change_table(shown), change_ratios(shown)]
+    for setting, found in measurements.settings(lines).items():
+        parts.append(caption(setting, found))
+        for direction, said in measurements.TIMED.items():
+            shown = measurements.of_direction(found, direction)
+            if shown:
+                parts += [f"{said[0].upper()}{said[1:]}:", change_table(shown), change_ratios(shown)]
     return "\n\n".join(filter(None, parts))
 
 

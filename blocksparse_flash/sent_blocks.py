@@ -18,10 +18,9 @@ from .packing import sent_flat
 from .plan import TILE, Plan, counted, list_lengths, long_lines, of_any_length
 from .selection import FREE_WORDS, MOST_LINES, MOST_OF_ALL_AXES, WORDS_OF_ENTRY
 
-# blocks from which on that pays. H200, what a new mask adds to a step of `hopper`, milliseconds: 32,768 blocks 1.03 for 1.61, 2,048 blocks
-# 0.82 for 0.63. Both ways take the host less since, with 2,048 blocks, and launches that reach no GPU, 101 microseconds for the 158 of a plan
-# that it makes itself; not timed again on a GPU, where copy and launches take time of their own
-WORTH_SENDING = 1 << 14
+# blocks from which on that pays. H200, what a new mask adds to a step of `hopper` that is waited for, milliseconds, three times in turns:
+# 2,048 blocks 0.80 0.54 0.71 from the host, 0.42 0.37 0.44 so. Of such a plan the GPU itself takes 19 to 26 microseconds
+WORTH_SENDING = 1 << 11
 
 
 def suits(frame: Frame, nnz: int, n_bitmasks: int, device: torch.device) -> bool:

@@ -16,6 +16,8 @@ from benchmarks import measure, patterns, peers, sweeps
 from benchmarks.peers import Peer, Shape
 
 TIMES = dict.fromkeys(("ms", "ms_p20", "ms_p80"), 2.0)
+# of steps with changing masks: one waited for, and three in a row
+ROUNDS = 1 + 3
 
 
 @pytest.fixture
@@ -179,11 +181,14 @@ def test_changing_masks_are_timed_three_ways(tmp_path: Path, capsys: pytest.Capt
     benchmark.change([no_gradients, eager._replace(prepare=prepare)], run, 1024, steps=4)
     lines = written(run.out)
     ways = ["same mask", "new mask from the host", "new mask selected on the GPU"]
-    assert [line["pattern"] for line in lines] == ways and all(line["direction"] == "step" for line in lines)
-    # one for all, and every step another
-    assert len(prepared) == 1 + 4 and len(set(prepared)) == 4
+    # waited for, and in a row
+    assert [(line["pattern"], line["direction"]) for line in lines] == [
+        (way, direction) for way in ways for direction in ("step", "steps")
+    ]
+    # one for all, and of each round every step another
+    assert len(prepared) == 1 + ROUNDS * 4 and len(set(prepared)) == 4
     said = capsys.readouterr().out
-    assert "has no gradients; not timed" in said and said.count("+0.000 for the change") == 2
+    assert "has no gradients; not timed" in said and said.count("+0.000 for the change") == 4
 
 
 @pytest.mark.usefixtures("untimed")
@@ -204,9 +209,10 @@ def test_rebuilds_of_a_mask_are_checked_and_timed_each(tmp_path: Path, capsys: p
 
     theirs = eager._replace(provider="theirs", rebuilds={"right": rebuild, "large": large, "wrong": wrong}, select=None)
     benchmark.change([theirs], run, 1024, steps=4)
-    assert [line["pattern"] for line in written(run.out)] == ["same mask", "new mask from the host", "right"]
-    # the first call and the check, then every step another
-    assert len(made) == 2 + 4 and len(set(made)) == 4
+    found = [line["pattern"] for line in written(run.out)]
+    assert found == [way for way in ("same mask", "new mask from the host", "right") for _ in range(2)]
+    # the first call and the check, then of each round every step another
+    assert len(made) == 2 + ROUNDS * 4 and len(set(made)) == 4
     said = [line for line in capsys.readouterr().out.splitlines() if "not timed" in line]
     assert ["large" in said[0], "out of memory" in said[0], "wrong" in said[1], "WRONG" in said[1]] == [True] * 4
 

@@ -263,7 +263,7 @@ def test_the_readme_has_a_point_for_each_benchmark() -> None:
         "- Density: faster than the fastest dense attention are `triton` up to 74% to 74% of all blocks.",
         "- Finer blocks, random, our backends: times the time in blocks of 128, 2.00 to 2.00 in blocks of 64.",
         (
-            "- A mask that changes at each step, 1,024 tokens, adds to it: with blocksparse_flash, triton, 1.00 ms (new mask); "
+            "- A mask that changes at each step, 1,024 tokens, adds to a step that is waited for: with blocksparse_flash, triton, 1.00 ms (new mask); "
             "with FlexAttention, 1.50 ms (new mask)."
         ),
         "- Equal bits in every run: a backward takes 1.20 to 1.20 times the time of blocksparse_flash, triton, head_dim 64.",
@@ -296,6 +296,14 @@ def test_what_a_change_costs_is_told_for_each_length() -> None:
         {**one, "ms": 1.0} if one["provider"] == "flex" and one["pattern"] != "same mask" else one for one in longer
     ]
     assert "FlexAttention" not in report.change_ratios(faster)
+    # steps in a row have a table of their own, beside nothing but each other
+    rows = [{**one, "direction": "steps", "ms": 1 + (one["ms"] - 1) / 4} for one in longer]
+    said = report.change_section([*longer, *rows])
+    assert said.index("A step that is waited for:") < said.index("A step of many in a row:")
+    assert "new mask: 10.00 ms for the change" in said and "new mask: 2.50 ms for the change" in said
+    assert "A step of many in a row:" not in report.change_section(longer)
+    points = findings.changes([*longer, *rows])
+    assert [point.split(" adds to ")[1].split(":")[0] for point in points] == [*measurements.TIMED.values()]
 
 
 def test_every_provider_has_a_name_and_a_colour() -> None:

@@ -56,10 +56,10 @@ def test_the_plan_is_that_of_the_host(
 def test_layouts_that_suit_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     frame, gpu = Frame(1, 1, 65536, 65536, (128, 128)), torch.device("cuda", 0)
     monkeypatch.setattr(watchers, "runs_triton", lambda _: True)
-    assert sent_blocks.suits(frame, 32768, 0, gpu) and sent_blocks.suits(frame, 16384, 0, gpu)
+    assert sent_blocks.suits(frame, 32768, 0, gpu) and sent_blocks.suits(frame, 2048, 0, gpu)
     # partial blocks; few; other devices and sizes; a grid that is large for what is stored
     assert not sent_blocks.suits(frame, 32768, 1, gpu)
-    assert not sent_blocks.suits(frame, 16383, 0, gpu)
+    assert not sent_blocks.suits(frame, 2047, 0, gpu)
     assert not sent_blocks.suits(frame, 32768, 0, torch.device("cpu"))
     assert not sent_blocks.suits(frame._replace(block_size=(64, 128)), 32768, 0, gpu)
     assert not sent_blocks.suits(frame._replace(q_len=1 << 20, kv_len=1 << 20), 32768, 0, gpu)
