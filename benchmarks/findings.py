@@ -87,12 +87,16 @@ def changes(lines: Sequence[Line]) -> list[str]:
     points = []
     for setting, found in sorted(measurements.settings(lines).items()):
         providers = measurements.measured(found)
-        costs = {way: measurements.change_costs(measurements.of_direction(found, way)) for way in measurements.TIMED}
         ours, others = ([one for one in providers if measurements.is_ours(one) == mine] for mine in (True, False))
         for direction, named in measurements.TIMED.items():
-            said = []
+            shown, said = measurements.of_direction(found, direction), []
+            costs, noise = measurements.change_costs(shown), measurements.change_noise(shown)
             for provider in [*ours[:1], *others]:
-                each = [f"{cost:.2f} ms ({way})" for (who, way, _), cost in costs[direction].items() if who == provider]
+                each = [
+                    f"{_seen(cost, noise[who, head_dim])} ({way})"
+                    for (who, way, head_dim), cost in costs.items()
+                    if who == provider
+                ]
                 if each:
                     said.append(f"with {measurements.label(provider)}, {', '.join(each)}")
             if said:
@@ -100,6 +104,11 @@ def changes(lines: Sequence[Line]) -> list[str]:
                     f"- A mask that changes at each step, {setting.n:,} tokens, adds to {named}: {'; '.join(said)}."
                 )
     return points
+
+
+def _seen(cost: float, noise: float) -> str:
+    """Milliseconds, as far as they can be told from those by which steps vary."""
+    return f"{cost:.2f} ms" if cost > noise else f"at most {max(noise, abs(cost)):.2f} ms"
 
 
 def small_blocks(lines: Sequence[Line]) -> str:

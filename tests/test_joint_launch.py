@@ -102,7 +102,14 @@ def test_programs_that_share_a_launch_share_its_options():
 
 @pytest.mark.parametrize(
     ("q_len", "causal", "has_layout", "expected"),
-    [(1024, False, True, True), (1025, False, True, False), (1025, True, False, True), (1025, True, True, False)],
+    [
+        (1024, False, True, True),
+        (1025, False, True, False),
+        (1025, True, True, False),
+        (1025, True, False, True),
+        (8448, True, False, True),
+        (8449, True, False, False),
+    ],
 )
 def test_blocks_are_halved_where_it_pays(q_len, causal, has_layout, expected, monkeypatch):
     monkeypatch.setattr(forward, "multiprocessors", lambda _: 132)
