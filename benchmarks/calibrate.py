@@ -138,9 +138,6 @@ def usable(lines: Sequence[Line]) -> dict[tuple[str, str, int, str], list[Line]]
         if key[1:] not in KERNELS:
             print(f"{key[1:]} is not in KERNELS of benchmarks/calibrate.py: its lines are not used")
             continue
-        # by the portable backward, or measured before it was: says nothing of hopper's
-        if key[1] == "hopper" and key[3] == "bwd" and not memory.uses_hopper_backward(measured(line).call):
-            continue
         found.setdefault(key, []).append(line)
     return found
 

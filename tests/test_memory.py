@@ -71,15 +71,14 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
 @pytest.mark.parametrize("dims", [(64, 64), (128, 100), (64, 60), (36, 20), (192, 192)])
 @pytest.mark.parametrize("backend", ["triton", "hopper", "hopper, deterministic"])
 # split: a layout of a few long rows, and columns
-@pytest.mark.parametrize("kind", ["plain", "layout", "few tiles", "one tile", "strided", "split"])
+@pytest.mark.parametrize("kind", ["plain", "layout", "few tiles", "strided", "split"])
 def test_what_launchers_allocate(
     launchers: dict[str, ModuleType], dims: tuple[int, int], backend: str, kind: str
 ) -> None:
     batch, heads, kv_heads, q_len, kv_len = {
         "split": (1, 2, 1, 9000, 9050),
-        # so many queries that dq has a launch of its own, or all is the portable backward's
+        # so many queries that dq has a launch of its own
         "few tiles": (32, 2, 1, 16384, 16384),
-        "one tile": (32, 2, 1, 16384, 16384),
     }.get(kind, (2, 4, 2, 200, 300))
     q = torch.empty(batch, heads, q_len, dims[0], dtype=torch.bfloat16)
     k = torch.empty(batch, kv_heads, kv_len, dims[0], dtype=torch.bfloat16)
@@ -88,8 +87,8 @@ def test_what_launchers_allocate(
         # an address that is no multiple of 16 bytes
         k = torch.zeros(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape)
     layout = None
-    if kind in ("few tiles", "one tile"):
-        layout = masks.block_diagonal(q_len, size=256 if kind == "few tiles" else 128)
+    if kind == "few tiles":
+        layout = masks.block_diagonal(q_len, size=256)
     if kind in ("layout", "split"):
         layout = masks.local((q_len, kv_len), window=50, block_size=64)
     if kind == "split":
@@ -115,7 +114,7 @@ def test_what_launchers_allocate(
     assert said.writes == sum(grad.nbytes for grad in grads)
     assert said.workspace == made.nbytes - said.writes
     lists = [] if call.plan is None else call.plan
-    is_apart = kind in ("few tiles", "one tile") and max(dims) <= 64
+    is_apart = kind == "few tiles" and max(dims) <= 64
     walked = lists[3:] if backend == "hopper" and memory.uses_hopper_backward(call) and not is_apart else lists
     assert said.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *walked))
 

@@ -7,7 +7,7 @@ import torch
 
 import masks
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.separate_dq import is_dq_separate, is_portable
+from blocksparse_flash.separate_dq import is_dq_separate
 
 CPU = torch.device("cpu")
 
@@ -50,31 +50,3 @@ def test_equal_bits_want_it_and_else_many_tiles_do_not(layout):
     assert ask(layout, 16, 8, deterministic=True)
     assert ask(layout, 16, 8, 128, deterministic=True)
     assert not ask(layout, 16, 8)
-
-
-@pytest.mark.parametrize(
-    ("n_tiles", "heads", "dim", "expected"),
-    [
-        (1, 16, 128, True),
-        (1, 16, 96, True),
-        (2, 16, 128, False),
-        (1, 15, 128, False),
-        (1, 16, 64, False),
-    ],
-)
-def test_hardly_a_tile_a_row_is_left_to_the_portable_backward(n_tiles, heads, dim, expected):
-    shape = (1, heads, 16384, dim)
-    assert is_portable(list(banded(n_tiles).plan(CPU)), shape, dim) == expected
-    assert not is_portable([], shape, dim)
-
-
-def test_hoppers_backward_leaves_it(monkeypatch):
-    """Whatever is asked for: the bits of the portable one repeat."""
-    from blocksparse_flash.kernels import backward, hopper_backward
-
-    monkeypatch.setattr(backward, "backward", lambda *given: ("portable", len(given)))
-    q = torch.empty(1, 16, 16384, 128, dtype=torch.bfloat16, device="meta")
-    plan = list(banded(1).plan(CPU))
-    for deterministic in (False, True):
-        given = (q, None, q, q, q, q, q[..., 0], plan, None, None, 1.0, False, 0.0)
-        assert hopper_backward.backward(*given, deterministic=deterministic) == ("portable", len(given))

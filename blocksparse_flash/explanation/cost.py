@@ -21,7 +21,6 @@ from .prediction import Calibration, Device, Kernel, Prediction, Rates
 
 # of the highest bandwidth that clock and bus of a memory allow, what a copy reaches (H200: 4.3 of 4.9 TB/s)
 COPY_SHARE = 0.875
-DIRECTIONS = ("fwd", "bwd")
 # of a GPU without measurements, to say how evenly work spreads: in tiles, no times
 GENERIC = Rates((Kernel("rows", 1, 1.0),), 1.0, 0.3, 1.0, 0.0)
 
@@ -137,14 +136,17 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     why = unmeasured(call)
     if why or device is None:
         return None, why
-    # the same call without its layout may have another backward
-    dense_call = dataclasses.replace(call, layout=None)
-    forward, backward = _calibrations(call, device, table)
-    dense_backward = _calibrations(dense_call, device, table)[1]
-    dims = [_padded_dim(call, direction) for direction in DIRECTIONS]
-    if forward is None or backward is None or dense_backward is None:
+    dim = max(call.head_dim, call.v_dim)
+    backends = {"fwd": call.backend, "bwd": "hopper" if memory.uses_hopper_backward(call) else "triton"}
+    padded = {direction: prediction.padded_dim(backend, dim) for direction, backend in backends.items()}
+    used = {
+        direction: prediction.find(table, device, backend, padded[direction], direction)
+        for direction, backend in backends.items()
+    }
+    forward, backward = used["fwd"], used["bwd"]
+    if forward is None or backward is None:
         return None, (
-            f'"{call.backend}" was not measured at a head dimension of {dims[0]} or wider on a GPU of compute '
+            f'"{call.backend}" was not measured at a head dimension of {padded["fwd"]} or wider on a GPU of compute '
             f"capability {device.capability[0]}.{device.capability[1]}"
         )
 
@@ -153,8 +155,11 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
             return None, f"this {device.name} was never measured, and does not tell the clock and bandwidth to scale by"
     mine = dense = _times(call, device, forward, backward)
     if call.layout is not None:
-        dense = _times(dense_call, device, forward, dense_backward)
-    said = [*prediction.caveats(forward, device, dims[0]), *prediction.caveats(backward, device, dims[1])]
+        dense = _times(dataclasses.replace(call, layout=None), device, forward, backward)
+    said = [
+        *prediction.caveats(forward, device, padded["fwd"]),
+        *prediction.caveats(backward, device, padded["bwd"]),
+    ]
     if call.batch * max(call.q_len, call.kv_len) < prediction.FEWEST_TOKENS:
         said.append(
             f"with fewer than {prediction.FEWEST_TOKENS:,} tokens the host decides, whose time is not looked at"
@@ -165,24 +170,6 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
         said.append(f"where the copy engine cannot read {' and '.join(call.unreadable)}, nothing was measured")
     basis = prediction.basis((forward, backward))
     return Prediction(*mine, *dense, basis=basis, caveats=tuple(dict.fromkeys(said))), ""
-
-
-def _backend(call: Call, direction: str) -> str:
-    """Whose kernels run a direction."""
-    return call.backend if direction == "fwd" or memory.uses_hopper_backward(call) else "triton"
-
-
-def _padded_dim(call: Call, direction: str) -> int:
-    """Columns that a program of a direction holds."""
-    return prediction.padded_dim(_backend(call, direction), max(call.head_dim, call.v_dim))
-
-
-def _calibrations(call: Call, device: Device, table: tuple[Calibration, ...]) -> list[Calibration | None]:
-    """Of forward and backward."""
-    return [
-        prediction.find(table, device, _backend(call, direction), _padded_dim(call, direction), direction)
-        for direction in DIRECTIONS
-    ]
 
 
 def programs(call: Call, n_multiprocessors: int) -> tuple[Sides, Sides]:
@@ -222,9 +209,12 @@ def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     spread = int(rows.max()), float(rows.mean()), int(cols.max()), float(cols.mean())
     if device is None or not call.has_kernels:
         return Balance(*spread, None, None, None)
+    dim = max(call.head_dim, call.v_dim)
     losses = []
-    walked_by, measured = programs(call, device.multiprocessors), _calibrations(call, device, table)
-    for found, side, walked in zip(measured, ("rows", "cols"), walked_by, strict=True):
+    walked_by = programs(call, device.multiprocessors)
+    for direction, side, walked in zip(("fwd", "bwd"), ("rows", "cols"), walked_by, strict=True):
+        backend = call.backend if direction == "fwd" or memory.uses_hopper_backward(call) else "triton"
+        found = prediction.find(table, device, backend, prediction.padded_dim(backend, dim), direction)
         generic = GENERIC._replace(kernels=(Kernel(side, 1, 1.0),))
         losses.append(prediction.loss(generic if found is None else found.rates, walked, device.multiprocessors))
     return Balance(*spread, device.multiprocessors, *losses)

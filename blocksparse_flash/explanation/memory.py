@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..separate_dq import is_dq_separate, is_portable
+from ..separate_dq import is_dq_separate
 from ..served_dq import Service, n_counts, service_of
 from ..splitting import Split, split_of
 from .call import Call
@@ -188,6 +188,5 @@ def has_separate_dq(call: Call) -> bool:
 
 
 def uses_hopper_backward(call: Call) -> bool:
-    """Other heads, and hardly a tile a row, have the portable backward."""
-    dim = max(call.head_dim, call.v_dim)
-    return call.backend == "hopper" and dim in OWN and not is_portable(call.plan or (), call.q.shape, dim)
+    """Other heads have the portable backward."""
+    return call.backend == "hopper" and max(call.head_dim, call.v_dim) in OWN

@@ -13,8 +13,7 @@ A column that would be waited for is split (splitting.py), of each query head's 
 go to a workspace, in float32, and a launch adds them up in order (parts.py). Where nothing is split, the kernel is compiled without.
 
 Where equal bits are asked for, and where few tiles make up each dq (separate_dq.py), the kernel leaves dq out and the portable one
-computes it: two products more. Beyond head_dim 128, for which there are not enough registers, and where there is hardly a tile a
-row, the portable backward runs.
+computes it: two products more. Beyond head_dim 128, for which there are not enough registers, the portable backward runs.
 
 Knows: a plan's tensors, descriptors, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
 """
@@ -40,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..seen import Kind
-from ..separate_dq import is_dq_separate, is_portable
+from ..separate_dq import is_dq_separate
 from ..served_dq import Service, n_counts, service_of
 from ..splitting import Split, split_of
 from . import backward as portable
@@ -639,7 +638,7 @@ def backward(
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
     dim, dim_v = q.shape[3], v.shape[3]
     widest = max(dim, dim_v)
-    if widest > MAX_HEAD_DIM or is_portable(plan, q.shape, widest):
+    if widest > MAX_HEAD_DIM:
         return portable.backward(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, scale, causal, dropout_p)
     # what autograd hands on may have strides of 0
     (q, k, v, dout), kind = readable(q, k, v, dout)
