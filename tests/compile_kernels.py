@@ -53,7 +53,7 @@ def launches(
     """(kernel, keyword arguments) of every launch of one forward and backward, or of one decoding step.
 
     parts  into which `hopper` splits two lines of each head
-    small  whether blocks of queries are halved, and dk, dv and dq share a launch
+    small  whether multiprocessors are idle: blocks of queries are halved, and dk, dv and dq share a launch
     """
     caught: list[tuple[JITFunction, dict[str, Any]]] = []
 
@@ -65,7 +65,7 @@ def launches(
         mock.patch.object(JITFunction, "run", catch),
         mock.patch.object(launch, "device_limits", lambda _: limits),
         mock.patch.object(forward, "multiprocessors", lambda _: 1 << 30 if small else 0),
-        mock.patch.object(backward, "joint_pays", lambda *_, **__: small),
+        mock.patch.object(backward, "multiprocessors", lambda _: 1 << 30 if small else 0),
         mock.patch.object(hopper_forward, "multiprocessors", lambda _: 132),
         mock.patch.object(hopper_backward, "multiprocessors", lambda _: 132),
         mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, parts)),
@@ -304,7 +304,7 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
             for head_dim, mode in itertools.product((64, 128), ("layout", "causal"))
         ]
         grid += [{"head_dim": head_dim, "length": 256, **small} for head_dim in (64, 128)]
-        grid += [{"head_dim": 64, "group": 4, "limited": True, **small}]
+        grid += [{"head_dim": head_dim, "group": 4, "limited": True, **small} for head_dim in (64, 128)]
     return grid
 
 

@@ -16,11 +16,16 @@ import torch
 
 from blocksparse_flash.kernels import backward, forward, launch
 
-# 16-bit types, no dropout and no options of the scores, and not wider than the tables
-CALLS = [call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128]
+# 16-bit types, no dropout and nothing that changes scores, which sinks do not, and not wider than the tables
+# (float16, as Triton's interpreter cuts bfloat16 off: the sum over all queries adds that up)
+SINKS = [
+    zoo.Call(head_dim=64, has_sinks=True, dtype=torch.float16),
+    zoo.Call(head_dim=128, has_sinks=True, causal=True, dtype=torch.float16, kv_heads=1),
+]
+CALLS = [*SINKS, *(call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128)]
 # half as many as CALLS at least, so that every call comes; a long row and grouped heads meet in "global"
 FEW = (
-    "full-ragged", "one-block", "global", "window-wide", "random-fine-blocks", "bitmask-heavy", "empty-cols", "tall",
+    "full-ragged", "one-block", "causal", "global", "window-wide", "random-fine-blocks", "bitmask-heavy", "empty-cols", "tall",
     "per-batch-and-head", "dense-113x203",
 )  # fmt: skip
 LAYOUTS = [layout for layout in (*cases.LAYOUTS, *zoo.DENSE) if torch.cuda.is_available() or zoo.name_of(layout) in FEW]
@@ -29,15 +34,15 @@ HOPPER = (9, 232448)
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Which kernels were launched since; and what makes all calls take, or none, what is tested."""
-    names: list[str] = []
+    """What was launched since, kernels and blocks of queries; and what makes all calls take, or none, what is tested."""
+    names: list[tuple[str, int | None]] = []
     made = launch.Launch.__call__
 
     def noted(self, *tensors):
-        names.append(self._kernel.fn.__name__)
+        names.append((self._kernel.fn.__name__, self._rest.get("BLOCK_Q")))
         made(self, *tensors)
 
-    def ask(*, small: bool, described: bool) -> list[str]:
+    def ask(*, small: bool, described: bool) -> list[tuple[str, int | None]]:
         monkeypatch.setattr(launch, "device_limits", lambda _: HOPPER)
         monkeypatch.setattr(launch, "WORTH_DESCRIBING", 0 if described else 1 << 60)
         monkeypatch.setattr(forward, "narrow_pays", lambda *_, **__: small)
@@ -56,13 +61,22 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=lambda index: zoo.name_of(LAYOUTS[index]))
 def test_is_as_accurate_as_the_reference(index, small, described, device, launched):
     call = CALLS[(2 * index + described) % len(CALLS)]
-    names = launched(small=small, described=described)
+    found = launched(small=small, described=described)
     zoo.assert_backend_is_accurate("triton", LAYOUTS[index], call, device)
-    found = [name for name in names if name in ("joint_kernel", "keys_kernel", "queries_kernel")]
-    assert found == (["joint_kernel"] if small else ["keys_kernel", "queries_kernel"])
+    assert found[0] == ("forward_kernel", 64 if small else 128)
+    walking = [name for name, _ in found if name in ("joint_kernel", "keys_kernel", "queries_kernel")]
+    assert walking == (["joint_kernel"] if small else ["keys_kernel", "queries_kernel"])
 
 
-def test_blocks_of_queries_are_halved(launched):
+@pytest.mark.parametrize("layout", ["causal", "dense-113x203"])
+def test_sinks_have_their_gradient(layout, device, launched):
+    (chosen,) = [each for each in [*cases.LAYOUTS, *zoo.DENSE] if zoo.name_of(each) == layout]
+    found = launched(small=True, described=False)
+    zoo.assert_backend_is_accurate("triton", chosen, SINKS[0], device)
+    assert "joint_kernel" in [name for name, _ in found]
+
+
+def test_blocks_of_queries_are_halved():
     limits = {"major": 9, "tma": True, "dropout": False, "shared_memory": HOPPER[1]}
     for dim in (64, 128):
         assert forward.config(dim, 2, **limits).block_q == 128

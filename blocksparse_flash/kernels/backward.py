@@ -3,10 +3,9 @@
 With p = exp(scale q k^T - lse), dp = dout v^T and delta = rowsum(dout * out) - dlse:
     ds = p * (dp - delta)      dv = p^T dout      dk = scale ds^T q      dq = scale ds k
 Three launches: the statistics of each query (lse, delta); dk and dv, one program a block of keys of a key head, walking
-the columns of the plan (for each query head of the group); dq, one program a block of queries, walking the rows. Where it
-pays (`joint_pays`) the latter two are one. No
-atomics, no workspace beyond the statistics (8 bytes a query and head), and the same bits every time. Rows without keys
-(lse -inf) give zeros. What the options of the scores do to them (score_tile.py) is done again, and its derivative goes
+the columns of the plan (for each query head of the group); dq, one program a block of queries, walking the rows. On Hopper the
+latter two are one where that pays (`joint_pays`): of plain calls at head_dim 128 always. No atomics, no workspace beyond
+the statistics (8 bytes a query and head), and the same bits every time. Rows without keys (lse -inf) give zeros. What the options of the scores do to them (score_tile.py) is done again, and its derivative goes
 into ds; the gradients of slopes and biases are summed by the launch of dq, a row and a piece of a tile at a time.
 
 Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
@@ -546,7 +545,7 @@ def joint_kernel(
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     KEYS_BLOCK_Q: tl.constexpr, KEYS_BLOCK_KV: tl.constexpr, QUERIES_BLOCK_Q: tl.constexpr, QUERIES_BLOCK_KV: tl.constexpr,
 ):
-    """dk, dv and dq of a call without dropout and options of the scores: see `keys_program` and `queries_program`."""
+    """dk, dv and dq of a call without dropout whose scores nothing changes: see `keys_program` and `queries_program`."""
     pid = tl.program_id(0)
     if pid < n_keys:
         # the walked queries carry the sign of the scale
@@ -662,23 +661,27 @@ def prepare(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Prepared:
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **asked)
     queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **asked)
 
+    common = {
+        "q_strides": q.strides[:3],
+        "k_strides": k.strides[:3],
+        "v_strides": v.strides[:3],
+        "dout_strides": dout.strides[:3],
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "n_padded": n_padded,
+        **fixed,
+    }
+
     def walking(
         kernel: Any, chosen: Config, items: Shape | None, heads: int, length: int, block: int, **added: Any
     ) -> Launch:
         n_lines, n_programs = lines_and_programs(items, length, block, batch * heads)
         rest = {
-            "q_strides": q.strides[:3],
-            "k_strides": k.strides[:3],
-            "v_strides": v.strides[:3],
-            "dout_strides": dout.strides[:3],
+            **common,
             "items_strides": walk_strides(items),
             "n_heads": heads,
             "n_axes": batch * heads,
             "n_lines": n_lines,
-            "q_len": q_len,
-            "kv_len": kv_len,
-            "n_padded": n_padded,
-            **fixed,
             **added,
             **chosen.arguments,
         }
@@ -696,18 +699,23 @@ def prepare(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Prepared:
         queries = walking(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
     memory = [contiguous(seen.dtype, *seen.shape) for seen in (q, k, v)]
     memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
-    joint = prepare_joint(kind, rows, cols, options) if keys is not None and queries is not None else None
+    joint = None
+    if keys is not None and queries is not None:
+        joint = prepare_joint(kind, (rows[0], cols[0]), common, options, tma=tma)
     return Prepared(statistics, keys, queries, joint, tuple(memory), shape)
 
 
-def prepare_joint(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Launch | None:
-    """The launch of joint_kernel, None where two launches are taken."""
-    q, k, v, dout = kind.tensors
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    tma = wants_descriptors(options.major, q, k, v, dout)
-    group = heads // kv_heads
-    fixed = constants(head_dim, v_dim, group, tma, options)
-    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
+def prepare_joint(
+    kind: Kind, walked: tuple[Shape | None, Shape | None], common: dict[str, Any], options: Options, *, tma: bool
+) -> Launch | None:
+    """The launch of joint_kernel, None where two launches are taken.
+
+    walked  the shapes of the records of rows and columns
+    common  the arguments that the kernels share
+    """
+    q, k, _, _ = kind.tensors
+    (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    dim, dim_v = common["DIM"], common["DIM_V"]
     chosen = config_joint(
         max(dim, dim_v),
         q.dtype.itemsize,
@@ -718,32 +726,20 @@ def prepare_joint(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Launc
     )
     if chosen is None:
         return None
-    of_keys, of_queries = chosen
-    (n_cols, n_keys), (n_rows, n_queries) = (
-        lines_and_programs(items, length, block, axes)
-        for items, length, block, axes in (
-            (cols[0], kv_len, of_keys.block_kv, batch * kv_heads),
-            (rows[0], q_len, of_queries.block_q, batch * heads),
-        )
-    )
-    if not joint_pays(n_keys + n_queries, max(dim, dim_v), tma, options, has_layout=cols[0] is not None):
+    (of_keys, of_queries), (rows, cols) = chosen, walked
+    n_cols, n_keys = lines_and_programs(cols, kv_len, of_keys.block_kv, batch * kv_heads)
+    n_rows, n_queries = lines_and_programs(rows, q_len, of_queries.block_q, batch * heads)
+    if not joint_pays(n_keys + n_queries, max(dim, dim_v), tma, options, has_layout=rows is not None):
         return None
     rest = {
-        "q_strides": q.strides[:3],
-        "k_strides": k.strides[:3],
-        "v_strides": v.strides[:3],
-        "dout_strides": dout.strides[:3],
-        "col_items_strides": walk_strides(cols[0]),
-        "row_items_strides": walk_strides(rows[0]),
+        **{name: value for name, value in common.items() if name in joint_kernel.arg_names},
+        "col_items_strides": walk_strides(cols),
+        "row_items_strides": walk_strides(rows),
         "n_heads": kv_heads,
         "n_axes": batch * kv_heads,
         "n_cols": n_cols,
         "n_rows": n_rows,
         "n_keys": n_keys,
-        "q_len": q_len,
-        "kv_len": kv_len,
-        "n_padded": -(-q_len // TILE_SIDE) * TILE_SIDE,
-        **{name: value for name, value in fixed.items() if name in joint_kernel.arg_names},
         "scale": options.scale,
         "KEYS_BLOCK_Q": of_keys.block_q,
         "KEYS_BLOCK_KV": of_keys.block_kv,
@@ -797,11 +793,11 @@ def backward(
 
     if ready.joint is not None:
         ready.joint(q, k, v, dout, statistics, *by_cols[:3], *by_rows, kv_lengths, dq, dk, dv)
-        return dq, dk, dv
-    if ready.keys is not None:
-        ready.keys(q, k, v, dout, statistics, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
-    if ready.queries is not None:
-        ready.queries(q, k, v, dout, statistics, *by_rows, kv_lengths, seed, slopes, rows, dq, sums, dslopes)
+    else:
+        if ready.keys is not None:
+            ready.keys(q, k, v, dout, statistics, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
+        if ready.queries is not None:
+            ready.queries(q, k, v, dout, statistics, *by_rows, kv_lengths, seed, slopes, rows, dq, sums, dslopes)
     if scores is None:
         return dq, dk, dv
     delta = statistics[:, :, : q.shape[2], 1]
