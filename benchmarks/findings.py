@@ -93,9 +93,7 @@ def changes(lines: Sequence[Line]) -> list[str]:
             costs, noise = measurements.change_costs(shown), measurements.change_noise(shown)
             for provider in [*ours[:1], *others]:
                 each = [
-                    f"{_seen(cost, noise[who, head_dim])} ({way})"
-                    for (who, way, head_dim), cost in costs.items()
-                    if who == provider
+                    f"{_seen(cost, noise[case])} ({case[1]})" for case, cost in costs.items() if case[0] == provider
                 ]
                 if each:
                     said.append(f"with {measurements.label(provider)}, {', '.join(each)}")
@@ -108,7 +106,7 @@ def changes(lines: Sequence[Line]) -> list[str]:
 
 def _seen(cost: float, noise: float) -> str:
     """Milliseconds, as far as they can be told from those by which steps vary."""
-    return f"{cost:.2f} ms" if cost > noise else f"at most {max(noise, abs(cost)):.2f} ms"
+    return f"{cost:.2f} ms" if cost > noise else f"less than the {noise:.2f} ms by which steps vary"
 
 
 def small_blocks(lines: Sequence[Line]) -> str:

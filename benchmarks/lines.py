@@ -151,12 +151,14 @@ def change_costs(lines: Sequence[Line]) -> dict[tuple[tuple[str, str], str, int]
     }
 
 
-def change_noise(lines: Iterable[Line]) -> dict[tuple[tuple[str, str], int], float]:
-    """(provider, head_dim) -> milliseconds by which steps with one mask vary, 20th to 80th percentile; lines of one
-    setting and direction.
+def change_noise(lines: Iterable[Line]) -> dict[tuple[tuple[str, str], str, int], float]:
+    """(provider, pattern, head_dim) -> milliseconds by which steps vary, with that changed mask or with one for all, 20th to 80th
+    percentile; lines of one setting and direction.
     """
+    spread = {(who(line), line["pattern"], line["head_dim"]): line["ms_p80"] - line["ms_p20"] for line in lines}
     return {
-        (who(line), line["head_dim"]): line["ms_p80"] - line["ms_p20"] for line in lines if line["pattern"] == SAME_MASK
+        (provider, way, dim): max(own, spread.get((provider, SAME_MASK, dim), 0.0))
+        for (provider, way, dim), own in spread.items()
     }
 
 

@@ -210,15 +210,15 @@ def change_ratios(lines: Sequence[Line]) -> str:
     """How many times what a change costs ours it costs the peers: a point for each way to make a new mask of ours."""
     costs, noise, points = measurements.change_costs(lines), measurements.change_noise(lines), []
     for (provider, way, head_dim), mine in costs.items():
-        if not measurements.is_ours(provider) or mine <= 0:
+        if not measurements.is_ours(provider):
             continue
         name = f"- {measurements.label(provider)}, head_dim {head_dim}, {way}: {mine:.2f} ms for the change"
         # within the noise of the clock there is no ratio
-        if mine <= noise[provider, head_dim]:
-            points.append(f"{name}, less than the {noise[provider, head_dim]:.2f} ms by which its steps vary.")
+        if mine <= noise[provider, way, head_dim]:
+            points.append(f"{name}, less than the {noise[provider, way, head_dim]:.2f} ms by which its steps vary.")
             continue
         others = [
-            f"{measurements.label(peer)}, {other}, takes {theirs:.2f} ms, {_beside(theirs, mine, noise[peer, dim])}"
+            f"{measurements.label(peer)}, {other}, takes {theirs:.2f} ms, {_beside(theirs, mine, noise[peer, other, dim])}"
             for (peer, other, dim), theirs in costs.items()
             if dim == head_dim and theirs > 0 and not measurements.is_ours(peer)
         ]

@@ -219,7 +219,7 @@ def _promise(deterministic: bool | None, backend: str) -> str:
     else:
         asked = str(deterministic)
     if backend == "hopper" and not _is_deterministic(deterministic):
-        return f"every run gives equal bits but those of dq, which is summed in any order (deterministic={asked})"
+        return f"every run gives equal bits but those of dq, which may be summed in any order (deterministic={asked})"
     return f"every run gives equal bits, forward and backward (deterministic={asked})"
 
 

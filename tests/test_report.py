@@ -289,9 +289,10 @@ def test_what_a_change_costs_is_told_for_each_length() -> None:
     said = report.sweeps_section([*SWEPT, *longer])
     assert "new mask: 1.00 ms for the change" in said and "new mask: 10.00 ms for the change" in said
     assert said.count("--sweep change`") == 2
-    # without the same mask beside it, or where the clock shows no difference, nothing is compared
+    # without the same mask beside it nothing is told, and where the clock shows no difference nothing is compared
     assert report.change_ratios([one for one in longer if one["pattern"] != "same mask"]) == ""
-    assert report.change_ratios([{**one, "ms": 1.0} for one in longer]) == ""
+    same = report.change_ratios([{**one, "ms": 1.0} for one in longer])
+    assert "new mask: 0.00 ms for the change, less than" in same and "FlexAttention" not in same
     faster = [
         {**one, "ms": 1.0} if one["provider"] == "flex" and one["pattern"] != "same mask" else one for one in longer
     ]
@@ -302,6 +303,12 @@ def test_what_a_change_costs_is_told_for_each_length() -> None:
     assert said.index("A step that is waited for:") < said.index("A step of many in a row:")
     assert "new mask: 10.00 ms for the change" in said and "new mask: 2.50 ms for the change" in said
     assert "A step of many in a row:" not in report.change_section(longer)
+    # a step that seems shorter with a new mask, by less than such steps vary
+    noisy = [
+        {**one, "ms": 0.9, "ms_p20": 0.8, "ms_p80": 1.0} if one["pattern"] == "new mask" else one for one in longer
+    ]
+    assert report.change_ratios(noisy).endswith("less than the 0.20 ms by which its steps vary.")
+    assert "less than the 0.20 ms by which steps vary (new mask)" in findings.changes(noisy)[0]
     points = findings.changes([*longer, *rows])
     assert [point.split(" adds to ")[1].split(":")[0] for point in points] == [*measurements.TIMED.values()]
 
