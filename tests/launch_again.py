@@ -181,7 +181,7 @@ def main() -> None:
             ).joint
         assert joint is not None
         pairs = torch.empty(2, 256, 2)
-        given = [(*call, call[0], pairs, *walks[:3], *walks, None, call[0], *call[1:]) for call in calls]
+        given = [(*call, call[0], pairs, *walks[:3], *walks, call[0], *call[1:]) for call in calls]
         check(recorder, joint, given[0], given)
         recorder.calls.clear()
 

@@ -41,6 +41,8 @@ KNOWN_SPILLS = {
     ("hopper_backward_kernel", 128, True, False): 572,
     ("hopper_backward_kernel", 128, False, True): 720,
     ("hopper_backward_kernel", 128, True, True): 792,
+    # of grouped heads
+    ("keys_kernel", 128, False, False): 16,
     # up to three words, stored once a program and loaded once a row
     ("hopper_forward_kernel", 128, True, False): 44,
     ("hopper_forward_kernel", 128, True, True): 32,

@@ -20,7 +20,7 @@ from blocksparse_flash.kernels import backward, forward, launch
 # (float16, as Triton's interpreter cuts bfloat16 off: the sum over all queries adds that up)
 SINKS = [
     zoo.Call(head_dim=64, has_sinks=True, dtype=torch.float16),
-    zoo.Call(head_dim=128, has_sinks=True, causal=True, dtype=torch.float16, kv_heads=1),
+    zoo.Call(head_dim=128, has_sinks=True, causal=True, dtype=torch.float16),
 ]
 CALLS = [*SINKS, *(call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128)]
 # half as many as CALLS at least, so that every call comes; a long row and grouped heads meet in "global"
@@ -65,7 +65,9 @@ def test_is_as_accurate_as_the_reference(index, small, described, device, launch
     zoo.assert_backend_is_accurate("triton", LAYOUTS[index], call, device)
     assert found[0] == ("forward_kernel", 64 if small else 128)
     walking = [name for name, _ in found if name in ("joint_kernel", "keys_kernel", "queries_kernel")]
-    assert walking == (["joint_kernel"] if small else ["keys_kernel", "queries_kernel"])
+    # grouped heads and lengths were not run so
+    is_joint = small and call.kv_heads > 1 and not call.has_kv_lengths
+    assert walking == (["joint_kernel"] if is_joint else ["keys_kernel", "queries_kernel"])
 
 
 @pytest.mark.parametrize("layout", ["causal", "dense-113x203"])
@@ -97,6 +99,7 @@ def test_blocks_of_queries_are_halved():
         (2, 64, {"major": 10}),
         (2, 64, {"dropout": True}),
         (2, 64, {"changed": True}),
+        (2, 64, {"group": 2}),
     ],
     ids=str,
 )

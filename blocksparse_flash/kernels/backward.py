@@ -154,9 +154,13 @@ def config_joint(
     tma: bool,
     dropout: bool,
     changed: bool = False,
+    group: int = 1,
 ) -> tuple[Config, Config] | None:
-    """The launch table where dk, dv and dq share a launch: of programs of keys, and of queries. None where that was not run."""
-    if major != 9 or element_size != 2 or dim > 128 or dropout or changed:
+    """The launch table where dk, dv and dq share a launch: of programs of keys, and of queries. None where that was not run.
+
+    Grouped heads spill at 128 (40 bytes; 664 with lengths), and lengths make ptxas serialise wgmma there.
+    """
+    if major != 9 or element_size != 2 or dim > 128 or group > 1 or dropout or changed:
         return None
     if tma:
         # both read the same blocks, by the same descriptors
@@ -533,36 +537,36 @@ def queries_kernel(
 def joint_kernel(
     # inputs
     q_ref, k_ref, v_ref, dout_ref, statistics_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr,
-    row_items_ptr, row_indices_ptr, row_ids_ptr, words_ptr, kv_lengths_ptr,
+    row_items_ptr, row_indices_ptr, row_ids_ptr, words_ptr,
     # outputs, contiguous
     dq_ptr, dk_ptr, dv_ptr,
     # strides in elements: (batch, head, row)
     q_strides, k_strides, v_strides, dout_strides, col_items_strides, row_items_strides,
-    # sizes: n_heads key heads, n_axes = batch * n_heads; the first n_keys programs have keys, the others queries
+    # sizes: n_axes = batch * heads; the first n_keys programs have keys, the others queries
     n_heads, n_axes, n_cols, n_rows, n_keys, q_len, kv_len, n_padded, scale_log2, scale,
     # compile time
-    SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    SIGN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     KEYS_BLOCK_Q: tl.constexpr, KEYS_BLOCK_KV: tl.constexpr, QUERIES_BLOCK_Q: tl.constexpr, QUERIES_BLOCK_KV: tl.constexpr,
 ):
-    """dk, dv and dq of a call without dropout whose scores nothing changes: see `keys_program` and `queries_program`."""
+    """dk, dv and dq of a call without grouped heads, lengths, dropout and what changes scores: see `keys_program`, `queries_program`."""
     pid = tl.program_id(0)
     if pid < n_keys:
         # the walked queries carry the sign of the scale
         keys_program(
             pid, q_ref, k_ref, v_ref, dout_ref, statistics_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr, words_ptr,
-            kv_lengths_ptr, None, None, None, dk_ptr, dv_ptr,
+            None, None, None, None, dk_ptr, dv_ptr,
             q_strides, k_strides, v_strides, dout_strides, col_items_strides, None,
             n_heads, n_axes, n_cols, q_len, kv_len, n_padded, scale_log2, scale * SIGN, 0, 1.0, None,
-            SIGN, GROUP, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, KEYS_BLOCK_Q, KEYS_BLOCK_KV,
+            SIGN, 1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, KEYS_BLOCK_Q, KEYS_BLOCK_KV,
         )
     else:
         queries_program(
             pid - n_keys, q_ref, k_ref, v_ref, dout_ref, statistics_ptr, row_items_ptr, row_indices_ptr, row_ids_ptr,
-            words_ptr, kv_lengths_ptr, None, None, None, dq_ptr, None, None,
+            words_ptr, None, None, None, None, dq_ptr, None, None,
             q_strides, k_strides, v_strides, dout_strides, row_items_strides, None, None,
-            n_heads * GROUP, n_axes * GROUP, n_rows, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
-            SIGN, GROUP, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, QUERIES_BLOCK_Q, QUERIES_BLOCK_KV,
+            n_heads, n_axes, n_rows, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
+            SIGN, 1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, QUERIES_BLOCK_Q, QUERIES_BLOCK_KV,
         )
 # fmt: on
 
@@ -599,7 +603,7 @@ def prepare_statistics(dout: Seen, n_padded: int, cleared: tuple[int, int] = (0,
 class Prepared(NamedTuple):
     """The launches, None for a gradient without elements, and the memory of dq, dk, dv and the statistics.
 
-    joint  does what keys and queries do, where that pays
+    joint  does what keys and queries do, without lengths, where that pays
     """
 
     statistics: Launch
@@ -708,7 +712,7 @@ def prepare(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Prepared:
 def prepare_joint(
     kind: Kind, walked: tuple[Shape | None, Shape | None], common: dict[str, Any], options: Options, *, tma: bool
 ) -> Launch | None:
-    """The launch of joint_kernel, None where two launches are taken.
+    """The launch of joint_kernel, for calls without lengths; None where two launches are taken.
 
     walked  the shapes of the records of rows and columns
     common  the arguments that the kernels share
@@ -723,11 +727,12 @@ def prepare_joint(
         tma=tma,
         dropout=options.dropout_p > 0,
         changed=options.changes_scores,
+        group=heads // kv_heads,
     )
     if chosen is None:
         return None
     (of_keys, of_queries), (rows, cols) = chosen, walked
-    n_cols, n_keys = lines_and_programs(cols, kv_len, of_keys.block_kv, batch * kv_heads)
+    n_cols, n_keys = lines_and_programs(cols, kv_len, of_keys.block_kv, batch * heads)
     n_rows, n_queries = lines_and_programs(rows, q_len, of_queries.block_q, batch * heads)
     if not joint_pays(n_keys + n_queries, max(dim, dim_v), tma, options, has_layout=rows is not None):
         return None
@@ -735,8 +740,8 @@ def prepare_joint(
         **{name: value for name, value in common.items() if name in joint_kernel.arg_names},
         "col_items_strides": walk_strides(cols),
         "row_items_strides": walk_strides(rows),
-        "n_heads": kv_heads,
-        "n_axes": batch * kv_heads,
+        "n_heads": heads,
+        "n_axes": batch * heads,
         "n_cols": n_cols,
         "n_rows": n_rows,
         "n_keys": n_keys,
@@ -791,8 +796,8 @@ def backward(
     if lse.numel() > 0:
         ready.statistics(out, dout, lse, dlse, statistics, None, None, None)
 
-    if ready.joint is not None:
-        ready.joint(q, k, v, dout, statistics, *by_cols[:3], *by_rows, kv_lengths, dq, dk, dv)
+    if ready.joint is not None and kv_lengths is None:
+        ready.joint(q, k, v, dout, statistics, *by_cols[:3], *by_rows, dq, dk, dv)
     else:
         if ready.keys is not None:
             ready.keys(q, k, v, dout, statistics, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
