@@ -29,7 +29,7 @@ TARGETS = [*((str(arch), version) for arch, version in WHOLE), *((f"{arch}-few",
 # those after have the calls of `hopper` that are tuned
 HOPPER_TARGETS = [*(("hopper", version) for version in (None, BEFORE)), *(("hopper-few", version) for version in AFTER)]
 
-# what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths, whether lines are split).
+# what falls short: bytes that kernels spill at (head_dim, whether there are lengths, whether lines are split).
 # Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
 KNOWN_SPILLS = {
     # under Triton 3.6, 3.7 and 3.8 at most 488, for the most part where warps clear and convert dq; under 3.9, where nothing was
