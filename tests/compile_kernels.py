@@ -305,7 +305,7 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
         ]
         grid += [{"head_dim": head_dim, "length": 256, **small} for head_dim in (64, 128)]
         # with grouped heads, as without descriptors, dk and dv have a launch of their own
-        grid += [{"head_dim": 128, "dtype": half, "group": 4}]
+        grid += [{"head_dim": 128, "dtype": half, "group": 4, "mode": mode} for mode in ("layout", "causal")]
     return grid
 
 

@@ -29,7 +29,7 @@ TARGETS = [*((str(arch), version) for arch, version in WHOLE), *((f"{arch}-few",
 # those after have the calls of `hopper` that are tuned
 HOPPER_TARGETS = [*(("hopper", version) for version in (None, BEFORE)), *(("hopper-few", version) for version in AFTER)]
 
-# what falls short: bytes that kernels spill at (head_dim, whether there are lengths, whether lines are split).
+# what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths, whether lines are split).
 # Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
 KNOWN_SPILLS = {
     # under Triton 3.6, 3.7 and 3.8 at most 488, for the most part where warps clear and convert dq; under 3.9, where nothing was
@@ -41,12 +41,12 @@ KNOWN_SPILLS = {
     ("hopper_backward_kernel", 128, True, False): 572,
     ("hopper_backward_kernel", 128, False, True): 720,
     ("hopper_backward_kernel", 128, True, True): 792,
-    # of grouped heads
-    ("keys_kernel", 128, False, False): 16,
     # up to three words, stored once a program and loaded once a row
     ("hopper_forward_kernel", 128, True, False): 44,
     ("hopper_forward_kernel", 128, True, True): 32,
 }
+# what dk and dv of grouped heads spill at head_dim 128 on sm90, the most under Triton 3.6 and 3.7
+GROUPED_SPILLS = 32
 
 Record = dict[str, Any]
 
@@ -87,6 +87,13 @@ def faults(record: Record) -> list[str]:
     said = []
     options = bool(call.get("limited")), call.get("parts", 1) > 1
     allowed = KNOWN_SPILLS.get((record["kernel"], call["head_dim"], *options), 0)
+    if (
+        record["kernel"] == "keys_kernel"
+        and call["head_dim"] == 128
+        and call.get("group", 1) > 1
+        and record["arch"] == 90
+    ):
+        allowed = GROUPED_SPILLS
     if record["spills"] > allowed and is_half and call["head_dim"] in (64, 128):
         said.append(f"spills {record['spills']} bytes")
     if record["shared"] > record["shared_limit"]:
@@ -175,6 +182,9 @@ GOOD = {
             {"serialised": ["C7510"], "kernel": "hopper_forward_kernel", "call": {**CALL, "limited": True}},
             "serialises",
         ),
+        ({"spills": 32, "kernel": "keys_kernel"}, "spills"),
+        ({"spills": 33, "kernel": "keys_kernel", "call": {**CALL, "group": 4}}, "spills"),
+        ({"spills": 32, "kernel": "keys_kernel", "call": {**CALL, "group": 4}, "arch": 80}, "spills"),
         ({"shared": 232449}, "shared memory"),
         ({"registers": 255, "warps": 16}, "registers"),
         ({"tensor_memory": 1024}, "tensor memory"),
@@ -239,6 +249,7 @@ def test_what_is_no_fault() -> None:
     parted = {**spilled, "call": {**GOOD["call"], "head_dim": 128, "parts": 3}}
     assert faults({**parted, "spills": 720}) == []
     assert len(faults({**parted, "spills": 721})) == 1
+    assert faults({**GOOD, "kernel": "keys_kernel", "spills": 32, "call": {**CALL, "group": 4}}) == []
     assert faults({**GOOD, "spills": 4, "call": {"head_dim": 256, "dtype": "bfloat16"}}) == []
     assert (
         faults({**GOOD, "spills": 4, "wgmma": 0, "call": {"head_dim": 64, "dtype": "float32"}, "wgmma_waits": 0}) == []

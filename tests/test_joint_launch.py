@@ -23,7 +23,7 @@ SINKS = [
     zoo.Call(head_dim=128, has_sinks=True, causal=True, dtype=torch.float16),
 ]
 CALLS = [*SINKS, *(call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128)]
-# half as many as CALLS at least, so that every call comes; a long row and grouped heads meet in "global"
+# half as many as CALLS at least, so that every call comes; "global" has a long row and a long column
 FEW = (
     "full-ragged", "one-block", "causal", "global", "window-wide", "random-fine-blocks", "bitmask-heavy", "empty-cols", "tall",
     "per-batch-and-head", "dense-113x203",
