@@ -80,6 +80,7 @@ def run_both(
     head_dim: int,
     dtype: torch.dtype,
     *,
+    v_dim: int | None = None,
     mode: str = "layout",
     length: int = 8192,
     q_len: int | None = None,
@@ -103,8 +104,9 @@ def run_both(
         run_selection(head_dim, dtype, length)
         return
     heads = 2 * group
-    q, dout = (torch.empty(2, heads, length if q_len is None else q_len, head_dim, dtype=dtype) for _ in range(2))
-    k, v = (torch.empty(2, 2, length, head_dim, dtype=dtype) for _ in range(2))
+    dims = (head_dim, head_dim if v_dim is None else v_dim)
+    q, dout = (torch.empty(2, heads, length if q_len is None else q_len, dim, dtype=dtype) for dim in dims)
+    k, v = (torch.empty(2, 2, length, dim, dtype=dtype) for dim in dims)
     items = torch.zeros(1, 1, 8 if q_len is None else 1, 8, dtype=torch.int32)
     # more tiles a row than those whose dq has a launch of its own
     indices = torch.zeros(33, dtype=torch.int32)
@@ -223,6 +225,25 @@ def lost_operands(sass: str) -> int:
     return n_lost
 
 
+def unwritten_registers(sass: str) -> int:
+    """Reads of uniform registers, which hold addresses, that no instruction above has written: ptxas lost one.
+
+    Descriptors of matrices are left out: of four registers a product of registers with shared memory reads the last two.
+    """
+    written: set[int] = set()
+    n_lost = 0
+    for name, operands in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?(\S+) *([^;]*);", sass):
+        registers = [int(each) for each in re.findall(r"\bUR(\d+)\b", operands)]
+        is_result = name.startswith(("U", "R2UR", "S2UR")) and not name.startswith("UTM") and operands.startswith("UR")
+        if "gdesc" not in operands:
+            n_lost += sum(each not in written for each in registers[is_result:])
+        if is_result:
+            # wide ones are pairs, or four
+            width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            written |= {registers[0] + i for i in range(width)}
+    return n_lost
+
+
 def disassembled(cubin: bytes) -> str:
     """What ptxas made of a kernel, by the tool that ships inside Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -243,7 +264,7 @@ def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, An
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    ptx = compiled.asm["ptx"]
+    ptx, sass = compiled.asm["ptx"], disassembled(compiled.asm["cubin"])
 
     def number(pattern: str) -> int:
         return int(re.findall(pattern, log.getvalue())[-1])
@@ -265,7 +286,8 @@ def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, An
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "wgmma_waits": len(re.findall(r"wgmma\.wait_group", ptx)),
         "early_arrivals": early_arrivals(ptx),
-        "lost_operands": lost_operands(disassembled(compiled.asm["cubin"])) if "wgmma" in ptx else 0,
+        "lost_operands": lost_operands(sass) if "wgmma" in ptx else 0,
+        "unwritten_registers": unwritten_registers(sass) if "wgmma" in ptx else 0,
         "async_copies": len(re.findall(r"cp\.async\.(?:ca|cg|bulk\.tensor)", ptx)),
         # what ptxas says when it gives up the overlap of wgmma with other instructions
         "serialised": sorted(set(re.findall(r"C75\d\d", log.getvalue()))),
@@ -304,6 +326,14 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
             for head_dim, mode in itertools.product((64, 128), ("layout", "causal"))
         ]
         grid += [{"head_dim": head_dim, "length": 256, **small} for head_dim in (64, 128)]
+        # values whose rows nothing copies
+        grid += [
+            {"head_dim": head_dim, "v_dim": v_dim, "length": 256, **option}
+            for head_dim, v_dim in ((100, 3), (64, 3), (128, 17))
+            for option in ({"dtype": half}, small)
+        ]
+        # and few queries, of heads that share their keys
+        grid += [{"head_dim": 100, "v_dim": 3, "dtype": half, "q_len": q_len, "group": 4} for q_len in (16, 64)]
         # with grouped heads, as without descriptors, dk and dv have a launch of their own
         grid += [{"head_dim": 128, "dtype": half, "group": 4, "mode": mode} for mode in ("layout", "causal")]
     return grid

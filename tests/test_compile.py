@@ -104,6 +104,8 @@ def faults(record: Record) -> list[str]:
         said.append(f"takes {record['tensor_memory']} columns of tensor memory, 512 are there")
     if record["early_arrivals"]:
         said.append(f"arrives {record['early_arrivals']} times at an mbarrier before its other warps have met")
+    if record["unwritten_registers"]:
+        said.append(f"reads {record['unwritten_registers']} uniform registers that nothing has written")
     if record["lost_operands"]:
         said.append(f"loses {record['lost_operands']} operands that a loop keeps in registers")
     if record["arch"] == 90 and is_half and record["products"]:
@@ -162,6 +164,7 @@ GOOD = {
     "tensor_memory": 0,
     "early_arrivals": 0,
     "lost_operands": 0,
+    "unwritten_registers": 0,
     "warps": 8,
     "wgmma": 44,
     "wgmma_waits": 4,
@@ -190,6 +193,7 @@ GOOD = {
         ({"tensor_memory": 1024}, "tensor memory"),
         ({"early_arrivals": 1}, "before its other warps"),
         ({"lost_operands": 8}, "keeps in registers"),
+        ({"unwritten_registers": 2}, "nothing has written"),
         ({"wgmma": 0, "wgmma_waits": 0}, "without wgmma"),
         ({"serialised": ["C7510"]}, "serialises"),
         ({"wgmma_waits": 23}, "waits"),
@@ -233,6 +237,24 @@ def test_what_a_loop_keeps_may_not_be_written_in_it(writes: str, expected: int) 
     ]
     sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
     assert compile_kernels.lost_operands(sass) == expected
+
+
+@pytest.mark.parametrize(
+    ("reads", "expected"),
+    [
+        ("UIADD3 UR18, UP0, UR18, 0x20, URZ", 1),
+        ("UIADD3 UR18, UP0, UR16, 0x20, URZ", 0),
+        ("STS.U16 [R68+UR17+0x8000], R35", 0),
+        ("STS.U16 [R68+UR18+0x8000], R35", 1),
+        # of which the last two are read
+        ("HGMMA.64x16x16.F32.BF16 R56, R28, gdesc[UR20].tnspB, R56", 0),
+    ],
+)
+def test_an_address_is_written_before_it_is_read(reads: str, expected: int) -> None:
+    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    code = ["ULDC.64 UR16, c[0x0][0x208]", "MOV R9, RZ", reads]
+    sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
+    assert compile_kernels.unwritten_registers(sass) == expected
 
 
 def test_what_is_no_fault() -> None:

@@ -28,7 +28,9 @@ FEW = (
     "full-ragged", "one-block", "causal", "global", "window-wide", "random-fine-blocks", "bitmask-heavy", "empty-cols", "tall",
     "per-batch-and-head", "dense-113x203",
 )  # fmt: skip
-LAYOUTS = [layout for layout in (*cases.LAYOUTS, *zoo.DENSE) if torch.cuda.is_available() or zoo.name_of(layout) in FEW]
+# few queries have kernels of their own
+DENSE = [lengths for lengths in zoo.DENSE if lengths[0] > 16]
+LAYOUTS = [layout for layout in (*cases.LAYOUTS, *DENSE) if torch.cuda.is_available() or zoo.name_of(layout) in FEW]
 HOPPER = (9, 232448)
 
 

@@ -31,6 +31,7 @@ from .launch import (
     Launch,
     Options,
     Walk,
+    columns_of_values,
     constants,
     multiprocessors,
     options_of,
@@ -313,7 +314,8 @@ def prepare(kind: Kind, walked: Walk, n_listed: int, options: Options) -> Prepar
     is_shared = items is None or items[1] == 1
     packed = heads // kv_heads if is_shared else 1
     fixed = constants(head_dim, v_dim, heads // kv_heads, False, options)
-    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
+    dim = fixed["DIM"]
+    fixed["DIM_V"] = dim_v = columns_of_values(dim, fixed["DIM_V"], q.dtype.itemsize, options.major)
     chosen = config(
         packed * q_len,
         max(dim, dim_v),

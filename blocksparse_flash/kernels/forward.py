@@ -27,6 +27,7 @@ from .launch import (
     Options,
     Walk,
     allocator,
+    columns_of_values,
     constants,
     contiguous,
     device_seed,
@@ -246,7 +247,8 @@ def prepare(kind: Kind, walked: Walk, options: Options) -> tuple[Memory, Memory,
     items, _ = walked
     tma = wants_descriptors(options.major, q, k, v)
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
-    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
+    dim = fixed["DIM"]
+    fixed["DIM_V"] = dim_v = columns_of_values(dim, fixed["DIM_V"], q.dtype.itemsize, options.major)
     chosen = config(
         max(dim, dim_v),
         q.dtype.itemsize,

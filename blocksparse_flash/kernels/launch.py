@@ -268,6 +268,15 @@ def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options
     }
 
 
+def columns_of_values(dim: int, dim_v: int, element_size: int, major: int) -> int:
+    """DIM_V of a kernel that multiplies p by values; more than it must be on sm90, in 16 bits.
+
+    Of narrower values whose rows neither the copy engine nor cp.async takes, the ptxas of Triton 3.6 and 3.7 loses the address in
+    shared memory: it reads a register that nothing wrote (head_dim 100 with 3, an H200: wrong numbers, others at each call).
+    """
+    return max(dim_v, min(dim, 64)) if major == 9 and element_size == 2 else dim_v
+
+
 def score_arguments(options: Options, direction: int) -> dict[str, Any]:
     """The arguments of a kernel that the options of the scores give, and one of `constants` that a cap changes."""
     arguments: dict[str, Any] = {"cap": None, "tables_strides": None, "PIECE_Q": 0, "PIECE_KV": 0}
