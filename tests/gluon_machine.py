@@ -37,14 +37,16 @@ CURRENT = threading.local()
 class Partition:
     """One partition of a program: a thread that runs when it is told to."""
 
-    def __init__(self, machine: Machine, name: str, call: Callable[[], None]) -> None:
-        self.machine, self.name, self._call = machine, name, call
+    def __init__(self, machine: Machine, name: str, warps: int, call: Callable[[], None]) -> None:
+        self.machine, self.name, self.warps, self._call = machine, name, warps, call
         self.go = threading.Semaphore(0)
         self.ready: Callable[[], bool] = lambda: True
         self.waits_for = "its start"
         self.is_done = False
         self.error: BaseException | None = None
         self.products: list[Any] = []
+        # copies that its threads wait for
+        self.fetches: list[Callable[[], None]] = []
         # read by the copy engine, and what it has still to write, in order
         self.stores: list[Shared] = []
         self.writes: list[Callable[[], None]] = []
@@ -59,8 +61,8 @@ class Partition:
         try:
             if self.machine.error is None:
                 self._call()
-                if self.products or self.stores:
-                    raise ProtocolError(f"{self.name} ends with products or stores under way")
+                if self.products or self.fetches or self.stores:
+                    raise ProtocolError(f"{self.name} ends with products, copies or stores under way")
         except Stop:
             pass
         except BaseException as error:  # noqa: BLE001 - handed to the scheduler
@@ -98,11 +100,11 @@ class Machine:
         self.named: dict[int, list[Partition]] = {}
         self.generation: dict[int, int] = {}
 
-    def begin(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
-        """The partitions, which run from now on."""
-        for i, (function, arguments) in enumerate(calls):
+    def begin(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int]) -> None:
+        """The partitions, of so many warps, which run from now on."""
+        for i, ((function, arguments), n_warps) in enumerate(zip(calls, warps, strict=True)):
             name = f"partition {i} ({function.__name__}) of program {self.program}"
-            self.partitions.append(Partition(self, name, lambda f=function, a=arguments: f(*a)))
+            self.partitions.append(Partition(self, name, n_warps, lambda f=function, a=arguments: f(*a)))
         for partition in self.partitions:
             partition.thread.start()
 

@@ -36,7 +36,8 @@ class Pointer:
     """A tensor's storage order and an offset, or a block of them."""
 
     def __init__(self, tensor: Tensor, offset: Any = 0) -> None:
-        # of padded rows all
+        # of what autograd saved the numbers; of padded rows all
+        tensor = tensor.detach()
         self.flat = (
             tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((len(tensor) * tensor.stride(0),), (1,))
         )
@@ -128,7 +129,9 @@ class Language:
     def _nothing(self, *arguments: Any, **named: Any) -> None:
         return None
 
-    NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = _nothing
+    DistributedLinearLayout = NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = (
+        SwizzledSharedLayout
+    ) = _nothing
     NVMMASharedLayout = types.SimpleNamespace(get_default_for=lambda *arguments: None)
 
     # values
@@ -143,7 +146,7 @@ class Language:
         return self.machine.n_programs
 
     def num_warps(self) -> int:
-        return 4
+        return CURRENT.partition.warps if hasattr(CURRENT, "partition") else 4
 
     def arange(self, start: int, end: int, layout: Any = None) -> Tensor:
         return torch.arange(start, end)
@@ -283,6 +286,32 @@ class Language:
     def add_async(self, descriptor: Descriptor, start: list[Any], source: Shared) -> None:
         self.store_async(descriptor, start, source, add=True)
 
+    def add_sum(self, pointer: Pointer, values: Tensor) -> None:
+        self._who.pause("an addition")
+        pointer = pointer + torch.arange(len(values))
+        pointer.flat[pointer.at()] += values
+
+    def copy_async(self, target: Shared, pointer: Pointer, mask: Any = None) -> None:
+        """What a warp sends for and waits for itself."""
+        who = self._who
+        who.pause("the issue of a copy")
+        target.begin_landing()
+
+        def land() -> None:
+            target.values[:] = self.load(pointer, mask, 0)
+            target.end_landing()
+
+        who.fetches.append(land)
+
+    def copy_wait(self) -> None:
+        self._who.pause("copies")
+        while self._who.fetches:
+            self._who.fetches.pop(0)()
+
+    def fence_engine(self) -> None:
+        # what the copy engine sees of global memory is not simulated
+        pass
+
     def store_wait(self, n_pending: int) -> None:
         who = self._who
         who.pause("stores")
@@ -333,7 +362,7 @@ class Language:
         return token.value
 
     def warp_specialize(self, calls: list[Any], warps: list[int], registers: list[int]) -> None:
-        self.begun.begin(calls)
+        self.begun.begin(calls, [4, *warps])
 
 
 # ---- kernels as Python ----
@@ -363,7 +392,17 @@ class Simulation:
         self.seed, self.changes, self.slow, self.resident = seed, changes, slow, resident
         self.language = Language()
         names = ["named_barrier", "fence_async_shared", "load_async", "store_async", "add_async"]
-        names += ["wait_for_writes", "wait_for_count", "count_in", "warpgroup_mma", "warpgroup_mma_wait"]
+        names += [
+            "add_sum",
+            "copy_async",
+            "copy_wait",
+            "fence_engine",
+            "wait_for_writes",
+            "wait_for_count",
+            "count_in",
+            "warpgroup_mma",
+            "warpgroup_mma_wait",
+        ]
         self.known: dict[str, Any] = {
             **{name: getattr(self.language, name) for name in names},
             **dict.fromkeys(("gl", "mbarrier", "tma"), self.language),
@@ -371,8 +410,8 @@ class Simulation:
             "rescale": lambda out, decay: out * decay,
             "load_words": lambda pointers, count: tuple(self.language.load(pointers + i) for i in range(count)),
             "keep_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
-            # where in a buffer values lie is not simulated
-            "store_spread": lambda tile, values: tile.store(values),
+            # where in a buffer, or in which thread, values lie is not simulated
+            "eights": lambda warps: None,
             "seen_as": lambda tile, shape, layout, dtype: tile.seen_as(shape, dtype),
             "hidden": lambda i: i,
             "bits_of": lambda dtype: 8 * dtype.itemsize,

@@ -211,19 +211,24 @@ def main() -> None:
             given = [(*call, *walks, None, queue, torch.empty_like(out), lse, parts) for call in calls]
             check(recorder, hopper.launch, given[0], given)
             recorder.calls.clear()
-        # the sum of dq twice, as what is added to and as what is read; few columns on fewer multiprocessors
-        with mock.patch.object(hopper_backward, "multiprocessors", lambda _: 2):
+        # few columns on fewer multiprocessors, beside which statistics are told too
+        with mock.patch.object(hopper_backward, "multiprocessors", lambda _: 1):
             lines, sums = torch.empty(2, 512), [torch.empty(shape) for _ in calls]
-            service = service_of(plan, shape, shape, WHOLE, 2)
+            service = service_of(plan, shape, shape, WHOLE, 1)
             assert service is not None
             served = hopper_backward.prepare.__wrapped__(
-                kind_of(*[out] * 4), launch.see_walk(walks), WHOLE, service, False, options
+                kind_of(*[out] * 4),
+                launch.see_walk(walks),
+                WHOLE,
+                service,
+                False,
+                options._replace(others=(launch.tell(out),)),
             )
         queue = served.workspaces[2]
-        assert queue is not None
+        assert queue is not None and served.is_told and not served.is_sent
         counts, dk, dq = torch.empty(queue.shape, dtype=queue.dtype), torch.empty_like(out), torch.empty_like(out)
         given = [
-            (*call, call[0], *lines, *walks, None, counts, dq_sum, dk, dk, None, dq_sum, dq)
+            (*call, dk, *lines, *walks, None, counts, None, dk, dk, None, dq_sum, dq, call[0], dk, lse, None, lines)
             for call, dq_sum in zip(calls, sums, strict=True)
         ]
         check(recorder, served.keys, given[0], given)

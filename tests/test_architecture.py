@@ -156,7 +156,9 @@ TABLE = {
         {TORCH, TRITON, f"{OURS}.seen", f"{OURS}.splitting"}
         | {f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "hopper", "hopper_rows", "hopper_softmax")},
     ),
-    "blocksparse_flash/kernels/hopper_dq.py": Arrows({TRITON, f"{OURS}.served_dq", f"{OURS}.kernels.hopper"}),
+    "blocksparse_flash/kernels/hopper_dq.py": Arrows(
+        {TRITON, f"{OURS}.served_dq", f"{OURS}.kernels.tile", f"{OURS}.kernels.hopper"}
+    ),
     "blocksparse_flash/kernels/hopper_cols.py": Arrows(
         {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper", "hopper_dq"))},
     ),

@@ -371,18 +371,20 @@ FAULTS = {
     b_dk = warpgroup_mma_wait(0, deps=(dk_token,))""",
     ),
     "dq overwritten while it leaves": Change(
-        BACKWARD, "        tma.store_wait(0)\n        dq_tile = dq_ring", "        dq_tile = dq_ring"
+        BACKWARD, "            tma.store_wait(0)\n            dq_tile = dq_ring", "            dq_tile = dq_ring"
     ),
     "dout counted without delta": Change(
         COLS, "dout_desc.block_type.nbytes + delta_desc.block_type.nbytes", "dout_desc.block_type.nbytes"
     ),
     "dk over ds that is read": Change(
         BACKWARD,
-        '    # the other warpgroup still reads ds, and its sum of dq is on its way\n    named_barrier("sync", 9)\n',
+        '    # the other warpgroup still reads ds, and its sum of dq may be on its way\n    named_barrier("sync", 9)\n',
         "\n\n",
     ),
     "dv over the last sum of dq": Change(
-        BACKWARD, "        # the last sum of dq has left, where dv will be\n        tma.store_wait(0)\n", "\n\n"
+        BACKWARD,
+        "            # the last sum of dq has left, where dv will be\n            tma.store_wait(0)\n",
+        "            pass\n\n",
     ),
     "ds over dk that leaves": Change(
         BACKWARD,
@@ -453,12 +455,12 @@ SET_FAULTS = {
 DQ_FAULTS = {
     "zeros not waited for": Change(DQ, "    if i_section >= n_cleared:\n", "    if False:\n"),
     "the zeros of the section before waited for": Change(
-        DQ, "counts_ptr + FRONT + i_section, chunks", "counts_ptr + FRONT + (i_section - 1), chunks"
+        DQ, "counts_ptr + FRONT + i_section, gl.cdiv", "counts_ptr + FRONT + (i_section - 1), gl.cdiv"
     ),
     "columns not waited for": Change(
-        DQ, "            wait_for_count(counts_ptr + FRONT + n_axes + i_section, n_lines, 500)\n", ""
+        DQ, "            wait_for_count(counts_ptr + FRONT + n_axes + i_round, n_work, 500)\n", ""
     ),
-    "a column too few waited for": Change(DQ, "i_section, n_lines, 500)", "i_section, n_lines - 1, 500)"),
+    "a column too few waited for": Change(DQ, "i_round, n_work, 500)", "i_round, n_work - 1, 500)"),
     "a column counted before its sums are in memory": Change(
         BACKWARD,
         "            # its sums of dq are in memory, all but what was sent last: dk or dv\n            wait_for_writes(1)\n",
@@ -468,7 +470,7 @@ DQ_FAULTS = {
         BACKWARD,
         """        named_barrier("sync", 9)
         if SERVED and WHO == 0:
-            # before the keys are waited for, which wait for zeros: these may be waiting for the column before
+            # before data are waited for, whose section may be waiting for the column before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
 """,
         """        if SERVED and WHO == 0:
@@ -480,7 +482,7 @@ DQ_FAULTS = {
     "a column counted when the next one has its keys": Change(
         BACKWARD,
         """        if SERVED and WHO == 0:
-            # before the keys are waited for, which wait for zeros: these may be waiting for the column before
+            # before data are waited for, whose section may be waiting for the column before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
         i_set = i_col % SETS
         mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
@@ -498,11 +500,9 @@ DQ_FAULTS = {
     "columns handed on before they are counted": Change(
         BACKWARD, "new_barriers(2, 3 if SERVED else 2)", "new_barriers(2, 2)"
     ),
-    "a chunk left out": Change(
-        DQ, "gl.minimum(n_eighths - i_first, CHUNK // 8)", "gl.minimum(n_eighths - i_first - 1, CHUNK // 8)"
-    ),
+    "a chunk left out": Change(DQ, "gl.minimum(first + PIECE, n_chunks)", "gl.minimum(first + PIECE - 1, n_chunks)"),
     "all sections ahead of the first": Change(
-        DQ, "i_turn // 2 + i_turn % 2 * n_ahead", "i_turn // 2 + i_turn % 2 * (n_ahead + 1)"
+        DQ, "n_cleared + i_item // n_pieces, n_ahead + i_round", "n_cleared + i_item // n_pieces, n_ahead + 1 + i_round"
     ),
     "the first column not from the queue": Change(
         COLS,
@@ -510,6 +510,14 @@ DQ_FAULTS = {
         "pid = gl.program_id(0)\n        n_before_queue = gl.num_programs(0)",
     ),
     "a column twice": Change(COLS, "        n_before_queue = 0\n", "        n_before_queue = -1\n"),
+    "statistics of another chunk": Change(
+        DQ, "tell(told, place, i_section * n_chunks + i_chunk,", "tell(told, place, i_section * n_chunks,"
+    ),
+    "statistics of what has not come": Change(DQ, "        copy_wait()\n        for i_piece", "        for i_piece"),
+    "sums converted before they come": Change(DQ, "                copy_wait()\n", ""),
+    "a column's data before its section is prepared": Change(
+        COLS, "            wait_for_section(service, i_axis)\n        i_batch", "            pass\n        i_batch"
+    ),
     "columns out of order": Change(
         COLS, "pid // n_lines, pid % n_lines\n        if", "n_axes - 1 - pid // n_lines, pid % n_lines\n        if"
     ),
@@ -527,12 +535,15 @@ def tight(monkeypatch):
         programs: int = 1,
         slow: str = "",
         resident: int = 0,
+        is_direct: bool = False,
     ) -> Simulation:
         simulation = Simulation(seed=seed, changes=changes, programs=programs, slow=slow, resident=resident)
         chosen = ForwardConfig(stages=2) if config is None else config
         monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: chosen)
         monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: chosen.warpgroups == 3)
-        monkeypatch.setattr(simulation.hopper_backward, "config", lambda *_: BackwardConfig(stages=2))
+        monkeypatch.setattr(
+            simulation.hopper_backward, "config", lambda *_: BackwardConfig(stages=2, is_direct=is_direct)
+        )
         return simulation
 
     return tight
@@ -583,6 +594,31 @@ CROWDS = [(1, 1), (2, 2), (3, 2)]
 def test_without_a_fault_of_dq_none_is_seen(check, tight, layout, call, crowd, slow):
     programs, resident = crowd
     check(tight(sum(crowd), programs=programs, resident=resident, slow=slow), layout, call)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_without_a_fault_sums_are_added_without_the_copy_engine(check, tight, seed):
+    check(tight(seed, is_direct=True), (300, 400), SMALL)
+    layout, call = SERVED[seed % 2]
+    programs, resident = CROWDS[seed % 3]
+    check(tight(seed, programs=programs, resident=resident, slow=SLOW[seed // 2], is_direct=True), layout, call)
+
+
+# seen where those that compute add to the sum of dq themselves
+DIRECT_FAULTS = {
+    "columns not waited for": DQ_FAULTS["columns not waited for"],
+    "dv over dk": Change(BACKWARD, "place_of(ds_ring, dv_desc, bytes_of(", "place_of(ds_ring, dv_desc, 0 * bytes_of("),
+    "all of dq to one half": Change(BACKWARD, "i_line * DIM + WHO * HALF * DQ_DIM", "i_line * DIM"),
+}
+
+
+@pytest.mark.parametrize("fault", DIRECT_FAULTS)
+def test_a_seeded_fault_without_the_copy_engine_is_seen(check, tight, fault):
+    change = DIRECT_FAULTS[fault]
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, SERVED):
+            simulation = tight(seed, change, programs=programs, resident=resident, slow=slow, is_direct=True)
+            check(simulation, layout, call)
 
 
 @pytest.mark.parametrize("fault", DQ_FAULTS)

@@ -120,7 +120,7 @@ def test_what_launchers_allocate(
 
 
 # heads (query, key) and layout. 16 heads: served; two query heads a key head: sections of twice as many rows; one: no later column to
-# do it beside; bigbird: long columns; few tiles a row: no sum at all
+# do it beside; bigbird: long columns, beside which nothing is prepared; few tiles a row: no sum at all
 SUMS = {
     "served": (16, 16, masks.butterfly(4096)),
     "dense": (16, 16, None),
@@ -135,16 +135,17 @@ SUMS = {
 def test_what_is_served_is_what_the_launcher_leaves_out_around(
     launchers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Zeros and conversion of the sum of dq beside the columns, by what the launches before and behind are told to do."""
+    """Statistics, and zeros and conversion of the sum of dq, beside the columns, by what the launches before and behind are told to do."""
     heads, kv_heads, layout = SUMS[kind]
     q = torch.empty(1, heads, 4096, 64, dtype=torch.bfloat16)
     k = torch.empty(1, kv_heads, 4096, 64, dtype=torch.bfloat16)
     call = Call(q, k, k, layout, False, False, 0.0, False, q.dtype, "hopper")
     plan = [] if call.plan is None else list(call.plan)
     told: dict[str, Any] = {}
+    grids: dict[str, tuple[int, ...]] = {}
 
     def record(self: Any, *tensors: Any) -> None:
-        told[self._kernel.fn.__name__] = self._rest
+        told[self._kernel.fn.__name__], grids[self._kernel.fn.__name__] = self._rest, self._grid
 
     monkeypatch.setattr("blocksparse_flash.kernels.launch.Launch.__call__", record)
     lse = torch.empty(q.shape[:3])
@@ -156,10 +157,13 @@ def test_what_is_served_is_what_the_launcher_leaves_out_around(
         return
     # float32, read again and written in two bytes
     cleared = told["statistics_kernel"]["n_cleared"] * 4096 * 64 * 4
-    converted = (told["scale_kernel"]["n_values"] - told["scale_kernel"]["first"]) * (4 + 2)
-    assert said.passes == statistics + cleared + converted
-    assert said.served + cleared + converted == q.numel() * (4 + 4 + 2)
-    assert (said.served > 0) == (kind in ("served", "dense", "groups"))
+    before = statistics // heads * grids["statistics_kernel"][1]
+    # steps of 512 values
+    converted = (q.numel() - told["scale_kernel"]["first"] * 512) * (4 + 2)
+    assert said.passes == before + cleared + converted
+    assert said.served + said.passes == statistics + q.numel() * (4 + 4 + 2)
+    assert (said.served > 0) == (kind != "one head")
+    assert (before < statistics) == (kind in ("served", "dense", "groups"))
 
 
 def test_what_was_allocated_on_a_gpu() -> None:

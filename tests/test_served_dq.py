@@ -43,7 +43,7 @@ def test_sections(heads, length, expected):
 
 
 def test_neither_parts_nor_long_columns():
-    assert ask(16, 16384, split=Split(1, 2)) is None
+    assert ask(16, 16384, split=Split(128, 2)) is None
     assert ask(16, 16384, plan=masks.butterfly(16384, block_size=128).plan(CPU)) is not None
     assert ask(16, 16384, plan=masks.bigbird(16384, block_size=128, seed=0).plan(CPU)) is None
 
@@ -148,12 +148,18 @@ def test_nothing_waits_in_a_circle(n_axes, n_lines, n_programs):
         assert sorted(run.converted) == list(range(service.n_converted))
 
 
-def test_the_launch_of_the_statistics_has_a_program_for_each_count():
-    """Short sequences of one query head a key head have the fewest; one count more than programs is refused."""
+def test_the_launch_of_the_statistics_clears_each_count():
+    """Short sequences of one query head a key head have the fewest programs; one count more than they clear is refused."""
     backward = pytest.importorskip("blocksparse_flash.kernels.backward", reason="needs Triton")
     launch = pytest.importorskip("blocksparse_flash.kernels.launch", reason="needs Triton")
     for batch, heads, q_len in itertools.product((1, 2), (1, 2, 5), (1, 128, 129)):
         dout, n_padded = launch.see(torch.empty(batch, heads, q_len, 8, device="meta")), -(-q_len // 128) * 128
         backward.prepare_statistics(dout, n_padded, n_counts=n_counts(batch * heads))
         with pytest.raises(AssertionError):
-            backward.prepare_statistics(dout, n_padded, n_counts=n_padded // 32 * batch * heads + 1)
+            backward.prepare_statistics(dout, n_padded, n_counts=n_padded * batch * heads + 1)
+    # few heads, of few sections that are prepared before
+    for n_axes, n_lines in itertools.product((2, 40, 1000, 100000), (1, 8, 128)):
+        shape = (1, n_axes, 128 * n_lines, 64)
+        service = service_of((), shape, shape, WHOLE, 132)
+        if service is not None:
+            assert n_counts(n_axes) <= 128 * n_lines * service.n_cleared or n_axes > 5000

@@ -160,7 +160,9 @@ def backward(call: Call, n_multiprocessors: int | None = None) -> Moved:
         workspace, passes = 2 * statistics, passes + statistics
     else:
         rows = call.batch * call.heads * call.q_len
-        dq_sum, dq = FLOAT * rows * _padded(call.head_dim), call.dtype.itemsize * rows * _padded(call.head_dim)
+        # of whole tiles
+        dq_sum = statistics // 2 * padded_dim("hopper", call.head_dim)
+        dq = call.dtype.itemsize * rows * _padded(call.head_dim)
         workspace = statistics + dq_sum
         if call.head_dim % 8:
             workspace += dq
@@ -168,7 +170,8 @@ def backward(call: Call, n_multiprocessors: int | None = None) -> Moved:
         walk = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
         chosen, n_axes = service(call, n_multiprocessors), call.batch * call.kv_heads
         if chosen is not None:
-            served = (n_axes - chosen.n_cleared) * (dq_sum // n_axes) + chosen.n_converted * ((dq_sum + dq) // n_axes)
+            prepared = dq_sum + (0 if call.v_dim % 8 else passes)
+            served = (n_axes - chosen.n_cleared) * (prepared // n_axes) + chosen.n_converted * ((dq_sum + dq) // n_axes)
         passes += 2 * dq_sum + dq - served
     parts = _parts(call, 3, n_multiprocessors)
     workspace, walk, passes = workspace + parts, walk + parts, passes + parts

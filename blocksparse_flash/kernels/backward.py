@@ -188,11 +188,11 @@ def joint_pays(n_programs: int, dim: int, tma: bool, options: Options, *, has_la
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded", "n_cleared", "n_counts"])
+@triton.jit(do_not_specialize=["n_heads", "n_axes", "q_len", "n_padded", "n_cleared", "n_counts"])
 def statistics_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, queue_ptr, dout_strides, n_heads, q_len, n_padded,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, queue_ptr, dout_strides, n_heads, n_axes, q_len, n_padded,
     n_cleared, n_counts,
-    V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, DIM_CLEARED: tl.constexpr, ROWS: tl.constexpr,
+    V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
     """What every step of the backward wants of a query, n_padded a head so that no step bounds-checks them.
 
@@ -200,19 +200,18 @@ def statistics_kernel(
     delta  rowsum(dout * out) - dlse; 0 past q_len
 
     Written as pairs, and as lines (every lse, then every delta), to those that are given. And zeros to the CLEARED numbers
-    of each query of the first n_cleared heads at cleared_ptr, which the next launch adds to, and to the n_counts numbers at
-    queue_ptr, no more than there are programs, with which it counts.
+    of each query, those past q_len included, of the first n_cleared heads at cleared_ptr, which the next launch adds to, and to the n_counts numbers at
+    queue_ptr, no more than ROWS a program, with which it counts. The launch may have fewer heads than the n_axes that lines are of.
     """
     i_axis = tl.program_id(1)
     if queue_ptr is not None:
-        i_count = i_axis * tl.num_programs(0) + tl.program_id(0)
-        tl.store(queue_ptr + i_count, 0, mask=i_count < n_counts)
+        i_count = (i_axis * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+        tl.store(queue_ptr + i_count, tl.zeros([ROWS], tl.int32), mask=i_count < n_counts)
     o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if cleared_ptr is not None:
-        o_cleared = tl.arange(0, DIM_CLEARED)
-        p_cleared = cleared_ptr + (i_axis.to(tl.int64) * q_len + o_q.to(tl.int64)[:, None]) * CLEARED + o_cleared[None, :]
-        m_cleared = ((o_q < q_len) & (i_axis < n_cleared))[:, None] & (o_cleared < CLEARED)[None, :]
-        tl.store(p_cleared, tl.zeros([ROWS, DIM_CLEARED], tl.float32), mask=m_cleared)
+        o_cleared = tl.arange(0, CLEARED)
+        p_cleared = cleared_ptr + (i_axis.to(tl.int64) * n_padded + o_q.to(tl.int64)[:, None]) * CLEARED + o_cleared[None, :]
+        tl.store(p_cleared, tl.zeros([ROWS, CLEARED], tl.float32), mask=i_axis < n_cleared)
     o_dim = tl.arange(0, DIM_V)
     m_q = o_q < q_len
     m_tile = m_q[:, None] & (o_dim < V_DIM)[None, :]
@@ -236,7 +235,7 @@ def statistics_kernel(
         tl.store(pairs_ptr + o_pair, tl.join(b_lse, b_delta), mask=m_padded[:, None])
     if lines_ptr is not None:
         tl.store(lines_ptr + o_line, b_lse, mask=m_padded)
-        o_line += tl.num_programs(1).to(tl.int64) * n_padded
+        o_line += n_axes.to(tl.int64) * n_padded
         tl.store(lines_ptr + o_line, b_delta, mask=m_padded)
 
 
@@ -571,21 +570,26 @@ def joint_kernel(
 # fmt: on
 
 
-def prepare_statistics(dout: Seen, n_padded: int, cleared: tuple[int, int] = (0, 0), n_counts: int = 0) -> Launch:
+def prepare_statistics(
+    dout: Seen, n_padded: int, cleared: tuple[int, int] = (0, 0), n_counts: int = 0, n_told: int | None = None
+) -> Launch:
     """The launch of statistics_kernel on a gradient of such a kind, and on numbers to be cleared.
 
     cleared   numbers of each query, and heads, those of all batch entries
     n_counts  numbers more
+    n_told    heads, of all batch entries, whose statistics are wanted; None: all
     """
     batch, heads, q_len, v_dim = dout.shape
-    # a program clears one; the rest would be counted from what was there
-    assert n_counts <= n_padded // STATISTICS_ROWS * batch * heads, (n_counts, dout.shape)
+    n_told = batch * heads if n_told is None else n_told
+    # the rest would be counted from what was there
+    assert n_counts <= n_padded * n_told, (n_counts, dout.shape)
     return Launch(
         statistics_kernel,
-        (n_padded // STATISTICS_ROWS, batch * heads),
+        (n_padded // STATISTICS_ROWS, n_told),
         {
             "dout_strides": dout.strides[:3],
             "n_heads": heads,
+            "n_axes": batch * heads,
             "q_len": q_len,
             "n_padded": n_padded,
             "n_cleared": cleared[1],
@@ -593,7 +597,6 @@ def prepare_statistics(dout: Seen, n_padded: int, cleared: tuple[int, int] = (0,
             "V_DIM": v_dim,
             "DIM_V": padded_dim(v_dim),
             "CLEARED": cleared[0],
-            "DIM_CLEARED": padded_dim(cleared[0]),
             "ROWS": STATISTICS_ROWS,
             "num_warps": 4,
         },

@@ -14,7 +14,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..seen import Kind, Seen, kind_of
@@ -24,6 +24,7 @@ from .tile import TILE
 # Triton 3.8 renamed the copies
 load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+load_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 # rows of a tile that one warpgroup computes
 HALF = gl.constexpr(64)
@@ -116,6 +117,28 @@ def new_barriers(LENGTH: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def copy_async(tile, pointers, mask=None):
+    """A warp sends for what is at pointers, past L1, 16 bytes a thread at a time; 0 where it is masked."""
+    load_rows(tile, pointers, mask=mask, cache_modifier=".cg")
+
+
+@gluon.jit
+def copy_wait():
+    """Until all has come."""
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def fence_engine():
+    """Between what a warp has seen that others wrote, and what it lets the copy engine read."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def wait_for_writes(PENDING: gl.constexpr):
     """Until what a warpgroup has sent by the copy engine is in memory, but the last PENDING stores or additions.
 
@@ -159,7 +182,7 @@ def _count_assembly(nap):
 def count_in(p_count):
     """A warp counts in global memory, behind what it has written, or has waited for at a barrier."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    # the copy engine adds to what was written: a fence between what it does and what others do; released, without emptying L1
+    # the copy engine reads what was written: a fence between what it does and what others do; released, without emptying L1
     gl.inline_asm_elementwise(
         "{ .reg .pred p; fence.proxy.async; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
         " @p red.release.gpu.global.add.s32 [$2], 1; mov.b32 $0, $1; }",
@@ -276,34 +299,20 @@ def clear_tail(tile, kv_start, limit, WHO: gl.constexpr):
         named_barrier("sync", 12)
 
 
-@gluon.constexpr_function
-def spread(rows, columns):
-    """Float32 swizzled by 128 bytes, as get_default_for has it, the halves of 32 columns exchanged in odd rows."""
-    of_columns = [[0, 1 << i] for i in range(5)]
-    # a row begins 128 bytes behind the one before, its 16-byte chunks permuted by the row's last three bits
-    of_rows = [[1, 4 ^ 16], [2, 8], [4, 16]] + [[1 << i, 0] for i in range(3, rows.bit_length() - 1)]
-    return gl.SharedLinearLayout(
-        of_columns + of_rows + [[0, 1 << i] for i in range(5, columns.bit_length() - 1)], alignment=1024
-    )
+@gluon.jit
+def in_order(b_sum):
+    """An accumulator [64, columns], columns a multiple of 32, as the values of its 16 x 32 parts, four of a thread after the other."""
+    COLS: gl.constexpr = b_sum.shape[1]
+    # warp, half of its 16 rows, row, 32 columns, 8 columns, a thread's pair
+    b_sum = b_sum.reshape([4, 2, 8, COLS // 32, 4, 4, 2])
+    return b_sum.permute((3, 0, 4, 2, 5, 1, 6)).reshape([HALF * COLS])
 
 
 @gluon.jit
-def store_spread(tile, b_sum):
-    """Store an accumulator [rows, columns], float32, columns a multiple of 32, without bank conflicts.
-
-    A store of pairs meets two rows in the same banks (Gluon's bank_conflicts counts 1). So odd rows store their other 16 columns
-    first: each thread exchanges registers, and the buffer is seen with the same columns exchanged, which undoes it.
-    """
-    ROWS: gl.constexpr = b_sum.shape[0]
-    COLS: gl.constexpr = b_sum.shape[1]
-    b_low, b_high = gl.split(b_sum.reshape([ROWS, COLS // 32, 2, 16]).permute((0, 1, 3, 2)))
-    layout: gl.constexpr = b_low.type.layout
-    o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    m_odd = gl.expand_dims(gl.expand_dims(o_row & 1, 1), 2) != 0
-    b_pair = gl.join(gl.where(m_odd, b_high, b_low), gl.where(m_odd, b_low, b_high))
-    seen_as(tile, [ROWS, COLS], spread(ROWS, COLS), tile.dtype).store(
-        b_pair.permute((0, 1, 3, 2)).reshape([ROWS, COLS])
-    )
+def add_sum(ptr, b_sum):
+    """Add values to as many in memory, of which each thread has four in a row."""
+    o_value = gl.arange(0, b_sum.shape[0], layout=b_sum.type.layout)
+    gl.atomic_add(ptr + o_value, b_sum, sem="relaxed")
 
 
 @gluon.jit

@@ -5,9 +5,10 @@ With p = exp(scale q k^T - lse), dp = dout v^T and delta = rowsum(dout * out) - 
 Each score is computed once: five products a tile. One program a multiprocessor takes columns of the plan from a queue, 128 keys
 of a key head each, and walks them (for each query head of the group). A warp moves k and v, then q, dout, lse and delta of each
 step, through rings (hopper_cols.py). Two warpgroups compute, 64 keys each: scores and dp transposed, dk and dv in registers; ds
-goes through shared memory, since dq sums over the keys of both. The copy engine adds dq to a float32 buffer in global memory, in no
-fixed order: the last bits of dq change from run to run. The launch before clears this sum and a last one scales and converts it, but
-for what warps beside do while columns are computed (served_dq.py says how much, hopper_dq.py how).
+goes through shared memory, since dq sums over the keys of both. dq is added to a float32 buffer in global memory, at head_dim 64 by
+those that compute, else by the copy engine, in no fixed order: the last bits of dq change from run to run. The launch before clears
+this sum and tells lse and delta, and a last one scales and converts it, but for what warps beside do while columns are computed
+(served_dq.py says how much, hopper_dq.py how).
 
 A column that would be waited for is split (splitting.py), of each query head's steps as many to each program: dk and dv of a part
 go to a workspace, in float32, and a launch adds them up in order (parts.py). Where nothing is split, the kernel is compiled without.
@@ -26,8 +27,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -48,8 +47,10 @@ from .hopper import (
     Describer,
     accumulator,
     add_async,
+    add_sum,
     bit_rows,
     clear_tail,
+    in_order,
     keep_part,
     key_limit,
     named_barrier,
@@ -58,7 +59,6 @@ from .hopper import (
     readable,
     seen_as,
     store_async,
-    store_spread,
     wait_for_writes,
     writable,
 )
@@ -77,7 +77,7 @@ from .hopper_cols import (
     report,
     take_col,
 )
-from .hopper_dq import serve
+from .hopper_dq import CHUNK, FETCHED, STEP, scale_kernel, serve
 from .launch import (
     LOG2_E,
     Launch,
@@ -97,14 +97,15 @@ from .parts import sum_cols
 from .tile import TILE
 
 MAX_HEAD_DIM = 128
-# values of a program of scale_kernel
-SCALE_BLOCK = 2048
+# of the sum of dq, numbers of a line, by which the copy engine adds
+LINE = gl.constexpr(32)
 
 
 @dataclass(frozen=True)
 class Config:
     """One launch configuration: queries of a step, steps in flight, registers of a computing thread and of the mover.
 
+    is_direct  whether those that compute add to the sum of dq, without the copy engine
     sets  of keys and values in shared memory: with two, those of the next column come during this one
     """
 
@@ -112,7 +113,8 @@ class Config:
     stages: int = 2
     sets: int = 1
     registers: int = 240
-    mover_registers: int = 24
+    mover_registers: int = 32
+    is_direct: bool = False
 
 
 @functools.cache
@@ -133,18 +135,28 @@ def config(dim: int) -> Config:
 
     What binds (Nsight Compute, single launches at 1.7 to 1.8 GHz, of the cycles): shared memory 75 %, tensor cores 70 % at 128 dense,
     68 and 62 % at butterfly; 67 and 58 % at 64 dense, 60 and 51 % at butterfly; warps wait most at the barrier where they meet for
-    ds. Over and over, as benchmarks.attention calls it, power limits the clock: 128 dense has 589, 594 before, 64 dense 510 for 456.
-    Around the kernel: lse and delta 44 microseconds, the conversion of the last head 4, of 680 in all at 128 butterfly. With the zeros of
-    dq before and its conversion behind they were 110 of 705: beside the columns (hopper_dq.py) the whole backward takes, microseconds, 128
-    butterfly 681, local 732 for 759, random 1274 for 1294; 64 butterfly 756 for 817, local 801 for 867, random 1418 for 1499, causal 5096
-    for 5490; dense of either dim and 128 causal 1 % more. That was with fences; with releases and acquires in their place 128 butterfly
-    takes 3 % less, local and causal 1, 64 butterfly 2 % more, the rest as much.
+    ds. (Before sums of dq stood in the order of the threads.) Over and over, as benchmarks.attention calls it, power limits the clock.
+
+    Sums in the order in which threads hold them (hopper.in_order), added from registers ("direct") or by the copy engine, and lse and
+    delta told beside the columns; microseconds of a whole backward, single launches, L2 emptied:
+                                                     local butterfly random bigbird
+        128  before, rows of the sum in their order    720    664     1257    830
+        128  copy engine                               715    659     1249    820
+        128  copy engine, statistics beside            711    651     1236
+        128  direct, statistics beside                 783    742     1254
+        64   before                                    809    754     1426    957
+        64   direct                                    803    747     1417    894
+        64   direct, statistics beside                 791    735     1401    884
+    (bigbird of 128 has nothing done beside it, of 64 the conversion alone.) Additions from registers free shared memory of a sixth of
+    its traffic, but fill the queue in which the loads of warps beside stand: with nothing beside, the kernel alone takes 566 for 585 at
+    128 butterfly. What is done beside costs columns most of what it saves: 35 of the 44 microseconds that lse and delta take before
+    became 9. Converting for stores of two bytes cost 60; with half the loads under way 30.
 
     Tried before: sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in
     place of a pass before and one after: 128 causal 545 for 600, butterfly 371 for 418; 64 causal 442 for 434, butterfly 332 for 347.
     Warps of their own that add and scale dq: 128 dense 531 for 558, butterfly 348 for 420; 64 dense 434 for 401, butterfly 341 for 335.
     """
-    return Config() if dim == 128 else Config(block_q=128, sets=2)
+    return Config() if dim == 128 else Config(block_q=128, sets=2, is_direct=True)
 
 
 # ---- the warpgroups that compute ----
@@ -153,7 +165,7 @@ def config(dim: int) -> Config:
 @gluon.jit
 def attending(ptrs, sizes, kv_start, limit, step, o_kv, o_q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     """Which pairs of a partial step attend, [keys, queries]; o_kv and o_q count from the tile's first key and the step's first query."""
-    _, indices_ptr, ids_ptr, words_ptr, _, _, _ = ptrs
+    _, indices_ptr, ids_ptr, words_ptr, _, _, _, _ = ptrs
     _, _, _, q_len, kv_len, _, _, _, _, _ = sizes
     STEPS: gl.constexpr = TILE // BLOCK_Q
     if indices_ptr is not None:
@@ -201,13 +213,14 @@ def hidden(i):
 @gluon.jit
 def descend(
     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head, step, n_now,
-    WHO: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    WHO: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """One step: dk and dv of this warpgroup's keys and its share of the step's dq. i_set: where the keys and values are."""
     _, _, _, _, _, _, dq_desc, _, _ = descriptors
     q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, _, _, lse_ring, delta_ring, _ = rings
-    _, indices_ptr, _, _, kv_lengths_ptr, _, _ = ptrs
-    n_heads, _, _, _, _, _, scale_log2, _, _, _ = sizes
+    _, indices_ptr, _, _, kv_lengths_ptr, _, _, sum_ptr = ptrs
+    n_heads, _, _, _, _, n_padded, scale_log2, _, _, _ = sizes
     i_axis, kv_start, _, _, _, _, _ = col
     dtype: gl.constexpr = q_ring.dtype
     DIM: gl.constexpr = q_ring.shape[4]
@@ -253,7 +266,7 @@ def descend(
     b_p16 = gl.convert_layout(b_p16, gl.DotOperandLayout(0, dv_layout, 2))
     # [HALF, DIM_V]
     dv_token = warpgroup_mma(b_p16, dout_tile, b_dv, is_async=True)
-    if dq_desc is not None:
+    if sum_ptr is not None:
         # two buffers: nobody still reads this one, as both warpgroups have met in the step between
         ds_tile = ds_ring.index(n_now % 2)
         ds_tile.slice(WHO * HALF, HALF, 0).store(b_ds)
@@ -272,18 +285,21 @@ def descend(
         mbarrier.arrive(barriers[DOUT_EMPTY].index(stage), count=1)
     # [HALF, DIM]
     dk_token = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, dk_layout, 2)), q_tile, b_dk, is_async=True)
-    if dq_desc is not None:
+    if sum_ptr is not None:
         q_start = query_start(indices_ptr, step, BLOCK_Q)
         b_dq = warpgroup_mma_wait(1, deps=(dq_token,))
-        # the step before has left the buffer
-        tma.store_wait(0)
-        dq_tile = dq_ring.index(WHO)
-        store_spread(dq_tile.reshape([HALF, DQ_DIM]), b_dq)
-        fence_async_shared()
-        if BY_ROWS:
-            add_async(dq_desc, [i_axis // n_heads, i_head, q_start + WHO * HALF, 0], dq_tile)
+        i_line = (i_axis // n_heads * n_heads * GROUP + i_head).to(gl.int64) * n_padded + q_start
+        # of WHO: rows, or columns of all rows
+        first = i_line * DIM + WHO * HALF * DQ_DIM
+        if dq_desc is None:
+            add_sum(sum_ptr + first, in_order(b_dq))
         else:
-            add_async(dq_desc, [i_axis // n_heads, i_head, q_start, WHO * DQ_DIM], dq_tile)
+            # the step before has left the buffer
+            tma.store_wait(0)
+            dq_tile = dq_ring.index(WHO)
+            dq_tile.store(in_order(b_dq).reshape(dq_tile.shape))
+            fence_async_shared()
+            add_async(dq_desc, [(first // LINE).to(gl.int32), 0], dq_tile)
     else:
         b_dv = warpgroup_mma_wait(1, deps=(dv_token,))
         mbarrier.arrive(barriers[DOUT_EMPTY].index(stage), count=1)
@@ -297,8 +313,9 @@ def compute(
     descriptors, rings, barriers, ptrs, items_strides, sizes, WHO: gl.constexpr, CAUSAL: gl.constexpr,
     GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SERVED: gl.constexpr,
 ):  # fmt: skip
+    _, _, _, _, _, _, dq_desc, _, _ = descriptors
     q_ring, dout_ring, k_ring, v_ring, _, _, _, _, _, _, col_ring = rings
-    _, _, _, _, kv_lengths_ptr, parts_ptr, _ = ptrs
+    _, _, _, _, kv_lengths_ptr, parts_ptr, _, _ = ptrs
     n_heads, _, _, _, kv_len, _, _, _, _, _ = sizes
     DIM: gl.constexpr = q_ring.shape[4]
     DIM_V: gl.constexpr = dout_ring.shape[4]
@@ -313,12 +330,12 @@ def compute(
         b_dv = gl.zeros([HALF, DIM_V], gl.float32, accumulator(DIM_V))
         # dk and dv of the column before have left their places, which the steps write to
         tma.store_wait(0)
-        if SERVED:
+        if SERVED and dq_desc is not None:
             # its sums of dq are in memory, all but what was sent last: dk or dv
             wait_for_writes(1)
         named_barrier("sync", 9)
         if SERVED and WHO == 0:
-            # before the keys are waited for, which wait for zeros: these may be waiting for the column before
+            # before data are waited for, whose section may be waiting for the column before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
         i_set = i_col % SETS
         mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
@@ -333,18 +350,19 @@ def compute(
             for i_step in range(n_masked):
                 b_dk, b_dv = descend(
                     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
-                    first + i_step, n_done + i_step, WHO, True, CAUSAL, BLOCK_Q, STAGES,
+                    first + i_step, n_done + i_step, WHO, True, CAUSAL, GROUP, BLOCK_Q, STAGES,
                 )  # fmt: skip
             for i_step in range(n_masked, n_steps):
                 b_dk, b_dv = descend(
                     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
-                    first + i_step, n_done + i_step, WHO, False, CAUSAL, BLOCK_Q, STAGES,
+                    first + i_step, n_done + i_step, WHO, False, CAUSAL, GROUP, BLOCK_Q, STAGES,
                 )  # fmt: skip
             n_done += n_steps
         # nothing reads the keys and values any more
         mbarrier.arrive(barriers[KV_EMPTY].index(i_set), count=1)
-        # the last sum of dq has left, where dv will be
-        tma.store_wait(0)
+        if dq_desc is not None:
+            # the last sum of dq has left, where dv will be
+            tma.store_wait(0)
         # one is known when compiling, the other is not
         if parts_ptr is None:  # noqa: SIM114
             hand_in(b_dk, b_dv, descriptors, rings, sizes, col, WHO)
@@ -358,7 +376,9 @@ def compute(
         col = take_col(col_ring, barriers, i_col)
     tma.store_wait(0)
     if SERVED:
-        wait_for_writes(1)
+        if dq_desc is not None:
+            wait_for_writes(1)
+        # of the last column, of which a part met nobody
         named_barrier("sync", 9)
         if WHO == 0:
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
@@ -373,7 +393,7 @@ def hand_in(b_dk, b_dv, descriptors, rings, sizes, col, WHO: gl.constexpr):
     i_axis, kv_start, _, _, _, _, _ = col
     DIM: gl.constexpr = b_dk.shape[1]
     DIM_V: gl.constexpr = b_dv.shape[1]
-    # the other warpgroup still reads ds, and its sum of dq is on its way
+    # the other warpgroup still reads ds, and its sum of dq may be on its way
     named_barrier("sync", 9)
     dk_tile.reshape([TILE, DIM]).slice(WHO * HALF, HALF, 0).store((b_dk * scale).to(dk_tile.dtype))
     dv_tile.reshape([TILE, DIM_V]).slice(WHO * HALF, HALF, 0).store(b_dv.to(dv_tile.dtype))
@@ -391,17 +411,24 @@ def bits_of(dtype):
 
 
 @gluon.constexpr_function
-def as_blocks(ring_shape, ring_bits, block_shape, block_bits):
-    """The shape of a ring that is seen as blocks, as many as it has the bytes of."""
-    return [math.prod(ring_shape) * ring_bits // (math.prod(block_shape) * block_bits), *block_shape]
+def bytes_of(shape, dtype):
+    return math.prod(shape) * bits_of(dtype) // 8
+
+
+@gluon.constexpr_function
+def blocks_of(n_bytes, desc):
+    """The shape of so many bytes, as blocks of a descriptor."""
+    shape = desc.block_type.shape
+    return [n_bytes // bytes_of(shape, desc.dtype), *shape]
 
 
 @gluon.jit
-def place_of(ring, desc):
-    """Where a gradient waits to be written: in a ring that only the steps need, if it is large enough."""
-    blocks: gl.constexpr = as_blocks(ring.shape, bits_of(ring.dtype), desc.block_type.shape, bits_of(desc.dtype))
-    if blocks[0] > 0:
-        return seen_as(ring, blocks, desc.layout, desc.dtype).index(0)
+def place_of(ring, desc, N_TAKEN: gl.constexpr):
+    """Where a gradient waits to be written: in a ring that only the steps need, behind so many bytes, if it is large enough."""
+    blocks: gl.constexpr = blocks_of(bytes_of(ring.shape, ring.dtype), desc)
+    i_block: gl.constexpr = -(-N_TAKEN // bytes_of(desc.block_type.shape, desc.dtype))
+    if blocks[0] > i_block:
+        return seen_as(ring, blocks, desc.layout, desc.dtype).index(i_block)
     else:
         return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
 
@@ -420,22 +447,26 @@ def place_of(ring, desc):
         "n_ahead",
         "n_converted",
         "n_eighths",
+        "n_v_eighths",
     ]
 )
 def hopper_backward_kernel(
     # inputs; a queue, None: there is a program for each column
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
     queue_ptr,
-    # outputs: the sum of dq, in float32, to be added to, or None; dk and dv; what parts of columns write, None: there are none;
-    # the sum again, and dq, None: other launches clear the sum and convert it; else the queue is all that is counted
+    # outputs: the sum of dq, in float32, in lines of LINE numbers, by the copy engine, or None: by those that compute; dk and dv; what
+    # parts of columns write, None: there are none; the sum again, None: dq is left out; dq, None: other launches clear the sum and
+    # convert it; else the queue is all that is counted
     dq_desc, dk_desc, dv_desc, parts_ptr, sum_ptr, dq_ptr,
-    # strides in elements: (batch, head)
-    items_strides,
+    # of which lse and delta, a line each, are told while columns are computed; None: by the launch before
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lines_ptr,
+    # strides in elements: (batch, head); in eights: (batch, head, row)
+    items_strides, dout_eighths,
     # sizes: n_heads key heads, n_axes = batch * n_heads, n_lines = tile columns; the first n_split lines of each head have
     # n_parts programs each
     n_heads, n_axes, n_lines, q_len, kv_len, n_padded, n_split, n_parts, scale_log2, scale,
-    # as in Service; a section of the sum is so many times 8 values
-    n_cleared, n_ahead, n_converted, n_eighths,
+    # as in Service; eighths of a row of dq, and of out
+    n_cleared, n_ahead, n_converted, n_eighths, n_v_eighths,
     # compile time
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
     REGISTERS: gl.constexpr, MOVER_REGISTERS: gl.constexpr,
@@ -449,11 +480,15 @@ def hopper_backward_kernel(
     dout_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, DIM_V], dout_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [SETS, 1, 1, TILE, DIM], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [SETS, 1, 1, TILE, DIM_V], v_desc.layout)
-    if dq_desc is not None:
+    if sum_ptr is not None:
         ds_ring = gl.allocate_shared_memory(dtype, [2, TILE, BLOCK_Q], ds_layout)
-        dq_ring = gl.allocate_shared_memory(gl.float32, [2, 1, 1, HALF, dq_desc.block_type.shape[3]], dq_desc.layout)
-        dk_tile = place_of(ds_ring, dk_desc)
-        dv_tile = place_of(dq_ring, dv_desc)
+        dk_tile = place_of(ds_ring, dk_desc, 0)
+        if dq_desc is not None:
+            dq_ring = gl.allocate_shared_memory(gl.float32, [2, dq_desc.block_type.shape[0], LINE], dq_desc.layout)
+            dv_tile = place_of(dq_ring, dv_desc, 0)
+        else:
+            dq_ring = q_ring
+            dv_tile = place_of(ds_ring, dv_desc, bytes_of(dk_desc.block_type.shape, dtype))
     else:
         # never used
         ds_ring = q_ring
@@ -474,18 +509,26 @@ def hopper_backward_kernel(
     rings = (
         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, dk_tile, dv_tile, lse_ring, delta_ring, col_ring
     )  # fmt: skip
-    ptrs = (items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, parts_ptr, queue_ptr)
+    ptrs = (items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, parts_ptr, queue_ptr, sum_ptr)
     sizes = (n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, n_split, n_parts)
     if SERVED:
-        service = (queue_ptr, sum_ptr, dq_ptr, n_axes, n_lines, n_cleared, n_ahead, n_converted, n_eighths, scale)
+        n_chunks = GROUP * n_padded * DIM // CHUNK
+        n_work = n_lines if parts_ptr is None else n_lines + n_split * (n_parts - 1)
+        fetch_ring = gl.allocate_shared_memory(gl.float32, [2, FETCHED // 4], gl.SwizzledSharedLayout(4, 1, 1, [0]))
+        told = (
+            out_ptr, dout_ptr, lse_ptr, dlse_ptr, lines_ptr, dout_eighths, n_heads * GROUP, n_axes * GROUP * n_padded, n_v_eighths
+        )  # fmt: skip
+        service = (
+            queue_ptr, sum_ptr, dq_ptr, n_axes, n_work, n_cleared, n_ahead, n_converted, n_chunks, n_padded, q_len, n_eighths, scale
+        )  # fmt: skip
         gl.warp_specialize(
             [
                 (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES, True)),
                 (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, True)),
                 (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, service, CAUSAL, GROUP, BLOCK_Q, STAGES)),
                 (report, (col_ring, barriers, service)),
-                (serve, (service,)),
-                (serve, (service,)),
+                (serve, (service, told, fetch_ring, 0, DIM, DIM_V)),
+                (serve, (service, told, fetch_ring, 1, DIM, DIM_V)),
             ],
             [4, 1, 1, 1, 1],
             [REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
@@ -502,15 +545,6 @@ def hopper_backward_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def scale_kernel(sum_ptr, dq_ptr, scale, first, n_values, BLOCK: tl.constexpr):
-    """dq from its float32 sum, from value `first` on."""
-    o_value = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m_value = o_value < n_values
-    b_dq = tl.load(sum_ptr + o_value, mask=m_value) * scale
-    tl.store(dq_ptr + o_value, b_dq.to(dq_ptr.dtype.element_ty), mask=m_value)
-
-
 # ---- the launches ----
 
 
@@ -520,6 +554,8 @@ class Prepared(NamedTuple):
     outputs     dq, dk and dv, their rows padded where the copy engine writes them, and lse and delta as lines
     workspaces  None for what is not asked for: the float32 sum of dq, lse and delta as pairs, what programs count with, what
                 parts of columns write
+    is_told     whether lse and delta are told while columns are computed, but for what is wanted at once
+    is_sent     whether the copy engine adds to the sum of dq
     """
 
     statistics: Launch
@@ -528,6 +564,8 @@ class Prepared(NamedTuple):
     scale: Launch | None
     outputs: tuple[Memory, ...]
     workspaces: tuple[Memory | None, ...]
+    is_told: bool
+    is_sent: bool
 
 
 @functools.lru_cache(maxsize=1024)
@@ -537,14 +575,17 @@ def prepare(
     """How a call on such tensors is launched.
 
     kind         of q, k, v and dout
+    options      out is the first of the others
     service      of the sum of dq
     is_separate  whether dq is left to a launch of its own, of the portable backward
     """
     q, k, v, dout = kind.tensors
+    out_told = options.others[0]
+    assert out_told is not None
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
     chosen = config(max(dim, dim_v))
-    rows, half, scale = chosen.block_q, HALF.value, options.scale
+    rows, scale = chosen.block_q, options.scale
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
     n_lines, n_axes = -(-kv_len // TILE_SIDE), batch * kv_heads
     rest = {
@@ -564,6 +605,8 @@ def prepare(
         "n_ahead": 0,
         "n_converted": 0,
         "n_eighths": 0,
+        "n_v_eighths": v_dim // 8,
+        "dout_eighths": tuple(stride // 8 for stride in dout.strides[:3]),
         "CAUSAL": options.causal,
         "GROUP": heads // kv_heads,
         "STAGES": chosen.stages,
@@ -588,32 +631,40 @@ def prepare(
     }
     n_multiprocessors, n_cols = multiprocessors(options.device), split.n_programs(n_lines, n_axes)
     scaled = dq_sum = pairs = None
-    width = 0
     if is_separate:
         dq, pairs = contiguous(q.dtype, *q.shape), contiguous(torch.float32, batch * heads * n_padded, 2)
     else:
-        dq_sum = writable(torch.float32, q.shape)
-        # rows are padded in both
-        width = dq_sum.shape[3]
-        of_section, n_values = heads // kv_heads * q_len * width, batch * heads * q_len * width
-        first = 0 if service is None else service.n_converted * of_section
-        scaling = {"scale": scale, "first": first, "n_values": n_values, "BLOCK": SCALE_BLOCK, "num_warps": 4}
-        scaled = Launch(scale_kernel, (triton.cdiv(n_values - first, SCALE_BLOCK),), scaling)
-        seen = dq_sum.seen._replace(shape=q.shape)
-        describers["dq_desc"] = Describer(seen, (1, 1, half, dim if rows == 2 * half else dim // 2))
-        rest["n_eighths"] = of_section // 8
+        # whole tiles, so that nothing is asked before it is added to
+        dq_sum = contiguous(torch.float32, batch * heads, n_padded, dim)
+        rest["n_eighths"] = dq.shape[3] // 8
+        if not chosen.is_direct:
+            n_values, of_step = batch * heads * n_padded * dim, 64 * (64 if rows == 128 else dim // 2)
+            seen = contiguous(torch.float32, n_values // LINE.value, LINE.value).seen
+            describers["dq_desc"] = Describer(seen, (of_step // LINE.value, LINE.value))
+        n_steps = heads // kv_heads * n_padded * dim // STEP.value
+        first = 0 if service is None else service.n_converted * n_steps
+        shape = {"n_padded": n_padded, "q_len": q_len, "n_eighths": dq.shape[3] // 8, "DIM": dim}
+        scaled = Launch(
+            scale_kernel, ((n_axes * n_steps - first) // 4,), {"scale": scale, "first": first, **shape, "num_warps": 4}
+        )
     served = {} if service is None else service._asdict()
     counts = int(n_cols > n_multiprocessors) if service is None else n_counts(n_axes)
     n_cleared = batch * heads if service is None else service.n_cleared * (heads // kv_heads)
+    # out comes 16 bytes at a time; and the launch before, which tells the rest, clears no more counts than it has queries
+    is_told = n_cleared < batch * heads and v_dim % 8 == 0 and out_told[1] and counts <= n_cleared * n_padded
     queue = contiguous(torch.int32, counts) if counts else None
     parts = contiguous(torch.float32, split.floats(dim + dim_v, n_axes)) if split.parts > 1 else None
     return Prepared(
-        portable.prepare_statistics(dout, n_padded, (width, n_cleared), counts),
+        portable.prepare_statistics(
+            dout, n_padded, (0 if is_separate else dim, n_cleared), counts, n_cleared if is_told else batch * heads
+        ),
         Launch(hopper_backward_kernel, (min(n_cols, n_multiprocessors),), {**rest, **served}, describers),
         sum_cols(split, walked[0], dk_seen, dv_seen, rest, (dim, dim_v)),
         scaled,
         (dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         (dq_sum, pairs, queue, parts),
+        is_told,
+        "dq_desc" in describers,
     )
 
 
@@ -655,8 +706,12 @@ def backward(
     lse_line, delta_line = lines.unbind()
     # which also clears the sum of dq and the counts
     ready.statistics(out, dout, lse, dlse, pairs, lines, dq_sum, queue)
-    served = (None, None) if service is None else (dq_sum, dq)
-    ready.keys(q, k, v, dout, lse_line, delta_line, *by_cols, kv_lengths, queue, dq_sum, dk, dv, parts, *served)
+    sent = dq_sum if ready.is_sent else None
+    served = None if service is None else dq
+    told = (out, dout, lse, dlse, lines) if ready.is_told else (None,) * 5
+    ready.keys(
+        q, k, v, dout, lse_line, delta_line, *by_cols, kv_lengths, queue, sent, dk, dv, parts, dq_sum, served, *told
+    )
     if ready.sums is not None:
         ready.sums(parts, by_cols[0], dk, dv)
     if ready.scale is not None:

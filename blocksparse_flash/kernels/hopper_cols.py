@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper import INDEX_BITS, key_limit, load_async, load_int, store_int
-from .hopper_dq import count_column, wait_for_zeros
+from .hopper_dq import count_column, wait_for_section
 from .tile import TILE, block_of, dense_queries, find_line, find_part, find_record, part_of, record_of
 
 # int32 values which the warp that moves data hands on: axis (batch * key heads + key head), first key, and of a layout the
@@ -35,7 +35,7 @@ def member_steps(
     ptrs, items_strides, sizes, col, limit, i_member, CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr
 ):
     """The steps of one query head of the group: the first, how many, how many of them in front want a mask."""
-    items_ptr, _, _, _, kv_lengths_ptr, parts_ptr, _ = ptrs
+    items_ptr, _, _, _, kv_lengths_ptr, parts_ptr, _, _ = ptrs
     n_heads, _, _, q_len, kv_len, _, _, _, _, n_parts = sizes
     i_axis, kv_start, begin, n_tiles, n_partial, i_part, _ = col
     STEPS: gl.constexpr = TILE // BLOCK_Q
@@ -75,9 +75,9 @@ def query_start(indices_ptr, step, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def find_col(ptrs, items_strides, pid, sizes, GROUP: gl.constexpr, SERVED: gl.constexpr):
-    """The column of work `pid`, or its part: COL_FIELDS. SERVED: head by head, without parts."""
-    items_ptr, _, _, _, _, parts_ptr, _ = ptrs
+def find_col(ptrs, items_strides, pid, sizes, is_by_head, GROUP: gl.constexpr):
+    """The column of work `pid`, or its part: COL_FIELDS. is_by_head: there are no parts, and no column comes before its head."""
+    items_ptr, _, _, _, _, parts_ptr, _, _ = ptrs
     n_heads, n_axes, n_lines, _, _, _, _, _, n_split, n_parts = sizes
     begin, n_tiles, n_partial = 0, 0, 0
     i_part, i_block = -1, -1
@@ -87,14 +87,15 @@ def find_col(ptrs, items_strides, pid, sizes, GROUP: gl.constexpr, SERVED: gl.co
         i_block = block_of(i_axis, i_launch, i_part, n_axes, n_split)
         if items_ptr is not None:
             p_record = record_of(items_ptr, items_strides, i_axis, n_heads, i_launch, GROUP)
-    elif SERVED:
-        i_axis, i_launch = pid // n_lines, pid % n_lines
-        if items_ptr is not None:
-            p_record = record_of(items_ptr, items_strides, i_axis, n_heads, i_launch, GROUP)
-    elif items_ptr is not None:
-        i_axis, p_record, _ = find_record(items_ptr, items_strides, pid, n_lines, n_heads, n_axes, 1, GROUP)
     else:
         i_axis, i_launch = pid // n_lines, pid % n_lines
+        if items_ptr is not None:
+            if is_by_head:
+                p_record = record_of(items_ptr, items_strides, i_axis, n_heads, i_launch, GROUP)
+            else:
+                i_axis, p_record, _whole = find_record(
+                    items_ptr, items_strides, pid, n_lines, n_heads, n_axes, 1, GROUP
+                )
     if items_ptr is not None:
         kv_start = gl.load(p_record) * TILE
         begin, n_tiles, n_partial = gl.load(p_record + 1), gl.load(p_record + 2), gl.load(p_record + 3)
@@ -107,15 +108,13 @@ def find_col(ptrs, items_strides, pid, sizes, GROUP: gl.constexpr, SERVED: gl.co
 
 
 @gluon.jit
-def move_kv(descriptors, rings, barriers, service, i_axis, n_heads, kv_start, i_col):
-    """The keys and values of a column, without which nothing is added to dq."""
+def move_kv(descriptors, rings, barriers, i_axis, n_heads, kv_start, i_col):
+    """The keys and values of a column."""
     _, k_desc, v_desc, _, _, _, _, _, _ = descriptors
     _, _, k_ring, v_ring, _, _, _, _, _, _, _ = rings
     SETS: gl.constexpr = k_ring.shape[0]
     i_set = i_col % SETS
     kv_full = barriers[KV_FULL].index(i_set)
-    if service is not None:
-        wait_for_zeros(service, i_axis)
     mbarrier.wait(barriers[KV_EMPTY].index(i_set), ((i_col // SETS) & 1) ^ 1)
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     load_async(k_desc, [i_axis // n_heads, i_axis % n_heads, kv_start, 0], kv_full, k_ring.index(i_set))
@@ -129,7 +128,7 @@ def move(
 ):  # fmt: skip
     q_desc, _, _, dout_desc, lse_desc, delta_desc, _, _, _ = descriptors
     q_ring, dout_ring, k_ring, _, _, _, _, _, lse_ring, delta_ring, col_ring = rings
-    _, indices_ptr, _, _, kv_lengths_ptr, parts_ptr, queue_ptr = ptrs
+    _, indices_ptr, _, _, kv_lengths_ptr, parts_ptr, queue_ptr, _ = ptrs
     n_heads, n_axes, n_lines, _, kv_len, n_padded, _, _, n_split, n_parts = sizes
     SETS: gl.constexpr = k_ring.shape[0]
     n_work = n_lines * n_axes
@@ -138,14 +137,17 @@ def move(
     if service is None:
         pid = gl.program_id(0)
         n_before_queue = gl.num_programs(0)
+        is_by_head = False
     else:
         # from the queue as well, or columns would wait for one of a program which has not begun
         pid = gl.atomic_add(queue_ptr, 1, sem="relaxed")
         n_before_queue = 0
+        # otherwise sections are prepared beside the columns
+        is_by_head = service[5] < n_axes
     i_col = 0
     n_moved = 0
     while pid < n_work:
-        col = find_col(ptrs, items_strides, pid, sizes, GROUP, service is not None)
+        col = find_col(ptrs, items_strides, pid, sizes, is_by_head, GROUP)
         i_axis, kv_start = col[0], col[1]
         # early: it takes as long as a load. Without a queue there is a program for each column
         pid = n_work if queue_ptr is None else gl.atomic_add(queue_ptr, 1, sem="relaxed") + n_before_queue
@@ -154,10 +156,13 @@ def move(
         for i in gl.static_range(COL_FIELDS):
             store_int(col_ring.index(slot * COL_FIELDS + i), col[i])
         mbarrier.arrive(barriers[COL_FULL].index(slot), count=1)
+        if service is not None:
+            # not before: the section may be waiting for the column before, which is counted when this one has been taken
+            wait_for_section(service, i_axis)
         i_batch = i_axis // n_heads
         i_kv_head = i_axis % n_heads
         if SETS > 1:
-            move_kv(descriptors, rings, barriers, service, i_axis, n_heads, kv_start, i_col)
+            move_kv(descriptors, rings, barriers, i_axis, n_heads, kv_start, i_col)
         n_before = n_moved
         limit = key_limit(kv_lengths_ptr, i_batch, kv_len)
         for i_member in range(GROUP):
@@ -184,12 +189,12 @@ def move(
                 if SETS == 1:  # noqa: SIM102
                     if n_moved == n_before:
                         # behind the first step, whose place has long been free
-                        move_kv(descriptors, rings, barriers, service, i_axis, n_heads, kv_start, i_col)
+                        move_kv(descriptors, rings, barriers, i_axis, n_heads, kv_start, i_col)
                 n_moved += 1
                 q_start = q_next
         if SETS == 1:  # noqa: SIM102
             if n_moved == n_before:
-                move_kv(descriptors, rings, barriers, service, i_axis, n_heads, kv_start, i_col)
+                move_kv(descriptors, rings, barriers, i_axis, n_heads, kv_start, i_col)
         i_col += 1
     slot = i_col % 2
     mbarrier.wait(barriers[COL_EMPTY].index(slot), ((i_col // 2) & 1) ^ 1)
