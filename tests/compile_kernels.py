@@ -198,16 +198,30 @@ def early_arrivals(ptx: str) -> int:
     return found
 
 
+def code_and_loops(sass: str) -> tuple[list[tuple[int, str]], list[tuple[int, int]]]:
+    """Of what `cuobjdump -sass` prints, (place, text) of each instruction, and first and last place of what is jumped back over."""
+    code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ +)?([^;/]+?) *;", sass)
+    lines = [(int(place, 16), text) for place, text in code]
+    jumps = [(place, re.match(r"BRA (?:[^,]+, )?0x([0-9a-f]+)", text)) for place, text in lines]
+    return lines, [(int(found[1], 16), place) for place, found in jumps if found and int(found[1], 16) < place]
+
+
+def spills_beside_products(sass: str) -> int:
+    """Loads and stores of spilled registers in the innermost loops around products."""
+    lines, loops = code_and_loops(sass)
+    around = [[loop for loop in loops if loop[0] <= place <= loop[1]] for place, text in lines if "HGMMA" in text]
+    innermost = {min(each, key=lambda loop: loop[1] - loop[0]) for each in around if each}
+    spilled = [place for place, text in lines if re.match("LDL|STL", text)]
+    return sum(first <= place <= last for place in spilled for first, last in innermost)
+
+
 def lost_operands(sass: str) -> int:
     """Products whose left operand is kept in registers by a loop that writes something else there, in what `cuobjdump -sass` prints.
 
     A round reads what was loaded (LDSM) before the loop; what the round itself writes there is what the next one reads. The ptxas
     of Triton 3.6 compiles so from PTX that is right.
     """
-    code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ +)?([^;/]+?) *;", sass)
-    lines = [(int(place, 16), text) for place, text in code]
-    jumps = [(place, re.match(r"BRA (?:[^,]+, )?0x([0-9a-f]+)", text)) for place, text in lines]
-    loops = [(int(found[1], 16), place) for place, found in jumps if found and int(found[1], 16) < place]
+    lines, loops = code_and_loops(sass)
     results = [(place, text, re.match(r"\S+ R(\d+)\b", text)) for place, text in lines]
     written = [(place, text, int(found[1])) for place, text, found in results if found]
     n_lost = 0
@@ -287,6 +301,7 @@ def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, An
         "wgmma_waits": len(re.findall(r"wgmma\.wait_group", ptx)),
         "early_arrivals": early_arrivals(ptx),
         "lost_operands": lost_operands(sass) if "wgmma" in ptx else 0,
+        "spills_beside_products": spills_beside_products(sass) if "wgmma" in ptx else 0,
         "unwritten_registers": unwritten_registers(sass) if "wgmma" in ptx else 0,
         "async_copies": len(re.findall(r"cp\.async\.(?:ca|cg|bulk\.tensor)", ptx)),
         # what ptxas says when it gives up the overlap of wgmma with other instructions
