@@ -147,10 +147,10 @@ def config(dim: int) -> Config:
         64   before                                    809    754     1426    957
         64   direct                                    803    747     1417    894
         64   direct, statistics beside                 791    735     1401    884
-    (bigbird of 128 has nothing done beside it, of 64 the conversion alone.) Additions from registers free shared memory of a sixth of
-    its traffic, but fill the queue in which the loads of warps beside stand: with nothing beside, the kernel alone takes 566 for 585 at
-    128 butterfly. What is done beside costs columns most of what it saves: 35 of the 44 microseconds that lse and delta take before
-    became 9. Converting for stores of two bytes cost 60; with half the loads under way 30.
+    (bigbird of 128 has nothing done beside it, of 64 the conversion alone.) Additions from registers take a sixth of its traffic, by
+    count, from shared memory, but slow what warps beside do more than those of the copy engine; with nothing done beside, the whole
+    takes 688 for 705 at 128 butterfly. And what is done beside slows columns by most of what it saves: of the 44 microseconds that lse
+    and delta take before, 9 are gained.
 
     Tried before: sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in
     place of a pass before and one after: 128 causal 545 for 600, butterfly 371 for 418; 64 causal 442 for 434, butterfly 332 for 347.
