@@ -278,7 +278,9 @@ def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, An
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    ptx, sass = compiled.asm["ptx"], disassembled(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    # the many kernels without products of warpgroups need none
+    sass = disassembled(compiled.asm["cubin"]) if "wgmma" in ptx else ""
 
     def number(pattern: str) -> int:
         return int(re.findall(pattern, log.getvalue())[-1])
@@ -300,9 +302,9 @@ def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, An
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "wgmma_waits": len(re.findall(r"wgmma\.wait_group", ptx)),
         "early_arrivals": early_arrivals(ptx),
-        "lost_operands": lost_operands(sass) if "wgmma" in ptx else 0,
-        "spills_beside_products": spills_beside_products(sass) if "wgmma" in ptx else 0,
-        "unwritten_registers": unwritten_registers(sass) if "wgmma" in ptx else 0,
+        "lost_operands": lost_operands(sass),
+        "spills_beside_products": spills_beside_products(sass),
+        "unwritten_registers": unwritten_registers(sass),
         "async_copies": len(re.findall(r"cp\.async\.(?:ca|cg|bulk\.tensor)", ptx)),
         # what ptxas says when it gives up the overlap of wgmma with other instructions
         "serialised": sorted(set(re.findall(r"C75\d\d", log.getvalue()))),
