@@ -44,7 +44,7 @@ def test_rows_are_padded(device: torch.device) -> None:
 
 
 def test_rows_for_the_copy_engine_are_whole() -> None:
-    """The last one too: launches that know nothing of head_dim clear and convert whole rows."""
+    """The last one too: dq, dk and dv are written as whole rows."""
     hopper = pytest.importorskip("blocksparse_flash.kernels.hopper", reason="needs Gluon")
     for head_dim, row in ((60, 64), (64, 64), (1, 8)):
         memory = hopper.writable(torch.float32, (2, 3, 5, head_dim))

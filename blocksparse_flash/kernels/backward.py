@@ -200,8 +200,9 @@ def statistics_kernel(
     delta  rowsum(dout * out) - dlse; 0 past q_len
 
     Written as pairs, and as lines (every lse, then every delta), to those that are given. And zeros to the CLEARED numbers
-    of each query, those past q_len included, of the first n_cleared heads at cleared_ptr, which the next launch adds to, and to the n_counts numbers at
-    queue_ptr, no more than ROWS a program, with which it counts. The launch may have fewer heads than the n_axes that lines are of.
+    of each query, those past q_len included, of the first n_cleared heads at cleared_ptr, which the next launch adds to, and to
+    the n_counts numbers at queue_ptr, no more than ROWS a program, with which it counts. The launch may have fewer heads than the
+    n_axes that lines are of.
     """
     i_axis = tl.program_id(1)
     if queue_ptr is not None:
