@@ -429,7 +429,7 @@ class Simulation:
         self._load("hopper_rows")
         self._load("hopper_softmax")
         self.hopper_forward = self._load("hopper_forward")
-        self._load("hopper_dq")
+        self._load("hopper_service")
         # whose warp that moves data has the name of the other's
         self._load("hopper_cols")
         self.hopper_backward = self._load("hopper_backward")
@@ -461,7 +461,7 @@ class Simulation:
             elif isinstance(getattr(value, "value", None), (int, float)):
                 vars(module)[key] = Constant(value.value) if isinstance(value.value, int) else value.value
         vars(module).update(more or {})
-        if name in ("tile", "hopper", "hopper_rows", "hopper_softmax", "hopper_dq", "hopper_cols"):
+        if name in ("tile", "hopper", "hopper_rows", "hopper_softmax", "hopper_service", "hopper_cols"):
             # for the modules that import them
             shared = {
                 key: value for key, value in vars(module).items() if inspect.isfunction(value) or key == "Describer"

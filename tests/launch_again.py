@@ -29,10 +29,11 @@ from blocksparse_flash.kernels import (
     listing,
     rows,
     selecting,
+    statistics,
 )
 from blocksparse_flash.kernels.scores import Scores
 from blocksparse_flash.seen import kind_of
-from blocksparse_flash.served_dq import service_of
+from blocksparse_flash.service import service_of
 from blocksparse_flash.splitting import WHOLE, Split
 
 LIMITS = (9, 232448)
@@ -170,9 +171,9 @@ def main() -> None:
                 check_holds_nothing(run, shape, rest[:-2])
             recorder.calls.clear()
 
-        statistics = backward.prepare_statistics(seen, 256)
+        told = statistics.prepare_statistics(seen, 256)
         given = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None, None) for call in calls]
-        check(recorder, statistics, given[0], given)
+        check(recorder, told, given[0], given)
         recorder.calls.clear()
 
         with mock.patch.object(backward, "multiprocessors", lambda _: 132):

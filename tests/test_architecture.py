@@ -95,7 +95,7 @@ TABLE = {
     "blocksparse_flash/seen.py": Arrows({TORCH, f"{OURS}.copy_engine"}),
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
     "blocksparse_flash/separate_dq.py": Arrows({TORCH}),
-    "blocksparse_flash/served_dq.py": Arrows({TORCH, f"{OURS}.splitting"}),
+    "blocksparse_flash/service.py": Arrows({TORCH, f"{OURS}.splitting"}),
     "blocksparse_flash/splitting.py": Arrows({TORCH}),
     "blocksparse_flash/kernels/__init__.py": Arrows(set()),
     "blocksparse_flash/kernels/tile.py": Arrows({TRITON}),
@@ -128,12 +128,17 @@ TABLE = {
             *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "decode", "scores", "score_tile")),
         },
     ),
+    "blocksparse_flash/kernels/statistics.py": Arrows(
+        {TRITON, f"{OURS}.seen", f"{OURS}.kernels.tile", f"{OURS}.kernels.launch"}
+    ),
+    "blocksparse_flash/kernels/backward_programs.py": Arrows(
+        {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "score_tile", "statistics"))}
+    ),
     "blocksparse_flash/kernels/backward.py": Arrows(
         {
             TORCH,
-            TRITON,
             f"{OURS}.seen",
-            *(f"{OURS}.kernels.{name}" for name in ("tile", "launch", "scores", "score_tile")),
+            *(f"{OURS}.kernels.{name}" for name in ("launch", "scores", "statistics", "backward_programs")),
         },
     ),
     "blocksparse_flash/kernels/rows.py": Arrows(
@@ -156,11 +161,11 @@ TABLE = {
         {TORCH, TRITON, f"{OURS}.seen", f"{OURS}.splitting"}
         | {f"{OURS}.kernels.{name}" for name in ("tile", "launch", "parts", "hopper", "hopper_rows", "hopper_softmax")},
     ),
-    "blocksparse_flash/kernels/hopper_dq.py": Arrows(
-        {TRITON, f"{OURS}.served_dq", f"{OURS}.kernels.tile", f"{OURS}.kernels.hopper"}
+    "blocksparse_flash/kernels/hopper_service.py": Arrows(
+        {TRITON, f"{OURS}.service", f"{OURS}.kernels.tile", f"{OURS}.kernels.hopper"}
     ),
     "blocksparse_flash/kernels/hopper_cols.py": Arrows(
-        {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper", "hopper_dq"))},
+        {TRITON, *(f"{OURS}.kernels.{name}" for name in ("tile", "hopper", "hopper_service"))},
     ),
     "blocksparse_flash/kernels/hopper_backward.py": Arrows(
         {
@@ -168,11 +173,20 @@ TABLE = {
             TRITON,
             f"{OURS}.seen",
             f"{OURS}.separate_dq",
-            f"{OURS}.served_dq",
+            f"{OURS}.service",
             f"{OURS}.splitting",
             *(
                 f"{OURS}.kernels.{name}"
-                for name in ("tile", "launch", "parts", "hopper", "hopper_cols", "hopper_dq", "backward")
+                for name in (
+                    "tile",
+                    "launch",
+                    "parts",
+                    "statistics",
+                    "hopper",
+                    "hopper_cols",
+                    "hopper_service",
+                    "backward",
+                )
             ),
         }
     ),
@@ -190,7 +204,7 @@ TABLE = {
         {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "explanation.dispatch", "layout", "plan"))}
     ),
     "blocksparse_flash/explanation/memory.py": Arrows(
-        {f"{OURS}.separate_dq", f"{OURS}.served_dq", f"{OURS}.splitting"}
+        {f"{OURS}.separate_dq", f"{OURS}.service", f"{OURS}.splitting"}
         | {f"{OURS}.explanation.{name}" for name in ("call", "dispatch", "prediction")}
     ),
     "blocksparse_flash/explanation/prediction.py": Arrows({f"{OURS}.explanation.dispatch"}),

@@ -280,7 +280,7 @@ def mixed() -> BlockLayout:
 MIXED = cases.Case("mixed", mixed)
 SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
 FORWARD, BACKWARD, ROWS, COLS = "hopper_forward", "hopper_backward", "hopper_rows", "hopper_cols"
-SOFTMAX, DQ = "hopper_softmax", "hopper_dq"
+SOFTMAX, SERVICE = "hopper_softmax", "hopper_service"
 # seen where lines are split
 PART_FAULTS = {
     "a part that begins where the line does": Change(ROWS, "            begin = begin + first\n", "            pass\n"),
@@ -453,14 +453,14 @@ SET_FAULTS = {
 
 # seen where dq is cleared and converted beside the columns
 DQ_FAULTS = {
-    "zeros not waited for": Change(DQ, "    if i_section >= n_cleared:\n", "    if False:\n"),
+    "zeros not waited for": Change(SERVICE, "    if i_section >= n_cleared:\n", "    if False:\n"),
     "the zeros of the section before waited for": Change(
-        DQ, "counts_ptr + FRONT + i_section, gl.cdiv", "counts_ptr + FRONT + (i_section - 1), gl.cdiv"
+        SERVICE, "counts_ptr + FRONT + i_section, gl.cdiv", "counts_ptr + FRONT + (i_section - 1), gl.cdiv"
     ),
     "columns not waited for": Change(
-        DQ, "            wait_for_count(counts_ptr + FRONT + n_axes + i_round, n_work, 500)\n", ""
+        SERVICE, "            wait_for_count(counts_ptr + FRONT + n_axes + i_round, n_work, 500)\n", ""
     ),
-    "a column too few waited for": Change(DQ, "i_round, n_work, 500)", "i_round, n_work - 1, 500)"),
+    "a column too few waited for": Change(SERVICE, "i_round, n_work, 500)", "i_round, n_work - 1, 500)"),
     "a column counted before its sums are in memory": Change(
         BACKWARD,
         "            # its sums of dq are in memory, all but what was sent last: dk or dv\n            wait_for_writes(1)\n",
@@ -500,9 +500,13 @@ DQ_FAULTS = {
     "columns handed on before they are counted": Change(
         BACKWARD, "new_barriers(2, 3 if SERVED else 2)", "new_barriers(2, 2)"
     ),
-    "a chunk left out": Change(DQ, "gl.minimum(first + PIECE, n_chunks)", "gl.minimum(first + PIECE - 1, n_chunks)"),
+    "a chunk left out": Change(
+        SERVICE, "gl.minimum(first + PIECE, n_chunks)", "gl.minimum(first + PIECE - 1, n_chunks)"
+    ),
     "all sections ahead of the first": Change(
-        DQ, "n_cleared + i_item // n_pieces, n_ahead + i_round", "n_cleared + i_item // n_pieces, n_ahead + 1 + i_round"
+        SERVICE,
+        "n_cleared + i_item // n_pieces, n_ahead + i_round",
+        "n_cleared + i_item // n_pieces, n_ahead + 1 + i_round",
     ),
     "the first column not from the queue": Change(
         COLS,
@@ -511,10 +515,12 @@ DQ_FAULTS = {
     ),
     "a column twice": Change(COLS, "        n_before_queue = 0\n", "        n_before_queue = -1\n"),
     "statistics of another chunk": Change(
-        DQ, "tell(told, place, i_section * n_chunks + i_chunk,", "tell(told, place, i_section * n_chunks,"
+        SERVICE, "tell(told, place, i_section * n_chunks + i_chunk,", "tell(told, place, i_section * n_chunks,"
     ),
-    "statistics of what has not come": Change(DQ, "        copy_wait()\n        for i_piece", "        for i_piece"),
-    "sums converted before they come": Change(DQ, "                copy_wait()\n", ""),
+    "statistics of what has not come": Change(
+        SERVICE, "        copy_wait()\n        for i_piece", "        for i_piece"
+    ),
+    "sums converted before they come": Change(SERVICE, "                copy_wait()\n", ""),
     "a column's data before its section is prepared": Change(
         COLS, "            wait_for_section(service, i_axis)\n        i_batch", "            pass\n        i_batch"
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..separate_dq import is_dq_separate
-from ..served_dq import Service, n_counts, service_of
+from ..service import Service, n_counts, service_of
 from ..splitting import Split, split_of
 from .call import Call
 from .dispatch import TILE

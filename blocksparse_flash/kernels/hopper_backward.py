@@ -8,7 +8,7 @@ step, through rings (hopper_cols.py). Two warpgroups compute, 64 keys each: scor
 goes through shared memory, since dq sums over the keys of both. dq is added to a float32 buffer in global memory, at head_dim 64 by
 those that compute, else by the copy engine, in no fixed order: the last bits of dq change from run to run. The launch before clears
 this sum and tells lse and delta, and a last one scales and converts it, but for what warps beside do while columns are computed
-(served_dq.py says how much, hopper_dq.py how).
+(service.py says how much, hopper_service.py how).
 
 A column that would be waited for is split (splitting.py), of each query head's steps as many to each program: dk and dv of a part
 go to a workspace, in float32, and a launch adds them up in order (parts.py). Where nothing is split, the kernel is compiled without.
@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..seen import Kind
 from ..separate_dq import is_dq_separate
-from ..served_dq import Service, n_counts, service_of
+from ..service import Service, n_counts, service_of
 from ..splitting import Split, split_of
 from . import backward as portable
 from .hopper import (
@@ -77,7 +77,7 @@ from .hopper_cols import (
     report,
     take_col,
 )
-from .hopper_dq import CHUNK, FETCHED, STEP, scale_kernel, serve
+from .hopper_service import CHUNK, FETCHED, STEP, scale_kernel, serve
 from .launch import (
     LOG2_E,
     Launch,
@@ -94,6 +94,7 @@ from .launch import (
 )
 from .launch import TILE as TILE_SIDE
 from .parts import sum_cols
+from .statistics import prepare_statistics
 from .tile import TILE
 
 MAX_HEAD_DIM = 128
@@ -655,7 +656,7 @@ def prepare(
     queue = contiguous(torch.int32, counts) if counts else None
     parts = contiguous(torch.float32, split.floats(dim + dim_v, n_axes)) if split.parts > 1 else None
     return Prepared(
-        portable.prepare_statistics(
+        prepare_statistics(
             dout, n_padded, (0 if is_separate else dim, n_cleared), counts, n_cleared if is_told else batch * heads
         ),
         Launch(hopper_backward_kernel, (min(n_cols, n_multiprocessors),), {**rest, **served}, describers),

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper import INDEX_BITS, key_limit, load_async, load_int, store_int
-from .hopper_dq import count_column, wait_for_section
+from .hopper_service import count_column, wait_for_section
 from .tile import TILE, block_of, dense_queries, find_line, find_part, find_record, part_of, record_of
 
 # int32 values which the warp that moves data hands on: axis (batch * key heads + key head), first key, and of a layout the

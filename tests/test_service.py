@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import masks
-from blocksparse_flash.served_dq import Service, n_counts, service_of
+from blocksparse_flash.service import Service, n_counts, service_of
 from blocksparse_flash.splitting import WHOLE, Split
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_neither_parts_nor_long_columns():
 
 
 def items(service: Service, n_axes: int) -> list[tuple[str, int]]:
-    """As kernels/hopper_dq.py says: sections in the order in which they are cleared and converted."""
+    """As kernels/hopper_service.py says: sections in the order in which they are cleared and converted."""
     order = [("clear", section) for section in range(service.n_cleared, service.n_ahead)]
     for section in range(service.n_converted):
         order.append(("convert", section))
@@ -78,7 +78,7 @@ def test_each_section_is_cleared_once_and_converted_at_most_once(n_axes, n_lines
 
 
 class Run:
-    """Programs and warps that serve, as kernels/hopper_dq.py has them wait for each other; chance says who goes on."""
+    """Programs and warps that serve, as kernels/hopper_service.py has them wait for each other; chance says who goes on."""
 
     def __init__(self, n_axes: int, n_lines: int, service: Service, n_programs: int) -> None:
         self.n_lines, self.n_cols, self.service = n_lines, n_axes * n_lines, service
@@ -150,13 +150,13 @@ def test_nothing_waits_in_a_circle(n_axes, n_lines, n_programs):
 
 def test_the_launch_of_the_statistics_clears_each_count():
     """Short sequences of one query head a key head have the fewest programs; one count more than they clear is refused."""
-    backward = pytest.importorskip("blocksparse_flash.kernels.backward", reason="needs Triton")
+    statistics = pytest.importorskip("blocksparse_flash.kernels.statistics", reason="needs Triton")
     launch = pytest.importorskip("blocksparse_flash.kernels.launch", reason="needs Triton")
     for batch, heads, q_len in itertools.product((1, 2), (1, 2, 5), (1, 128, 129)):
         dout, n_padded = launch.see(torch.empty(batch, heads, q_len, 8, device="meta")), -(-q_len // 128) * 128
-        backward.prepare_statistics(dout, n_padded, n_counts=n_counts(batch * heads))
+        statistics.prepare_statistics(dout, n_padded, n_counts=n_counts(batch * heads))
         with pytest.raises(AssertionError):
-            backward.prepare_statistics(dout, n_padded, n_counts=n_padded * batch * heads + 1)
+            statistics.prepare_statistics(dout, n_padded, n_counts=n_padded * batch * heads + 1)
     # few heads, of few sections that are prepared before
     for n_axes, n_lines in itertools.product((2, 40, 1000, 100000), (1, 8, 128)):
         shape = (1, n_axes, 128 * n_lines, 64)

@@ -27,7 +27,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..served_dq import FRONT as COUNTED
+from ..service import FRONT as COUNTED
 from .hopper import copy_async, copy_wait, count_in, fence_engine, seen_as, wait_for_count
 from .tile import LOG2_E
 
