@@ -19,6 +19,11 @@ from .splitting import Split, n_long
 TILE = 128
 # what is counted of all sections together: columns and chunks that are taken
 FRONT = 2
+# columns of a section from which on its lse and delta are told beside others: of fewer they are wanted too soon. H200, microseconds
+# of a backward, told beside columns or by the launch before: 128 columns, 16,384 tokens, head_dim 128 butterfly 651, 659, local 711,
+# 715, head_dim 64 735, 747 and 791, 803; 16 columns, 2,048 tokens, batch 8, in two runs, head_dim 128 butterfly 570, 515, local 765,
+# 713, dense 1293, 1302
+TELLING_COLUMNS = 128
 
 
 class Service(NamedTuple):
@@ -61,6 +66,15 @@ def service_of(
     # long as they take there is for this section to be converted and another one to be prepared
     n_cleared, n_ahead = 1 + n_multiprocessors // n_lines, 1 + -(-2 * n_multiprocessors // n_lines)
     return Service(min(n_cleared, n_axes), min(n_ahead, n_axes), n_converted)
+
+
+def are_statistics_served(service: Service | None, n_axes: int, n_lines: int, v_dim: int) -> bool:
+    """Whether lse and delta of later sections are told beside the columns of others, not by the launch before.
+
+    n_axes, n_lines  sections, columns of each
+    v_dim            of out, which comes 16 bytes at a time
+    """
+    return service is not None and service.n_cleared < n_axes and n_lines >= TELLING_COLUMNS and v_dim % 8 == 0
 
 
 def n_counts(n_axes: int) -> int:

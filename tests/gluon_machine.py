@@ -275,6 +275,8 @@ class Barrier:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.count = self.pending = self.phase = self.bytes = 0
+        # whether a phase has ended which nobody has waited for yet
+        self.is_missed = False
         machine.barriers.append(self)
 
     def index(self, i: Any) -> Barrier:
@@ -290,6 +292,9 @@ class Barrier:
 
     def settle(self) -> None:
         if self.pending == 0 and self.bytes == 0:
+            if self.is_missed:
+                raise ProtocolError("a phase of a barrier ends, and nobody has waited for the one before")
+            self.is_missed = True
             self.phase ^= 1
             self.pending = self.count
 

@@ -2,7 +2,7 @@
 
 The source of a kernel runs as plain Python on the machine of gluon_machine.py: a product reads its operands until it is waited
 for, a store its source until the copy engine has read it. Found are:
-    deadlocks, wrong phases, too many arrivals, bytes that never come, products or stores left under way at the end
+    deadlocks, wrong phases, phases that nobody waits for, too many arrivals, bytes that never come, products or stores left under way at the end
     shared memory written while something reads it, read while a copy lands in it, or not fenced before it is read
     and by comparison with a reference: wrong mathematics, wrong tiles, reading what was never written (it is full of NaN)
 
@@ -228,6 +228,7 @@ class Language:
         parity = int(phase)
         assert parity in (0, 1), parity
         self._who.pause(f"a barrier, phase {parity}", lambda: barrier.phase != parity)
+        barrier.is_missed = False
 
     def named_barrier(self, verb: str, number: int, warpgroups: int = 2) -> None:
         who, machine = self._who, self.machine

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
+from blocksparse_flash import service
 from blocksparse_flash.kernels import (
     backward,
     decode,
@@ -33,7 +34,6 @@ from blocksparse_flash.kernels import (
 )
 from blocksparse_flash.kernels.scores import Scores
 from blocksparse_flash.seen import kind_of
-from blocksparse_flash.service import service_of
 from blocksparse_flash.splitting import WHOLE, Split
 
 LIMITS = (9, 232448)
@@ -213,15 +213,18 @@ def main() -> None:
             check(recorder, hopper.launch, given[0], given)
             recorder.calls.clear()
         # few columns on fewer multiprocessors, beside which statistics are told too
-        with mock.patch.object(hopper_backward, "multiprocessors", lambda _: 1):
+        with (
+            mock.patch.object(hopper_backward, "multiprocessors", lambda _: 1),
+            mock.patch.object(service, "TELLING_COLUMNS", 1),
+        ):
             lines, sums = torch.empty(2, 512), [torch.empty(shape) for _ in calls]
-            service = service_of(plan, shape, shape, WHOLE, 1)
-            assert service is not None
+            chosen = service.service_of(plan, shape, shape, WHOLE, 1)
+            assert chosen is not None
             served = hopper_backward.prepare.__wrapped__(
                 kind_of(*[out] * 4),
                 launch.see_walk(walks),
                 WHOLE,
-                service,
+                chosen,
                 False,
                 options._replace(others=(launch.tell(out),)),
             )

@@ -41,6 +41,12 @@ WIDE = [call for call in zoo.HOPPER_CALLS if call not in CALLS]
 BFLOAT16 = torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def statistics_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few columns there are."""
+    monkeypatch.setattr("blocksparse_flash.service.TELLING_COLUMNS", 1)
+
+
 @pytest.fixture
 def check(monkeypatch):
     """Raises where a call on simulated kernels is not as accurate as the reference."""
@@ -453,6 +459,9 @@ SET_FAULTS = {
 
 # seen where dq is cleared and converted beside the columns
 DQ_FAULTS = {
+    "the first column not waited for": Change(
+        COLS, "    mbarrier.wait(barriers[COL_DONE].index(0), 0)\n    while", "    while"
+    ),
     "zeros not waited for": Change(SERVICE, "    if i_section >= n_cleared:\n", "    if False:\n"),
     "the zeros of the section before waited for": Change(
         SERVICE, "counts_ptr + FRONT + i_section, gl.cdiv", "counts_ptr + FRONT + (i_section - 1), gl.cdiv"
@@ -600,6 +609,17 @@ CROWDS = [(1, 1), (2, 2), (3, 2)]
 def test_without_a_fault_of_dq_none_is_seen(check, tight, layout, call, crowd, slow):
     programs, resident = crowd
     check(tight(sum(crowd), programs=programs, resident=resident, slow=slow), layout, call)
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize(("layout", "call"), SERVED, ids=str)
+def test_few_columns_have_their_statistics_told_before(check, tight, monkeypatch, layout, call, is_direct):
+    monkeypatch.setattr("blocksparse_flash.service.TELLING_COLUMNS", 99)
+    simulation, prepared = tight(3, programs=2, is_direct=is_direct), []
+    prepare = simulation.hopper_backward.prepare
+    simulation.hopper_backward.prepare = lambda *facts: prepared.append(prepare(*facts)) or prepared[-1]
+    check(simulation, layout, call)
+    assert prepared and not any(ready.is_told for ready in prepared)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..separate_dq import is_dq_separate
-from ..service import Service, n_counts, service_of
+from ..service import Service, are_statistics_served, n_counts, service_of
 from ..splitting import Split, split_of
 from .call import Call
 from .dispatch import TILE
@@ -170,7 +170,8 @@ def backward(call: Call, n_multiprocessors: int | None = None) -> Moved:
         walk = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
         chosen, n_axes = service(call, n_multiprocessors), call.batch * call.kv_heads
         if chosen is not None:
-            prepared = dq_sum + (0 if call.v_dim % 8 else passes)
+            is_told = are_statistics_served(chosen, n_axes, -(-call.kv_len // TILE), call.v_dim)
+            prepared = dq_sum + (passes if is_told else 0)
             served = (n_axes - chosen.n_cleared) * (prepared // n_axes) + chosen.n_converted * ((dq_sum + dq) // n_axes)
         passes += 2 * dq_sum + dq - served
     parts = _parts(call, 3, n_multiprocessors)

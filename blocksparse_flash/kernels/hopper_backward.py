@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..seen import Kind
 from ..separate_dq import is_dq_separate
-from ..service import Service, n_counts, service_of
+from ..service import Service, are_statistics_served, n_counts, service_of
 from ..splitting import Split, split_of
 from . import backward as portable
 from .hopper import (
@@ -651,8 +651,12 @@ def prepare(
     served = {} if service is None else service._asdict()
     counts = int(n_cols > n_multiprocessors) if service is None else n_counts(n_axes)
     n_cleared = batch * heads if service is None else service.n_cleared * (heads // kv_heads)
-    # out comes 16 bytes at a time; and the launch before, which tells the rest, clears no more counts than it has queries
-    is_told = n_cleared < batch * heads and v_dim % 8 == 0 and out_told[1] and counts <= n_cleared * n_padded
+    is_told = (
+        are_statistics_served(service, n_axes, n_lines, v_dim)
+        and out_told[1]
+        # the launch before, which tells the rest, clears no more counts than it has queries
+        and counts <= n_cleared * n_padded
+    )
     queue = contiguous(torch.int32, counts) if counts else None
     parts = contiguous(torch.float32, split.floats(dim + dim_v, n_axes)) if split.parts > 1 else None
     return Prepared(

@@ -224,6 +224,8 @@ def report(col_ring, barriers, service):
     """The warp that counts columns, once their sums of dq are in memory."""
     i_col = 0
     i_axis = take_axis(col_ring, barriers, i_col)
+    # they come to the first column, or to the end, as to any other
+    mbarrier.wait(barriers[COL_DONE].index(0), 0)
     while i_axis >= 0:
         # both warpgroups have come to the column behind it, or to the end
         i_col += 1
