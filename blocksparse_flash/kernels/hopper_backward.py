@@ -134,9 +134,11 @@ def config(dim: int) -> Config:
     A program for each column and one loop for partial and full steps had 453 at 128 butterfly and, at 64, 467 356 371 423 382. At 128
     neither a second set nor more queries a step fit in shared memory.
 
-    What binds (Nsight Compute, single launches at 1.7 to 1.8 GHz, of the cycles): shared memory 75 %, tensor cores 70 % at 128 dense,
-    68 and 62 % at butterfly; 67 and 58 % at 64 dense, 60 and 51 % at butterfly; warps wait most at the barrier where they meet for
-    ds. (Before sums of dq stood in the order of the threads.) Over and over, as benchmarks.attention calls it, power limits the clock.
+    What binds (Nsight Compute, single launches at 1.7 to 1.8 GHz, of the cycles): shared memory (wavefronts of L1's data pipe), tensor
+    cores, what comes into L2: 128 dense 74, 67, 59 %, butterfly 70, 57, 61; 64 dense 66, 58, 52, butterfly 63, 49, 56. DRAM 35 and 29 %
+    at butterfly, else 3 and less; an instruction is issued in 22 to 25 % of them. Over and over, as benchmarks.attention calls it, power
+    limits the clock (of 700 W 698 to 748 are drawn, and the limit was in force in each of some 20 looks a case), TFLOP/s of single
+    calls and over and over: 128 dense 608, 578, butterfly 528, 473, random 574, 530; 64 dense 545, 517.
 
     Sums in the order in which threads hold them (hopper.in_order), added from registers ("direct") or by the copy engine, and lse and
     delta told beside the columns; microseconds of a whole backward, single launches, L2 emptied:
@@ -152,6 +154,14 @@ def config(dim: int) -> Config:
     count, from shared memory, but slow what warps beside do more than those of the copy engine; with nothing done beside, the whole
     takes 688 for 705 at 128 butterfly. And what is done beside slows columns by most of what it saves: of the 44 microseconds that lse
     and delta take before, 9 are gained.
+
+    Tried, microseconds of local and butterfly, single launches, those of the table beside them in the same run:
+        places given back by hardware barriers, without meetings of a warpgroup around mbarriers   128 714 655 for 714 654; 64 799 743 for 799 743
+        the same by an arrival of each thread (cp.async.mbarrier.arrive)                          128 727 668 for 727 669; 64 801 742 for 800 741
+        and values given back in the last step's middle, keys behind its dq                       128 746 689; 64 814 757
+        and two sets of keys beside one of values, sums added from registers                      128 784 738
+        the same, 16 KB under way to each warp that serves, not 8                                 128 747 690
+        sums added from registers, 16 KB under way                                                128 739 676
 
     Tried before: sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in
     place of a pass before and one after: 128 causal 545 for 600, butterfly 371 for 418; 64 causal 442 for 434, butterfly 332 for 347.

@@ -155,8 +155,13 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
 
     What binds (Nsight Compute, single launches at 1.65 to 1.8 GHz, of the cycles): tensor cores, shared memory, exponentials, issue:
     128 dense 82, 53, 42, 40 %, butterfly 65, 44, 34, 32, random 75, 49, 39, 34; 64 dense 61, 41, 63, 50, butterfly 47, 33, 49, 45,
-    random 50, 35, 52, 47: at 64 tensor cores and exponentials wait for each other. A single launch of 128 dense takes 2.98
-    milliseconds; over and over, as benchmarks.attention calls it, 3.33, as power limits the clock.
+    random 50, 35, 52, 47: at 64 tensor cores and exponentials wait for each other. Over and over, as benchmarks.attention calls it, power
+    limits the clock (700 W; 668 to 727 are drawn), TFLOP/s of single calls and over and over: 128 dense 728, 660, random 670, 624,
+    butterfly 593, 573; 64 dense 589, 533, butterfly 436, 433.
+
+    Tried: places given back by an arrival of each thread (cp.async.mbarrier.arrive), without the meetings of a warpgroup around an
+    mbarrier's: 64 local 365 microseconds for 345, 128 local 257 for 258, dense 3,100 for 2,996; by hardware barriers 128 local 254 for
+    256, dense 3,070 for 3,007.
     """
     if dim == 256:
         # out takes 128 registers, and there is no room for it beside q
