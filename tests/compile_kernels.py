@@ -26,6 +26,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from blocksparse_flash import service
 from blocksparse_flash.kernels import (
     backward,
     decode,
@@ -71,6 +72,8 @@ def launches(
         mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, parts)),
         mock.patch.object(hopper_backward, "split_of", lambda *_: Split(2, parts)),
         mock.patch.object(decode, "multiprocessors", lambda _: 132),
+        # those of 8192 keys
+        mock.patch.object(service, "TELLING_COLUMNS", 64),
     ):
         run_both(**call)
     return caught
@@ -399,6 +402,11 @@ def hopper_calls() -> list[dict[str, Any]]:
     # so few rows that none waits in a queue
     grid += [
         {"head_dim": head_dim, "dtype": half, "mode": mode, "length": 1024}
+        for head_dim, mode in itertools.product((64, 128), ("layout", "causal"))
+    ]
+    # so few columns that lse and delta are told before them
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": mode, "length": 6144}
         for head_dim, mode in itertools.product((64, 128), ("layout", "causal"))
     ]
     grid += [{"head_dim": head_dim, "dtype": half, "limited": True} for head_dim in (64, 128)]
