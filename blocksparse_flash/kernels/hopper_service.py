@@ -2,7 +2,8 @@
 
 Columns are launched head by head, and so sections, those of the query heads of a key head, are read and the float32 sums of their dq
 added to one after the other. Two warps of each program take items from a queue, each some chunks of a section: to prepare it, which
-means to clear its sums, and to tell lse and delta of its queries, or to scale and convert its sums, which makes dq:
+means to clear its sums and, where a section has many columns, to tell lse and delta of its queries, or to scale and convert its sums,
+which makes dq:
     prepare n_cleared .. n_ahead - 1, then convert 0, prepare n_ahead, convert 1, prepare n_ahead + 1, ...
 The first n_cleared sections are prepared by the launch before, since they are wanted at once. The last ones are converted by a launch
 behind, since no column is left beside which it could be done. Where long columns of all sections come first, all are prepared before.
