@@ -53,7 +53,7 @@ def milliseconds(call: Callable[[], Any], *, warmup_ms: int = 25, measure_ms: in
 
 def peak_bytes(call: Callable[[], Any]) -> int:
     """Bytes asked for at the highest point of a call, over those before it; what the allocator gives in addition depends on its past."""
-    # of an earlier call that compiled, frames hold results in cycles: freed during this call, they would count as less
+    # garbage of earlier calls, freed during this one, would make it count as less
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

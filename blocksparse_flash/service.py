@@ -19,10 +19,10 @@ from .splitting import Split, n_long
 TILE = 128
 # what is counted of all sections together: columns and chunks that are taken
 FRONT = 2
-# columns of a section from which on its lse and delta are told beside others: of fewer they are wanted too soon. H200, microseconds
-# of a backward, told beside columns or by the launch before: 128 columns, 16,384 tokens, head_dim 128 butterfly 651, 659, local 711,
-# 715, head_dim 64 735, 747 and 791, 803; 16 columns, 2,048 tokens, batch 8, in two runs, head_dim 128 butterfly 570, 515, local 765,
-# 713, dense 1293, 1302
+# columns of a section from which on its lse and delta are told beside others. H200, microseconds of a backward, told beside columns or
+# by the launch before: 128 columns, 16,384 tokens, head_dim 128 butterfly 651, 659, local 711, 715, head_dim 64 735, 747 and 791, 803.
+# 16 columns, 2,048 tokens, batch 8, head_dim 128 butterfly 570, 515, local 765, 713, dense 1293, 1302: of two versions, in which the
+# order of the sums differs as well. Between 16 and 128 nothing was run
 TELLING_COLUMNS = 128
 
 

@@ -155,13 +155,13 @@ def config(dim: int) -> Config:
     takes 688 for 705 at 128 butterfly. And what is done beside slows columns by most of what it saves: of the 44 microseconds that lse
     and delta take before, 9 are gained.
 
-    Tried, microseconds of local and butterfly, single launches, those of the table beside them in the same run:
-        places given back by hardware barriers, without meetings of a warpgroup around mbarriers   128 714 655 for 714 654; 64 799 743 for 799 743
-        the same by an arrival of each thread (cp.async.mbarrier.arrive)                          128 727 668 for 727 669; 64 801 742 for 800 741
-        and values given back in the last step's middle, keys behind its dq                       128 746 689; 64 814 757
-        and two sets of keys beside one of values, sums added from registers                      128 784 738
-        the same, 16 KB under way to each warp that serves, not 8                                 128 747 690
-        sums added from registers, 16 KB under way                                                128 739 676
+    Tried, microseconds of local and butterfly, single launches, and of the table in the same run:
+        places given back by hardware barriers, without meetings of a warpgroup around mbarriers   128 714 655, 714 654; 64 799 743, 799 743
+        "arrivals": given back by an arrival of each thread (cp.async.mbarrier.arrive) instead     128 727 668, 727 669; 64 801 742, 800 741
+        arrivals, values given back in the last step's middle, keys behind its dq                  128 746 689, 727 669; 64 814 757, 800 741
+        arrivals, sums added from registers, 16 KB under way to each warp that serves, not 8       128 739 676, 727 669
+        arrivals, sums added from registers, two sets of keys beside one of values                 128 784 738, 727 669
+        the same, 16 KB under way                                                                  128 747 690, 727 669
 
     Tried before: sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in
     place of a pass before and one after: 128 causal 545 for 600, butterfly 371 for 418; 64 causal 442 for 434, butterfly 332 for 347.
