@@ -20,6 +20,9 @@ TILE = 128
 RECORD = 8
 # taken from the index of a partial tile; above every index, as lengths are below 2^31
 PARTIAL = 1 << 24
+# which quarters of a partial tile attend, at this bit of its entry: bit 2 * half of its queries + half of its keys. All four, as
+# PARTIAL alone sets them: the bitmask says which pairs
+QUARTERS_BIT, ALL_QUARTERS = 25, 15
 # a line with more than one of so many parts of its head's tiles may be worth splitting; so a head has fewer
 LONG = 64
 # of the tiles of a list
@@ -30,11 +33,14 @@ class Plan(NamedTuple):
     """Tiles of a layout, by rows (for the output and dq) and by columns (for dk and dv). All int32, on one device.
 
     row_items    (batch | 1, heads | 1, tile rows, 8), one record a tile row, in launch order (longest row first):
-                 row, begin, n_tiles, n_partial, position, 0, 0, n_long
-    row_indices  tile columns: entries begin .. begin + n_tiles - 1 are the tiles of that row, n_partial partial ones and
-                 then the full ones, both ascending; a partial one is listed less PARTIAL = 2^24, so that its sign says so
+                 row, begin, n_tiles, n_partial, position, n_quartered, 0, n_long
+    row_indices  tile columns: entries begin .. begin + n_tiles - 1 are the tiles of that row, n_partial partial ones, of which
+                 the last n_quartered are made of whole quarters, 64 x 64, and then the full ones, each kind ascending; a
+                 partial one is listed less PARTIAL = 2^24, so that its sign says so, its lowest 24 bits are the tile column,
+                 and of a quartered one bits 25 to 28 say which quarters attend
     row_ids      which bitmask each of these tiles has; 0, and never read, for a full one. Longer than row_indices by 8 for
-                 each record at the front that is worth splitting, and a rest below 8
+                 each record at the front that is worth splitting, and a rest below 8, which is odd where a tile is made of
+                 whole quarters
     col_*        the same by tile columns (col_indices are tile rows)
     words        (distinct, 128, 4): bit j of word w of row i is the pair (query i, key 32 w + j) of the tile
 
@@ -44,7 +50,8 @@ class Plan(NamedTuple):
     a ragged edge are partial, with zeros past the end.
 
     Worth splitting among programs is a line with over 1/64 of its head's tiles, and over twice the mean. How many there
-    are, of the head that has most, stands in a length: a launch decides by shapes, without waiting for the device.
+    are, of the head that has most, stands in a length, and so does whether a tile is made of whole quarters: a launch decides
+    by shapes, without waiting for the device.
     """
 
     row_items: torch.Tensor
@@ -71,20 +78,25 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     work, col_line = counted(tiles, frame)
     by_rows, by_cols = _sides(tiles, frame, work, col_line)
     ids, partial = _with_edges(by_rows, by_cols, tiles.ids, len(words), frame)
+    last = _last(frame.q_len), _last(frame.kv_len)
+    quarters = _NONE
+    if len(partial):
+        quarters = np.concatenate([quarters_of(words), _edge_quarters(*last)]).take(ids[partial])
+    has_quarters = bool((quarters < ALL_QUARTERS).any())
     most, n_long = long_lines(work, nnz, frame)
     shapes: list[tuple[int, ...]] = []
     for side, (_, n_split) in zip((by_rows, by_cols), n_long, strict=True):
-        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows)
+        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows, has_quarters=has_quarters)
         shapes += (frame.batch, frame.heads, side.n_lines // frame.leads, RECORD), (n_indices,), (n_ids,)
     shapes.append((len(words) + 3, TILE, TILE // 32))
     packed, places = zeros(shapes, is_pinned=may_pin(device))
     row_items, row_indices, row_ids, col_items, col_indices, col_ids, of_words = views(packed, places)
-    _list(by_rows, ids, partial, row_indices[:nnz], row_ids[:nnz], is_sorted=True)
-    _list(by_cols, ids, partial, col_indices[:nnz], col_ids[:nnz], is_sorted=False)
-    records = _records(by_rows, by_cols, partial, work, most, [n for n, _ in n_long], frame)
+    _list(by_rows, ids, partial, quarters, row_indices[:nnz], row_ids[:nnz], is_sorted=True)
+    _list(by_cols, ids, partial, quarters, col_indices[:nnz], col_ids[:nnz], is_sorted=False)
+    records = _records(by_rows, by_cols, partial, quarters, work, most, [n for n, _ in n_long], frame)
     row_items[...] = records[: by_rows.n_lines].reshape(row_items.shape)
     col_items[...] = records[by_rows.n_lines :].reshape(col_items.shape)
-    of_words[:-3], of_words[-3:] = words.view(np.int32), _edge_words(_last(frame.q_len), _last(frame.kv_len))
+    of_words[:-3], of_words[-3:] = words.view(np.int32), _edge_words(*last)
     return of_any_length(Plan(*sent(packed, places, device, non_blocking=non_blocking)))
 
 
@@ -113,6 +125,27 @@ def _edge_words(n_queries: int, n_keys: int) -> Array:
     every = np.ones(TILE, dtype=bool)
     pairs = [np.outer(q, kv) for q, kv in ((every, kv_exists), (q_exists, every), (q_exists, kv_exists))]
     return np.packbits(np.stack(pairs), axis=-1, bitorder="little").view(np.int32)
+
+
+def quarters_of(words: Array) -> Array:
+    """Of which quarters each bitmask is made, as an entry of a list says it; ALL_QUARTERS of one that is not made of whole ones.
+
+    words  32 bits (distinct, 128, 4)
+    """
+    # of most that are not, the first row of each half tells
+    left, right = words[:, :: TILE // 2, ::2], words[:, :: TILE // 2, 1::2]
+    is_made = ((left == right) & ((left == 0) | (~left == 0))).all(axis=(1, 2))
+    made = words[is_made].reshape(-1, 2, TILE // 2, TILE // 32)
+    is_made[is_made] = (made == made[:, :, :1]).all(axis=(1, 2, 3))
+    quarters = np.full(len(words), ALL_QUARTERS, np.int32)
+    quarters[is_made] = (left[is_made] != 0).reshape(-1, 4) @ np.array([1, 2, 4, 8], np.int32)
+    return quarters
+
+
+@functools.lru_cache(maxsize=256)
+def _edge_quarters(n_queries: int, n_keys: int) -> Array:
+    """`quarters_of` what `_edge_words` has; read only."""
+    return quarters_of(_edge_words(n_queries, n_keys))
 
 
 class Side(NamedTuple):
@@ -162,30 +195,41 @@ def _with_edges(by_rows: Side, by_cols: Side, ids: Array, n_bitmasks: int, frame
     return ids, (ids >= 0).nonzero()[0]
 
 
-def _list(side: Side, ids: Array, partial: Array, indices: Array, listed_ids: Array, *, is_sorted: bool) -> None:
+def _list(
+    side: Side, ids: Array, partial: Array, quarters: Array, indices: Array, listed_ids: Array, *, is_sorted: bool
+) -> None:
     """Write the tiles of each line, partial ones first, and their ids; where there are 0s.
 
     partial    which tiles are
+    quarters   of these, as `quarters_of` has them
     is_sorted  the lines come one after another
     """
     if not len(partial):
         indices[:] = side.minor if is_sorted else side.minor.take(_order(side.line, side.n_lines))
         return
-    rank, minor = 2 * side.line + 1, side.minor.copy()
-    rank[partial] -= 1
-    minor[partial] -= PARTIAL
-    order = _order(rank, 2 * side.n_lines)
+    rank, minor = 3 * side.line + 2, side.minor.copy()
+    rank[partial] -= 1 + (quarters == ALL_QUARTERS)
+    minor[partial] -= PARTIAL + ((ALL_QUARTERS - quarters) << QUARTERS_BIT)
+    order = _order(rank, 3 * side.n_lines)
     indices[:], listed_ids[:] = minor.take(order), np.maximum(ids, 0).take(order)
 
 
 def _records(
-    by_rows: Side, by_cols: Side, partial: Array, work: Array, most: int, n_long: Sequence[int], frame: Frame
+    by_rows: Side,
+    by_cols: Side,
+    partial: Array,
+    quarters: Array,
+    work: Array,
+    most: int,
+    n_long: Sequence[int],
+    frame: Frame,
 ) -> Array:
     """Records of the lines of both directions, one after the other, (lines, 8), in launch order: see Plan.
 
-    partial  which tiles are
-    work     tiles of each line, `most` of the longest
-    n_long   of each direction
+    partial   which tiles are
+    quarters  of these, as `quarters_of` has them
+    work      tiles of each line, `most` of the longest
+    n_long    of each direction
     """
     n_of_rows, lead, number = by_rows.n_lines, *_numbered(frame.leads, frame.n_rows, frame.n_cols)
     begin = work.cumsum()
@@ -196,6 +240,9 @@ def _records(
     if len(partial):
         lines = np.concatenate([by_rows.line[partial], by_cols.line[partial] + n_of_rows])
         fields[:, 3] = np.bincount(lines, minlength=len(work))
+        is_quartered = quarters < ALL_QUARTERS
+        if is_quartered.any():
+            fields[:, 5] = np.bincount(lines[np.tile(is_quartered, 2)], minlength=len(work))
     if any(n_long):
         fields[:n_of_rows, 7], fields[n_of_rows:, 7] = n_long
     # the longest line of each lead first
@@ -255,7 +302,7 @@ def _order(values: Array, limit: int) -> Array:
     return order
 
 
-def list_lengths(n_tiles: int, n_long: int, *, of_rows: bool) -> tuple[int, int]:
+def list_lengths(n_tiles: int, n_long: int, *, of_rows: bool, has_quarters: bool = False) -> tuple[int, int]:
     """How long the list of n_tiles tiles is with zeros behind it, and that of their bitmasks.
 
     At least one zero: kernels read an index ahead. Lengths of different residues mod 8 keep torch.compile from taking two
@@ -263,4 +310,4 @@ def list_lengths(n_tiles: int, n_long: int, *, of_rows: bool) -> tuple[int, int]
     """
     # 1 mod 8, and at least 9
     length = 8 * max(1, -(-n_tiles // 8)) + 1
-    return length, length + 8 * n_long + (2 if of_rows else 4)
+    return length, length + 8 * n_long + (2 if of_rows else 4) + has_quarters

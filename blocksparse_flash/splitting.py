@@ -88,6 +88,11 @@ def n_long(n_indices: int, n_ids: int) -> int:
     return (n_ids - n_indices) // 8
 
 
+def has_quarters(n_indices: int, n_ids: int) -> bool:
+    """Whether tiles made of whole quarters are listed as such, by the same lengths."""
+    return (n_ids - n_indices) % 2 == 1
+
+
 @functools.lru_cache(maxsize=4096)
 def _of_shapes(
     lists: tuple[Sequence[int], ...],

@@ -57,6 +57,20 @@ def _random_blocks(q_len: int, kv_len: int, block_size: int, *, density: float, 
     return BlockLayout.from_block_mask(mask, q_len, kv_len, block_size=block_size)
 
 
+def _quarters(length: int) -> BlockLayout:
+    """Four heads of blocks of 64, more of them from head to head; of some only half of the pairs. One row of tiles is full."""
+    grid = -(-length // 64)
+    density = torch.tensor([0.3, 0.5, 0.7, 1.0])[:, None, None]
+    stored = torch.rand(4, grid, grid, generator=torch.Generator().manual_seed(10)) < density
+    is_whole = _random_pairs(4, grid, grid, density=0.8, seed=11)
+    # with no ragged one among them, which is partial
+    is_whole[3, :2], stored[3, :2, -1] = True, False
+    stored, is_whole = (
+        each.repeat_interleave(64, 1).repeat_interleave(64, 2)[:, :length, :length] for each in (stored, is_whole)
+    )
+    return _dense(stored & (is_whole | _random_pairs(4, length, length, density=0.5, seed=12)), 64)
+
+
 def _causal(q_len: int, kv_len: int, block_size: int | tuple[int, int]) -> BlockLayout:
     ahead = kv_len - q_len
     return BlockLayout.from_predicate(
@@ -179,4 +193,5 @@ LAYOUTS: list[Case] = [
         )
         for size in _BLOCK_SIZES
     ),
+    Case("quarters", lambda: _quarters(_LONG)),
 ]

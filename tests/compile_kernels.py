@@ -95,8 +95,8 @@ def run_both(
     deterministic: bool = False,
     scores: str = "",
 ) -> None:
-    """Call the launchers of a backend; mode is "layout", "dense" or "causal", "rows" for those that move rows, or "select" for
-    those that select blocks.
+    """Call the launchers of a backend; mode is "layout", "quarters" for one with tiles made of whole quarters, "dense" or "causal",
+    "rows" for those that move rows, or "select" for those that select blocks.
 
     scores is what `scores_of` reads. With a few queries, q_len, the forward's.
     """
@@ -113,10 +113,11 @@ def run_both(
     items = torch.zeros(1, 1, 8 if q_len is None else 1, 8, dtype=torch.int32)
     # more tiles a row than those whose dq has a launch of its own
     indices = torch.zeros(33, dtype=torch.int32)
-    plan = Plan(items, indices, indices, items, indices, indices, torch.zeros(3, 128, 4, dtype=torch.int32))
+    ids = torch.zeros(33 + (mode == "quarters"), dtype=torch.int32)
+    plan = Plan(items, indices, ids, items, indices, ids, torch.zeros(3, 128, 4, dtype=torch.int32))
     lengths = torch.zeros(2, dtype=torch.int64) if limited else None
     seed = torch.zeros(1, dtype=torch.int64)
-    options = (list(plan) if mode == "layout" else [], lengths, seed, 0.125, mode == "causal", dropout_p)
+    options = (list(plan) if mode in ("layout", "quarters") else [], lengths, seed, 0.125, mode == "causal", dropout_p)
     if backend == "hopper":
         options = (*options[:2], None, *options[3:])
         out, lse = hopper_forward.forward(q, k, v, *options)
@@ -395,7 +396,7 @@ def hopper_calls() -> list[dict[str, Any]]:
     half = torch.bfloat16
     grid: list[dict[str, Any]] = [
         {"head_dim": head_dim, "dtype": half, "mode": mode}
-        for head_dim, mode in itertools.product((64, 128, 256), ("layout", "dense", "causal"))
+        for head_dim, mode in itertools.product((64, 128, 256), ("layout", "quarters", "dense", "causal"))
     ]
     # so many that rows of 192 queries pay
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, "length": 24576} for mode in ("dense", "causal")]
@@ -416,6 +417,10 @@ def hopper_calls() -> list[dict[str, Any]]:
     grid += [{"head_dim": 128, "dtype": torch.float16, "group": 4}, {"head_dim": 100, "dtype": half, "dlse": True}]
     # and of each kernel what it becomes where lines are split
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, "parts": 3} for mode in ("layout", "causal")]
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": "quarters", "parts": 3, "limited": True} for head_dim in (64, 128)
+    ]
+    grid += [{"head_dim": 64, "dtype": half, "mode": "quarters", "group": 4}]
     options: list[dict[str, Any]] = [{}, {"group": 4}, {"limited": True}]
     grid += [{"head_dim": 128, "dtype": half, "parts": 3, **option} for option in options]
     grid += [{"head_dim": 256, "dtype": half, "parts": 3}]

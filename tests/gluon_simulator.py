@@ -86,6 +86,16 @@ class Descriptor:
 # ---- the language ----
 
 
+def keep_halves(values: Tensor, bits: Tensor, stride: int, fill: int) -> Tensor:
+    """What the assembly of hopper.keep_halves does."""
+    filling = torch.tensor(fill, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    halves = [
+        half if int(bits) >> i * stride & 1 else torch.full_like(half, filling)
+        for i, half in enumerate(values.split(64, 1))
+    ]
+    return torch.cat(halves, 1)
+
+
 class Token:
     """A product under way."""
 
@@ -410,6 +420,7 @@ class Simulation:
             "pin": lambda values: values,
             "rescale": lambda out, decay: out * decay,
             "load_words": lambda pointers, count: tuple(self.language.load(pointers + i) for i in range(count)),
+            "keep_halves": keep_halves,
             "keep_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
             # where in a buffer, or in which thread, values lie is not simulated
             "eights": lambda warps: None,

@@ -38,13 +38,15 @@ KNOWN_SPILLS = {
     ("hopper_backward_kernel", 64, False, False): 1340,
     ("hopper_backward_kernel", 64, True, False): 1020,
     ("hopper_backward_kernel", 64, False, True): 744,
-    ("hopper_backward_kernel", 128, False, False): 2272,
-    ("hopper_backward_kernel", 128, True, False): 1456,
+    # of tiles made of whole quarters, under Triton 3.6; of others none
+    ("hopper_backward_kernel", 64, True, True): 176,
+    ("hopper_backward_kernel", 128, False, False): 2292,
+    ("hopper_backward_kernel", 128, True, False): 1500,
     ("hopper_backward_kernel", 128, False, True): 732,
     ("hopper_backward_kernel", 128, True, True): 748,
     # up to three words, stored once a program and loaded once a row
     ("hopper_forward_kernel", 128, True, False): 44,
-    ("hopper_forward_kernel", 128, True, True): 32,
+    ("hopper_forward_kernel", 128, True, True): 44,
 }
 # instructions for it in loops that multiply, by Triton's minor version
 SPILLS_BESIDE_PRODUCTS = {
@@ -149,7 +151,7 @@ def test_hopper_kernels_compile_well(target: str, version: str | None, tmp_path:
     calls = [record["call"] for record in records if record["kernel"] == "hopper_forward_kernel"]
     for head_dim in (64, 128):
         of_dim = [call for call in calls if call["head_dim"] == head_dim]
-        assert {call.get("mode", "layout") for call in of_dim} == {"layout", "dense", "causal"}
+        assert {call.get("mode", "layout") for call in of_dim} == {"layout", "quarters", "dense", "causal"}
         assert {call.get("limited", False) for call in of_dim} == {False, True}
         assert {call.get("parts", 1) > 1 for call in of_dim} == {False, True}
     found = "\n".join(fault for record in records for fault in faults(record))
@@ -188,7 +190,7 @@ GOOD = {
     ("change", "word"),
     [
         ({"spills": 4}, "spills"),
-        ({"spills": 2273, "kernel": "hopper_backward_kernel"}, "spills"),
+        ({"spills": 2293, "kernel": "hopper_backward_kernel"}, "spills"),
         ({"spills_beside_products": 21, "kernel": "hopper_backward_kernel"}, "loops that multiply"),
         ({"spills_beside_products": 79, "kernel": "hopper_backward_kernel", "triton": "3.9.0"}, "loops that multiply"),
         ({"spills": 32, "kernel": "hopper_forward_kernel"}, "spills"),
@@ -286,9 +288,9 @@ def test_what_is_no_fault() -> None:
     (fault,) = faults({**few, "call": {**CALL, "q_len": 16, "group": 4}})
     assert "without wgmma" in fault
     spilled = {**GOOD, "call": {**GOOD["call"], "head_dim": 128}, "kernel": "hopper_backward_kernel"}
-    assert faults({**spilled, "spills": 2272}) == []
-    (fault,) = faults({**spilled, "spills": 2273})
-    assert "spills 2273 bytes" in fault
+    assert faults({**spilled, "spills": 2292}) == []
+    (fault,) = faults({**spilled, "spills": 2293})
+    assert "spills 2293 bytes" in fault
     parted = {**spilled, "call": {**GOOD["call"], "head_dim": 128, "parts": 3}}
     assert faults({**parted, "spills": 732}) == []
     assert len(faults({**parted, "spills": 733})) == 1

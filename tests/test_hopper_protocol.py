@@ -284,6 +284,9 @@ def mixed() -> BlockLayout:
 
 
 MIXED = cases.Case("mixed", mixed)
+(QUARTERED,) = [case for case in cases.LAYOUTS if case.name == "quarters"]
+# one query head to a key head, and four
+QUARTER_CALLS = [zoo.Call(head_dim=64, dtype=torch.float16), PARTED]
 SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
 FORWARD, BACKWARD, ROWS, COLS = "hopper_forward", "hopper_backward", "hopper_rows", "hopper_cols"
 SOFTMAX, SERVICE = "hopper_softmax", "hopper_service"
@@ -354,7 +357,7 @@ FAULTS = {
     ),
     "the decay forgotten": Change(FORWARD, "    if not (OVERLAP and FIRST):", "    if False:"),
     "a step left out": Change(
-        FORWARD, "for i_step in range(1 if OVERLAP else 0, n_partial)", "for i_step in range(2, n_partial)"
+        FORWARD, "for i_step in range(1 if OVERLAP else 0, n_mixed)", "for i_step in range(2, n_mixed)"
     ),
     "queries not waited for": Change(FORWARD, "        mbarrier.wait(barriers[Q_FULL].index(i_query), phase)\n", ""),
     "the tail of the values not cleared": Change(
@@ -421,7 +424,33 @@ FAULTS = {
     "dp waited for too little": Change(
         BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
     ),
-    "a step masked as full": Change(BACKWARD, "n_done + i_step, WHO, True,", "n_done + i_step, WHO, False,"),
+    "a step masked as full": Change(
+        BACKWARD, "n_done + i_step, WHO, True, False,", "n_done + i_step, WHO, False, False,"
+    ),
+}
+# seen where tiles are made of whole quarters
+QUARTER_FAULTS = {
+    "quartered rows as full ones": Change(FORWARD, "WHO, False, True, SIGN", "WHO, False, False, SIGN"),
+    "quartered rows as part of a mask": Change(ROWS, "n_partial - gl.load(p_record + 5)", "n_partial - 1"),
+    "quarters of the first step forgotten": Change(
+        FORWARD, "    if QUARTERED:\n        b_scores =", "    if QUARTERED and not FIRST:\n        b_scores ="
+    ),
+    "a full first step by quarters": Change(
+        SOFTMAX,
+        "gl.where(entry < 0, entry >> (QUARTERS_BIT + 2 * WHO + i_step % STEPS), -1)",
+        "entry >> (QUARTERS_BIT + 2 * WHO + i_step % STEPS)",
+    ),
+    "the other queries' quarters": Change(SOFTMAX, "QUARTERS_BIT + 2 * WHO", "QUARTERS_BIT + 2 * (1 - WHO)"),
+    "quartered columns as full ones": Change(
+        BACKWARD, "n_done + i_step, WHO, False, True,", "n_done + i_step, WHO, False, False,"
+    ),
+    "the other keys' quarters": Change(BACKWARD, "QUARTERS_BIT + WHO +", "QUARTERS_BIT + 1 - WHO +"),
+    "the first queries' quarters alone": Change(BACKWARD, "WHO + step % STEPS * 2", "WHO"),
+    "quarters of the heads of the first": Change(
+        COLS,
+        "            n_mixed = n_partial - gl.load(p_member + 5) if QUARTERS else n_partial\n",
+        "            pass\n",
+    ),
 }
 WIDE_FAULTS = {
     "the first turn not given": FAULTS["the first turn not given"],
@@ -592,6 +621,20 @@ def test_a_seeded_fault_of_parts_is_seen(check, tight, fault):
 @pytest.mark.parametrize("seed", range(2))
 def test_without_a_fault_of_parts_none_is_seen(check, tight, seed):
     check(split(tight(seed), 2, 1), MIXED, PARTED)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_without_a_fault_of_quarters_none_is_seen(check, tight, seed):
+    config = ForwardConfig(stages=2, block_kv=64) if seed % 2 else None
+    check(tight(seed, config=config), QUARTERED, QUARTER_CALLS[seed // 2])
+
+
+@pytest.mark.parametrize("fault", QUARTER_FAULTS)
+def test_a_seeded_fault_of_quarters_is_seen(check, tight, fault):
+    change = QUARTER_FAULTS[fault]
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed in range(4):
+            check(tight(seed, change), QUARTERED, QUARTER_CALLS[seed % 2], backward=change.module in (BACKWARD, COLS))
 
 
 # of the sections of dq one is cleared before, and one converted behind

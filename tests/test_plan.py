@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blocksparse_flash import BlockLayout
+from blocksparse_flash import BlockLayout, splitting
 from blocksparse_flash.blocks import Frame
-from blocksparse_flash.plan import LONG, PARTIAL, TILE, Plan, _long, long_lines
+from blocksparse_flash.plan import ALL_QUARTERS, LONG, PARTIAL, QUARTERS_BIT, TILE, Plan, _long, long_lines, quarters_of
 
 
 def drawn(seed: int, axes: tuple[int, int], q_len: int, kv_len: int) -> np.ndarray:
@@ -41,6 +43,14 @@ def looks_of(mask: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
+def quarters(tile: np.ndarray) -> int:
+    """Which quarters of a tile attend, if it is made of whole ones, else ALL_QUARTERS."""
+    parts = [tile[64 * (i // 2) :, 64 * (i % 2) :][:64, :64] for i in range(4)]
+    if all(part.all() or not part.any() for part in parts):
+        return sum(int(part.all()) << i for i, part in enumerate(parts))
+    return ALL_QUARTERS
+
+
 def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
     """One direction of a plan, of masks (batch, heads, q_len, kv_len)."""
     items, indices, ids = (tensor.numpy() for tensor in (plan[:3] if of_rows else plan[3:6]))
@@ -56,16 +66,24 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
         assert records[:, 0].tolist() == sorted(range(n_lines), key=lambda line: (-work[line], line))
         for line in range(n_lines):
             position = records[line, 4]
-            number, first, n_tiles, n_partial, _, *rest, n_long = records[position].tolist()
-            assert (number, first, n_tiles, rest, n_long) == (line, begin, work[line], [0, 0], over.sum(1).max())
+            number, first, n_tiles, n_partial, _, n_quartered, rest, n_long = records[position].tolist()
+            assert (number, first, n_tiles, rest, n_long) == (line, begin, work[line], 0, over.sum(1).max())
             listed = indices[first : first + n_tiles]
-            minors = np.where(listed < 0, listed + PARTIAL, listed).tolist()
-            assert sorted(minors[:n_partial]) == minors[:n_partial] and sorted(minors[n_partial:]) == minors[n_partial:]
+            minors = (listed & (PARTIAL - 1)).tolist()
+            ends = [0, n_partial - n_quartered, n_partial, n_tiles]
+            for start, end in itertools.pairwise(ends):
+                assert sorted(minors[start:end]) == minors[start:end]
             found = {}
             for place, minor in enumerate(minors):
                 assert (listed[place] < 0) == (place < n_partial)
                 tile = words[ids[first + place]] if place < n_partial else np.ones((TILE, TILE), bool)
                 assert place < n_partial or ids[first + place] == 0
+                if place < n_partial:
+                    found_quarters = (listed[place] >> QUARTERS_BIT) & ALL_QUARTERS
+                    assert found_quarters == quarters(tile)
+                    assert (found_quarters < ALL_QUARTERS) == (place >= ends[1])
+                    # what a kernel that looks at the sign alone reads: tokens, in 32 bits
+                    assert int(listed[place]) * TILE % 2**32 == 2**31 + minors[place] * TILE
                 found[(line, minor) if of_rows else (minor, line)] = tile
             expected = {key: tile for key, tile in looks.items() if key[not of_rows] == line}
             assert found.keys() == expected.keys()
@@ -73,7 +91,10 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
                 assert np.array_equal(tile, expected[key]) and tile.all() == (key[of_rows] in minors[n_partial:])
             begin += n_tiles
     assert len(indices) % 8 == 1 and len(indices) > begin and not indices[begin:].any() and not ids[begin:].any()
-    assert len(ids) == len(indices) + 8 * worth.sum(1).max() + (2 if of_rows else 4)
+    has_quarters = bool(items[..., 5].any())
+    assert len(ids) == len(indices) + 8 * worth.sum(1).max() + (2 if of_rows else 4) + has_quarters
+    assert splitting.has_quarters(len(indices), len(ids)) == has_quarters
+    assert splitting.n_long(len(indices), len(ids)) == worth.sum(1).max()
 
 
 @settings(max_examples=15)
@@ -91,6 +112,21 @@ def test_both_directions_list_the_tiles_of_the_mask(
     plan = BlockLayout.from_dense(masks, block_size=block_size).plan("cpu")
     check_side(plan, masks, of_rows=True)
     check_side(plan, masks, of_rows=False)
+
+
+def test_which_bitmasks_are_made_of_whole_quarters() -> None:
+    made = np.array([[bool(i >> bit & 1) for bit in range(4)] for i in range(16)]).reshape(16, 2, 1, 2, 1)
+    tiles = np.broadcast_to(made, (16, 2, 64, 2, 64)).reshape(16, TILE, TILE)
+    # a pair more or less, wherever it is
+    broken = np.repeat(tiles, 5, axis=0)
+    broken[::5, 0, 0] ^= True
+    broken[1::5, 63, 63] ^= True
+    broken[2::5, 64, 31] ^= True
+    broken[3::5, 127, 127] ^= True
+    broken[4::5, 65, 40] ^= True
+    words = np.packbits(np.concatenate([tiles, broken]), axis=-1, bitorder="little").view(np.int32)
+    assert quarters_of(words).tolist() == [*range(16), *[ALL_QUARTERS] * 80]
+    assert quarters_of(words[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("causal", [False, True])

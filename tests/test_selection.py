@@ -44,7 +44,7 @@ def pairs(plan: Plan, side: str, axes: int, q_len: int, kv_len: int) -> Tensor:
         for major, record in enumerate(records[record[4]] for record in records):
             assert record[0] == major
             entries = [(ids[at].item(), indices[at].item()) for at in range(record[1], record[1] + record[2])]
-            partial = [(minor + PARTIAL, bits[look]) for look, minor in entries if minor < 0]
+            partial = [(minor & (PARTIAL - 1), bits[look]) for look, minor in entries if minor < 0]
             full = [(minor, torch.ones(TILE, TILE, dtype=torch.bool)) for _, minor in entries if minor >= 0]
             assert len(partial) == record[3] and all(minor < 0 for _, minor in entries[: len(partial)])
             for minors in (partial, full):
@@ -154,7 +154,7 @@ def test_what_kernels_may_read_of_a_plan_is_there(
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
         assert tensor.data_ptr() % 16 == 0 or not tensor.numel()
     for indices, length in ((plan.row_indices, kv_len), (plan.col_indices, q_len)):
-        minor = torch.where(indices < 0, indices + PARTIAL, indices)
+        minor = indices & (PARTIAL - 1)
         assert (minor >= 0).all() and (minor <= max(0, length - 1) // TILE).all()
 
 

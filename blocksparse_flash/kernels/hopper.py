@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,10 +27,16 @@ load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 load_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
+# whether kernels are free of spills that pin, have three warpgroups, words early where heads are wider than 64, or loops of their own for
+# whole quarters
+FITS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+
 # rows of a tile that one warpgroup computes
 HALF = gl.constexpr(64)
 # clears the sign with which a plan marks a partial tile
 INDEX_BITS = gl.constexpr(0xFFFFFF)
+# where an entry of its list says which quarters of a partial tile attend
+QUARTERS_BIT = gl.constexpr(25)
 # bits a column is shifted by before the rest, so that one shift serves every eighth column
 LANE_BITS = gl.constexpr(8)
 GLUON_TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
@@ -207,7 +214,12 @@ def pin(b_sum):
 
 @gluon.jit
 def load_int(smem):
-    """The int32 which a shared buffer of one value holds."""
+    """The int32 which a shared buffer of one value holds.
+
+    compute-sanitizer's racecheck takes these, and words of Triton's own by which it starts partitions, for races, in all kernels of
+    hopper, and nothing else. Those who share one meet before one of them arrives, which orders what all of them did; of a kernel that
+    hands a number from a warp to a warpgroup, and does no more, it says the same, but not where each thread arrives.
+    """
     return gl.max(smem.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
@@ -266,6 +278,42 @@ def keep_columns(b_scores, words, o_col):
         b_bits = gl.where(o_word == i_word, gl.expand_dims(words[i_word], 1) >> o_lane, b_bits)
     b_bit = gl.expand_dims(1 << (o_col % 32 // LANE_BITS * LANE_BITS + o_col % 2), 0)
     return keep_bits(b_scores, b_bits, b_bit)
+
+
+@gluon.constexpr_function
+def _halves_assembly(columns, bits, stride, fill):
+    # registers of a thread: two rows, a quarter of the columns of each
+    n, n_half = columns * bits // 64, bits
+    lines = [f"mov.b32 ${i}, ${n + i};" for i in range(n)]
+    for i_half in range(columns // 64):
+        lines.append(f"and.b32 b, ${2 * n}, {1 << (i_half * stride)}; setp.ne.u32 p, b, 0; @p bra.uni KEPT{i_half};")
+        lines += [f"mov.b32 ${i_half * n_half + i}, {fill};" for i in range(n_half)]
+        lines.append(f"KEPT{i_half}:")
+    return "{ .reg .pred p; .reg .b32 b; " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _halves_constraints(columns, bits):
+    n, kind = columns * bits // 64, "f" if bits == 32 else "r"
+    return ",".join([f"=&{kind}"] * n + [kind] * n + ["r"] * (columns // 2))
+
+
+@gluon.jit
+def keep_halves(b_values, bits, STRIDE: gl.constexpr, FILL: gl.constexpr):
+    """An accumulator [64, columns], or what is rounded from one; of 64 columns each whose bit is not set every register becomes FILL.
+
+    bits  of the lowest the first 64 columns, of those STRIDE apart the next ones
+
+    A branch for 64 columns, at which all threads of a warpgroup agree: to select each value would be 64 instructions a step.
+    """
+    COLS: gl.constexpr = b_values.shape[1]
+    BITS: gl.constexpr = b_values.dtype.primitive_bitwidth
+    text: gl.constexpr = _halves_assembly(COLS, BITS, STRIDE, FILL)
+    constraints: gl.constexpr = _halves_constraints(COLS, BITS)
+    b_bits = gl.full(b_values.shape, 0, gl.int32, b_values.type.layout) + bits
+    return gl.inline_asm_elementwise(
+        text, constraints, [b_values, b_bits], dtype=b_values.dtype, is_pure=True, pack=COLS // 2
+    )
 
 
 @gluon.jit

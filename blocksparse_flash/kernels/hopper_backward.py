@@ -40,10 +40,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..seen import Kind
 from ..separate_dq import is_dq_separate
 from ..service import Service, are_statistics_served, n_counts, service_of
-from ..splitting import Split, split_of
+from ..splitting import Split, has_quarters, split_of
 from . import backward as portable
 from .hopper import (
+    FITS,
     HALF,
+    QUARTERS_BIT,
     Describer,
     accumulator,
     add_async,
@@ -51,6 +53,7 @@ from .hopper import (
     bit_rows,
     clear_tail,
     in_order,
+    keep_halves,
     keep_part,
     key_limit,
     named_barrier,
@@ -163,6 +166,10 @@ def config(dim: int) -> Config:
         arrivals, sums added from registers, two sets of keys beside one of values                 128 784 738, 727 669
         the same, 16 KB under way                                                                  128 747 690, 727 669
 
+    Sums that leave L2 for nothing, discarded when they are converted (discard.global.L2): at 64 DRAM writes 340 MB for 445 at local, at 128
+    420 for 446; dq stored with .cs and out and dout read as what is wanted once: nothing. Either way the time is the same to 1 %, over
+    and over too.
+
     Tried before: sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in
     place of a pass before and one after: 128 causal 545 for 600, butterfly 371 for 418; 64 causal 442 for 434, butterfly 332 for 347.
     Warps of their own that add and scale dq: 128 dense 531 for 558, butterfly 348 for 420; 64 dense 434 for 401, butterfly 341 for 335.
@@ -224,15 +231,15 @@ def hidden(i):
 @gluon.jit
 def descend(
     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head, step, n_now,
-    WHO: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr,
-    STAGES: gl.constexpr,
+    WHO: gl.constexpr, MASKED: gl.constexpr, QUARTERED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One step: dk and dv of this warpgroup's keys and its share of the step's dq. i_set: where the keys and values are."""
     _, _, _, _, _, _, dq_desc, _, _ = descriptors
     q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, _, _, lse_ring, delta_ring, _ = rings
     _, indices_ptr, _, _, kv_lengths_ptr, _, _, sum_ptr = ptrs
     n_heads, _, _, _, _, n_padded, scale_log2, _, _, _ = sizes
-    i_axis, kv_start, _, _, _, _, _ = col
+    i_axis, kv_start, _, _, _, _, _, _ = col
     dtype: gl.constexpr = q_ring.dtype
     DIM: gl.constexpr = q_ring.shape[4]
     DIM_V: gl.constexpr = dout_ring.shape[4]
@@ -255,6 +262,10 @@ def descend(
     k_all = k_ring.index(i_set).reshape([TILE, DIM])
     k_half = k_all.slice(WHO * HALF, HALF, 0)
     v_half = v_ring.index(i_set).reshape([TILE, DIM_V]).slice(WHO * HALF, HALF, 0)
+    if QUARTERED:
+        STEPS: gl.constexpr = TILE // BLOCK_Q
+        # 64 queries a bit: it comes while this warpgroup waits for them
+        quarters = gl.load(indices_ptr + step // STEPS) >> (QUARTERS_BIT + WHO + step % STEPS * 2)
     mbarrier.wait(barriers[Q_FULL].index(stage), phase)
     # [HALF, BLOCK_Q]
     scores_token = warpgroup_mma(k_half, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
@@ -274,6 +285,9 @@ def descend(
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     b_delta = delta_ring.index(stage).load(line_layout)
     b_p16, b_ds = round_both(b_p, b_dp, b_delta, dtype)
+    if QUARTERED:
+        # rounded they take half of the registers
+        b_p16, b_ds = keep_halves(b_p16, quarters, 2, 0), keep_halves(b_ds, quarters, 2, 0)
     b_p16 = gl.convert_layout(b_p16, gl.DotOperandLayout(0, dv_layout, 2))
     # [HALF, DIM_V]
     dv_token = warpgroup_mma(b_p16, dout_tile, b_dv, is_async=True)
@@ -322,7 +336,7 @@ def descend(
 @gluon.jit
 def compute(
     descriptors, rings, barriers, ptrs, items_strides, sizes, WHO: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SERVED: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SERVED: gl.constexpr, QUARTERS: gl.constexpr,
 ):  # fmt: skip
     _, _, _, _, _, _, dq_desc, _, _ = descriptors
     q_ring, dout_ring, k_ring, v_ring, _, _, _, _, _, _, col_ring = rings
@@ -333,7 +347,7 @@ def compute(
     SETS: gl.constexpr = k_ring.shape[0]
     i_col = 0
     n_done = 0
-    col = take_col(col_ring, barriers, i_col)
+    col = take_col(col_ring, barriers, i_col, QUARTERS)
     while col[0] >= 0:
         i_axis, kv_start, i_block = col[0], col[1], col[6]
         limit = key_limit(kv_lengths_ptr, i_axis // n_heads, kv_len)
@@ -354,19 +368,25 @@ def compute(
             clear_tail(k_ring.index(i_set).reshape([TILE, DIM]), kv_start, limit, WHO)
             clear_tail(v_ring.index(i_set).reshape([TILE, DIM_V]), kv_start, limit, WHO)
         for i_member in range(GROUP):
-            first, n_steps, n_masked = member_steps(
-                ptrs, items_strides, sizes, col, limit, i_member, CAUSAL, GROUP, BLOCK_Q
+            first, n_steps, n_masked, n_mixed = member_steps(
+                ptrs, items_strides, sizes, col, limit, i_member, CAUSAL, GROUP, BLOCK_Q, QUARTERS
             )
             i_head = i_axis % n_heads * GROUP + i_member
-            for i_step in range(n_masked):
+            for i_step in range(n_mixed):
                 b_dk, b_dv = descend(
                     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
-                    first + i_step, n_done + i_step, WHO, True, CAUSAL, GROUP, BLOCK_Q, STAGES,
+                    first + i_step, n_done + i_step, WHO, True, False, CAUSAL, GROUP, BLOCK_Q, STAGES,
                 )  # fmt: skip
+            if QUARTERS:
+                for i_step in range(n_mixed, n_masked):
+                    b_dk, b_dv = descend(
+                        b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
+                        first + i_step, n_done + i_step, WHO, False, True, CAUSAL, GROUP, BLOCK_Q, STAGES,
+                    )  # fmt: skip
             for i_step in range(n_masked, n_steps):
                 b_dk, b_dv = descend(
                     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
-                    first + i_step, n_done + i_step, WHO, False, CAUSAL, GROUP, BLOCK_Q, STAGES,
+                    first + i_step, n_done + i_step, WHO, False, False, CAUSAL, GROUP, BLOCK_Q, STAGES,
                 )  # fmt: skip
             n_done += n_steps
         # nothing reads the keys and values any more
@@ -384,7 +404,7 @@ def compute(
             keep_part(p_part, b_dk, WHO)
             keep_part(p_part + TILE * DIM, b_dv, WHO)
         i_col += 1
-        col = take_col(col_ring, barriers, i_col)
+        col = take_col(col_ring, barriers, i_col, QUARTERS)
     tma.store_wait(0)
     if SERVED:
         if dq_desc is not None:
@@ -401,7 +421,7 @@ def hand_in(b_dk, b_dv, descriptors, rings, sizes, col, WHO: gl.constexpr):
     _, _, _, _, _, _, _, dk_desc, dv_desc = descriptors
     _, _, _, _, _, _, dk_tile, dv_tile, _, _, _ = rings
     n_heads, _, _, _, _, _, _, scale, _, _ = sizes
-    i_axis, kv_start, _, _, _, _, _ = col
+    i_axis, kv_start, _, _, _, _, _, _ = col
     DIM: gl.constexpr = b_dk.shape[1]
     DIM_V: gl.constexpr = b_dv.shape[1]
     # the other warpgroup still reads ds, and its sum of dq may be on its way
@@ -478,9 +498,9 @@ def hopper_backward_kernel(
     n_heads, n_axes, n_lines, q_len, kv_len, n_padded, n_split, n_parts, scale_log2, scale,
     # as in Service; eighths of a row of dq, and of out
     n_cleared, n_ahead, n_converted, n_eighths, n_v_eighths,
-    # compile time
+    # compile time; QUARTERS: tiles made of whole quarters are listed
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    REGISTERS: gl.constexpr, MOVER_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, MOVER_REGISTERS: gl.constexpr, QUARTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     BLOCK_Q: gl.constexpr = q_desc.block_type.shape[2]
@@ -534,9 +554,9 @@ def hopper_backward_kernel(
         )  # fmt: skip
         gl.warp_specialize(
             [
-                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES, True)),
-                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, True)),
-                (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, service, CAUSAL, GROUP, BLOCK_Q, STAGES)),
+                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES, True, QUARTERS)),
+                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, True, QUARTERS)),
+                (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, service, CAUSAL, GROUP, BLOCK_Q, STAGES, QUARTERS)),
                 (report, (col_ring, barriers, service)),
                 (serve, (service, told, fetch_ring, 0, DIM, DIM_V)),
                 (serve, (service, told, fetch_ring, 1, DIM, DIM_V)),
@@ -547,9 +567,9 @@ def hopper_backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES, False)),
-                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, False)),
-                (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, None, CAUSAL, GROUP, BLOCK_Q, STAGES)),
+                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES, False, QUARTERS)),
+                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, False, QUARTERS)),
+                (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, None, CAUSAL, GROUP, BLOCK_Q, STAGES, QUARTERS)),
             ],
             [4, 1],
             [REGISTERS, MOVER_REGISTERS],
@@ -581,7 +601,13 @@ class Prepared(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def prepare(
-    kind: Kind, walked: Walk, split: Split, service: Service | None, is_separate: bool, options: Options
+    kind: Kind,
+    walked: Walk,
+    split: Split,
+    service: Service | None,
+    is_separate: bool,
+    is_quartered: bool,
+    options: Options,
 ) -> Prepared:
     """How a call on such tensors is launched.
 
@@ -589,6 +615,7 @@ def prepare(
     options      out is the first of the others
     service      of the sum of dq
     is_separate  whether dq is left to a launch of its own, of the portable backward
+    is_quartered whether tiles made of whole quarters are listed
     """
     q, k, v, dout = kind.tensors
     out_told = options.others[0]
@@ -624,6 +651,7 @@ def prepare(
         "SETS": chosen.sets,
         "REGISTERS": chosen.registers,
         "MOVER_REGISTERS": chosen.mover_registers,
+        "QUARTERS": is_quartered and FITS,
         "num_warps": 4,
     }
     # the memory is of whole rows, its first columns are what is seen
@@ -715,7 +743,8 @@ def backward(
     split = split_of(plan, 3, q_shape, k_shape, causal, n_multiprocessors)
     is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
     service = None if is_separate else service_of(plan, q_shape, k_shape, split, n_multiprocessors)
-    ready = prepare(kind, see_walk(by_cols), split, service, is_separate, options)
+    is_quartered = bool(plan) and has_quarters(plan[4].shape[0], plan[5].shape[0])
+    ready = prepare(kind, see_walk(by_cols), split, service, is_separate, is_quartered, options)
     dq, dk, dv, lines = [empty(*memory) for memory in ready.outputs]
     dq_sum, pairs, queue, parts = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lines.unbind()

@@ -17,8 +17,9 @@ from .hopper_service import count_column, wait_for_section
 from .tile import TILE, block_of, dense_queries, find_line, find_part, find_record, part_of, record_of
 
 # int32 values which the warp that moves data hands on: axis (batch * key heads + key head), first key, and of a layout the
-# first entry of the tile list, tiles, partial ones among them; which part of a column it is, and its block in the workspace, or -1
-COL_FIELDS = gl.constexpr(7)
+# first entry of the tile list, tiles, partial ones among them; which part of a column it is, and its block in the workspace, or -1;
+# of the partial tiles those, in front, that are not made of whole quarters
+COL_FIELDS = gl.constexpr(8)
 # which barriers: two for the columns handed on, one for each place of k and v, one for each stage of q and of dout. Every kind
 # is an allocation of its own, or Triton would let the threads of a warpgroup meet before each wait
 COL_FULL, COL_EMPTY, KV_FULL, KV_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
@@ -32,12 +33,22 @@ COL_DONE = gl.constexpr(8)
 
 @gluon.jit
 def member_steps(
-    ptrs, items_strides, sizes, col, limit, i_member, CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr
+    ptrs,
+    items_strides,
+    sizes,
+    col,
+    limit,
+    i_member,
+    CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    QUARTERS: gl.constexpr,
 ):
-    """The steps of one query head of the group: the first, how many, how many of them in front want a mask."""
+    """The steps of one query head of the group: the first, how many, how many of them in front want a mask, and of these in front
+    more than quarters."""
     items_ptr, _, _, _, kv_lengths_ptr, parts_ptr, _, _ = ptrs
     n_heads, _, _, q_len, kv_len, _, _, _, _, n_parts = sizes
-    i_axis, kv_start, begin, n_tiles, n_partial, i_part, _ = col
+    i_axis, kv_start, begin, n_tiles, n_partial, i_part, _, n_mixed = col
     STEPS: gl.constexpr = TILE // BLOCK_Q
     if items_ptr is not None:
         if GROUP > 1:
@@ -45,20 +56,24 @@ def member_steps(
             i_head = i_axis % n_heads * GROUP + i_member
             p_member = find_line(items_ptr, items_strides, i_axis // n_heads, i_head, kv_start // TILE)
             begin, n_tiles, n_partial = gl.load(p_member + 1), gl.load(p_member + 2), gl.load(p_member + 3)
-        first, n_steps, n_masked = begin * STEPS, n_tiles * STEPS, n_partial * STEPS
+            n_mixed = n_partial - gl.load(p_member + 5) if QUARTERS else n_partial
+        first, n_steps, n_masked, n_mixed = begin * STEPS, n_tiles * STEPS, n_partial * STEPS, n_mixed * STEPS
     else:
         # queries past q_len have lse +inf, so that only the diagonal and the last keys want a mask
         first, full, end = dense_queries(kv_start, q_len, kv_len, CAUSAL, BLOCK_Q, TILE)
         n_steps = gl.maximum(end - first, 0)
         n_masked = gl.minimum(full - first, n_steps)
         n_masked = gl.where(kv_start + TILE > limit, n_steps, n_masked)
+        n_mixed = n_masked
     if kv_lengths_ptr is not None:
         n_steps = gl.where(kv_start < limit, n_steps, 0)
         n_masked = gl.minimum(n_masked, n_steps)
+        n_mixed = gl.minimum(n_mixed, n_steps)
     if parts_ptr is not None:
+        _skipped, _n_steps, n_mixed = part_of(n_steps, n_mixed, i_part, n_parts)
         skipped, n_steps, n_masked = part_of(n_steps, n_masked, i_part, n_parts)
         first = first + skipped
-    return first, n_steps, n_masked
+    return first, n_steps, n_masked, n_mixed
 
 
 @gluon.jit
@@ -75,11 +90,11 @@ def query_start(indices_ptr, step, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def find_col(ptrs, items_strides, pid, sizes, is_by_head, GROUP: gl.constexpr):
+def find_col(ptrs, items_strides, pid, sizes, is_by_head, GROUP: gl.constexpr, QUARTERS: gl.constexpr):
     """The column of work `pid`, or its part: COL_FIELDS. is_by_head: there are no parts, and no column comes before its head."""
     items_ptr, _, _, _, _, parts_ptr, _, _ = ptrs
     n_heads, n_axes, n_lines, _, _, _, _, _, n_split, n_parts = sizes
-    begin, n_tiles, n_partial = 0, 0, 0
+    begin, n_tiles, n_partial, n_mixed = 0, 0, 0, 0
     i_part, i_block = -1, -1
     p_record = items_ptr
     if parts_ptr is not None:
@@ -99,9 +114,10 @@ def find_col(ptrs, items_strides, pid, sizes, is_by_head, GROUP: gl.constexpr):
     if items_ptr is not None:
         kv_start = gl.load(p_record) * TILE
         begin, n_tiles, n_partial = gl.load(p_record + 1), gl.load(p_record + 2), gl.load(p_record + 3)
+        n_mixed = n_partial - gl.load(p_record + 5) if QUARTERS else n_partial
     else:
         kv_start = i_launch * TILE
-    return i_axis, kv_start, begin, n_tiles, n_partial, i_part, i_block
+    return i_axis, kv_start, begin, n_tiles, n_partial, i_part, i_block, n_mixed
 
 
 # ---- the warp that moves data ----
@@ -124,7 +140,7 @@ def move_kv(descriptors, rings, barriers, i_axis, n_heads, kv_start, i_col):
 @gluon.jit
 def move(
     descriptors, rings, barriers, ptrs, items_strides, sizes, service, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
-    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, QUARTERS: gl.constexpr,
 ):  # fmt: skip
     q_desc, _, _, dout_desc, lse_desc, delta_desc, _, _, _ = descriptors
     q_ring, dout_ring, k_ring, _, _, _, _, _, lse_ring, delta_ring, col_ring = rings
@@ -147,13 +163,13 @@ def move(
     i_col = 0
     n_moved = 0
     while pid < n_work:
-        col = find_col(ptrs, items_strides, pid, sizes, is_by_head, GROUP)
+        col = find_col(ptrs, items_strides, pid, sizes, is_by_head, GROUP, QUARTERS)
         i_axis, kv_start = col[0], col[1]
         # early: it takes as long as a load. Without a queue there is a program for each column
         pid = n_work if queue_ptr is None else gl.atomic_add(queue_ptr, 1, sem="relaxed") + n_before_queue
         slot = i_col % 2
         mbarrier.wait(barriers[COL_EMPTY].index(slot), ((i_col // 2) & 1) ^ 1)
-        for i in gl.static_range(COL_FIELDS):
+        for i in gl.static_range(COL_FIELDS if QUARTERS else COL_FIELDS - 1):
             store_int(col_ring.index(slot * COL_FIELDS + i), col[i])
         mbarrier.arrive(barriers[COL_FULL].index(slot), count=1)
         if service is not None:
@@ -166,8 +182,8 @@ def move(
         n_before = n_moved
         limit = key_limit(kv_lengths_ptr, i_batch, kv_len)
         for i_member in range(GROUP):
-            first, n_steps, _n_masked = member_steps(
-                ptrs, items_strides, sizes, col, limit, i_member, CAUSAL, GROUP, BLOCK_Q
+            first, n_steps, _n_masked, _n_mixed = member_steps(
+                ptrs, items_strides, sizes, col, limit, i_member, CAUSAL, GROUP, BLOCK_Q, QUARTERS
             )
             i_head = i_kv_head * GROUP + i_member
             line = (i_batch * n_heads * GROUP + i_head) * n_padded
@@ -204,7 +220,7 @@ def move(
 
 
 @gluon.jit
-def take_col(col_ring, barriers, i_col):
+def take_col(col_ring, barriers, i_col, QUARTERS: gl.constexpr):
     """The next column that the moving warp hands on: COL_FIELDS; the axis is -1 at the end."""
     slot = i_col % 2
     mbarrier.wait(barriers[COL_FULL].index(slot), (i_col // 2) & 1)
@@ -215,8 +231,9 @@ def take_col(col_ring, barriers, i_col):
     n_partial = load_int(col_ring.index(slot * COL_FIELDS + 4))
     i_part = load_int(col_ring.index(slot * COL_FIELDS + 5))
     i_block = load_int(col_ring.index(slot * COL_FIELDS + 6))
+    n_mixed = load_int(col_ring.index(slot * COL_FIELDS + 7)) if QUARTERS else n_partial
     mbarrier.arrive(barriers[COL_EMPTY].index(slot), count=1)
-    return i_axis, kv_start, begin, n_tiles, n_partial, i_part, i_block
+    return i_axis, kv_start, begin, n_tiles, n_partial, i_part, i_block, n_mixed
 
 
 @gluon.jit

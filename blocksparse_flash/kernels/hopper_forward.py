@@ -8,7 +8,8 @@ lengths forbid it and enough rows are there, three, of rows of 192. With `overla
     issue q k^T of step i | issue p v of step i - 1 | wait for the first | softmax of step i while the second runs
 
 While one warpgroup issues, the others are kept from it (named barriers 9 to 11): they compute exponentials while it
-multiplies. Partial tiles come first, in a loop of their own, so that full ones pay for no mask. A row without keys writes
+multiplies. Partial tiles come first, those with a bitmask and those made of whole quarters in loops of their own, so that full
+ones pay for no mask. A row without keys writes
 out 0, lse -inf. Scores and the running maximum are in base 2, `lse` in memory is natural.
 
 A row that would be waited for is split (splitting.py): each part is work of its own, whose out and lse go to a workspace, in
@@ -24,7 +25,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,8 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..seen import Kind
-from ..splitting import Split, split_of
+from ..splitting import Split, has_quarters, split_of
 from .hopper import (
+    FITS,
     HALF,
     Describer,
     accumulator,
@@ -45,6 +46,7 @@ from .hopper import (
     clear_tail,
     end_turns,
     give_turn,
+    keep_halves,
     keep_part,
     key_limit,
     new_barriers,
@@ -67,7 +69,7 @@ from .hopper_rows import (
     query_place,
     take_row,
 )
-from .hopper_softmax import mask_scores, mask_words, rescale, row_parts, soften
+from .hopper_softmax import MINUS_INFINITY, mask_quarters, mask_scores, mask_words, no_words, rescale, row_parts, soften
 from .launch import TILE as TILE_SIDE
 from .launch import (
     Launch,
@@ -84,9 +86,6 @@ from .launch import (
 )
 from .parts import merge_rows
 from .tile import LN_2, TILE
-
-# whether pinning, three warpgroups and, wider than 64, early words are free of spills
-FITS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,13 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
 
     Ahead of time only: `pin` spills with Triton 3.9 (84 bytes), as queries in registers did beside it (128: 36 to 204), and 3
     warpgroups with lengths (264) or with Triton 3.9 (692), and early words at 128 with Triton 3.9 (32). With Triton 3.6 a partial
-    step of a layout has 566 instructions at 64, 613 at 128, a full one 451 and 502; of them 64 select, 32 move bits to predicates.
+    step of a layout has 566 instructions at 64, 613 at 128, a full one 451 and 502; of them 64 select, 32 move bits to predicates. One
+    of a tile made of whole quarters has 466 and 525, and 32 more for 64 keys that do not attend.
+
+    Tiles made of whole quarters: of blocks of 64 with 80 % stored, rate of stored blocks beside that of blocks of 128, all stored, local
+    and butterfly, single calls: forward 128 79, 78 %, 64 76, 77, by bitmasks 71, 71 and 69, 70; backward 128 79, 78, 64 76, 76, by
+    bitmasks 71, 71 and 62, 62. That one kernel has loops for them and others without is for the full tiles of the others, with which
+    one for all had, at 64, local and butterfly, 429, 425 TFLOP/s forward for 442, 435 and 453, 442 backward for 478, 465.
 
     What binds (Nsight Compute, single launches at 1.65 to 1.8 GHz, of the cycles): tensor cores, shared memory, exponentials, issue:
     128 dense 82, 53, 42, 40 %, butterfly 65, 44, 34, 32, random 75, 49, 39, 34; 64 dense 61, 41, 63, 50, butterfly 47, 33, 49, 45,
@@ -205,7 +210,7 @@ def wait_for_values(rings, barriers, n_now, STAGES: gl.constexpr):
 @gluon.jit
 def attend(
     state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr,
-    SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, OVERLAP: gl.constexpr,
+    QUARTERED: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, OVERLAP: gl.constexpr,
     PIN: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
 ):  # fmt: skip
     """The scores of step i_step and, where it is not the FIRST with OVERLAP, meanwhile the output of the step before.
@@ -222,9 +227,17 @@ def attend(
     stage = n_now % STAGES
     v_stage = (n_now - 1) % STAGES
     words = None
+    quarters = None
+    # these come while this warpgroup waits for keys, its turn and the product
     if EARLY_WORDS and MASKED and ptrs[1] is not None:
-        # they come while this warpgroup waits for keys, its turn and the product
         words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
+    if EARLY_WORDS and FIRST and ptrs[1] is not None:
+        words = no_words(BLOCK_KV)
+        # of a full tile's two loads, one after the other, its keys would come too late
+        if row[5] > 0:
+            words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
+    if QUARTERED:
+        quarters = mask_quarters(ptrs, row, i_step, WHO, BLOCK_KV)
     mbarrier.wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1)
     if BEFORE:
         clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)
@@ -244,12 +257,14 @@ def attend(
         b_scores = b_scores * SIGN
     if FIRST:
         # partial or not, it is the one step that is looked at
-        if row[4] > 0:
-            b_scores = mask_scores(b_scores, None, ptrs, sizes, row, i_step, limit, WHO, True, CAUSAL, BLOCK_KV)
+        if row[5] > 0:
+            b_scores = mask_scores(b_scores, words, ptrs, sizes, row, i_step, limit, WHO, True, CAUSAL, BLOCK_KV)
         elif ptrs[4] is not None:
             b_scores = mask_scores(b_scores, None, ptrs, sizes, row, i_step, limit, WHO, False, CAUSAL, BLOCK_KV)
     else:
         b_scores = mask_scores(b_scores, words, ptrs, sizes, row, i_step, limit, WHO, MASKED, CAUSAL, BLOCK_KV)
+    if QUARTERED:
+        b_scores = keep_halves(b_scores, quarters, 1, MINUS_INFINITY)
     b_p32, b_decay, b_max, b_sum = soften(b_scores, b_max, b_sum, sizes[5], SLACK)
     if BEFORE:
         # with lengths to look at it would spill more
@@ -286,7 +301,7 @@ def hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO: gl
     _, _, _, out_desc = descriptors
     _, k_ring, _, out_ring, _ = rings
     n_heads, _, _, q_len, _, _, _, _ = sizes
-    i_axis, q_start, _, _, _ = row
+    i_axis, q_start, _, _, _, _ = row
     o_q = q_start + WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(k_ring.shape[3])))
     # unsigned: else the sign of q_len is kept from the kernel's beginning on, and spilled
     p_lse = ptrs[5] + i_axis.to(gl.uint32).to(gl.uint64) * gl.cast(q_len, gl.uint32) + o_q
@@ -306,7 +321,7 @@ def hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO: gl
 def compute(
     descriptors, rings, barriers, ptrs, sizes, WHO: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr, PING_PONG: gl.constexpr,
-    OUT_IN_Q: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
+    OUT_IN_Q: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr, QUARTERS: gl.constexpr,
 ):  # fmt: skip
     q_ring, k_ring, v_ring, _, row_ring = rings
     _, _, _, _, kv_lengths_ptr, _, _, parts_ptr = ptrs
@@ -321,9 +336,9 @@ def compute(
     i_row = 0
     n_done = 0
     begin_turns(WHO, PING_PONG, WARPGROUPS)
-    row = take_row(row_ring, barriers, i_row)
+    row = take_row(row_ring, barriers, i_row, QUARTERS)
     while row[0] >= 0:
-        i_axis, _, _, n_steps, n_partial = row
+        i_axis, _, _, n_steps, n_partial, n_mixed = row
         if parts_ptr is not None:
             i_axis = i_axis % n_axes
         limit = key_limit(kv_lengths_ptr, i_axis // n_heads, kv_len)
@@ -341,17 +356,23 @@ def compute(
         if OVERLAP:  # noqa: SIM102
             if n_steps > 0:
                 state = attend(
-                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, 0, limit, WHO, False, SIGN, CAUSAL, STAGES,
+                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, 0, limit, WHO, False, QUARTERS, SIGN, CAUSAL, STAGES,
                     True, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
                 )  # fmt: skip
-        for i_step in range(1 if OVERLAP else 0, n_partial):
+        for i_step in range(1 if OVERLAP else 0, n_mixed):
             state = attend(
-                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, True, SIGN, CAUSAL, STAGES,
+                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, True, False, SIGN, CAUSAL, STAGES,
                 False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
             )  # fmt: skip
+        if QUARTERS:
+            for i_step in range(gl.maximum(n_mixed, 1) if OVERLAP else n_mixed, n_partial):
+                state = attend(
+                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, False, True, SIGN, CAUSAL,
+                    STAGES, False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
+                )  # fmt: skip
         for i_step in range(gl.maximum(n_partial, 1) if OVERLAP else n_partial, n_steps):
             state = attend(
-                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, False, SIGN, CAUSAL, STAGES,
+                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, False, False, SIGN, CAUSAL, STAGES,
                 False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
             )  # fmt: skip
         b_out, b_max, b_sum, b_p = state
@@ -380,7 +401,7 @@ def compute(
         if OUT_IN_Q:
             mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)
         i_row += 1
-        row = take_row(row_ring, barriers, i_row)
+        row = take_row(row_ring, barriers, i_row, QUARTERS)
     end_turns(WHO, PING_PONG, WARPGROUPS)
     tma.store_wait(0)
 
@@ -396,10 +417,11 @@ def hopper_forward_kernel(
     # sizes: n_axes = batch * heads, n_lines = tile rows, group = query heads of a key head; the first n_split lines of each
     # head have n_parts programs each
     n_heads, n_axes, n_lines, q_len, kv_len, group, n_split, n_parts, scale_log2,
-    # compile time
+    # compile time; QUARTERS: tiles made of whole quarters are listed
     SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr,
     PING_PONG: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
     MOVER_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr, QUERIES: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
+    QUARTERS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_KV: gl.constexpr = k_desc.block_type.shape[2]
     DIM: gl.constexpr = q_desc.block_type.shape[3]
@@ -425,9 +447,9 @@ def hopper_forward_kernel(
     gl.warp_specialize(
         [
             (compute, (descriptors, rings, barriers, ptrs, sizes, who, SIGN, CAUSAL, STAGES, OVERLAP, PIN, PING_PONG,
-                       OUT_IN_Q, WARPGROUPS, SLACK, EARLY_WORDS))
+                       OUT_IN_Q, WARPGROUPS, SLACK, EARLY_WORDS, QUARTERS))
             if who < WARPGROUPS else
-            (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, group, CAUSAL, BLOCK_KV, STAGES, WARPGROUPS))
+            (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, group, CAUSAL, BLOCK_KV, STAGES, WARPGROUPS, QUARTERS))
             for who in ((0, 1, 2) if WARPGROUPS == 2 else (0, 1, 2, 3))
         ],
         [4, 1] if WARPGROUPS == 2 else [4, 4, 1],
@@ -458,6 +480,7 @@ def prepare(
     walked: Walk,
     lengths: tuple[torch.dtype, bool] | None,
     split: Split,
+    is_quartered: bool,
     scale: float,
     causal: bool,
     index: int | None,
@@ -466,6 +489,7 @@ def prepare(
 
     kind     of q, k and v
     lengths  what is told of kv_lengths
+    is_quartered  whether tiles made of whole quarters are listed
     index    of the device
     """
     q, k, v = kind.tensors
@@ -505,6 +529,7 @@ def prepare(
         "QUERIES": chosen.queries,
         "SLACK": chosen.slack,
         "EARLY_WORDS": chosen.early_words,
+        "QUARTERS": is_quartered and FITS,
         "num_warps": 4,
     }
     # rows padded so that the copy engine can write them
@@ -552,7 +577,8 @@ def forward(
     device, walked, empty = q.device, walk(plan, 0), allocator(q)
     index = device.index
     split = split_of(plan, 0, q_seen.shape, k_seen.shape, causal, multiprocessors(index))
-    ready = prepare(kind, see_walk(walked), tell(kv_lengths), split, scale, causal, index)
+    is_quartered = bool(plan) and has_quarters(plan[1].shape[0], plan[2].shape[0])
+    ready = prepare(kind, see_walk(walked), tell(kv_lengths), split, is_quartered, scale, causal, index)
     out, lse = empty(*ready.out), empty(*ready.lse)
     # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
     queue = torch.zeros(1, dtype=torch.int32, device=device) if ready.is_queued else None

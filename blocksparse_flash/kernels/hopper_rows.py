@@ -16,8 +16,9 @@ from .hopper import HALF, INDEX_BITS, key_limit, load_async, load_int, store_int
 from .tile import TILE, block_of, dense_keys, find_part, find_record, part_of, record_of
 
 # int32 values which the warp that moves data hands on: axis (batch * heads + head; of a part n_axes and its block in the
-# workspace), first query, first entry of the tile list (without a layout the first partial step), steps, partial ones among them
-ROW_FIELDS = gl.constexpr(5)
+# workspace), first query, first entry of the tile list (without a layout the first partial step), steps, partial ones among them,
+# those of these, in front, that are not made of whole quarters
+ROW_FIELDS = gl.constexpr(6)
 # which barriers: two for the rows handed on, one for each place of queries, one for each stage of k and v. Every kind is
 # an allocation of its own, or Triton would let the threads of a warpgroup meet before each wait
 ROW_FULL, ROW_EMPTY, Q_FULL, Q_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
@@ -28,7 +29,16 @@ K_FULL, K_EMPTY, V_FULL, V_EMPTY = gl.constexpr(4), gl.constexpr(5), gl.constexp
 
 
 @gluon.jit
-def find_row(ptrs, items_strides, pid, sizes, CAUSAL: gl.constexpr, BLOCK_KV: gl.constexpr, WARPGROUPS: gl.constexpr):
+def find_row(
+    ptrs,
+    items_strides,
+    pid,
+    sizes,
+    CAUSAL: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    QUARTERS: gl.constexpr,
+):
     """The row of work `pid`, or its part: ROW_FIELDS, in front of them the axis."""
     items_ptr, _, _, _, kv_lengths_ptr, _, _, parts_ptr = ptrs
     n_heads, n_axes, n_lines, q_len, kv_len, _, n_split, n_parts = sizes
@@ -45,10 +55,12 @@ def find_row(ptrs, items_strides, pid, sizes, CAUSAL: gl.constexpr, BLOCK_KV: gl
     if items_ptr is not None:
         q_start, begin = gl.load(p_record) * TILE, gl.load(p_record + 1)
         n_tiles, n_partial = gl.load(p_record + 2), gl.load(p_record + 3)
+        n_mixed = n_partial - gl.load(p_record + 5) if QUARTERS else n_partial
         if parts_ptr is not None:
+            _first, _n_tiles, n_mixed = part_of(n_tiles, n_mixed, i_part, n_parts)
             first, n_tiles, n_partial = part_of(n_tiles, n_partial, i_part, n_parts)
             begin = begin + first
-        n_steps, n_partial = n_tiles * STEPS, n_partial * STEPS
+        n_steps, n_partial, n_mixed = n_tiles * STEPS, n_partial * STEPS, n_mixed * STEPS
     else:
         # without a layout the last rows are the longest, if any
         q_start = (n_lines - 1 - i_launch) * (WARPGROUPS * HALF)
@@ -59,17 +71,18 @@ def find_row(ptrs, items_strides, pid, sizes, CAUSAL: gl.constexpr, BLOCK_KV: gl
             # of the keys in order, the full steps in front
             first, n_steps, n_full = part_of(n_steps, begin, i_part, n_parts)
             begin, n_partial = first + n_full, n_steps - n_full
+        n_mixed = n_partial
     if parts_ptr is not None:
         handed = gl.where(i_part < 0, i_axis, n_axes + block_of(i_axis, i_launch, i_part, n_axes, n_split))
     else:
         handed = i_axis
-    return i_axis, handed, q_start, begin, n_steps, n_partial
+    return i_axis, handed, q_start, begin, n_steps, n_partial, n_mixed
 
 
 @gluon.jit
 def key_start(indices_ptr, row, i_step, BLOCK_KV: gl.constexpr):
     """The first key of a step of a row. Without a layout the partial steps, from `begin` on, come first too."""
-    _, _, begin, n_steps, n_partial = row
+    _, _, begin, n_steps, n_partial, _ = row
     if indices_ptr is not None:
         STEPS: gl.constexpr = TILE // BLOCK_KV
         # added first, here and in mask_words: else a pointer to the entry behind the list's first is kept, and spilled
@@ -92,7 +105,7 @@ def query_place(i_row, WHO: gl.constexpr, q_ring, WARPGROUPS: gl.constexpr):
 @gluon.jit
 def move(
     descriptors, rings, barriers, ptrs, items_strides, sizes, group, CAUSAL: gl.constexpr, BLOCK_KV: gl.constexpr,
-    STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, QUARTERS: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, v_desc, _ = descriptors
     q_ring, k_ring, v_ring, _, row_ring = rings
@@ -105,15 +118,15 @@ def move(
     i_row = 0
     n_moved = 0
     while pid < n_work:
-        i_axis, handed, q_start, begin, n_steps, n_partial = find_row(
-            ptrs, items_strides, pid, sizes, CAUSAL, BLOCK_KV, WARPGROUPS
+        i_axis, handed, q_start, begin, n_steps, n_partial, n_mixed = find_row(
+            ptrs, items_strides, pid, sizes, CAUSAL, BLOCK_KV, WARPGROUPS, QUARTERS
         )
-        row = (handed, q_start, begin, n_steps, n_partial)
+        row = (handed, q_start, begin, n_steps, n_partial, n_mixed)
         # early: it takes as long as a load. Without a queue there is a program for each row
         pid = n_work if queue_ptr is None else gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)
         slot = i_row % 2
         mbarrier.wait(barriers[ROW_EMPTY].index(slot), ((i_row // 2) & 1) ^ 1)
-        for i in gl.static_range(ROW_FIELDS):
+        for i in gl.static_range(ROW_FIELDS if QUARTERS else ROW_FIELDS - 1):
             store_int(row_ring.index(slot * ROW_FIELDS + i), row[i])
         mbarrier.arrive(barriers[ROW_FULL].index(slot), count=1)
         i_batch = i_axis // n_heads
@@ -149,7 +162,7 @@ def move(
 
 
 @gluon.jit
-def take_row(row_ring, barriers, i_row):
+def take_row(row_ring, barriers, i_row, QUARTERS: gl.constexpr):
     """The next row that the moving warp hands on: ROW_FIELDS; the axis is -1 at the end."""
     slot = i_row % 2
     mbarrier.wait(barriers[ROW_FULL].index(slot), (i_row // 2) & 1)
@@ -158,5 +171,6 @@ def take_row(row_ring, barriers, i_row):
     begin = load_int(row_ring.index(slot * ROW_FIELDS + 2))
     n_steps = load_int(row_ring.index(slot * ROW_FIELDS + 3))
     n_partial = load_int(row_ring.index(slot * ROW_FIELDS + 4))
+    n_mixed = load_int(row_ring.index(slot * ROW_FIELDS + 5)) if QUARTERS else n_partial
     mbarrier.arrive(barriers[ROW_EMPTY].index(slot), count=1)
-    return i_axis, q_start, begin, n_steps, n_partial
+    return i_axis, q_start, begin, n_steps, n_partial, n_mixed

@@ -10,20 +10,44 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper import HALF, accumulator, bit_words, keep_columns
+from .hopper import HALF, QUARTERS_BIT, accumulator, bit_words, keep_columns
 from .hopper_rows import key_start
 from .tile import TILE
+
+# the bits of a float32
+MINUS_INFINITY = gl.constexpr(0xFF800000)
 
 
 @gluon.jit
 def mask_words(ptrs, row, i_step, WHO: gl.constexpr, BLOCK_KV: gl.constexpr):
     """The words of a partial step's bitmask, where there is a layout: two loads, one after the other."""
     _, _, ids_ptr, words_ptr, _, _, _, _ = ptrs
-    _, _, begin, _, _ = row
+    _, _, begin, _, _, _ = row
     STEPS: gl.constexpr = TILE // BLOCK_KV
     i_bitmask = gl.load(ids_ptr + (begin + i_step // STEPS))
     o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
     return bit_words(words_ptr, i_bitmask, i_step % STEPS * (BLOCK_KV // 32), o_q, BLOCK_KV)
+
+
+@gluon.jit
+def no_words(BLOCK_KV: gl.constexpr):
+    """As many, of no pair."""
+    none = gl.zeros([HALF], gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV)))
+    if BLOCK_KV == 128:
+        return none, none, none, none
+    else:
+        return none, none
+
+
+@gluon.jit
+def mask_quarters(ptrs, row, i_step, WHO: gl.constexpr, BLOCK_KV: gl.constexpr):
+    """Which keys of a step attend, as far as whole quarters of its tile tell: 64 a bit, from the lowest on."""
+    _, indices_ptr, _, _, _, _, _, _ = ptrs
+    _, _, begin, _, _, _ = row
+    STEPS: gl.constexpr = TILE // BLOCK_KV
+    entry = gl.load(indices_ptr + (begin + i_step // STEPS))
+    # a full tile's says nothing
+    return gl.where(entry < 0, entry >> (QUARTERS_BIT + 2 * WHO + i_step % STEPS), -1)
 
 
 @gluon.jit
@@ -33,12 +57,12 @@ def mask_scores(
 ):  # fmt: skip
     """-inf where a pair does not attend.
 
-    MASKED  whether the step is partial
+    MASKED  whether the step is partial, and not of a tile made of whole quarters
     words   of its bitmask, as `mask_words` loads them; None: they are loaded here, if there are any
     """
     _, indices_ptr, _, _, kv_lengths_ptr, _, _, _ = ptrs
     _, _, _, q_len, kv_len, _, _, _ = sizes
-    _, q_start, _, _, _ = row
+    _, q_start, _, _, _, _ = row
     if MASKED or kv_lengths_ptr is not None:
         kv_start = key_start(indices_ptr, row, i_step, BLOCK_KV)
         o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
