@@ -94,9 +94,10 @@ def random(length: int, *, density: float, block_size: int = BLOCK, seed: int = 
 
 
 def in_finer_blocks(pattern: Pattern, block_size: int, *, filled: float = 1.0, seed: int = 0) -> Pattern:
-    """The same mask in blocks of `block_size`; of those in each block round(filled * n), drawn anew, are stored."""
+    """The same mask in blocks of `block_size`; of the n in each block filled * n, drawn anew, are stored: one more or less, so that
+    of all together it is as many."""
     each_side = pattern.block_size // block_size
-    count = round(filled * each_side**2)
+    count = np.diff((filled * each_side**2 * np.arange(pattern.nnz + 1)).round())[:, None]
     rank = np.random.default_rng(seed).random((pattern.nnz, each_side**2)).argsort(axis=1).argsort(axis=1)
     inside = np.zeros((*pattern.blocks.shape, each_side, each_side), dtype=bool)
     inside[pattern.blocks] = (rank < count).reshape(-1, each_side, each_side)
