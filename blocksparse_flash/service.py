@@ -21,8 +21,9 @@ TILE = 128
 FRONT = 2
 # columns of a section from which on its lse and delta are told beside others. H200, microseconds of a backward, told beside columns or
 # by the launch before: 128 columns, 16,384 tokens, head_dim 128 butterfly 651, 659, local 711, 715, head_dim 64 735, 747 and 791, 803.
-# 16 columns, 2,048 tokens, batch 8, head_dim 128 butterfly 570, 515, local 765, 713, dense 1293, 1302: of two versions, in which the
-# order of the sums differs as well. Between 16 and 128 nothing was run
+# 16 columns, 2,048 tokens, batch 8, and with nothing done beside: head_dim 128 butterfly 564, 471, 502, local 718, 648, 677, dense 1152,
+# 1171, 1182, head_dim 64 butterfly 628, 517, 571, local 804, 723, 786, dense 1321, 1305, 1384; told beside, two and four waves of columns
+# ahead in place of one and two: 128 530, 640, 1155, 64 535, 719, 1323. Between 16 and 128 nothing was run
 TELLING_COLUMNS = 128
 
 
@@ -64,6 +65,8 @@ def service_of(
         return Service(n_axes, n_axes, n_converted) if q_shape[3] <= 64 else None
     # of the first columns; and when the last column of a section is done, as many columns of later ones are under way, and as
     # long as they take there is for this section to be converted and another one to be prepared
+    # one section less ahead: 16,384 tokens, head_dim 128 local 810 microseconds for 706, butterfly 792 for 690, head_dim 64 899 for 838 and
+    # 870 for 827; one, two, four more: the same to 1 %
     n_cleared, n_ahead = 1 + n_multiprocessors // n_lines, 1 + -(-2 * n_multiprocessors // n_lines)
     return Service(min(n_cleared, n_axes), min(n_ahead, n_axes), n_converted)
 
