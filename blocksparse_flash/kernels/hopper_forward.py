@@ -156,7 +156,8 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
     Tiles made of whole quarters: of blocks of 64 with 80 % stored, rate of stored blocks beside that of blocks of 128, all stored, local
     and butterfly, single calls: forward 128 79, 78 %, 64 76, 77, by bitmasks 71, 71 and 69, 70; backward 128 79, 78, 64 76, 76, by
     bitmasks 71, 71 and 62, 62. That one kernel has loops for them and others without is for the full tiles of the others, with which
-    one for all had, at 64, local and butterfly, 429, 425 TFLOP/s forward for 442, 435 and 453, 442 backward for 478, 465.
+    one for all had, at 64, local and butterfly, 429, 425 TFLOP/s forward for 442, 435 and 453, 442 backward for 478, 465. The words of a
+    row's first step, loaded before its keys are waited for: butterfly in blocks of 16, 80 % stored, 128 418 for 408, 64 299 for 294.
 
     What binds (Nsight Compute, single launches at 1.65 to 1.8 GHz, of the cycles): tensor cores, shared memory, exponentials, issue:
     128 dense 82, 53, 42, 40 %, butterfly 65, 44, 34, 32, random 75, 49, 39, 34; 64 dense 61, 41, 63, 50, butterfly 47, 33, 49, 45,
@@ -233,7 +234,7 @@ def attend(
         words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
     if EARLY_WORDS and FIRST and ptrs[1] is not None:
         words = no_words(BLOCK_KV)
-        # of a full tile's two loads, one after the other, its keys would come too late
+        # not of a full tile, which would wait for two loads, one after the other: 1 to 2 % of its rate
         if row[5] > 0:
             words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
     if QUARTERED:

@@ -189,7 +189,7 @@ def find_line(items_ptr, items_strides, i_batch, i_head, i_line):
 def tile_start(indices_ptr, i_step, side: tl.constexpr, STEPS: tl.constexpr):
     """First token of step `i_step`, where each listed tile takes STEPS steps of `side` tokens; negative if partial.
 
-    A partial tile is listed less 2^24, so its token comes less 2^31: `& WITHOUT_SIGN` restores it.
+    The entry of a partial tile has bit 24 set, which becomes its token's sign: `& WITHOUT_SIGN` restores it.
     """
     i_tile = i_step // STEPS
     return tl.load(indices_ptr + i_tile) * TILE + (i_step - i_tile * STEPS) * side
