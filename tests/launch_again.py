@@ -201,10 +201,10 @@ def main() -> None:
         recorder.calls.clear()
 
         # with more rows than programs, which have a queue, and without
-        for split, multiprocessors in ((WHOLE, 132), (WHOLE, 3), (Split(1, 3), 132)):
+        for split, multiprocessors, is_quartered in ((WHOLE, 132, True), (WHOLE, 3, False), (Split(1, 3), 132, False)):
             with mock.patch.object(hopper_forward, "multiprocessors", lambda _, n=multiprocessors: n):
                 hopper = hopper_forward.prepare.__wrapped__(
-                    kind, launch.see_walk(walks), None, split, 0.125, False, None
+                    kind, launch.see_walk(walks), None, split, is_quartered, 0.125, False, None
                 )
             assert hopper.is_queued == (multiprocessors == 3)
             queue = torch.zeros(1, dtype=torch.int32) if hopper.is_queued else None
@@ -226,6 +226,7 @@ def main() -> None:
                 WHOLE,
                 chosen,
                 False,
+                True,
                 options._replace(others=(launch.tell(out),)),
             )
         queue = served.workspaces[2]
