@@ -151,7 +151,9 @@ def test_hopper_kernels_compile_well(target: str, version: str | None, tmp_path:
     calls = [record["call"] for record in records if record["kernel"] == "hopper_forward_kernel"]
     for head_dim in (64, 128):
         of_dim = [call for call in calls if call["head_dim"] == head_dim]
-        assert {call.get("mode", "layout") for call in of_dim} == {"layout", "quarters", "dense", "causal"}
+        # under Triton 3.9 quarters have no loops of their own, and so no other kernel
+        quarters = set() if version == "3.9.0" else {"quarters"}
+        assert {call.get("mode", "layout") for call in of_dim} == {"layout", "dense", "causal"} | quarters
         assert {call.get("limited", False) for call in of_dim} == {False, True}
         assert {call.get("parts", 1) > 1 for call in of_dim} == {False, True}
     found = "\n".join(fault for record in records for fault in faults(record))
