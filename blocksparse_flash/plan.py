@@ -305,6 +305,9 @@ def _order(values: Array, limit: int) -> Array:
 def list_lengths(n_tiles: int, n_long: int, *, of_rows: bool, has_quarters: bool = False) -> tuple[int, int]:
     """How long the list of n_tiles tiles is with zeros behind it, and that of their bitmasks.
 
+    n_long        records at the front that are worth splitting
+    has_quarters  whether a tile is listed as made of whole quarters
+
     At least one zero: kernels read an index ahead. Lengths of different residues mod 8 keep torch.compile from taking two
     that happen to agree for one symbol, which would recompile for the next layout where they differ.
     """

@@ -133,7 +133,7 @@ def test_three_runs_give_equal_bits(head_dim: int, backend: str) -> None:
 @pytest.mark.parametrize("part", range(10))
 @on_every_backend
 def test_ten_thousand_launches_over_random_layouts_give_equal_bits(backend: str, part: int) -> None:
-    """500 layouts, 20 forwards and backwards each: none hangs, all give the bits of the first; but dq, where it is summed in no order."""
+    """A tenth of 500 layouts, 20 forwards and backwards each: none hangs, all give the bits of the first; but dq, where it is summed in no order."""
     numbers = random.Random(part)
     differing = torch.zeros(5, dtype=torch.int64, device="cuda")
     for seed in range(50 * part, 50 * (part + 1)):

@@ -168,7 +168,7 @@ def config(dim: int) -> Config:
 
     Bitmasks by the instructions of the forward, in place of what LLVM makes of them (128 614 instructions a step for 652, 64 740 for
     908), and their number before the products: butterfly in blocks of 16, 80 % stored, 128 351 TFLOP/s for 345, 64 281 for 272, but full
-    tiles of 64, local and butterfly, 476, 466 for 481, 471, where two values more of one warpgroup are spilled.
+    tiles of 64, local and butterfly, 476, 466 for 481, 471, where one warpgroup loads one spilled value more a step.
 
     Sums that leave L2 for nothing, discarded when they are converted (discard.global.L2): at 64 DRAM writes 340 MB for 445 at local, at 128
     420 for 446; dq stored with .cs and out and dout read as what is wanted once: nothing. Either way the time is the same to 1 %, over

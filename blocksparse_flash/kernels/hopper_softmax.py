@@ -31,7 +31,7 @@ def mask_words(ptrs, row, i_step, WHO: gl.constexpr, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def no_words(BLOCK_KV: gl.constexpr):
-    """As many, of no pair."""
+    """As many words as `mask_words` loads, of no pair."""
     none = gl.zeros([HALF], gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV)))
     if BLOCK_KV == 128:
         return none, none, none, none
