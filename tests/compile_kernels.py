@@ -427,9 +427,14 @@ def hopper_calls() -> list[dict[str, Any]]:
 
 
 def few_hopper_calls() -> list[dict[str, Any]]:
-    """Those of `hopper_calls` whose head_dim is tuned, but for quarters with lengths and splits, and one of 256."""
-    few = [call for call in hopper_calls() if call["head_dim"] <= 128 or call.get("mode") == "layout"]
-    return [call for call in few if call.get("mode") != "quarters" or "parts" not in call]
+    """Those of `hopper_calls` that are rows of the launch tables, and each row's lengths, splits and equal bits once."""
+    half = torch.bfloat16
+    options: list[dict[str, Any]] = [{"mode": mode} for mode in ("layout", "quarters", "dense", "causal")]
+    options += [{"limited": True}, {"parts": 3}, {"deterministic": True}]
+    grid = [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128) for option in options]
+    grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
+    grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]
+    return [{**call, "backend": "hopper"} for call in grid]
 
 
 def main(targets: list[str]) -> None:
