@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import arguments, watchers
 from .blocks import FULL, Frame, Size
-from .plan import PARTIAL, RECORD, TILE, Plan, list_lengths, of_any_length
+from .plan import ALL_QUARTERS, PARTIAL, QUARTERS_BIT, RECORD, TILE, Plan, list_lengths, of_any_length
 
 # sub-blocks of a tile up to which every bitmask that can occur is made in advance: 2^4 patterns
 FEW = 4
@@ -216,18 +216,19 @@ def _plan_by_kernels(
     batch, heads, n_ends = indptr.shape
     rows = selecting.Rows(batch * heads, n_ends - 1, -(-kv_len // block_size[1]), q_len, kv_len, block_size)
     grid = listing.Grid(rows, causal)
-    n_indices, n_row_ids, n_col_ids = _lengths(capacity * grid.tiles[0] * grid.tiles[1], rows.axes, grid.shape)
+    n_entries = capacity * grid.tiles[0] * grid.tiles[1]
+    lengths = _lengths(n_entries, rows.axes, grid.shape, has_quarters=grid.has_quarters)
     with watchers.on(bits.device):
-        return of_any_length(
-            Plan._make(listing.build_plan(bits, grid, (batch, heads), (n_indices, n_row_ids, n_col_ids)))
-        )
+        return of_any_length(Plan._make(listing.build_plan(bits, grid, (batch, heads), lengths)))
 
 
-def _lengths(n_entries: int, axes: int, grid: Size) -> tuple[int, int, int]:
+def _lengths(n_entries: int, axes: int, grid: Size, *, has_quarters: bool) -> tuple[int, int, int]:
     """How long the lists of indices, of the ids of rows and of those of columns are, for so many entries at most."""
     # one more for what is left out; none is known to be long
     size = min(n_entries, axes * grid[0] * grid[1] + 1)
-    (n_indices, n_row_ids), (_, n_col_ids) = (list_lengths(size, 0, of_rows=of_rows) for of_rows in (True, False))
+    (n_indices, n_row_ids), (_, n_col_ids) = (
+        list_lengths(size, 0, of_rows=of_rows, has_quarters=has_quarters) for of_rows in (True, False)
+    )
     return n_indices, n_row_ids, n_col_ids
 
 
@@ -262,7 +263,18 @@ def _plan_by_operations(
         # the diagonal may leave nothing of a tile
         is_left = words.flatten(1).any(dim=1)[ids] & (behind >= -((TILE - 1 - ahead) // TILE))
         axis = axis.masked_fill(~is_left, axes)
-    return _walked(axis, row, col, ids, is_full, words, indptr.shape[:2], grid)
+    # where no side of a block is shorter than that of a quarter, and one as long
+    quarters = _quarters_of(words)[ids] if max(looks.parts) == 2 else None
+    return _walked(axis, row, col, ids, is_full, quarters, words, indptr.shape[:2], grid)
+
+
+def _quarters_of(words: Tensor) -> Tensor:
+    """plan.quarters_of bitmasks, int64."""
+    of_quarters = words.view(-1, 2, TILE // 2, 2, TILE // 64)
+    low, high = of_quarters.amin(dim=(2, 4)).flatten(1), of_quarters.amax(dim=(2, 4)).flatten(1)
+    is_made = (low == high).logical_and_(low == low.clamp(-1, 0)).all(dim=1)
+    bits = -low << torch.arange(4, device=words.device)
+    return torch.where(is_made, bits.sum(dim=1), ALL_QUARTERS)
 
 
 def _tiles(indptr: Tensor, indices: Tensor, grid: Size, block_size: Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -311,11 +323,14 @@ def _walked(
     col: Tensor,
     ids: Tensor,
     is_full: Tensor,
+    quarters: Tensor | None,
     words: Tensor,
     leads: Sequence[int],
     grid: Size,
 ) -> Plan:
     """The plan of these tiles; those whose axis does not exist are left out, behind the others.
+
+    quarters  of each, as _quarters_of has them; None: not even those made of whole ones are listed as such
 
     The two directions are the first axis of most tensors here; the shorter has lines without tiles at its end, and the axis
     behind the last has lines too, for what is left out. One sort orders both, as sorts of a few long rows leave most of a
@@ -323,36 +338,47 @@ def _walked(
     """
     axes, n_major, n_entries = leads[0] * leads[1], max(grid), len(row)
     majors = torch.stack([row, col])
-    # (direction, axis, major, is_full, minor) in one number, as plan.py orders them
-    keys = torch.add(majors.flip(0), majors, alpha=2 * PARTIAL)
-    keys.add_(is_full, alpha=PARTIAL).add_(axis, alpha=2 * PARTIAL * n_major)
-    keys[1].add_(2 * PARTIAL * n_major * (axes + 1))
+    # (direction, axis, major, kind, minor) in one number, as plan.py orders them: full tiles are the last kind
+    n_kinds = 2 if quarters is None else 3
+    line = n_kinds * PARTIAL
+    keys = torch.add(majors.flip(0), majors, alpha=line)
+    keys.add_(is_full, alpha=line - PARTIAL).add_(axis, alpha=line * n_major)
+    if quarters is not None:
+        keys.add_(quarters < ALL_QUARTERS, alpha=PARTIAL)
+    keys[1].add_(line * n_major * (axes + 1))
     flat_keys, flat_order = keys.flatten().sort()
     keys, order = flat_keys.view(2, -1), flat_order.view(2, -1)
     order[1].sub_(n_entries)
-    n_marks = 4 * (axes + 1) * n_major
+    n_marks = 2 * n_kinds * (axes + 1) * n_major
     bounds = torch.searchsorted(flat_keys, torch.arange(0, (n_marks + 1) * PARTIAL, PARTIAL, device=row.device))
     # [2, axes, n_major]
-    begin, middle, end = (
-        bounds[first : n_marks + first : 2].view(2, axes + 1, n_major)[:, :axes] for first in (0, 1, 2)
+    begin, mixed_end, partial_end, end = (
+        bounds[first : n_marks + first : n_kinds].view(2, axes + 1, n_major)[:, :axes]
+        for first in (0, 1, n_kinds - 1, n_kinds)
     )
-    n_partial, work = middle - begin, end - begin
+    n_partial, work = partial_end - begin, end - begin
     begin[1].sub_(n_entries)
     work, launch = work.sort(dim=2, descending=True, stable=True)
     # twice the mean
-    twice = 2 * bounds[2 * axes * n_major]
+    twice = 2 * bounds[n_kinds * axes * n_major]
     limits = [twice // max(1, axes * size) for size in dict.fromkeys(grid)]
     limit = limits[0] if len(limits) == 1 else torch.stack(limits).view(2, 1, 1)
     n_long = (work > limit).sum(dim=2).amax(dim=1)
     zeros = torch.zeros_like(launch)
-    fields = [launch, begin.gather(2, launch), work, n_partial.gather(2, launch), launch.argsort(dim=2), zeros, zeros]
-    records = torch.stack([*fields, n_long[:, None, None].expand_as(launch)], dim=3).to(torch.int32)
+    n_quartered = zeros if quarters is None else (partial_end - mixed_end).gather(2, launch)
+    fields = [launch, begin.gather(2, launch), work, n_partial.gather(2, launch), launch.argsort(dim=2), n_quartered]
+    records = torch.stack([*fields, zeros, n_long[:, None, None].expand_as(launch)], dim=3).to(torch.int32)
 
     size = min(len(row), axes * grid[0] * grid[1] + 1)
-    n_indices, *n_ids = _lengths(len(row), axes, (grid[0], grid[1]))
+    n_indices, *n_ids = _lengths(len(row), axes, (grid[0], grid[1]), has_quarters=quarters is not None)
     # every list begins at a multiple of 32 bytes
     lists = torch.zeros(2, 2, -(-max(n_ids) // 8) * 8, dtype=torch.int32, device=row.device)
-    lists[0, :, :size] = (keys[:, :size] & (2 * PARTIAL - 1)) - PARTIAL
+    if quarters is None:
+        lists[0, :, :size] = (keys[:, :size] & (line - 1)) - PARTIAL
+    else:
+        # taken from the index of a partial tile
+        mark = (ALL_QUARTERS - quarters << QUARTERS_BIT).add_(PARTIAL).masked_fill_(is_full, 0)
+        lists[0, :, :size] = (keys[:, :size] & (PARTIAL - 1)) - mark[order[:, :size]]
     lists[1, :, :size] = ids.masked_fill(is_full, 0)[order[:, :size]]
     sides: list[Tensor] = []
     for side in (0, 1):

@@ -21,6 +21,8 @@ FRAMES = [
     Frame(2, 3, 300, 700, (128, 128)),
     Frame(1, 2, 700, 260, (256, 128)),
     Frame(2, 1, 513, 1025, (64, 64)),
+    Frame(1, 2, 448, 600, (64, 256)),
+    Frame(2, 1, 600, 448, (128, 64)),
     Frame(1, 2, 640, 300, (32, 256)),
     Frame(1, 1, 100, 5000, (128, 32)),
     # a last query sees one key of a tile, all but one, all

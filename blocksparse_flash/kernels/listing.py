@@ -1,7 +1,7 @@
 """How do the bits of selected blocks become what kernels walk? Two launches that do as selection.build_plan does.
 
-    count     how many tiles, and partial ones, each row and each column of tiles has; and every bitmask that a tile can have
-    list      records in launch order, and the tiles of each row and column, partial ones first
+    count     how many tiles, partial ones and ones made of whole quarters, each row and each column of tiles has; and every bitmask that a tile can have
+    list      records in launch order, and the tiles of each row and column, partial ones first, those made of whole quarters last of them
 
 A launch is a program for some rows, or some columns, of an axis. Where its lists begin, and how many lines have more work than
 its own, each program finds out for itself from all counts, so that the order is the same every time; nothing is sorted.
@@ -28,8 +28,9 @@ LINES, MINORS = 8, 128
 AXES = 8
 # words of bitmasks of a program
 WORDS = 1024
-# taken from the index of a partial tile
+# of an entry of a list, see plan.py: taken from the index of a partial tile; which quarters attend
 PARTIAL = tl.constexpr(1 << 24)
+QUARTERS_BIT, ALL_QUARTERS = tl.constexpr(25), tl.constexpr(15)
 WORDS_OF_TILE = tl.constexpr(4)
 
 
@@ -64,6 +65,11 @@ class Grid(NamedTuple):
         """For each pattern 4 edges, and each of those without a diagonal and with the two that occur."""
         return self.n_patterns * 4 * (3 if self.causal else 1)
 
+    @property
+    def has_quarters(self) -> bool:
+        """Whether tiles made of whole quarters, 64 x 64, are listed as such: where no side of a block is shorter, and one as long."""
+        return max(self.parts) == 2
+
     def sizes(self) -> dict[str, Any]:
         """What the kernels are told, by name."""
         rows, (q_tiles, kv_tiles) = self.rows, self.shape
@@ -78,6 +84,7 @@ class Grid(NamedTuple):
             "kv_tiles": kv_tiles,
             **dict(zip(("PARTS_Q", "PARTS_KV", "TILES_Q", "TILES_KV"), (*self.parts, *self.tiles), strict=True)),
             "CAUSAL": self.causal,
+            "QUARTERS": self.has_quarters,
         }
 
 
@@ -86,11 +93,30 @@ SIZES = ["axes", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "k
 
 # fmt: off
 @triton.jit
+def quarters(b_pattern, b_query, b_key, q_len, kv_len, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, CAUSAL: tl.constexpr):
+    """plan.quarters_of the bitmasks of tiles, from their first queries and keys and which of their blocks are there."""
+    HALF: tl.constexpr = TILE // 2
+    b_some, b_cut = b_pattern * 0, b_pattern * 0
+    for i in tl.static_range(4):
+        b_first_q, b_first_kv = b_query + i // 2 * HALF, b_key + i % 2 * HALF
+        b_there = ((b_pattern >> (i // 2 * PARTS_Q // 2 * PARTS_KV + i % 2 * PARTS_KV // 2)) & 1) == 1
+        m_some = b_there & (b_first_q < q_len) & (b_first_kv < kv_len)
+        m_all = b_there & (b_first_q + HALF <= q_len) & (b_first_kv + HALF <= kv_len)
+        if CAUSAL:
+            # the last query sees the first key; the first query sees the last one
+            m_some &= tl.minimum(b_first_q + HALF, q_len) - 1 + kv_len - q_len >= b_first_kv
+            m_all &= b_first_q + kv_len - q_len >= b_first_kv + HALF - 1
+        b_some |= m_some.to(tl.int32) << i
+        b_cut |= (m_some & (m_all == 0)).to(tl.int32)
+    return tl.where(b_cut == 0, b_some, ALL_QUARTERS)
+
+
+@triton.jit
 def look(
     bits_ptr, i_axis, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr,
+    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
 ):
-    """(is there, is full, which bitmask) of the tiles (o_row, o_col), which broadcast; int32. See selection.build_plan."""
+    """(is there, is full, which bitmask, which quarters) of the tiles (o_row, o_col), which broadcast; int32. See selection.build_plan."""
     p_bits = bits_ptr + i_axis.to(tl.int64) * n_rows * n_words
     m_tile = (o_row < q_tiles) & (o_col < kv_tiles)
     b_pattern = tl.where(m_tile, 0, 0)
@@ -119,13 +145,16 @@ def look(
         b_left = b_pattern
     N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
     b_id = b_pattern + b_kind * N_PATTERNS
-    return (b_left != 0).to(tl.int32), (b_id == N_PATTERNS - 1).to(tl.int32), b_id
+    b_quarters = b_pattern * 0 + ALL_QUARTERS
+    if QUARTERS:
+        b_quarters = quarters(b_pattern, o_row * TILE, o_col * TILE, q_len, kv_len, PARTS_Q, PARTS_KV, CAUSAL)
+    return (b_left != 0).to(tl.int32), (b_id == N_PATTERNS - 1).to(tl.int32), b_id, b_quarters
 
 
 @triton.jit
 def look_along(
     bits_ptr, i_axis, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr,
+    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
 ):
     """`look` at [lines, minors]: lines are tile rows and minors tile columns, or the other way round."""
     if OF_ROWS:
@@ -133,7 +162,7 @@ def look_along(
     else:
         o_row, o_col = o_minor[None, :], o_line[:, None]
     return look(
-        bits_ptr, i_axis, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL
+        bits_ptr, i_axis, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS
     )
 
 
@@ -141,24 +170,27 @@ def look_along(
 def count_lines(
     bits_ptr, counts_ptr, i_program, n_major, n_minor,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr,
+    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
 ):
-    """Tiles, and after those of all lines of all axes the partial ones, of some lines."""
+    """Tiles, and after those of all lines of all axes the partial ones, and then those made of whole quarters, of some lines."""
     n_groups = tl.cdiv(n_major, LINES)
     i_axis = i_program // n_groups
     o_line = (i_program % n_groups) * LINES + tl.arange(0, LINES)
-    b_tiles, b_partial = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
+    b_tiles, b_partial, b_quartered = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
     for first in range(0, n_minor, MINORS):
-        b_there, b_full, _ = look_along(
+        b_there, b_full, _, b_quarters = look_along(
             bits_ptr, i_axis, o_line, first + tl.arange(0, MINORS),
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
         )
         b_tiles += tl.sum(b_there, 1)
         b_partial += tl.sum(b_there & (1 - b_full), 1)
+        if QUARTERS:
+            b_quartered += tl.sum(b_there & (b_quarters < ALL_QUARTERS).to(tl.int32), 1)
     p_count = counts_ptr + i_axis * n_major + o_line
     tl.store(p_count, b_tiles, mask=o_line < n_major)
     tl.store(p_count + axes * n_major, b_partial, mask=o_line < n_major)
+    tl.store(p_count + 2 * axes * n_major, b_quartered, mask=o_line < n_major)
 
 
 @triton.jit
@@ -194,10 +226,10 @@ def write_bitmasks(
 def count_kernel(
     # input: int32 (axes, n_rows, n_words)
     bits_ptr,
-    # outputs: int32 2 * axes * (q_tiles + kv_tiles): tiles and partial tiles of rows, and of columns; every bitmask
+    # outputs: int32 3 * axes * (q_tiles + kv_tiles): tiles, partial and quartered tiles of rows, and of columns; every bitmask
     counts_ptr, words_ptr,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, n_words_of_all,
-    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr,
+    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, WORDS: tl.constexpr,
 ):
     i_program = tl.program_id(0)
@@ -205,12 +237,12 @@ def count_kernel(
     if i_program < n_of_rows:
         count_lines(
             bits_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, LINES, MINORS,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS,
         )
     elif i_program < n_of_rows + n_of_cols:
         count_lines(
-            bits_ptr, counts_ptr + 2 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, LINES, MINORS,
+            bits_ptr, counts_ptr + 3 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS,
         )
     else:
         write_bitmasks(words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all, q_len, kv_len, PARTS_Q, PARTS_KV, WORDS)
@@ -235,7 +267,7 @@ def most_long(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.c
 def list_lines(
     bits_ptr, counts_ptr, items_ptr, indices_ptr, ids_ptr, i_program, n_programs, n_major, n_minor, n_indices, n_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr,
+    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Records and tiles of some lines of one direction, and a share of the zeros behind all tiles."""
@@ -252,6 +284,7 @@ def list_lines(
     p_tiles = counts_ptr + i_axis * n_major
     b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
     b_partial = tl.load(p_tiles + axes * n_major + o_line, mask=m_line, other=0)
+    b_quartered = tl.load(p_tiles + 2 * axes * n_major + o_line, mask=m_line, other=0)
     b_begin = before + tl.cumsum(b_tiles, 0) - b_tiles
     # the longest first, of equal ones the first
     b_position = tl.zeros([LINES], tl.int32)
@@ -267,25 +300,31 @@ def list_lines(
     tl.store(p_record + 2, b_tiles, mask=m_line)
     tl.store(p_record + 3, b_partial, mask=m_line)
     tl.store(p_items + o_line * RECORD + 4, b_position, mask=m_line)
-    tl.store(p_record + 5, o_line * 0, mask=m_line)
+    tl.store(p_record + 5, b_quartered, mask=m_line)
     tl.store(p_record + 6, o_line * 0, mask=m_line)
     tl.store(p_record + 7, o_line * 0 + n_long, mask=m_line)
 
-    b_next_partial, b_next_full = b_begin, b_begin + b_partial
+    b_next_mixed, b_next_full = b_begin, b_begin + b_partial
+    b_next_quartered = b_next_full - b_quartered
     for first in range(0, n_minor, MINORS):
         o_minor = first + tl.arange(0, MINORS)
-        b_there, b_full, b_id = look_along(
+        b_there, b_full, b_id, b_quarters = look_along(
             bits_ptr, i_axis, o_line, o_minor,
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
         )
         b_is_full, b_is_partial = b_there & b_full, b_there & (1 - b_full)
-        b_full_place = b_next_full[:, None] + tl.cumsum(b_is_full, 1)
-        b_partial_place = b_next_partial[:, None] + tl.cumsum(b_is_partial, 1)
-        b_place = tl.where(b_full == 1, b_full_place, b_partial_place) - 1
-        tl.store(indices_ptr + b_place, o_minor[None, :] - PARTIAL * b_is_partial, mask=b_there == 1)
-        tl.store(ids_ptr + b_place, b_id * b_is_partial, mask=b_there == 1)
+        b_is_quartered = b_is_partial & (b_quarters < ALL_QUARTERS).to(tl.int32)
+        b_is_mixed = b_is_partial - b_is_quartered
+        b_place = tl.where(b_full == 1, b_next_full[:, None] + tl.cumsum(b_is_full, 1), b_next_mixed[:, None] + tl.cumsum(b_is_mixed, 1))
+        if QUARTERS:
+            b_place = tl.where(b_is_quartered == 1, b_next_quartered[:, None] + tl.cumsum(b_is_quartered, 1), b_place)
+        b_mark = PARTIAL * b_is_partial + ((ALL_QUARTERS - b_quarters) << QUARTERS_BIT) * b_is_quartered
+        tl.store(indices_ptr + b_place - 1, o_minor[None, :] - b_mark, mask=b_there == 1)
+        tl.store(ids_ptr + b_place - 1, b_id * b_is_partial, mask=b_there == 1)
         b_next_full += tl.sum(b_is_full, 1)
-        b_next_partial += tl.sum(b_is_partial, 1)
+        b_next_mixed += tl.sum(b_is_mixed, 1)
+        b_next_quartered += tl.sum(b_is_quartered, 1)
     fill_behind(indices_ptr, n_tiles, n_indices, 0, i_program, n_programs, CHUNK)
     fill_behind(ids_ptr, n_tiles, n_ids, 0, i_program, n_programs, CHUNK)
 
@@ -299,7 +338,7 @@ def list_kernel(
     # lengths of these, which change with what is stored
     n_indices, n_row_ids, n_col_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr,
+    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     i_program = tl.program_id(0)
@@ -309,14 +348,14 @@ def list_kernel(
             bits_ptr, counts_ptr, row_items_ptr, row_indices_ptr, row_ids_ptr, i_program, n_of_rows,
             q_tiles, kv_tiles, n_indices, n_row_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, LINES, MINORS, AXES, CHUNK,
+            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS, AXES, CHUNK,
         )
     else:
         list_lines(
-            bits_ptr, counts_ptr + 2 * axes * q_tiles, col_items_ptr, col_indices_ptr, col_ids_ptr,
+            bits_ptr, counts_ptr + 3 * axes * q_tiles, col_items_ptr, col_indices_ptr, col_ids_ptr,
             i_program - n_of_rows, n_of_cols, kv_tiles, q_tiles, n_indices, n_col_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, LINES, MINORS, AXES, CHUNK,
+            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS, AXES, CHUNK,
         )
 # fmt: on
 
@@ -341,7 +380,7 @@ def prepare(grid: Grid, device: torch.device) -> Ready:  # noqa: ARG001  launche
     return Ready(
         Launch(count_kernel, (n_lines + n_words // WORDS,), count),
         Launch(list_kernel, (n_lines,), fill),
-        contiguous(torch.int32, 2 * grid.rows.axes * sum(grid.shape)),
+        contiguous(torch.int32, 3 * grid.rows.axes * sum(grid.shape)),
         contiguous(torch.int32, grid.n_bitmasks, TILE.value, WORDS_OF_TILE.value),
     )
 
