@@ -446,6 +446,16 @@ QUARTER_FAULTS = {
     ),
     "the other keys' quarters": Change(BACKWARD, "QUARTERS_BIT + WHO +", "QUARTERS_BIT + 1 - WHO +"),
     "the first queries' quarters alone": Change(BACKWARD, "WHO + step % STEPS * 2", "WHO"),
+    "steps left out by those who compute alone": Change(
+        COLS,
+        "                if is_left_out(indices_ptr, first + i_step, BLOCK_Q, QUARTERS) == 0:\n",
+        "                if True:\n",
+    ),
+    "steps left out but counted": Change(BACKWARD, "n_done -= n_left_out", "n_done -= 0"),
+    "the last queries left out with the first": Change(
+        COLS, "(QUARTERS_BIT + step % (TILE // BLOCK_Q) * 2)", "(QUARTERS_BIT + 0)"
+    ),
+    "steps of full tiles left out": Change(COLS, "(entry < 0) & ((bits & 3) == 0)", "(bits & 3) == 0"),
     "quarters of the heads of the first": Change(
         COLS,
         "            n_mixed = n_partial - gl.load(p_member + 5) if QUARTERS else n_partial\n",
@@ -627,6 +637,11 @@ def test_without_a_fault_of_parts_none_is_seen(check, tight, seed):
 def test_without_a_fault_of_quarters_none_is_seen(check, tight, seed):
     config = ForwardConfig(stages=2, block_kv=64) if seed % 2 else None
     check(tight(seed, config=config), QUARTERED, QUARTER_CALLS[seed // 2])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_parts_of_columns_leave_steps_out(check, tight, seed):
+    check(split(tight(seed), 2, 2), QUARTERED, PARTED)
 
 
 @pytest.mark.parametrize("fault", QUARTER_FAULTS)

@@ -74,6 +74,7 @@ from .hopper_cols import (
     KV_FULL,
     Q_EMPTY,
     Q_FULL,
+    is_left_out,
     member_steps,
     move,
     query_start,
@@ -344,7 +345,7 @@ def compute(
 ):  # fmt: skip
     _, _, _, _, _, _, dq_desc, _, _ = descriptors
     q_ring, dout_ring, k_ring, v_ring, _, _, _, _, _, _, col_ring = rings
-    _, _, _, _, kv_lengths_ptr, parts_ptr, _, _ = ptrs
+    _, indices_ptr, _, _, kv_lengths_ptr, parts_ptr, _, _ = ptrs
     n_heads, _, _, _, kv_len, _, _, _, _, _ = sizes
     DIM: gl.constexpr = q_ring.shape[4]
     DIM_V: gl.constexpr = dout_ring.shape[4]
@@ -383,10 +384,13 @@ def compute(
                 )  # fmt: skip
             if QUARTERS:
                 for i_step in range(n_mixed, n_masked):
-                    b_dk, b_dv = descend(
-                        b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
-                        first + i_step, n_done + i_step, WHO, False, True, CAUSAL, GROUP, BLOCK_Q, STAGES,
-                    )  # fmt: skip
+                    n_left_out = is_left_out(indices_ptr, first + i_step, BLOCK_Q, QUARTERS)
+                    if n_left_out == 0:
+                        b_dk, b_dv = descend(
+                            b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
+                            first + i_step, n_done + i_step, WHO, False, True, CAUSAL, GROUP, BLOCK_Q, STAGES,
+                        )  # fmt: skip
+                    n_done -= n_left_out
             for i_step in range(n_masked, n_steps):
                 b_dk, b_dv = descend(
                     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,

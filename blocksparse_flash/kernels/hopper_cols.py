@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .hopper import INDEX_BITS, key_limit, load_async, load_int, store_int
+from .hopper import HALF, INDEX_BITS, QUARTERS_BIT, key_limit, load_async, load_int, store_int
 from .hopper_service import count_column, wait_for_section
 from .tile import TILE, block_of, dense_queries, find_line, find_part, find_record, part_of, record_of
 
@@ -86,6 +86,17 @@ def query_start(indices_ptr, step, BLOCK_Q: gl.constexpr):
         return step * BLOCK_Q
 
 
+@gluon.jit
+def is_left_out(indices_ptr, step, BLOCK_Q: gl.constexpr, QUARTERS: gl.constexpr):
+    """1 for a step of 64 queries none of which attends, in a tile made of whole quarters, else 0: who moves and who computes leave it out."""
+    if QUARTERS and BLOCK_Q == HALF:
+        entry = gl.load(indices_ptr + step // (TILE // BLOCK_Q))
+        bits = entry >> (QUARTERS_BIT + step % (TILE // BLOCK_Q) * 2)
+        return ((entry < 0) & ((bits & 3) == 0)).to(gl.int32)
+    else:
+        return gl.to_tensor(0)
+
+
 # ---- which column? ----
 
 
@@ -138,12 +149,29 @@ def move_kv(descriptors, rings, barriers, i_axis, n_heads, kv_start, i_col):
 
 
 @gluon.jit
+def move_step(descriptors, rings, barriers, i_batch, i_head, q_start, line, n_moved, STAGES: gl.constexpr):
+    """q, dout, lse and delta of a step; line: where those of the head begin."""
+    q_desc, _, _, dout_desc, lse_desc, delta_desc, _, _, _ = descriptors
+    q_ring, dout_ring, _, _, _, _, _, _, lse_ring, delta_ring, _ = rings
+    stage = n_moved % STAGES
+    phase = (n_moved // STAGES) & 1
+    q_full, dout_full = barriers[Q_FULL].index(stage), barriers[DOUT_FULL].index(stage)
+    mbarrier.wait(barriers[Q_EMPTY].index(stage), phase ^ 1)
+    mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+    load_async(q_desc, [i_batch, i_head, q_start, 0], q_full, q_ring.index(stage))
+    load_async(lse_desc, [line + q_start], q_full, lse_ring.index(stage))
+    mbarrier.wait(barriers[DOUT_EMPTY].index(stage), phase ^ 1)
+    mbarrier.expect(dout_full, dout_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+    load_async(dout_desc, [i_batch, i_head, q_start, 0], dout_full, dout_ring.index(stage))
+    load_async(delta_desc, [line + q_start], dout_full, delta_ring.index(stage))
+
+
+@gluon.jit
 def move(
     descriptors, rings, barriers, ptrs, items_strides, sizes, service, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, QUARTERS: gl.constexpr,
 ):  # fmt: skip
-    q_desc, _, _, dout_desc, lse_desc, delta_desc, _, _, _ = descriptors
-    q_ring, dout_ring, k_ring, _, _, _, _, _, lse_ring, delta_ring, col_ring = rings
+    _, _, k_ring, _, _, _, _, _, _, _, col_ring = rings
     _, indices_ptr, _, _, kv_lengths_ptr, parts_ptr, queue_ptr, _ = ptrs
     n_heads, n_axes, n_lines, _, kv_len, n_padded, _, _, n_split, n_parts = sizes
     SETS: gl.constexpr = k_ring.shape[0]
@@ -191,22 +219,13 @@ def move(
             for i_step in range(n_steps):
                 # the next index is loaded a step ahead
                 q_next = query_start(indices_ptr, first + i_step + 1, BLOCK_Q)
-                stage = n_moved % STAGES
-                phase = (n_moved // STAGES) & 1
-                q_full, dout_full = barriers[Q_FULL].index(stage), barriers[DOUT_FULL].index(stage)
-                mbarrier.wait(barriers[Q_EMPTY].index(stage), phase ^ 1)
-                mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-                load_async(q_desc, [i_batch, i_head, q_start, 0], q_full, q_ring.index(stage))
-                load_async(lse_desc, [line + q_start], q_full, lse_ring.index(stage))
-                mbarrier.wait(barriers[DOUT_EMPTY].index(stage), phase ^ 1)
-                mbarrier.expect(dout_full, dout_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-                load_async(dout_desc, [i_batch, i_head, q_start, 0], dout_full, dout_ring.index(stage))
-                load_async(delta_desc, [line + q_start], dout_full, delta_ring.index(stage))
-                if SETS == 1:  # noqa: SIM102
-                    if n_moved == n_before:
-                        # behind the first step, whose place has long been free
-                        move_kv(descriptors, rings, barriers, i_axis, n_heads, kv_start, i_col)
-                n_moved += 1
+                if is_left_out(indices_ptr, first + i_step, BLOCK_Q, QUARTERS) == 0:
+                    move_step(descriptors, rings, barriers, i_batch, i_head, q_start, line, n_moved, STAGES)
+                    if SETS == 1:  # noqa: SIM102
+                        if n_moved == n_before:
+                            # behind the first step, whose place has long been free
+                            move_kv(descriptors, rings, barriers, i_axis, n_heads, kv_start, i_col)
+                    n_moved += 1
                 q_start = q_next
         if SETS == 1:  # noqa: SIM102
             if n_moved == n_before:
