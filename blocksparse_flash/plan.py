@@ -33,15 +33,16 @@ class Plan(NamedTuple):
     """Tiles of a layout, by rows (for the output and dq) and by columns (for dk and dv). All int32, on one device.
 
     row_items    (batch | 1, heads | 1, tile rows, 8), one record a tile row, in launch order (longest row first):
-                 row, begin, n_tiles, n_partial, position, n_quartered, 0, n_long
+                 row, begin, n_tiles, n_partial, position, n_quartered, n_single, n_long
     row_indices  tile columns: entries begin .. begin + n_tiles - 1 are the tiles of that row, n_partial partial ones, of which
-                 the last n_quartered are made of whole quarters, 64 x 64, and then the full ones, each kind ascending; a
-                 partial one is listed less PARTIAL = 2^24, so that its sign says so, its lowest 24 bits are the tile column,
-                 and of a quartered one bits 25 to 28 say which quarters attend
+                 the last n_quartered are made of whole quarters, 64 x 64, of which to the last n_single only one half of their
+                 keys attend, and then the full ones, each kind ascending; a partial one is listed less PARTIAL = 2^24, so that
+                 its sign says so, its lowest 24 bits are the tile column, and of a quartered one bits 25 to 28 say which
+                 quarters attend
     row_ids      which bitmask each of these tiles has; 0, and never read, for a full one. Longer than row_indices by 8 for
                  each record at the front that is worth splitting, and a rest below 8, which is odd where a tile is made of
                  whole quarters
-    col_*        the same by tile columns (col_indices are tile rows)
+    col_*        the same by tile columns (col_indices are tile rows; n_single: of which only one half of their queries attend)
     words        (distinct, 128, 4): bit j of word w of row i is the pair (query i, key 32 w + j) of the tile
 
     `position` of record i is where the record of row i stands, to find a given row. `n_long` (the same in every record)
@@ -91,8 +92,8 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     shapes.append((len(words) + 3, TILE, TILE // 32))
     packed, places = zeros(shapes, is_pinned=may_pin(device))
     row_items, row_indices, row_ids, col_items, col_indices, col_ids, of_words = views(packed, places)
-    _list(by_rows, ids, partial, quarters, row_indices[:nnz], row_ids[:nnz], is_sorted=True)
-    _list(by_cols, ids, partial, quarters, col_indices[:nnz], col_ids[:nnz], is_sorted=False)
+    _list(by_rows, ids, partial, quarters, row_indices[:nnz], row_ids[:nnz], of_rows=True)
+    _list(by_cols, ids, partial, quarters, col_indices[:nnz], col_ids[:nnz], of_rows=False)
     records = _records(by_rows, by_cols, partial, quarters, work, most, [n for n, _ in n_long], frame)
     row_items[...] = records[: by_rows.n_lines].reshape(row_items.shape)
     col_items[...] = records[by_rows.n_lines :].reshape(col_items.shape)
@@ -195,22 +196,28 @@ def _with_edges(by_rows: Side, by_cols: Side, ids: Array, n_bitmasks: int, frame
     return ids, (ids >= 0).nonzero()[0]
 
 
+def _is_single(quarters: Array, *, of_rows: bool) -> Array:
+    """Of each tile whether only one half of its keys, or for columns of its queries, attends."""
+    shift, halves = (2, 0b0011) if of_rows else (1, 0b0101)
+    return ((quarters | (quarters >> shift)) & halves) != halves
+
+
 def _list(
-    side: Side, ids: Array, partial: Array, quarters: Array, indices: Array, listed_ids: Array, *, is_sorted: bool
+    side: Side, ids: Array, partial: Array, quarters: Array, indices: Array, listed_ids: Array, *, of_rows: bool
 ) -> None:
     """Write the tiles of each line, partial ones first, and their ids; where there are 0s.
 
     partial    which tiles are
     quarters   of these, as `quarters_of` has them
-    is_sorted  the lines come one after another
+    of_rows    the lines are rows, and come one after another
     """
     if not len(partial):
-        indices[:] = side.minor if is_sorted else side.minor.take(_order(side.line, side.n_lines))
+        indices[:] = side.minor if of_rows else side.minor.take(_order(side.line, side.n_lines))
         return
-    rank, minor = 3 * side.line + 2, side.minor.copy()
-    rank[partial] -= 1 + (quarters == ALL_QUARTERS)
+    rank, minor = 4 * side.line + 3, side.minor.copy()
+    rank[partial] -= 3 - (quarters < ALL_QUARTERS) - _is_single(quarters, of_rows=of_rows)
     minor[partial] -= PARTIAL + ((ALL_QUARTERS - quarters) << QUARTERS_BIT)
-    order = _order(rank, 3 * side.n_lines)
+    order = _order(rank, 4 * side.n_lines)
     indices[:], listed_ids[:] = minor.take(order), np.maximum(ids, 0).take(order)
 
 
@@ -243,6 +250,8 @@ def _records(
         is_quartered = quarters < ALL_QUARTERS
         if is_quartered.any():
             fields[:, 5] = np.bincount(lines[np.tile(is_quartered, 2)], minlength=len(work))
+            is_single = np.concatenate([_is_single(quarters, of_rows=of_rows) for of_rows in (True, False)])
+            fields[:, 6] = np.bincount(lines[is_single], minlength=len(work))
     if any(n_long):
         fields[:n_of_rows, 7], fields[n_of_rows:, 7] = n_long
     # the longest line of each lead first

@@ -339,12 +339,15 @@ def _walked(
     axes, n_major, n_entries = leads[0] * leads[1], max(grid), len(row)
     majors = torch.stack([row, col])
     # (direction, axis, major, kind, minor) in one number, as plan.py orders them: full tiles are the last kind
-    n_kinds = 2 if quarters is None else 3
+    n_kinds = 2 if quarters is None else 4
     line = n_kinds * PARTIAL
     keys = torch.add(majors.flip(0), majors, alpha=line)
     keys.add_(is_full, alpha=line - PARTIAL).add_(axis, alpha=line * n_major)
     if quarters is not None:
         keys.add_(quarters < ALL_QUARTERS, alpha=PARTIAL)
+        # see plan._is_single
+        for side, (shift, halves) in enumerate(((2, 3), (1, 5))):
+            keys[side].add_(((quarters | (quarters >> shift)) & halves) != halves, alpha=PARTIAL)
     keys[1].add_(line * n_major * (axes + 1))
     flat_keys, flat_order = keys.flatten().sort()
     keys, order = flat_keys.view(2, -1), flat_order.view(2, -1)
@@ -352,9 +355,8 @@ def _walked(
     n_marks = 2 * n_kinds * (axes + 1) * n_major
     bounds = torch.searchsorted(flat_keys, torch.arange(0, (n_marks + 1) * PARTIAL, PARTIAL, device=row.device))
     # [2, axes, n_major]
-    begin, mixed_end, partial_end, end = (
-        bounds[first : n_marks + first : n_kinds].view(2, axes + 1, n_major)[:, :axes]
-        for first in (0, 1, n_kinds - 1, n_kinds)
+    begin, *ends, partial_end, end = (
+        bounds[first : n_marks + first : n_kinds].view(2, axes + 1, n_major)[:, :axes] for first in range(n_kinds + 1)
     )
     n_partial, work = partial_end - begin, end - begin
     begin[1].sub_(n_entries)
@@ -365,9 +367,10 @@ def _walked(
     limit = limits[0] if len(limits) == 1 else torch.stack(limits).view(2, 1, 1)
     n_long = (work > limit).sum(dim=2).amax(dim=1)
     zeros = torch.zeros_like(launch)
-    n_quartered = zeros if quarters is None else (partial_end - mixed_end).gather(2, launch)
-    fields = [launch, begin.gather(2, launch), work, n_partial.gather(2, launch), launch.argsort(dim=2), n_quartered]
-    records = torch.stack([*fields, zeros, n_long[:, None, None].expand_as(launch)], dim=3).to(torch.int32)
+    # n_quartered and n_single
+    of_quarters = [(partial_end - each).gather(2, launch) for each in ends] or [zeros, zeros]
+    fields = [launch, begin.gather(2, launch), work, n_partial.gather(2, launch), launch.argsort(dim=2), *of_quarters]
+    records = torch.stack([*fields, n_long[:, None, None].expand_as(launch)], dim=3).to(torch.int32)
 
     size = min(len(row), axes * grid[0] * grid[1] + 1)
     n_indices, *n_ids = _lengths(len(row), axes, (grid[0], grid[1]), has_quarters=quarters is not None)

@@ -66,11 +66,11 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
         assert records[:, 0].tolist() == sorted(range(n_lines), key=lambda line: (-work[line], line))
         for line in range(n_lines):
             position = records[line, 4]
-            number, first, n_tiles, n_partial, _, n_quartered, rest, n_long = records[position].tolist()
-            assert (number, first, n_tiles, rest, n_long) == (line, begin, work[line], 0, over.sum(1).max())
+            number, first, n_tiles, n_partial, _, n_quartered, n_single, n_long = records[position].tolist()
+            assert (number, first, n_tiles, n_long) == (line, begin, work[line], over.sum(1).max())
             listed = indices[first : first + n_tiles]
             minors = (listed & (PARTIAL - 1)).tolist()
-            ends = [0, n_partial - n_quartered, n_partial, n_tiles]
+            ends = [0, n_partial - n_quartered, n_partial - n_single, n_partial, n_tiles]
             for start, end in itertools.pairwise(ends):
                 assert sorted(minors[start:end]) == minors[start:end]
             found = {}
@@ -82,6 +82,9 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
                     found_quarters = (listed[place] >> QUARTERS_BIT) & ALL_QUARTERS
                     assert found_quarters == quarters(tile)
                     assert (found_quarters < ALL_QUARTERS) == (place >= ends[1])
+                    # the other tokens of the tile, in two halves: one of which attends to nothing
+                    is_single = not tile.any(0 if of_rows else 1).reshape(2, -1).any(1).all()
+                    assert (is_single and found_quarters < ALL_QUARTERS) == (place >= ends[2])
                     # what a kernel that looks at the sign alone reads: tokens, in 32 bits
                     assert int(listed[place]) * TILE % 2**32 == 2**31 + minors[place] * TILE
                 found[(line, minor) if of_rows else (minor, line)] = tile

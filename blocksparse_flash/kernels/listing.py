@@ -1,6 +1,6 @@
 """How do the bits of selected blocks become what kernels walk? Two launches that do as selection.build_plan does.
 
-    count     how many tiles, partial ones and ones made of whole quarters, each row and each column of tiles has; and every bitmask that a tile can have
+    count     how many tiles of each kind each row and each column of tiles has; and every bitmask that a tile can have
     list      records in launch order, and the tiles of each row and column, partial ones first, those made of whole quarters last of them
 
 A launch is a program for some rows, or some columns, of an axis. Where its lists begin, and how many lines have more work than
@@ -112,6 +112,14 @@ def quarters(b_pattern, b_query, b_key, q_len, kv_len, PARTS_Q: tl.constexpr, PA
 
 
 @triton.jit
+def is_single(b_quarters, OF_ROWS: tl.constexpr):
+    """1 where only one half of a tile's keys, or for columns of its queries, attends: see plan._is_single."""
+    SHIFT: tl.constexpr = 2 if OF_ROWS else 1
+    HALVES: tl.constexpr = 3 if OF_ROWS else 5
+    return (((b_quarters | (b_quarters >> SHIFT)) & HALVES) != HALVES).to(tl.int32)
+
+
+@triton.jit
 def look(
     bits_ptr, i_axis, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
@@ -173,11 +181,12 @@ def count_lines(
     OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
 ):
-    """Tiles, and after those of all lines of all axes the partial ones, and then those made of whole quarters, of some lines."""
+    """Tiles, and after those of all lines of all axes the partial ones, those made of whole quarters, and single ones, of some lines."""
     n_groups = tl.cdiv(n_major, LINES)
     i_axis = i_program // n_groups
     o_line = (i_program % n_groups) * LINES + tl.arange(0, LINES)
-    b_tiles, b_partial, b_quartered = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
+    b_tiles, b_partial = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
+    b_quartered, b_single = b_tiles, b_tiles
     for first in range(0, n_minor, MINORS):
         b_there, b_full, _, b_quarters = look_along(
             bits_ptr, i_axis, o_line, first + tl.arange(0, MINORS),
@@ -187,10 +196,12 @@ def count_lines(
         b_partial += tl.sum(b_there & (1 - b_full), 1)
         if QUARTERS:
             b_quartered += tl.sum(b_there & (b_quarters < ALL_QUARTERS).to(tl.int32), 1)
+            b_single += tl.sum(b_there & is_single(b_quarters, OF_ROWS), 1)
     p_count = counts_ptr + i_axis * n_major + o_line
     tl.store(p_count, b_tiles, mask=o_line < n_major)
     tl.store(p_count + axes * n_major, b_partial, mask=o_line < n_major)
     tl.store(p_count + 2 * axes * n_major, b_quartered, mask=o_line < n_major)
+    tl.store(p_count + 3 * axes * n_major, b_single, mask=o_line < n_major)
 
 
 @triton.jit
@@ -226,7 +237,7 @@ def write_bitmasks(
 def count_kernel(
     # input: int32 (axes, n_rows, n_words)
     bits_ptr,
-    # outputs: int32 3 * axes * (q_tiles + kv_tiles): tiles, partial and quartered tiles of rows, and of columns; every bitmask
+    # outputs: int32 4 * axes * (q_tiles + kv_tiles): tiles, partial, quartered and single ones of rows, and of columns; every bitmask
     counts_ptr, words_ptr,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, n_words_of_all,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
@@ -241,7 +252,7 @@ def count_kernel(
         )
     elif i_program < n_of_rows + n_of_cols:
         count_lines(
-            bits_ptr, counts_ptr + 3 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
+            bits_ptr, counts_ptr + 4 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS,
         )
     else:
@@ -285,6 +296,7 @@ def list_lines(
     b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
     b_partial = tl.load(p_tiles + axes * n_major + o_line, mask=m_line, other=0)
     b_quartered = tl.load(p_tiles + 2 * axes * n_major + o_line, mask=m_line, other=0)
+    b_single = tl.load(p_tiles + 3 * axes * n_major + o_line, mask=m_line, other=0)
     b_begin = before + tl.cumsum(b_tiles, 0) - b_tiles
     # the longest first, of equal ones the first
     b_position = tl.zeros([LINES], tl.int32)
@@ -301,11 +313,12 @@ def list_lines(
     tl.store(p_record + 3, b_partial, mask=m_line)
     tl.store(p_items + o_line * RECORD + 4, b_position, mask=m_line)
     tl.store(p_record + 5, b_quartered, mask=m_line)
-    tl.store(p_record + 6, o_line * 0, mask=m_line)
+    tl.store(p_record + 6, b_single, mask=m_line)
     tl.store(p_record + 7, o_line * 0 + n_long, mask=m_line)
 
     b_next_mixed, b_next_full = b_begin, b_begin + b_partial
-    b_next_quartered = b_next_full - b_quartered
+    b_next_single = b_next_full - b_single
+    b_next_both = b_next_full - b_quartered
     for first in range(0, n_minor, MINORS):
         o_minor = first + tl.arange(0, MINORS)
         b_there, b_full, b_id, b_quarters = look_along(
@@ -318,13 +331,17 @@ def list_lines(
         b_is_mixed = b_is_partial - b_is_quartered
         b_place = tl.where(b_full == 1, b_next_full[:, None] + tl.cumsum(b_is_full, 1), b_next_mixed[:, None] + tl.cumsum(b_is_mixed, 1))
         if QUARTERS:
-            b_place = tl.where(b_is_quartered == 1, b_next_quartered[:, None] + tl.cumsum(b_is_quartered, 1), b_place)
+            b_is_single = b_is_quartered & is_single(b_quarters, OF_ROWS)
+            b_is_both = b_is_quartered - b_is_single
+            b_place = tl.where(b_is_both == 1, b_next_both[:, None] + tl.cumsum(b_is_both, 1), b_place)
+            b_place = tl.where(b_is_single == 1, b_next_single[:, None] + tl.cumsum(b_is_single, 1), b_place)
+            b_next_both += tl.sum(b_is_both, 1)
+            b_next_single += tl.sum(b_is_single, 1)
         b_mark = PARTIAL * b_is_partial + ((ALL_QUARTERS - b_quarters) << QUARTERS_BIT) * b_is_quartered
         tl.store(indices_ptr + b_place - 1, o_minor[None, :] - b_mark, mask=b_there == 1)
         tl.store(ids_ptr + b_place - 1, b_id * b_is_partial, mask=b_there == 1)
         b_next_full += tl.sum(b_is_full, 1)
         b_next_mixed += tl.sum(b_is_mixed, 1)
-        b_next_quartered += tl.sum(b_is_quartered, 1)
     fill_behind(indices_ptr, n_tiles, n_indices, 0, i_program, n_programs, CHUNK)
     fill_behind(ids_ptr, n_tiles, n_ids, 0, i_program, n_programs, CHUNK)
 
@@ -352,7 +369,7 @@ def list_kernel(
         )
     else:
         list_lines(
-            bits_ptr, counts_ptr + 3 * axes * q_tiles, col_items_ptr, col_indices_ptr, col_ids_ptr,
+            bits_ptr, counts_ptr + 4 * axes * q_tiles, col_items_ptr, col_indices_ptr, col_ids_ptr,
             i_program - n_of_rows, n_of_cols, kv_tiles, q_tiles, n_indices, n_col_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
             False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS, AXES, CHUNK,
@@ -380,7 +397,7 @@ def prepare(grid: Grid, device: torch.device) -> Ready:  # noqa: ARG001  launche
     return Ready(
         Launch(count_kernel, (n_lines + n_words // WORDS,), count),
         Launch(list_kernel, (n_lines,), fill),
-        contiguous(torch.int32, 3 * grid.rows.axes * sum(grid.shape)),
+        contiguous(torch.int32, 4 * grid.rows.axes * sum(grid.shape)),
         contiguous(torch.int32, grid.n_bitmasks, TILE.value, WORDS_OF_TILE.value),
     )
 
