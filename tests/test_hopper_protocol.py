@@ -437,10 +437,33 @@ QUARTER_FAULTS = {
     ),
     "a full first step by quarters": Change(
         SOFTMAX,
-        "gl.where(entry < 0, entry >> (QUARTERS_BIT + 2 * WHO + i_step % STEPS), -1)",
-        "entry >> (QUARTERS_BIT + 2 * WHO + i_step % STEPS)",
+        "return gl.where(entry < 0, quarters, -1)",
+        "return quarters",
     ),
-    "the other queries' quarters": Change(SOFTMAX, "QUARTERS_BIT + 2 * WHO", "QUARTERS_BIT + 2 * (1 - WHO)"),
+    "the other queries' quarters": Change(
+        SOFTMAX,
+        "quarters, others = entry >> (QUARTERS_BIT + 2 * WHO)",
+        "quarters, others = entry >> (QUARTERS_BIT + 2 - 2 * WHO)",
+    ),
+    "the other queries' quarters of a second half": Change(
+        SOFTMAX, "other >> (QUARTERS_BIT + 2 * WHO)", "other >> (QUARTERS_BIT + 2 - 2 * WHO)"
+    ),
+    "a pair of one tile": Change(
+        ROWS, "other = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))", "other = entry"
+    ),
+    "the other keys of a first half": Change(
+        ROWS,
+        "(is_pair & (((entry >> QUARTERS_BIT) & 5) == 0), HALF, 0)",
+        "(is_pair & (((entry >> QUARTERS_BIT) & 5) != 0), HALF, 0)",
+    ),
+    "the other keys of a second half": Change(
+        ROWS, "((other >> QUARTERS_BIT) & 5) != 0)", "((other >> QUARTERS_BIT) & 5) == 0)"
+    ),
+    "a half without a second one twice": Change(
+        SOFTMAX, "first + 2 * second * has_second.to(gl.int32)", "first + 2 * second"
+    ),
+    "the tiles of pairs as full ones": Change(ROWS, "gl.where(i_pair >= 0, n_single // 2, 0)", "0"),
+    "halves one by one": Change(ROWS, "n_partial - n_single // 2\n", "n_partial\n"),
     "quartered columns as full ones": Change(
         BACKWARD, "n_done + i_step, WHO, False, True,", "n_done + i_step, WHO, False, False,"
     ),
@@ -639,9 +662,28 @@ def test_without_a_fault_of_quarters_none_is_seen(check, tight, seed):
     check(tight(seed, config=config), QUARTERED, QUARTER_CALLS[seed // 2])
 
 
+# none are made of parts of rows, nor where keys end somewhere
+UNPAIRED = {
+    "parts": Change(ROWS, "if parts_ptr is None and kv", "if kv"),
+    "lengths": Change(ROWS, " and kv_lengths_ptr is None:\n                n_single", ":\n                n_single"),
+}
+
+
 @pytest.mark.parametrize("seed", range(2))
-def test_parts_of_columns_leave_steps_out(check, tight, seed):
-    check(split(tight(seed), 2, 2), QUARTERED, PARTED)
+@pytest.mark.parametrize("what", UNPAIRED)
+def test_quarters_with_parts_or_lengths(check, tight, what, seed):
+    call = dataclasses.replace(PARTED, has_kv_lengths=what == "lengths")
+    simulation = tight(seed)
+    check(split(simulation, 2, 2) if what == "parts" else simulation, QUARTERED, call)
+
+
+@pytest.mark.parametrize("what", UNPAIRED)
+def test_pairs_with_parts_or_lengths_are_seen(check, tight, what):
+    call = dataclasses.replace(PARTED, has_kv_lengths=what == "lengths")
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed in range(4):
+            simulation = tight(seed, UNPAIRED[what])
+            check(split(simulation, 2, 2) if what == "parts" else simulation, QUARTERED, call, backward=False)
 
 
 @pytest.mark.parametrize("fault", QUARTER_FAULTS)

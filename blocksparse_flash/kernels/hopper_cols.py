@@ -94,7 +94,7 @@ def is_left_out(indices_ptr, step, BLOCK_Q: gl.constexpr, QUARTERS: gl.constexpr
         bits = entry >> (QUARTERS_BIT + step % (TILE // BLOCK_Q) * 2)
         return ((entry < 0) & ((bits & 3) == 0)).to(gl.int32)
     else:
-        return gl.to_tensor(0)
+        return step * 0
 
 
 # ---- which column? ----

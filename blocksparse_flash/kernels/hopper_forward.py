@@ -61,12 +61,12 @@ from .hopper_rows import (
     K_FULL,
     Q_EMPTY,
     Q_FULL,
-    ROW_FIELDS,
     V_EMPTY,
     V_FULL,
     key_start,
     move,
     query_place,
+    row_ints,
     take_row,
 )
 from .hopper_softmax import MINUS_INFINITY, mask_quarters, mask_scores, mask_words, no_words, rescale, row_parts, soften
@@ -302,7 +302,7 @@ def hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO: gl
     _, _, _, out_desc = descriptors
     _, k_ring, _, out_ring, _ = rings
     n_heads, _, _, q_len, _, _, _, _ = sizes
-    i_axis, q_start, _, _, _, _ = row
+    i_axis, q_start, _, _, _, _, _ = row
     o_q = q_start + WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(k_ring.shape[3])))
     # unsigned: else the sign of q_len is kept from the kernel's beginning on, and spilled
     p_lse = ptrs[5] + i_axis.to(gl.uint32).to(gl.uint64) * gl.cast(q_len, gl.uint32) + o_q
@@ -339,7 +339,7 @@ def compute(
     begin_turns(WHO, PING_PONG, WARPGROUPS)
     row = take_row(row_ring, barriers, i_row, QUARTERS)
     while row[0] >= 0:
-        i_axis, _, _, n_steps, n_partial, n_mixed = row
+        i_axis, _, _, n_steps, n_partial, n_mixed, _ = row
         if parts_ptr is not None:
             i_axis = i_axis % n_axes
         limit = key_limit(kv_lengths_ptr, i_axis // n_heads, kv_len)
@@ -419,22 +419,22 @@ def hopper_forward_kernel(
     # head have n_parts programs each
     n_heads, n_axes, n_lines, q_len, kv_len, group, n_split, n_parts, scale_log2,
     # compile time; QUARTERS: tiles made of whole quarters are listed
-    SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr,
+    BLOCK_KV: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr,
     PING_PONG: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
     MOVER_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr, QUERIES: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
     QUARTERS: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_KV: gl.constexpr = k_desc.block_type.shape[2]
     DIM: gl.constexpr = q_desc.block_type.shape[3]
-    DIM_V: gl.constexpr = v_desc.block_type.shape[3]
+    DIM_V: gl.constexpr = out_desc.block_type.shape[3]
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [QUERIES * WARPGROUPS, 1, 1, HALF, DIM], q_desc.layout)
+    # of a block of the descriptor, which may be smaller, they have the layout too
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM_V], v_desc.layout)
     if OUT_IN_Q:
         out_ring = q_ring
     else:
         out_ring = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS, 1, 1, HALF, DIM_V], out_desc.layout)
-    row_ring = gl.allocate_shared_memory(gl.int32, [2 * ROW_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    row_ring = gl.allocate_shared_memory(gl.int32, [2 * row_ints(QUARTERS), 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = (
         new_barriers(2, 1), new_barriers(2, WARPGROUPS),
         new_barriers(QUERIES * WARPGROUPS, 1), new_barriers(QUERIES * WARPGROUPS, 1),
@@ -518,6 +518,7 @@ def prepare(
         "n_split": split.n_lines,
         "n_parts": split.parts,
         **scaling(scale),
+        "BLOCK_KV": chosen.block_kv,
         "CAUSAL": causal,
         "STAGES": chosen.stages,
         "OVERLAP": chosen.overlap,
@@ -533,12 +534,14 @@ def prepare(
         "QUARTERS": is_quartered and FITS,
         "num_warps": 4,
     }
+    # 64 keys and columns at a time, since a step may be of halves of two tiles
+    by_halves = is_quartered and FITS and chosen.block_kv == TILE_SIDE
     # rows padded so that the copy engine can write them
     out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
     describers = {
         "q_desc": Describer(q, (1, 1, half, dim)),
-        "k_desc": Describer(k, (1, 1, chosen.block_kv, dim)),
-        "v_desc": Describer(v, (1, 1, chosen.block_kv, dim_v)),
+        "k_desc": Describer(k, (1, 1, chosen.block_kv, dim) if not by_halves else (1, 1, half, half)),
+        "v_desc": Describer(v, (1, 1, chosen.block_kv, dim_v) if not by_halves else (1, 1, half, half)),
         "out_desc": Describer(out.seen, (1, 1, half, dim_v)),
     }
     n_programs = min(split.n_programs(n_lines, batch * heads), n_multiprocessors)

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper import HALF, QUARTERS_BIT, accumulator, bit_words, keep_columns
-from .hopper_rows import key_start
+from .hopper_rows import entries_of, key_start
 from .tile import TILE
 
 # the bits of a float32
@@ -22,7 +22,7 @@ MINUS_INFINITY = gl.constexpr(0xFF800000)
 def mask_words(ptrs, row, i_step, WHO: gl.constexpr, BLOCK_KV: gl.constexpr):
     """The words of a partial step's bitmask, where there is a layout: two loads, one after the other."""
     _, _, ids_ptr, words_ptr, _, _, _, _ = ptrs
-    _, _, begin, _, _, _ = row
+    _, _, begin, _, _, _, _ = row
     STEPS: gl.constexpr = TILE // BLOCK_KV
     i_bitmask = gl.load(ids_ptr + (begin + i_step // STEPS))
     o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
@@ -43,11 +43,21 @@ def no_words(BLOCK_KV: gl.constexpr):
 def mask_quarters(ptrs, row, i_step, WHO: gl.constexpr, BLOCK_KV: gl.constexpr):
     """Which keys of a step attend, as far as whole quarters of its tile tell: 64 a bit, from the lowest on."""
     _, indices_ptr, _, _, _, _, _, _ = ptrs
-    _, _, begin, _, _, _ = row
+    _, _, begin, _, _, _, _ = row
     STEPS: gl.constexpr = TILE // BLOCK_KV
-    entry = gl.load(indices_ptr + (begin + i_step // STEPS))
+    if STEPS == 1:
+        i_entry, is_pair, has_second = entries_of(row, i_step)
+        entry = gl.load(indices_ptr + i_entry)
+        other = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))
+        quarters, others = entry >> (QUARTERS_BIT + 2 * WHO), other >> (QUARTERS_BIT + 2 * WHO)
+        # of either tile of a pair one half of the keys is there
+        first, second = ((quarters & 3) != 0).to(gl.int32), ((others & 3) != 0).to(gl.int32)
+        quarters = gl.where(is_pair, first + 2 * second * has_second.to(gl.int32), quarters)
+    else:
+        entry = gl.load(indices_ptr + (begin + i_step // STEPS))
+        quarters = entry >> (QUARTERS_BIT + 2 * WHO + i_step % STEPS)
     # a full tile's says nothing
-    return gl.where(entry < 0, entry >> (QUARTERS_BIT + 2 * WHO + i_step % STEPS), -1)
+    return gl.where(entry < 0, quarters, -1)
 
 
 @gluon.jit
@@ -62,7 +72,7 @@ def mask_scores(
     """
     _, indices_ptr, _, _, kv_lengths_ptr, _, _, _ = ptrs
     _, _, _, q_len, kv_len, _, _, _ = sizes
-    _, q_start, _, _, _, _ = row
+    _, q_start, _, _, _, _, _ = row
     if MASKED or kv_lengths_ptr is not None:
         kv_start = key_start(indices_ptr, row, i_step, BLOCK_KV)
         o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
