@@ -27,14 +27,27 @@ def tiles_by_loop(mask: torch.Tensor) -> np.ndarray:
     return found
 
 
-def launched(lines: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
+def quartered_by_loop(mask: torch.Tensor) -> np.ndarray:
+    """Tiles made of quarters, 64 x 64, that attend whole or not at all: of how many halves of their keys; else 0."""
+    found = (tiles_by_loop(mask) == 1).astype(int)
+    for i, j in zip(*found.nonzero(), strict=True):
+        tile = torch.zeros(TILE, TILE, dtype=torch.bool)
+        part = mask[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
+        tile[: part.shape[0], : part.shape[1]] = part
+        quarters = tile.view(2, 64, 2, 64).transpose(1, 2).flatten(2)
+        is_made = bool((quarters.all(2) == quarters.any(2)).all())
+        found[i, j] = int(quarters.any(2).any(0).sum()) if is_made else 0
+    return found
+
+
+def launched(lines: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
     """In which order kernels take up the lines of heads: those over twice the mean first, over all heads, then head by head.
 
-    lines  of each head, its (tiles, partial ones); of every head as many are taken first as of the one with the most long ones
+    lines  of each head, its (tiles, and of what else); of every head as many are taken first as of the one with the most long ones
     """
     longest_first = [sorted(head, key=lambda line: -line[0]) for head in lines]
     every = [line[0] for head in lines for line in head]
-    n_long = max(sum(tiles > 2 * sum(every) / len(every) for tiles, _ in head) for head in lines)
+    n_long = max(sum(tiles > 2 * sum(every) / len(every) for tiles, *_ in head) for head in lines)
     first = [head[place] for place in range(n_long) for head in longest_first]
     return first + [line for head in longest_first for line in head[n_long:]]
 
@@ -48,14 +61,20 @@ def test_lines_of_a_plan_are_those_of_its_mask(case: cases.Case) -> None:
     batch, heads = 2, 4
     plan = layout.plan("cpu")
     masks = layout.to_dense().expand(batch, heads, layout.q_len, layout.kv_len).flatten(0, 1)
-    for items, grids in (
-        (plan.row_items, [tiles_by_loop(mask) for mask in masks]),
-        (plan.col_items, [tiles_by_loop(mask).T for mask in masks]),
-    ):
+    for items, seen in ((plan.row_items, masks), (plan.col_items, masks.mT)):
         found = dispatch.of_records(items.numpy(), batch=batch, heads=heads)
-        expected = launched([[(int((row > 0).sum()), int((row == 1).sum())) for row in grid] for grid in grids])
+        grids = [(tiles_by_loop(mask), quartered_by_loop(mask)) for mask in seen]
+        expected = launched(
+            [
+                [
+                    (int((row > 0).sum()), int((row == 1).sum()), int((halves > 0).sum()), int((halves == 1).sum()))
+                    for row, halves in zip(*grid, strict=True)
+                ]
+                for grid in grids
+            ]
+        )
         # among lines of as many tiles the order is not told
-        assert found.tiles.tolist() == [tiles for tiles, _ in expected]
+        assert found.tiles.tolist() == [tiles for tiles, *_ in expected]
         assert sorted(zip(*map(np.ndarray.tolist, found), strict=True)) == sorted(expected)
 
 

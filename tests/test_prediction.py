@@ -16,6 +16,7 @@ import torch
 import masks
 from benchmarks import calibrate, measure, report
 from benchmarks import lines as measurements
+from blocksparse_flash import BlockLayout
 from blocksparse_flash.explanation import cost, dispatch, memory, prediction
 from blocksparse_flash.explanation.call import Call
 from blocksparse_flash.explanation.dispatch import Lines, Sides
@@ -68,6 +69,26 @@ def test_the_table_says_what_it_was_fitted_to(groups: dict[Any, list[measurement
         off = [abs(error) for error in calibrate.errors([*map(calibrate.measured, lines)], table[key].rates)]
         assert table[key].worst_error == pytest.approx(max(off))
         assert table[key].median_error == pytest.approx(statistics.median(off))
+
+
+# in which of them of half a tile that attends to nothing half is left out
+@pytest.mark.parametrize(("head_dim", "is_halved"), [(128, (True, True)), (64, (True, False))])
+def test_whole_quarters_are_predicted_as_they_are_walked(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, is_halved: tuple[bool, bool]
+) -> None:
+    """Of every block of 128 x 128 the first 64 queries and keys attend."""
+    monkeypatch.setattr(Call, "has_kernels", True)
+    layout = BlockLayout.from_block_mask(
+        torch.tensor([[1, 0], [0, 0]]).bool().repeat(32, 32), 4096, 4096, block_size=64
+    )
+    q = torch.empty(1, 16, 4096, head_dim, dtype=torch.bfloat16, device="meta")
+    for backend in ("hopper", "triton"):
+        call = Call(q, q, q, layout, False, False, 0.0, False, q.dtype, backend)
+        forward, backward = cost.programs(call, 132)
+        for lines, half in zip((forward.rows, backward.cols), is_halved, strict=True):
+            by_quarters = backend == "hopper"
+            assert lines.tiles.tolist() == [16 if by_quarters and half else 32] * 32 * 16
+            assert lines.partial.tolist() == [0 if by_quarters else 32] * 32 * 16
 
 
 def test_long_lines_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +179,9 @@ def test_padded_dims_are_those_of_the_kernels(head_dim: int) -> None:
 
 
 def sides(rows: list[int], cols: list[int], partial: int = 0) -> Sides:
-    of_rows, of_cols = (Lines(np.array(tiles), np.full(len(tiles), partial)) for tiles in (rows, cols))
+    of_rows, of_cols = (
+        Lines(np.array(tiles), np.full(len(tiles), partial), *np.zeros((2, len(tiles)))) for tiles in (rows, cols)
+    )
     return Sides(of_rows, of_cols)
 
 

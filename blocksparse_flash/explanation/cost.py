@@ -16,7 +16,7 @@ from .. import ops
 from ..plan import Plan
 from . import memory, prediction
 from .call import Call
-from .dispatch import TILE, Lines, Sides, in_parts
+from .dispatch import TILE, Lines, Sides, by_quarters, in_parts
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
 
 # of the highest bandwidth that clock and bus of a memory allow, what a copy reaches (H200: 4.3 of 4.9 TB/s)
@@ -173,7 +173,12 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
 
 
 def programs(call: Call, n_multiprocessors: int) -> tuple[Sides, Sides]:
-    """What the programs of the forward and of the backward walk on such a GPU: lines, of which `hopper` splits long ones."""
+    """What the programs of the forward and of the backward walk on such a GPU: lines, of which `hopper` splits long ones.
+
+    Tiles made of whole quarters cost `hopper` no mask. Of single ones it computes half, where steps of the backward have 64 queries, and
+    where the forward takes two at a time.
+    """
+    dim = prediction.padded_dim(call.backend, max(call.head_dim, call.v_dim))
 
     def split(lines: Lines, first: int, n_axes: int) -> Lines:
         chosen = memory.split(call, first, n_multiprocessors)
@@ -181,9 +186,12 @@ def programs(call: Call, n_multiprocessors: int) -> tuple[Sides, Sides]:
 
     forward = backward = sides = call.sides
     if call.backend == "hopper":
-        forward = sides._replace(rows=split(sides.rows, 0, call.batch * call.heads))
+        rows = split(sides.rows, 0, call.batch * call.heads)
+        takes_two = dim <= 128 and not call.has_kv_lengths and len(rows.tiles) == len(sides.rows.tiles)
+        forward = sides._replace(rows=by_quarters(rows, is_halved=takes_two))
     if memory.uses_hopper_backward(call):
-        backward = sides._replace(cols=split(sides.cols, 3, call.batch * call.kv_heads))
+        cols = split(sides.cols, 3, call.batch * call.kv_heads)
+        backward = sides._replace(cols=by_quarters(cols, is_halved=dim == 128))
     return forward, backward
 
 

@@ -22,11 +22,15 @@ class Lines(NamedTuple):
     """The tiles of each line (tile row or tile column) of every head, in the order in which a kernel begins them: int64 (lines,).
 
     tiles    computed
-    partial  of these masked pair by pair
+    partial  of these not full
+    quartered  of these made of whole quarters, and
+    single   of these, of which one half of the keys, or for columns of the queries, attends: see plan.Plan
     """
 
     tiles: Array
     partial: Array
+    quartered: Array
+    single: Array
 
 
 class Sides(NamedTuple):
@@ -44,21 +48,27 @@ def of_records(records: Array, *, batch: int, heads: int, group: int = 1) -> Lin
     records = np.asarray(records, dtype=np.int64)
     n_lines = records.shape[2]
     # where the record of line i stands -> the records by line
-    by_line = np.take_along_axis(records, records[..., 4:5], axis=2)[..., 2:4]
-    by_line = np.broadcast_to(by_line, (batch, heads, n_lines, 2)).reshape(batch, heads // group, group, n_lines, 2)
+    by_line = np.take_along_axis(records, records[..., 4:5], axis=2)[..., [2, 3, 5, 6]]
+    by_line = np.broadcast_to(by_line, (batch, heads, n_lines, 4)).reshape(batch, heads // group, group, n_lines, 4)
     launch = np.broadcast_to(records[..., 0], (batch, heads, n_lines))[:, ::group]
-    work = np.take_along_axis(by_line.sum(axis=2), launch[..., None], axis=2).reshape(-1, n_lines, 2)
+    work = np.take_along_axis(by_line.sum(axis=2), launch[..., None], axis=2).reshape(-1, n_lines, 4)
     # the longest lines of all heads first, then head after head
     n_long = int(records[0, 0, 0, 7]) if records.size else 0
     first, rest = work[:, :n_long].swapaxes(0, 1), work[:, n_long:]
-    tiles, partial = np.concatenate([first.reshape(-1, 2), rest.reshape(-1, 2)]).T
-    return Lines(tiles, partial)
+    return Lines(*np.concatenate([first.reshape(-1, 4), rest.reshape(-1, 4)]).T)
+
+
+def by_quarters(lines: Lines, *, is_halved: bool) -> Lines:
+    """Where whole quarters are not masked pair by pair; is_halved: and of single tiles only the half that attends is computed."""
+    tiles = lines.tiles - lines.single / 2 if is_halved else lines.tiles
+    none = 0 * lines.partial
+    return Lines(tiles, lines.partial - lines.quartered, none, none)
 
 
 def in_parts(lines: Lines, n_split: int, parts: int) -> Lines:
     """The programs where the first n_split lines have so many each: tiles and partial ones shared equally, in fractions.
 
-    >>> in_parts(Lines(np.array([9, 2]), np.array([3, 0])), 1, 3).tiles.tolist()
+    >>> in_parts(Lines(np.array([9, 2]), np.array([3, 0]), np.zeros(2), np.zeros(2)), 1, 3).tiles.tolist()
     [3.0, 3.0, 3.0, 2.0]
     """
     if parts == 1:
@@ -91,8 +101,8 @@ def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes:
     # without a layout the last rows are the longest and come first, as the first columns do
     heads, group = (axes, kv_axes), max(1, axes // max(1, kv_axes))
     return Sides(
-        Lines(*(np.tile(values[::-1], heads[0]) for values in rows)),
-        Lines(*(np.tile(values * group, heads[1]) for values in cols)),
+        Lines(*(np.tile(values[::-1], heads[0]) for values in (*rows, 0 * row, 0 * row))),
+        Lines(*(np.tile(values * group, heads[1]) for values in (*cols, 0 * col, 0 * col))),
     )
 
 
