@@ -9,7 +9,7 @@ lengths forbid it and enough rows are there, three, of rows of 192. With `overla
 
 While one warpgroup issues, the others are kept from it (named barriers 9 to 11): they compute exponentials while it
 multiplies. Partial tiles come first, those with a bitmask and those made of whole quarters in loops of their own, so that full
-ones pay for no mask. A row without keys writes
+ones pay for no mask. Of the latter, tiles of which only 64 keys attend are a step together, two and two. A row without keys writes
 out 0, lse -inf. Scores and the running maximum are in base 2, `lse` in memory is natural.
 
 A row that would be waited for is split (splitting.py): each part is work of its own, whose out and lse go to a workspace, in
@@ -158,6 +158,9 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
     bitmasks 71, 71 and 62, 62. That one kernel has loops for them and others without is for the full tiles of the others, with which
     one for all had, at 64, local and butterfly, 429, 425 TFLOP/s forward for 442, 435 and 453, 442 backward for 478, 465. The words of a
     row's first step, loaded before its keys are waited for: butterfly in blocks of 16, 80 % stored, 128 418 for 408, 64 299 for 294.
+    Where halves of tiles come two and two, microseconds for those before: blocks of 64 at random, 10 % of them, 128 616 for 1075, 64 936
+    for 1608; local, 80 % of them stored, where few tiles are half, 128 302 for 306, 64 444 for 428. Keys and values then come 64 rows and 64
+    columns at a time, full tiles too.
 
     What binds (Nsight Compute, single launches at 1.65 to 1.8 GHz, of the cycles): tensor cores, shared memory, exponentials, issue:
     128 dense 82, 53, 42, 40 %, butterfly 65, 44, 34, 32, random 75, 49, 39, 34; 64 dense 61, 41, 63, 50, butterfly 47, 33, 49, 45,
