@@ -28,7 +28,9 @@ demo: $(VENV)/.demo
 docs: $(VENV)/.docs
 	$(BIN)/python -m pdoc --template-directory docs/reference --output-directory out/api $(DOCUMENTED)
 
-test: lint $(OTHER_TRITONS)
+# types are checked while the other Tritons are installed
+test:
+	$(MAKE) --no-print-directory --jobs=$(JOBS) lint $(OTHER_TRITONS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 900
 
 test-gpu:
