@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     words        (distinct, 128, 4): bit j of word w of row i is the pair (query i, key 32 w + j) of the tile
 
     `position` of record i is where the record of row i stands, to find a given row. `n_long` (the same in every record)
-    counts the records at the front whose work is over twice the mean: a launch takes those of all heads first. A tile
+    counts the records at the front whose work is over twice the mean, but never all: a launch takes those of all heads first. A tile
     is full only if all of its 128 x 128 pairs exist and attend, so a kernel neither masks nor bounds-checks it; tiles on
     a ragged edge are partial, with zeros past the end.
 
@@ -294,10 +294,12 @@ def _long(work: Array, n_tiles: int) -> Long:
     """How many lines have over twice the mean work, and of these are worth splitting, of the head that has most.
 
     work  tiles of each line, (heads, lines), n_tiles in all
+
+    Of the former one line less than there are: kernels divide by how many are left. Which of all comes last is all the same.
     """
     is_long = work * work.size > 2 * n_tiles
     is_split = is_long & (LONG * work > work.sum(axis=1, keepdims=True))
-    return int(is_long.sum(axis=1).max()), int(is_split.sum(axis=1).max())
+    return max(0, min(int(is_long.sum(axis=1).max()), work.shape[1] - 1)), int(is_split.sum(axis=1).max())
 
 
 def _order(values: Array, limit: int) -> Array:

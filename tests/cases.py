@@ -194,4 +194,6 @@ LAYOUTS: list[Case] = [
         for size in _BLOCK_SIZES
     ),
     Case("quarters", lambda: _quarters(_LONG)),
+    # each of its lines is over twice the mean of all heads
+    Case("one-head", lambda: _dense(torch.tensor([1, 0, 0, 0]).bool()[:, None, None].expand(4, _SHORT, 60), 64)),
 ]

@@ -48,6 +48,7 @@ def launched(lines: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
     longest_first = [sorted(head, key=lambda line: -line[0]) for head in lines]
     every = [line[0] for head in lines for line in head]
     n_long = max(sum(tiles > 2 * sum(every) / len(every) for tiles, *_ in head) for head in lines)
+    n_long = min(n_long, len(lines[0]) - 1)
     first = [head[place] for place in range(n_long) for head in longest_first]
     return first + [line for head in longest_first for line in head[n_long:]]
 

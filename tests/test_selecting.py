@@ -139,6 +139,19 @@ def test_programs_that_take_many_turns(block_size: tuple[int, int], is_lonely: b
 
 
 @pytest.mark.usefixtures("by_kernels")
+def test_where_every_line_of_a_head_is_long(device: torch.device) -> None:
+    """One is left that is not counted so: kernels divide by how many are."""
+    frame = Frame(3, 1, 250, 100, (128, 128))
+    indices = torch.full((3, 1, 2, 1), -1, device=device)
+    indices[0] = 0
+    expected = selection.Selection(*SORTED_ROWS(selection.known(indices, frame.n_cols), frame.n_cols), None)
+    layout = BlockLayout.from_topk(indices, **frame.sizes)
+    assert_same(layout, expected, frame, (False,))
+    plan = layout.plan(device)
+    assert plan.row_items[..., 7].unique().tolist() == [1] and plan.col_items[..., 7].unique().tolist() == [0]
+
+
+@pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
 def test_types_of_indices_and_what_is_not_a_col(dtype: torch.dtype, device: torch.device) -> None:
     """What a GPU does not look at: numbers that are no cols are ignored; strides too."""

@@ -314,7 +314,8 @@ def list_lines(
     tl.store(p_items + o_line * RECORD + 4, b_position, mask=m_line)
     tl.store(p_record + 5, b_quartered, mask=m_line)
     tl.store(p_record + 6, b_single, mask=m_line)
-    tl.store(p_record + 7, o_line * 0 + n_long, mask=m_line)
+    # never all: see plan._long
+    tl.store(p_record + 7, o_line * 0 + tl.minimum(n_long, n_major - 1), mask=m_line)
 
     b_next_mixed, b_next_full = b_begin, b_begin + b_partial
     b_next_single = b_next_full - b_single
