@@ -365,10 +365,10 @@ def _walked(
     twice = 2 * bounds[n_kinds * axes * n_major]
     limits = [twice // max(1, axes * size) for size in dict.fromkeys(grid)]
     limit = limits[0] if len(limits) == 1 else torch.stack(limits).view(2, 1, 1)
-    n_long = (work > limit).sum(dim=2).amax(dim=1)
-    for side in (0, 1):
-        # never all: see plan._long
-        n_long[side].clamp_(max=max(0, grid[side] - 1))
+    # never all: see plan._long
+    n_long = (work[..., : max(0, n_major - 1)] > limit).sum(dim=2).amax(dim=1)
+    if grid[0] != grid[1]:
+        n_long[int(grid[0] > grid[1])].clamp_(max=max(0, min(grid) - 1))
     zeros = torch.zeros_like(launch)
     # n_quartered and n_single
     of_quarters = [(partial_end - each).gather(2, launch) for each in ends] or [zeros, zeros]
