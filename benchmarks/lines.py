@@ -110,6 +110,14 @@ def settings(lines: Iterable[Line]) -> dict[Setting, list[Line]]:
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
+def by_device(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    """Lines by device, that with the most lines first."""
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line["device"], []).append(line)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
 def versions(lines: Iterable[Line], *keys: str) -> str:
     """`torch 2.11.0+cu130, triton 3.6.0`: every version that measured any of the lines."""
     lines = [*lines]

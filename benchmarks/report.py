@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from blocksparse_flash.explanation import prediction
@@ -271,6 +271,54 @@ def sweeps_section(lines: Sequence[Line]) -> str:
     return "\n\n".join(filter(None, said))
 
 
+# ---- other GPUs ----
+
+
+def _elsewhere(lines: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
+    """(the GPU with the most measurements, what the main benchmark measured on another one), for each other one."""
+    devices = [*measurements.by_device(lines)]
+    for device in devices[1:]:
+        shown = [line for line in measurements.of_bench(lines, "attention") if line["device"] == device]
+        if shown:
+            _, shown = next(iter(measurements.settings(shown).items()))
+            yield devices[0], [line for line in shown if line["direction"] in findings.DIRECTIONS]
+
+
+def _beside_first(lines: Sequence[Line], shown: Sequence[Line], first: str) -> str:
+    """`` `hopper` runs at 0.94 to 1.05 of its rate on an NVIDIA H200 ``, of each backend of ours."""
+    keys = [key for key in measurements.IDENTITY if key != "device"]
+    rates = {tuple(line.get(key) for key in keys): line["tflops"] for line in lines if line["device"] == first}
+    said = []
+    for ours in filter(measurements.is_ours, measurements.measured(shown)):
+        ratios = [
+            line["tflops"] / rates[case]
+            for line in shown
+            if measurements.who(line) == ours and (case := tuple(line.get(key) for key in keys)) in rates
+        ]
+        if ratios:
+            said.append(f"`{ours[1]}` runs at {min(ratios):.2f} to {max(ratios):.2f} of its rate on an {first}")
+    return "; ".join(said)
+
+
+def elsewhere_points(lines: Sequence[Line]) -> list[str]:
+    """What the main benchmark says on each other GPU, a point each."""
+    return [
+        f"- On an {shown[0]['device']} {_beside_first(lines, shown, first)}. {comparisons(shown)}"
+        for first, shown in _elsewhere(lines)
+    ]
+
+
+def elsewhere_section(lines: Sequence[Line]) -> str:
+    """The tables of the main benchmark on other GPUs than that with the most measurements; empty without any."""
+    parts = []
+    for _, shown in _elsewhere(lines):
+        rate = measurements.matmul_rate(lines, shown)
+        beside = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f}."
+        said = caption(next(iter(measurements.settings(shown))), shown)
+        parts += [f"{said} TFLOP/s, forward / backward.{beside}", speed_table(shown), comparisons(shown)]
+    return "\n\n".join(parts)
+
+
 # ---- masks ----
 
 
@@ -460,9 +508,14 @@ def read(results: Path) -> dict[str, list[Line]]:
     return found
 
 
+def most(lines: Sequence[Line]) -> list[Line]:
+    """Those of the GPU with the most measurements, which is the one that tables and pictures are of."""
+    return next(iter(measurements.by_device(lines).values()), [])
+
+
 def highlights(lines: dict[str, list[Line]]) -> str:
     """What the sweeps and the other benchmarks come to: a point each, empty without any of them."""
-    attention = lines["attention"]
+    attention = most(lines["attention"])
     of = {name: measurements.of_bench(attention, name) for name in ("length", "block-size", "change", "deterministic")}
     points = [
         findings.growth_of_all(of["length"]),
@@ -471,6 +524,7 @@ def highlights(lines: dict[str, list[Line]]) -> str:
         *findings.changes(of["change"]),
         findings.equal_bits_of_all(of["deterministic"]),
         small_report.summary(lines["small"]),
+        *elsewhere_points(lines["attention"]),
     ]
     return "\n".join(filter(None, points))
 
@@ -480,7 +534,7 @@ def sections(lines: dict[str, list[Line]]) -> dict[str, str]:
     return {
         "prediction": prediction_section(prediction.calibrations()),
         "context": context_report.summary(lines["context_parallel"]),
-        "attention": attention_section(lines["attention"]),
+        "attention": attention_section(most(lines["attention"])),
         "highlights": highlights(lines),
         "masks": masks_section(lines["masks"]),
     }
@@ -489,7 +543,8 @@ def sections(lines: dict[str, list[Line]]) -> dict[str, str]:
 def page_sections(lines: dict[str, list[Line]]) -> dict[str, str]:
     """What stands between which markers of benchmarks/README.md, whose links begin there."""
     found = {
-        "sweeps": sweeps_section(lines["attention"]),
+        "sweeps": sweeps_section(most(lines["attention"])),
+        "elsewhere": elsewhere_section(lines["attention"]),
         "small": small_report.section(lines["small"]),
         "context": context_report.section(lines["context_parallel"]),
         "io": io_section(lines["io"]),
@@ -516,7 +571,7 @@ def main(arguments: list[str] | None = None) -> None:
         (options.results / "small.md").write_text(small_report.everything(lines["small"]), encoding="utf-8")
     if context:
         (options.results / "context_parallel.md").write_text(context_report.everything(context), encoding="utf-8")
-    figures = plots.figures(lines["attention"], lines["masks"], context)
+    figures = plots.figures(most(lines["attention"]), lines["masks"], context)
     if lines["io"]:
         (options.results / "io.md").write_text(every_byte(lines["io"]), encoding="utf-8")
         figures["io"] = plots.io(

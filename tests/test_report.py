@@ -49,6 +49,24 @@ SWEPT = [
 # ---- the README ----
 
 
+def test_other_gpus_stand_apart() -> None:
+    """Tables and pictures are of the GPU with the most lines; of the others the main benchmark is told, beside that one."""
+    here = [of(one, pattern=name, ms=ms) for one, ms in ((TRITON, 2.0), (FLEX, 4.0)) for name in ("local", "random")]
+    there = [{**one, "device": "other", "tflops": 90.0 if one["pattern"] == "local" else 110.0} for one in here[:3]]
+    swept = [{**one, "device": "other"} for one in SWEPT[:2]]
+    lines = [*there, *here, *SWEPT, *swept]
+    assert report.most(lines) == [*here, *SWEPT]
+    (point,) = report.elsewhere_points(lines)
+    assert point == (
+        "- On an other `triton` runs at 0.90 to 1.10 of its rate on an GPU. `triton` is 2.00 to 2.00 times as fast as FlexAttention, "
+        "2.00 in the geometric mean of 1 measurements."
+    )
+    said = report.elsewhere_section(lines)
+    assert "One other, bf16" in said and "| local | 0.1 | 64 | 90 / - | 90 / - |" in said
+    assert report.elsewhere_points(here) == [] == report.most([]) and report.elsewhere_section(here) == ""
+    assert report.elsewhere_section([*here, *swept]) == ""
+
+
 def test_the_readme_says_what_was_measured() -> None:
     """If this fails, `python -m benchmarks.report` writes the README anew."""
     lines = report.read(report.RESULTS)
