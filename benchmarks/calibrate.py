@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,8 @@ Array = NDArray[np.float64]
 
 # the GPUs of the result lines: multiprocessors, highest clock, and the bandwidth that a copy reaches
 DEVICES = {"NVIDIA H200": Device("NVIDIA H200", (9, 0), 132, 1980.0, 4300.0)}
+# those that nothing is fitted to: their lines tell how well rates are scaled to a GPU that was not measured. What such a GPU tells of itself
+SCALED = {"NVIDIA H100 80GB HBM3": Device("NVIDIA H100 80GB HBM3", (9, 0), 132, 1980.0, 2933.0)}
 BENCHES = ("attention", "length", "density", "block-size")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # parts of which each in turn is not seen
@@ -111,16 +113,19 @@ def measured(line: Line) -> Measured:
     # a shape and strides, which the copy engine could read
     x = torch.empty(shape, dtype=DTYPES[line["dtype"]], device="meta")
     call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
-    n_multiprocessors = DEVICES[line["device"]].multiprocessors
+    n_multiprocessors = (DEVICES | SCALED)[line["device"]].multiprocessors
     forward, backward = cost.programs(call, n_multiprocessors)
     if line["direction"] == "fwd":
         return Measured(line, call, forward, memory.forward(call, n_multiprocessors))
     return Measured(line, call, backward, memory.backward(call, n_multiprocessors))
 
 
-def usable(lines: Sequence[Line]) -> dict[tuple[str, str, int, str], list[Line]]:
-    """Our lines by (device, backend, head_dim, direction); says which cannot be used."""
+def usable(
+    lines: Sequence[Line], devices: Container[str] = DEVICES.keys()
+) -> dict[tuple[str, str, int, str], list[Line]]:
+    """Our lines of these devices by (device, backend, head_dim, direction); says which cannot be used."""
     found: dict[tuple[str, str, int, str], list[Line]] = {}
+    unused: set[str] = set()
     for line in lines:
         if not measurements.is_ours(measurements.who(line)) or line["direction"] not in ("fwd", "bwd"):
             continue
@@ -130,8 +135,8 @@ def usable(lines: Sequence[Line]) -> dict[tuple[str, str, int, str], list[Line]]
             or line["n"] * line["batch"] < prediction.FEWEST_TOKENS
         ):
             continue
-        if line["device"] not in DEVICES:
-            print(f"{line['device']} is not in DEVICES of benchmarks/calibrate.py: its lines are not used")
+        if line["device"] not in devices:
+            unused.add(line["device"])
             continue
         padded = prediction.padded_dim(line["backend"], line["head_dim"])
         key = line["device"], line["backend"], padded, line["direction"]
@@ -139,6 +144,8 @@ def usable(lines: Sequence[Line]) -> dict[tuple[str, str, int, str], list[Line]]
             print(f"{key[1:]} is not in KERNELS of benchmarks/calibrate.py: its lines are not used")
             continue
         found.setdefault(key, []).append(line)
+    for device in sorted(unused - DEVICES.keys() - SCALED.keys()):
+        print(f"{device} is not in DEVICES of benchmarks/calibrate.py: its lines are not used")
     return found
 
 
