@@ -166,7 +166,7 @@ def test_where_nothing_was_measured_no_time_is_told(on: Any) -> None:
 
 def test_what_is_near_a_measurement_says_how_it_is_not_one(on: Any) -> None:
     for asked, device, why in (
-        (call(layout=window()), H100, "NVIDIA H100 80GB HBM3 was never measured: scaled from NVIDIA H200"),
+        (call(layout=window()), H100, "nothing was fitted to this NVIDIA H100 80GB HBM3: scaled from NVIDIA H200"),
         (call((1, 16, 16384, 32)), H200, "a head dimension of 32 was not measured: taken as 64"),
         (call(has_kv_lengths=True), H200, "as if all were kv_len"),
         (call((1, 16, 16384, 100)), H200, "the copy engine cannot read q and k and v"),

@@ -266,7 +266,7 @@ def test_another_gpu_of_the_same_architecture_is_scaled_and_says_so() -> None:
     assert [kernel.tile_us for kernel in scaled.kernels] == [4.0, 12.0] and scaled.launch_us == RATES.launch_us
     assert prediction.on_device(table[0], DEVICE) == RATES and prediction.known(table[0], smaller) is smaller
     (said,) = prediction.caveats(table[0], smaller, 64)
-    assert "smaller was never measured: scaled from GPU by 2 multiprocessors at 1000 MHz" in said
+    assert "nothing was fitted to this smaller: scaled from GPU by 2 multiprocessors at 1000 MHz" in said
     assert "a head dimension of 32 was not measured: taken as 64" in prediction.caveats(table[0], DEVICE, 32)
     # a part of the same GPU is another one
     assert prediction.caveats(table[0], DEVICE._replace(multiprocessors=1), 64) != ()

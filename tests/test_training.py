@@ -91,8 +91,8 @@ def work(rank: int, folder: str) -> None:
     # nobody is gone while the other still asks
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    # all is saved. One run of CI was lost to "terminate called without an active exception", as a thread of gloo ends that wants the
-    # interpreter's lock of an interpreter which is ending: this one does not end, it is gone
+    # all is saved. One run of CI was lost to "terminate called without an active exception": perhaps a thread of gloo wanted the lock of
+    # an interpreter that was ending. This one does not end, it is gone
     os._exit(0)
 
 

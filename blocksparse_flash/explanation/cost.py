@@ -152,7 +152,7 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
 
     for one in (forward, backward):
         if not prediction.can_scale(one, device):
-            return None, f"this {device.name} was never measured, and does not tell the clock and bandwidth to scale by"
+            return None, f"nothing was fitted to this {device.name}, which does not tell the clock and bandwidth"
     mine = dense = _times(call, device, forward, backward)
     if call.layout is not None:
         dense = _times(dataclasses.replace(call, layout=None), device, forward, backward)

@@ -239,11 +239,11 @@ def basis(used: tuple[Calibration, ...]) -> str:
 
 
 def caveats(used: Calibration, device: Device, head_dim: int) -> tuple[str, ...]:
-    """What of the GPU and of the padded head dimension was not measured."""
+    """To what of the GPU and of the padded head dimension nothing was fitted."""
     said = []
     if not _is_same(used.device, device):
         said.append(
-            f"this {device.name} was never measured: scaled from {used.device.name} by {device.multiprocessors} "
+            f"nothing was fitted to this {device.name}: scaled from {used.device.name} by {device.multiprocessors} "
             f"multiprocessors at {device.clock:.0f} MHz and {device.bandwidth:.0f} GB/s"
         )
     if used.head_dim != head_dim:
