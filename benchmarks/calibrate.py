@@ -101,6 +101,11 @@ def asked(bench: str, name: str, length: int) -> Asked:
     raise ValueError(f"benchmarks.attention has no pattern {name} of {length} tokens in {bench}")
 
 
+def device_of(line: Line) -> Device:
+    """The GPU of a line."""
+    return (DEVICES | SCALED)[line["device"]]
+
+
 def measured(line: Line) -> Measured:
     """The call that a line timed; its tensors hold nothing."""
     layout, causal, density = asked(line["bench"], line["pattern"], line["n"])
@@ -113,7 +118,7 @@ def measured(line: Line) -> Measured:
     # a shape and strides, which the copy engine could read
     x = torch.empty(shape, dtype=DTYPES[line["dtype"]], device="meta")
     call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
-    n_multiprocessors = (DEVICES | SCALED)[line["device"]].multiprocessors
+    n_multiprocessors = device_of(line).multiprocessors
     forward, backward = cost.programs(call, n_multiprocessors)
     if line["direction"] == "fwd":
         return Measured(line, call, forward, memory.forward(call, n_multiprocessors))
@@ -162,7 +167,7 @@ def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:
 
 def predicted(one: Measured, rates: Rates) -> float:
     """Milliseconds."""
-    device = DEVICES[one.line["device"]]
+    device = device_of(one.line)
     beside = one.moved.walk + one.moved.served
     return prediction.direction_ms(rates, one.sides, device, beside=beside, passes=one.moved.passes)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from blocksparse_flash.explanation import prediction
@@ -123,22 +123,28 @@ def comparisons(lines: Sequence[Line]) -> str:
 
 
 def attention_section(lines: Sequence[Line]) -> str:
-    """The README's table: the setting with the most measurements."""
-    setting, shown = next(iter(measurements.settings(measurements.of_bench(lines, "attention")).items()))
-    shown = [line for line in shown if line["direction"] in ("fwd", "bwd")]
+    """The README's table, and its picture."""
+    return "\n\n".join(
+        [*speed_parts(lines), "![TFLOP/s by pattern, forward and backward](benchmarks/results/speed.png)"]
+    )
+
+
+def speed_parts(lines: Sequence[Line]) -> list[str]:
+    """Caption, table and comparisons of the main benchmark on one GPU: of the setting with the most measurements."""
+    setting, shown = main_setting(lines)
     rate = measurements.matmul_rate(lines, shown)
     beside = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f}."
-    return "\n\n".join(
-        [
-            (
-                f"{caption(setting, shown)} TFLOP/s of stored 128 x 128 blocks, forward / backward; `-`: has no such mask, or "
-                f"was not measured.{beside}"
-            ),
-            speed_table(shown),
-            comparisons(shown),
-            "![TFLOP/s by pattern, forward and backward](benchmarks/results/speed.png)",
-        ]
+    said = (
+        f"{caption(setting, shown)} TFLOP/s of stored 128 x 128 blocks, forward / backward; `-`: has no such mask, or "
+        f"was not measured.{beside}"
     )
+    return [said, speed_table(shown), comparisons(shown)]
+
+
+def main_setting(lines: Sequence[Line]) -> tuple[Setting, list[Line]]:
+    """Of the main benchmark the setting with the most measurements, and what was timed of a forward or a backward there."""
+    setting, shown = next(iter(measurements.settings(measurements.of_bench(lines, "attention")).items()))
+    return setting, [line for line in shown if line["direction"] in findings.DIRECTIONS]
 
 
 def cost_table(lines: Sequence[Line], rate: float | None) -> str:
@@ -271,23 +277,24 @@ def sweeps_section(lines: Sequence[Line]) -> str:
     return "\n\n".join(filter(None, said))
 
 
-# ---- other GPUs ----
+# ---- one GPU, and others ----
 
 
-def _elsewhere(lines: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
-    """(the GPU with the most measurements, what the main benchmark measured on another one), for each other one."""
-    devices = [*measurements.by_device(lines)]
-    for device in devices[1:]:
-        shown = [line for line in measurements.of_bench(lines, "attention") if line["device"] == device]
-        if shown:
-            _, shown = next(iter(measurements.settings(shown).items()))
-            yield devices[0], [line for line in shown if line["direction"] in findings.DIRECTIONS]
+def most(lines: Sequence[Line]) -> list[Line]:
+    """Those of the GPU with the most measurements, which is the one that tables and pictures are of."""
+    return next(iter(measurements.by_device(lines).values()), [])
 
 
-def _beside_first(lines: Sequence[Line], shown: Sequence[Line], first: str) -> str:
-    """`` `hopper` runs at 0.94 to 1.05 of its rate on an NVIDIA H200 ``, of each backend of ours."""
+def _elsewhere(lines: Sequence[Line]) -> list[list[Line]]:
+    """The lines of each other GPU than that with the most measurements, if the main benchmark ran there."""
+    others = [*measurements.by_device(lines).values()][1:]
+    return [found for found in others if measurements.of_bench(found, "attention")]
+
+
+def _beside_first(shown: Sequence[Line], first: Sequence[Line]) -> str:
+    """`` `hopper` runs at 0.94 to 1.05 of its rate on an NVIDIA H200 ``, of each backend of ours; first: the lines of that GPU."""
     keys = [key for key in measurements.IDENTITY if key != "device"]
-    rates = {tuple(line.get(key) for key in keys): line["tflops"] for line in lines if line["device"] == first}
+    rates = {tuple(line.get(key) for key in keys): line["tflops"] for line in first}
     said = []
     for ours in filter(measurements.is_ours, measurements.measured(shown)):
         ratios = [
@@ -296,27 +303,24 @@ def _beside_first(lines: Sequence[Line], shown: Sequence[Line], first: str) -> s
             if measurements.who(line) == ours and (case := tuple(line.get(key) for key in keys)) in rates
         ]
         if ratios:
-            said.append(f"`{ours[1]}` runs at {min(ratios):.2f} to {max(ratios):.2f} of its rate on an {first}")
+            said.append(
+                f"`{ours[1]}` runs at {min(ratios):.2f} to {max(ratios):.2f} of its rate on an {first[0]['device']}"
+            )
     return "; ".join(said)
 
 
 def elsewhere_points(lines: Sequence[Line]) -> list[str]:
     """What the main benchmark says on each other GPU, a point each."""
-    return [
-        f"- On an {shown[0]['device']} {_beside_first(lines, shown, first)}. {comparisons(shown)}"
-        for first, shown in _elsewhere(lines)
-    ]
+    points = []
+    for found in _elsewhere(lines):
+        setting, shown = main_setting(found)
+        points.append(f"- On an {setting.device} {_beside_first(shown, most(lines))}. {comparisons(shown)}")
+    return points
 
 
 def elsewhere_section(lines: Sequence[Line]) -> str:
     """The tables of the main benchmark on other GPUs than that with the most measurements; empty without any."""
-    parts = []
-    for _, shown in _elsewhere(lines):
-        rate = measurements.matmul_rate(lines, shown)
-        beside = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f}."
-        said = caption(next(iter(measurements.settings(shown))), shown)
-        parts += [f"{said} TFLOP/s, forward / backward.{beside}", speed_table(shown), comparisons(shown)]
-    return "\n\n".join(parts)
+    return "\n\n".join(part for found in _elsewhere(lines) for part in speed_parts(found))
 
 
 # ---- masks ----
@@ -506,11 +510,6 @@ def read(results: Path) -> dict[str, list[Line]]:
         path = results / f"{name}.jsonl"
         found[name] = measurements.read(path, identity) if path.exists() or name in ALWAYS else []
     return found
-
-
-def most(lines: Sequence[Line]) -> list[Line]:
-    """Those of the GPU with the most measurements, which is the one that tables and pictures are of."""
-    return next(iter(measurements.by_device(lines).values()), [])
 
 
 def highlights(lines: dict[str, list[Line]]) -> str:

@@ -73,11 +73,8 @@ def test_another_gpu_is_predicted_by_scaling() -> None:
         scaled = calibrate.SCALED[device]
         near = prediction.find(prediction.calibrations(), scaled, *rest)
         assert near is not None and near.device != scaled
-        rates, sizes = prediction.on_device(near, scaled), []
-        for one in map(calibrate.measured, found):
-            beside = one.moved.walk + one.moved.served
-            ms = prediction.direction_ms(rates, one.sides, scaled, beside=beside, passes=one.moved.passes)
-            sizes.append(abs(ms / one.line["ms"] - 1))
+        rates = prediction.on_device(near, scaled)
+        sizes = [abs(error) for error in calibrate.errors([*map(calibrate.measured, found)], rates)]
         assert statistics.median(sizes) < 0.04 and max(sizes) < 0.25, (device, rest, sizes)
         every += sizes
     print(f"{len(every)} lines: off by {statistics.median(every):.1%} in the median, {max(every):.1%} at most")
