@@ -22,8 +22,8 @@ import torch
 
 from ..seen import Kind, kind_of
 from .backward_programs import joint_kernel, keys_kernel, queries_kernel
-from .launch import TILE as TILE_SIDE
 from .launch import (
+    LOG2_E,
     Config,
     Describer,
     Launch,
@@ -45,6 +45,7 @@ from .launch import (
     walk_strides,
     wants_descriptors,
 )
+from .launch import TILE as TILE_SIDE
 from .scores import Scores, sums_shape
 from .statistics import prepare_statistics
 
@@ -239,6 +240,9 @@ def prepare(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Prepared:
         "q_len": q_len,
         "kv_len": kv_len,
         "n_padded": n_padded,
+        # no maximum is taken here: the scale may be negative or 0
+        "scale_log2": options.scale * LOG2_E,
+        "scale": options.scale,
         **fixed,
     }
 
@@ -259,13 +263,14 @@ def prepare(kind: Kind, rows: Walk, cols: Walk, options: Options) -> Prepared:
 
     keys = queries = None
     shape = bias_sums_shape(batch, heads, rows[0], queries_config, options)
-    scale = options.scale
     if batch * kv_heads * kv_len:
-        # the walked queries carry the sign
-        added = {"scale": abs(scale), **score_arguments(options, 1)}
+        added = score_arguments(options, 1, scale=options.scale)
         keys = walking(keys_kernel, keys_config, cols[0], kv_heads, kv_len, keys_config.block_kv, **added)
     if batch * heads * q_len:
-        added = {"scale": scale, **score_arguments(options, 0), "sums_strides": shape and axis_strides(shape)}
+        added = {
+            **score_arguments(options, 0, scale=options.scale),
+            "sums_strides": shape and axis_strides(shape),
+        }
         queries = walking(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
     memory = [contiguous(seen.dtype, *seen.shape) for seen in (q, k, v)]
     memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
@@ -311,7 +316,6 @@ def prepare_joint(
         "n_cols": n_cols,
         "n_rows": n_rows,
         "n_keys": n_keys,
-        "scale": options.scale,
         "KEYS_BLOCK_Q": of_keys.block_q,
         "KEYS_BLOCK_KV": of_keys.block_kv,
         "QUERIES_BLOCK_Q": of_queries.block_q,

@@ -25,7 +25,6 @@ from .tile import (
     product,
     store_tile,
     tile_start,
-    with_sign,
 )
 
 
@@ -44,7 +43,7 @@ def keys_program(
     # sizes: n_heads key heads, n_axes = batch * n_heads, n_lines = tile columns (blocks of keys without a layout)
     n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
     # compile time
-    SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
@@ -107,7 +106,6 @@ def keys_program(
                 q_next = q_start + BLOCK_Q
             # [BLOCK_Q, DIM]
             b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
-            b_q = with_sign(b_q, SIGN)
             # [BLOCK_Q]
             b_lse, b_delta = load_statistics(statistics_ptr, i_q_axis, q_start, n_padded, BLOCK_Q)
             # [BLOCK_KV, BLOCK_Q]
@@ -117,10 +115,10 @@ def keys_program(
                     b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head,
                     i_step // STEPS, q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, True,
                 )
+            b_p = tl.math.exp2(b_scores * factor - b_lse[None, :])
             if LIMITED:
                 m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
-                b_scores = tl.where(m_kv[:, None], b_scores, float("-inf"))
-            b_p = tl.math.exp2(b_scores * factor - b_lse[None, :])
+                b_p = tl.where(m_kv[:, None], b_p, 0.0)
             if is_partial:
                 i_bitmask = 0
                 if HAS_LAYOUT:
@@ -168,7 +166,7 @@ def queries_program(
     # sizes: n_axes = batch * heads, n_lines = tile rows (blocks of queries without a layout)
     n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
     # compile time
-    SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
@@ -193,7 +191,6 @@ def queries_program(
         limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
 
     b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
-    b_q = with_sign(b_q, SIGN)
     b_dout = load_tile(dout_ref, dout_strides, i_batch, i_head, q_start, q_len, V_DIM, BLOCK_Q, DIM_V, TMA, True, False)
     b_lse, b_delta = load_statistics(statistics_ptr, i_axis, q_start, n_padded, BLOCK_Q)
     b_dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
@@ -236,10 +233,10 @@ def queries_program(
                 q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, False,
             )
         b_dp = product(b_dout, tl.trans(b_v), PRECISION)
+        b_p = tl.math.exp2(b_scores * factor - b_lse[:, None])
         if LIMITED and HAS_LAYOUT:
             m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
-            b_scores = tl.where(m_kv[None, :], b_scores, float("-inf"))
-        b_p = tl.math.exp2(b_scores * factor - b_lse[:, None])
+            b_p = tl.where(m_kv[None, :], b_p, 0.0)
         if is_partial:
             i_bitmask = 0
             if HAS_LAYOUT:
@@ -277,7 +274,7 @@ def keys_kernel(
     dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
     n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
-    SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
@@ -287,7 +284,7 @@ def keys_kernel(
         kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dk_ptr, dv_ptr,
         q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
         n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
-        SIGN, GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+        GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
     )
 
 
@@ -298,7 +295,7 @@ def queries_kernel(
     dq_ptr, sums_ptr, dslopes_ptr,
     q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
     n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
-    SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
@@ -308,7 +305,7 @@ def queries_kernel(
         kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dq_ptr, sums_ptr, dslopes_ptr,
         q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
         n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
-        SIGN, GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+        GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
     )
 
 
@@ -324,20 +321,19 @@ def joint_kernel(
     # sizes: n_axes = batch * heads; the first n_keys programs have keys, the others queries
     n_heads, n_axes, n_cols, n_rows, n_keys, q_len, kv_len, n_padded, scale_log2, scale,
     # compile time
-    SIGN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     KEYS_BLOCK_Q: tl.constexpr, KEYS_BLOCK_KV: tl.constexpr, QUERIES_BLOCK_Q: tl.constexpr, QUERIES_BLOCK_KV: tl.constexpr,
 ):
     """dk, dv and dq of a call without grouped heads, lengths, dropout and what changes scores: see `keys_program`, `queries_program`."""
     pid = tl.program_id(0)
     if pid < n_keys:
-        # the walked queries carry the sign of the scale
         keys_program(
             pid, q_ref, k_ref, v_ref, dout_ref, statistics_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr, words_ptr,
             None, None, None, None, dk_ptr, dv_ptr,
             q_strides, k_strides, v_strides, dout_strides, col_items_strides, None,
-            n_heads, n_axes, n_cols, q_len, kv_len, n_padded, scale_log2, scale * SIGN, 0, 1.0, None,
-            SIGN, 1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, KEYS_BLOCK_Q, KEYS_BLOCK_KV,
+            n_heads, n_axes, n_cols, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
+            1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, KEYS_BLOCK_Q, KEYS_BLOCK_KV,
         )
     else:
         queries_program(
@@ -345,6 +341,6 @@ def joint_kernel(
             words_ptr, None, None, None, None, dq_ptr, None, None,
             q_strides, k_strides, v_strides, dout_strides, row_items_strides, None, None,
             n_heads, n_axes, n_rows, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
-            SIGN, 1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, QUERIES_BLOCK_Q, QUERIES_BLOCK_KV,
+            1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, QUERIES_BLOCK_Q, QUERIES_BLOCK_KV,
         )
 # fmt: on

@@ -35,6 +35,7 @@ from .launch import (
     constants,
     multiprocessors,
     options_of,
+    scaling,
     score_arguments,
     see_scores,
     see_walk,
@@ -168,7 +169,7 @@ def decode_kernel(
     p_q = head_base(q_ptr, q_strides, i_batch, i_head + o_row // q_len) + o_q.to(tl.int64) * q_strides[2]
     m_q = (o_row < PACKED * q_len)[:, None] & (o_dim < HEAD_DIM)[None, :]
     # [BLOCK_Q, DIM]
-    b_q = with_sign(tl.load(p_q[:, None] + o_dim[None, :], mask=m_q, other=0.0), SIGN)
+    b_q = tl.load(p_q[:, None] + o_dim[None, :], mask=m_q, other=0.0)
     b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     b_lost = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
@@ -214,7 +215,7 @@ def decode_kernel(
         # [BLOCK_KV, DIM]
         b_k = load_tile(k_ref, k_strides, i_batch, i_head // GROUP, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
         # [BLOCK_Q, BLOCK_KV]
-        b_scores = product(b_q, tl.trans(b_k), PRECISION)
+        b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), SIGN)
         if CHANGED:
             b_scores = changed_row_scores(
                 b_scores, scale_log2, cap, b_slopes, o_q, tables_ptr, tables_strides, i_batch, i_head, o_line,
@@ -344,7 +345,8 @@ def prepare(kind: Kind, walked: Walk, n_listed: int, options: Options) -> Prepar
         "q_len": q_len,
         "kv_len": kv_len,
         **{name: value for name, value in fixed.items() if name not in ("threshold", "keep_scale", "DROPOUT")},
-        **score_arguments(options, 0),
+        **scaling(options.scale),
+        **score_arguments(options, 0, scale=abs(options.scale)),
         "PACKED": packed,
         "SPLIT": n_chunks > 1,
         "TMA": chosen.tma,

@@ -33,6 +33,7 @@ from .launch import (
     device_seed,
     multiprocessors,
     options_of,
+    scaling,
     score_arguments,
     see_scores,
     see_walk,
@@ -155,7 +156,6 @@ def forward_kernel(
 
     # [BLOCK_Q, DIM]
     b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
-    b_q = with_sign(b_q, SIGN)
     b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     b_lost = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
@@ -195,7 +195,7 @@ def forward_kernel(
         # [BLOCK_KV, DIM]
         b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
         # [BLOCK_Q, BLOCK_KV]
-        b_scores = product(b_q, tl.trans(b_k), PRECISION)
+        b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), SIGN)
         if CHANGED:
             b_scores, _ = changed_scores(
                 b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head, i_step // STEPS,
@@ -272,7 +272,8 @@ def prepare(kind: Kind, walked: Walk, options: Options) -> tuple[Memory, Memory,
         "q_len": q_len,
         "kv_len": kv_len,
         **fixed,
-        **score_arguments(options, 0),
+        **scaling(options.scale),
+        **score_arguments(options, 0, scale=abs(options.scale)),
         **chosen.arguments,
     }
     describers = {}

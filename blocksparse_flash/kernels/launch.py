@@ -242,18 +242,17 @@ class Launch:
 
 
 def scaling(scale: float) -> dict[str, Any]:
-    """The scale as a positive base-2 factor and a sign, so that the maximum of raw scores can be scaled afterwards.
+    """A forward's scale: a positive base-2 factor, and a sign for the raw scores, whose maximum is scaled afterwards.
 
-    Scale 0 multiplies the queries by 0 and the scores by 1.
+    Scale 0 multiplies the scores by 0, then by 1.
     """
     return {"scale_log2": abs(scale) * LOG2_E if scale != 0 else 1.0, "SIGN": (scale > 0) - (scale < 0)}
 
 
 def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options) -> dict[str, Any]:
-    """The arguments of every portable kernel that depend on neither lengths nor configuration."""
+    """The arguments of every portable kernel that depend on neither lengths, configuration nor scale."""
     dropout_p = options.dropout_p
     return {
-        **scaling(options.scale),
         "threshold": philox.threshold(dropout_p),
         "keep_scale": 1.0 / philox.kept_share(dropout_p),
         "GROUP": group,
@@ -277,15 +276,18 @@ def columns_of_values(dim: int, dim_v: int, element_size: int, major: int) -> in
     return max(dim_v, min(dim, 64)) if major == 9 and element_size == 2 else dim_v
 
 
-def score_arguments(options: Options, direction: int) -> dict[str, Any]:
-    """The arguments of a kernel that the options of the scores give, and one of `constants` that a cap changes."""
+def score_arguments(options: Options, direction: int, *, scale: float) -> dict[str, Any]:
+    """The arguments of a kernel that the options of the scores give, and scale_log2 where a cap changes it.
+
+    scale  the factor on this kernel's scores: without its sign where that is multiplied first (see `scaling`)
+    """
     arguments: dict[str, Any] = {"cap": None, "tables_strides": None, "PIECE_Q": 0, "PIECE_KV": 0}
     scores = options.scores
     if scores is None:
         return arguments
     if scores.softcap > 0:
         # c tanh(s / c), in base 2
-        arguments |= {"cap": scores.softcap * LOG2_E, "scale_log2": abs(options.scale) / scores.softcap}
+        arguments |= {"cap": scores.softcap * LOG2_E, "scale_log2": scale / scores.softcap}
     tables = scores.tables[direction]
     if scores.pieces is not None and tables is not None:
         arguments["tables_strides"] = axis_strides(tables.shape)

@@ -103,11 +103,15 @@ def log_sum(b_max, b_sum):
 
 
 @triton.jit
-def with_sign(b_q, SIGN: tl.constexpr):
-    """The queries times the sign of the scale."""
+def with_sign(b_scores, SIGN: tl.constexpr):
+    """Raw scores times the sign of the scale, so that their maximum can be scaled afterwards.
+
+    Never the queries: a left operand that is computed stays in registers, which ptxas overwrites in a loop (see
+    `lost_operands` in tests/compile_kernels.py).
+    """
     if SIGN != 1:
-        b_q = (b_q.to(tl.float32) * SIGN).to(b_q.dtype)
-    return b_q
+        b_scores = b_scores * SIGN
+    return b_scores
 
 
 @triton.jit
