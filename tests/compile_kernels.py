@@ -44,6 +44,8 @@ from blocksparse_flash.splitting import Split
 
 # bytes of shared memory that a program may take
 SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 100: 232448}
+# a negative scale, and 0
+SIGNS: list[dict[str, Any]] = [{"scale": -0.125}, {"scale": 0.0}]
 # options of the scores, as scores_of reads them
 EVERYTHING = "sinks softcap slopes learned bias16"
 
@@ -61,6 +63,9 @@ def launches(
     def catch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         caught.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}))
 
+    # what a call of the same shapes has chosen on another device, or with another number of multiprocessors, must not be taken
+    for prepared in (forward, backward, decode, hopper_forward, hopper_backward):
+        prepared.prepare.cache_clear()
     limits = (arch // 10, SHARED_MEMORY[arch])
     with (
         mock.patch.object(JITFunction, "run", catch),
@@ -94,6 +99,7 @@ def run_both(
     backend: str = "triton",
     deterministic: bool = False,
     scores: str = "",
+    scale: float = 0.125,
 ) -> None:
     """Call the launchers of a backend; mode is "layout", "quarters" for one with tiles made of whole quarters, "dense" or "causal",
     "rows" for those that move rows, or "select" for those that select blocks.
@@ -117,7 +123,7 @@ def run_both(
     plan = Plan(items, indices, ids, items, indices, ids, torch.zeros(3, 128, 4, dtype=torch.int32))
     lengths = torch.zeros(2, dtype=torch.int64) if limited else None
     seed = torch.zeros(1, dtype=torch.int64)
-    options = (list(plan) if mode in ("layout", "quarters") else [], lengths, seed, 0.125, mode == "causal", dropout_p)
+    options = (list(plan) if mode in ("layout", "quarters") else [], lengths, seed, scale, mode == "causal", dropout_p)
     if backend == "hopper":
         options = (*options[:2], None, *options[3:])
         out, lse = hopper_forward.forward(q, k, v, *options)
@@ -214,32 +220,81 @@ def spills_beside_products(sass: str) -> int:
     """Loads and stores of spilled registers in the innermost loops around products."""
     lines, loops = code_and_loops(sass)
     around = [[loop for loop in loops if loop[0] <= place <= loop[1]] for place, text in lines if "HGMMA" in text]
-    innermost = {min(each, key=lambda loop: loop[1] - loop[0]) for each in around if each}
+    shortest = {min(each, key=lambda loop: loop[1] - loop[0]) for each in around if each}
     spilled = [place for place, text in lines if re.match("LDL|STL", text)]
-    return sum(first <= place <= last for place in spilled for first, last in innermost)
+    return sum(first <= place <= last for place in spilled for first, last in shortest)
 
 
-def lost_operands(sass: str) -> int:
-    """Products whose left operand is kept in registers by a loop that writes something else there, in what `cuobjdump -sass` prints.
+def innermost(loops: list[tuple[int, int]], place: int) -> tuple[int, int] | None:
+    """The shortest of the loops around a place."""
+    around = [loop for loop in loops if loop[0] <= place <= loop[1]]
+    return min(around, key=lambda loop: loop[1] - loop[0]) if around else None
 
-    A round reads what was loaded (LDSM) before the loop; what the round itself writes there is what the next one reads. The ptxas
-    of Triton 3.6 compiles so from PTX that is right.
+
+def kept_operands(ptx: str) -> int:
+    """Products of warpgroups in loops whose left operand is in registers that the innermost loop never writes, in PTX."""
+    statements, labels = list[str](), dict[str, int]()
+    for part in re.sub(r"//[^\n]*", "", ptx).split(";"):
+        for label in re.findall(r"^\s*([$\w]+):", part, re.MULTILINE):
+            labels[label] = len(statements)
+        # without labels, directives and the brace that inline assembly may open
+        text = re.sub(r"^\s*([$\w]+:|\.\w+[^\n]*$)", "", part, flags=re.MULTILINE)
+        statements.append(text.strip().lstrip("{").strip())
+    loops = []
+    for place, text in enumerate(statements):
+        jump = re.search(r"\bbra(?:\.uni)?\s+([$\w]+)$", text)
+        if jump and labels.get(jump[1], place + 1) <= place:
+            loops.append((labels[jump[1]], place))
+    result = re.compile(r"(?:@!?%p\d+\s+)?[\w.:]+\s+(\{[^}]*\}|%\w+(?:\|%\w+)?)\s*(?:,|$)")
+    written = [set(re.findall(r"%\w+", found[1])) if (found := result.match(text)) else set() for text in statements]
+    n_kept = 0
+    for place, text in enumerate(statements):
+        product = re.match(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*\{([^}]*)\}", text)
+        loop = innermost(loops, place)
+        if product and loop:
+            n_kept += set(re.findall(r"%\w+", product[1])).isdisjoint(set().union(*written[loop[0] : loop[1] + 1]))
+    return n_kept
+
+
+def result_registers(text: str) -> range:
+    """The registers that an instruction of `cuobjdump -sass` writes."""
+    found = re.match(r"(\S+) R(\d+)\b", text)
+    if not found or re.match(r"ST|RED|ATOM|UTMA", found[1]):
+        return range(0)
+    name, width = found[1], 1
+    product = re.match(r"HGMMA\.64x(\d+)x", name)
+    if product:
+        width = int(product[1]) // 2
+    elif ".128" in name or (name.startswith("LDSM") and ".4" in name):
+        width = 4
+    elif ".64" in name or "WIDE" in name or (name.startswith("LDSM") and ".2" in name):
+        width = 2
+    return range(int(found[2]), int(found[2]) + width)
+
+
+def lost_operands(ptx: str, sass: str) -> int:
+    """Products whose left operand a loop should keep in registers, and overwrites behind the product, in what `cuobjdump -sass` prints.
+
+    From the second round on such a product multiplies what the round before has written there. The ptxas of Triton 3.6 and 3.7
+    compiles so from PTX that is right: what is loaded (LDSM) or computed (LOP3) before the loop is kept in registers which
+    exponentials (F2FP) of each round take. A loop that hands an operand to its next round looks the same in SASS; in PTX it
+    writes the registers, so that nothing is counted unless a product in PTX has an operand which its loop never writes.
     """
+    if not kept_operands(ptx):
+        return 0
     lines, loops = code_and_loops(sass)
-    results = [(place, text, re.match(r"\S+ R(\d+)\b", text)) for place, text in lines]
-    written = [(place, text, int(found[1])) for place, text, found in results if found]
+    written = [(place, result_registers(text)) for place, text in lines]
     n_lost = 0
     for place, text in lines:
         product = re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text)
-        around = [loop for loop in loops if loop[0] <= place <= loop[1]]
-        if not product or not around:
+        loop = innermost(loops, place)
+        if not product or not loop:
             continue
-        # the innermost
-        first, last = min(around, key=lambda loop: loop[1] - loop[0])
-        writers = [each for each in written if int(product[1]) <= each[2] < int(product[1]) + 4]
-        before = [each[1] for each in writers if each[0] < first]
-        inside = [each[0] for each in writers if first <= each[0] <= last]
-        n_lost += before[-1:] != [] and before[-1].startswith("LDSM") and bool(inside) and min(inside) > place
+        operand = range(int(product[1]), int(product[1]) + 4)
+        inside = [
+            at for at, registers in written if loop[0] <= at <= loop[1] and not set(operand).isdisjoint(registers)
+        ]
+        n_lost += bool(inside) and min(inside) >= place
     return n_lost
 
 
@@ -306,7 +361,7 @@ def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, An
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "wgmma_waits": len(re.findall(r"wgmma\.wait_group", ptx)),
         "early_arrivals": early_arrivals(ptx),
-        "lost_operands": lost_operands(sass),
+        "lost_operands": lost_operands(ptx, sass),
         "spills_beside_products": spills_beside_products(sass),
         "unwritten_registers": unwritten_registers(sass),
         "async_copies": len(re.findall(r"cp\.async\.(?:ca|cg|bulk\.tensor)", ptx)),
@@ -322,6 +377,7 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
         # the rows for little shared memory; all else is as on sm80
         little = [{"head_dim": dim, "dtype": dtype} for dim in (64, 128, 256) for dtype in (half, torch.float32)]
         little += [{**call, "q_len": q_len} for call in little for q_len in (1, 64)]
+        little += [{"head_dim": 64, "dtype": half, **option} for option in SIGNS]
         return [*little, {"head_dim": 128, "dtype": half, "q_len": 16, "group": 4, "scores": EVERYTHING}]
     grid = [{"head_dim": head_dim, "dtype": half} for head_dim in (64, 128, 256)]
     grid += [{"head_dim": head_dim, "dtype": torch.float32} for head_dim in (64, 128, 256)]
@@ -357,7 +413,10 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
         grid += [{"head_dim": 100, "v_dim": 3, "dtype": half, "q_len": q_len, "group": 4} for q_len in (16, 64)]
         # with grouped heads, as without descriptors, dk and dv have a launch of their own
         grid += [{"head_dim": 128, "dtype": half, "group": 4, "mode": mode} for mode in ("layout", "causal")]
-    return grid
+        # kernels that find a maximum have another code for a negative scale, and for 0
+        grid += [{**call, "scale": -0.125} for call in grid if call["dtype"] == half]
+    grid += [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128) for option in SIGNS]
+    return [*grid, {"head_dim": 128, "dtype": half, "q_len": 1, "group": 4, "scale": 0.0}]
 
 
 def calls(arch: int) -> list[dict[str, Any]]:
@@ -423,6 +482,10 @@ def hopper_calls() -> list[dict[str, Any]]:
     options: list[dict[str, Any]] = [{}, {"group": 4}, {"limited": True}]
     grid += [{"head_dim": 128, "dtype": half, "parts": 3, **option} for option in options]
     grid += [{"head_dim": 256, "dtype": half, "parts": 3}]
+    grid += [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128, 256) for option in SIGNS]
+    grid += [{"head_dim": 64, "dtype": half, "mode": mode, **SIGNS[0]} for mode in ("quarters", "dense", "causal")]
+    # of its dq, which a kernel of the portable backend computes
+    grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
     return [{**call, "backend": "hopper"} for call in grid]
 
 
@@ -434,6 +497,8 @@ def few_hopper_calls() -> list[dict[str, Any]]:
     grid = [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128) for option in options]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
     grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]
+    grid += [{"head_dim": 64, "dtype": half, **option} for option in SIGNS]
+    grid += [{"head_dim": 128, "dtype": half, **SIGNS[0]}]
     return [{**call, "backend": "hopper"} for call in grid]
 
 

@@ -238,30 +238,67 @@ def test_spills_are_told_where_products_are() -> None:
     assert compile_kernels.spills_beside_products(sass) == 1
 
 
+# a loop with a product whose left operand, %r1 to %r4, comes from before the loop
+KEPT_PTX = """
+    ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r2, %r3, %r4}, [%r9];
+$L__BB0_2:                              // =>This Inner Loop
+    .loc 1 8 15
+    // begin inline asm
+    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r5,%r6}, {%r1,%r2,%r3,%r4}, %rd1, %p1, 1, 1, 0;
+    // end inline asm
+    cvt.rn.bf16x2.f32 %r7, %r5, %r6;
+    @%p2 bra $L__BB0_2;
+"""
+
+
+@pytest.mark.parametrize(
+    ("ptx", "expected"),
+    [
+        (KEPT_PTX, 1),
+        # computed anew in each round, or handed to the next one
+        (KEPT_PTX.replace("%r7", "%r1"), 0),
+        (KEPT_PTX.replace("cvt.rn.bf16x2.f32 %r7, %r5, %r6", "mov.b32 %r4, %r7"), 0),
+        # no loop
+        (KEPT_PTX.replace("@%p2 bra $L__BB0_2;", ""), 0),
+        # from shared memory
+        (KEPT_PTX.replace("{%r1,%r2,%r3,%r4}, %rd1", "%rd2, %rd1"), 0),
+    ],
+)
+def test_operands_that_a_loop_keeps_are_read_off_ptx(ptx: str, expected: int) -> None:
+    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    assert compile_kernels.kept_operands(ptx) == expected
+
+
+@pytest.mark.parametrize(
+    "before", ["LDSM.16.M88.4 R180, [R3+UR22+0xe000]", "LOP3.LUT R181, R152, 0x80008000, RZ, 0x3c"]
+)
 @pytest.mark.parametrize(
     ("writes", "expected"),
     [
         # what another product takes is its own
         ("F2FP.BF16.F32.PACK_AB R184, R25, R24", 0),
         ("F2FP.BF16.F32.PACK_AB R183, R25, R24", 1),
-        ("LDSM.16.M88.4 R180, [R3+UR22+0xe000]", 1),
+        ("LDSM.16.M88.4 R178, [R3+UR22+0xe000]", 1),
+        ("STS.128 [R180], R184", 0),
     ],
 )
-def test_what_a_loop_keeps_may_not_be_written_in_it(writes: str, expected: int) -> None:
+def test_what_a_loop_keeps_may_not_be_written_in_it(before: str, writes: str, expected: int) -> None:
     compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
     code = [
-        "LDSM.16.M88.4 R180, [R3+UR22+0xe000]",
+        before,
         "MOV R9, RZ",
         "HGMMA.64x64x16.F32.BF16 R24, R180, gdesc[UR16], RZ, !UPT",
         writes,
         "HGMMA.64x64x16.F32.BF16 R88, R184, gdesc[UR32].tnspB, R88",
         "@P1 BRA 0x0010",
         # another program's, and its own loop around all of these
-        "LDSM.16.M88.4 R180, [R3+UR22+0xe000]",
+        before,
         "BRA 0x0000",
     ]
     sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
-    assert compile_kernels.lost_operands(sass) == expected
+    assert compile_kernels.lost_operands(KEPT_PTX, sass) == expected
+    # an operand that each round hands to the next
+    assert compile_kernels.lost_operands(KEPT_PTX.replace("%r7", "%r1"), sass) == 0
 
 
 @pytest.mark.parametrize(
