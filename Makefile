@@ -1,7 +1,8 @@
 # make demo      train a block-sparse Transformer on ListOps, on whatever device there is
 # make test      all checks that need no GPU: lint, types, tests, every kernel compiled ahead of time
 # make docs      the reference of every public name, as pages in out/api
-# make test-gpu  the zoo on a CUDA device, shared attention on two or more, with the packages of the Python found there
+# make test-gpu  the zoo, every configuration of the launch tables and 5,000 random calls on a CUDA device, shared attention on two
+#                or more, with the packages of the Python found there
 #
 # PYTHON is the interpreter that makes the environment, or runs test-gpu; JOBS is how many test processes run at once.
 
@@ -34,7 +35,8 @@ test:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 900
 
 test-gpu:
-	$(PYTHON) -m pytest $(wildcard tests/test_zoo*.py tests/test_gpu*.py) tests/test_distributed_gpu.py
+	$(PYTHON) -m pytest $(wildcard tests/test_zoo*.py tests/test_gpu*.py) tests/test_launch_tables.py \
+		tests/test_distributed_gpu.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

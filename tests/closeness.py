@@ -49,7 +49,7 @@ def assert_as_accurate(
         assert tuple(plain.shape) == shape, f"{name}: references of shapes {shape} and {tuple(plain.shape)}"
         assert dtype == plain.dtype, f"{name}: expected {plain.dtype}, got {dtype}"
         assert not plain.isnan().any(), f"{name}: the same-dtype reference has NaN, so it proves nothing"
-    actual, truth, *plains = (t.detach().cpu().double() for t in (actual, reference_float64, *plains))
+    actual, truth, *plains = (t.detach().to(actual.device).double() for t in (actual, reference_float64, *plains))
 
     wrong = actual.isnan() | ((actual.isinf() | truth.isinf()) & (actual != truth))
     assert not wrong.any(), f"{name}: {_describe(wrong, actual, truth)} (NaN or infinity)"

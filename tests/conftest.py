@@ -37,6 +37,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation:UserWarning")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which configurations of the launch tables have run, and which seeds of the fuzz, where a GPU has run them."""
+    told: dict[str, list[object]] = {}
+    for report in (*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")):
+        for name, value in report.user_properties if report.when == "call" else ():
+            told.setdefault(name, []).append(value)
+    for known in told.get("configurations known", [])[:1]:
+        run = {each for of_call in told.get("configurations", []) for each in of_call}
+        n_calls = len(told.get("configurations", []))
+        terminalreporter.write_line(
+            f"launch tables: {len(known)} configurations known, {len(run)} run by {n_calls} calls"
+        )
+        for each in sorted(set(known) - run):
+            terminalreporter.write_line(f"  not run: {each}")
+    for line in sorted(told.get("fuzz", [])):
+        terminalreporter.write_line(f"fuzz: {line}")
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
     """torch.empty is full of NaN (of the largest number for integers), so that reading unwritten memory shows."""
