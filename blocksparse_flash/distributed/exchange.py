@@ -7,7 +7,8 @@ Knows tensors, index lists, plans of kernels as lists of tensors, a process grou
                 a kernel splits among its programs, by how much there is to compute, to rounding
     backward    dk and dv of received tokens go back where they came from, and are added in the order of ranks, in float32
 
-Rows that need nothing from others, where they are many, are computed in place while messages travel. Heads go in chunks, each
+Where every rank is given all keys (scheme="all_gather"), each sends its own once, by the collective of that name; the rest is the
+same. Rows that need nothing from others, where they are many, are computed in place while messages travel. Heads go in chunks, each
 a message of its own: while one is computed the next ones travel. The waiting is inside of the operator, where neither autograd
 nor a compiler can move it. Rows that reach everywhere are shipped (see shipping.py).
 """
@@ -27,7 +28,9 @@ from .local import attend, attend_backward, statistics
 from .side import Side, sides
 
 # of both operators
-_ARGUMENTS = "Tensor[] tensors, SymInt[] counts, float scale, SymInt n_chunks, bool keeps, str group, str backend"
+_ARGUMENTS = (
+    "Tensor[] tensors, SymInt[] counts, float scale, SymInt n_chunks, bool keeps, bool gathers, str group, str backend"
+)
 
 
 class Chunk(NamedTuple):
@@ -57,7 +60,8 @@ class Prepared(NamedTuple):
     keys, queries, near  sides of keys, of shipped queries if there are any, and the plan of rows that need nothing from others
     first    where own tokens lie together among the slots, and sums of their gradients are in place; None: not so
     keeps    whether own and received keys and values are kept for the backward, which otherwise receives them again
-    tensors, counts, options  what the operators take: flat sides; n_chunks, keeps, the group's name, backend
+    gathers  None where ranks send what others need; else (the tokens of each rank, where those of all ranks go, rank after rank)
+    tensors, counts, options  what the operators take: flat sides; n_chunks, keeps, gathers, the group's name, backend
     """
 
     keys: Side
@@ -66,6 +70,7 @@ class Prepared(NamedTuple):
     chunks: list[Chunk]
     first: int | None
     keeps: bool
+    gathers: tuple[list[int], Tensor] | None
     walk: shipping.Walk
     tensors: list[Tensor]
     counts: list[int]
@@ -74,13 +79,24 @@ class Prepared(NamedTuple):
 
 def prepare(tensors: list[Tensor], counts: list[int], heads: tuple[int, int], *options: Any) -> Prepared:
     """From the arguments of the operators; heads are those of queries and of keys."""
-    n_chunks, keeps, group, backend = options
+    n_chunks, keeps, gathers, group, backend = options
     process_group = messages.group_of(group)
     (keys, *queries), near = sides(tensors, counts, dist.get_world_size(process_group))
     walk = shipping.Walk(backend, process_group, dist.get_rank(process_group))
     chunks = chunked(n_chunks, heads, keys.plan)
     first = None if counts[-1] < 0 else counts[-1]
-    return Prepared(keys, queries[0] if queries else None, near, chunks, first, keeps, walk, tensors, counts, options)
+    whole = _gathered(keys, walk.rank) if gathers else None
+    return Prepared(
+        keys, queries[0] if queries else None, near, chunks, first, keeps, whole, walk, tensors, counts, options
+    )
+
+
+def _gathered(keys: Side, rank: int) -> tuple[list[int], Tensor]:
+    """As Prepared.gathers has it, of a side on which every rank receives all tokens of the others."""
+    sizes = [*keys.receive]
+    before = sum(sizes[:rank])
+    sizes[rank] = keys.own_slots.shape[0]
+    return sizes, torch.cat([keys.slots[:before], keys.own_slots, keys.slots[before:]])
 
 
 def of_heads(x: Tensor, heads: slice | None) -> Tensor:
@@ -98,10 +114,18 @@ def joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def send_keys(k: Tensor, v: Tensor, keys: Side, chunks: list[Chunk], walk: shipping.Walk) -> list[messages.Flight]:
-    """Keys and values on their way: a message a chunk, (tokens, batch, heads of a chunk, features of k and v)."""
-    flights = []
+def send_keys(
+    k: Tensor, v: Tensor, keys: Side, chunks: list[Chunk], walk: shipping.Walk, sizes: list[int] | None = None
+) -> list[messages.Flight | messages.Gathering]:
+    """Keys and values on their way: a message a chunk, (tokens, batch, heads of a chunk, features of k and v).
+
+    sizes  of all ranks' tokens where every rank gets all of them; None: what others need
+    """
+    flights: list[messages.Flight | messages.Gathering] = []
     for of_chunk in zip(parted(k, len(chunks)), parted(v, len(chunks)), strict=True):
+        if sizes is not None:
+            flights.append(messages.gathered(rows.pack(of_chunk, keys.own, walk.backend), sizes, walk.group))
+            continue
         message = rows.pack(of_chunk, keys.sent, walk.backend)
         flights.append(messages.sent(message, keys.send, keys.receive, walk.group))
     return flights
@@ -132,8 +156,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared, scale: float) -> R
     returns   out (batch, heads, n, v_dim), lse (batch, heads, n), and keys and values as the kernels walk them, if kept
     """
     keys, near, walk, backend = ready.keys, ready.near, ready.walk, ready.walk.backend
+    sizes, slots = ready.gathers or (None, keys.slots)
     shipped = None if ready.queries is None else shipping.Forward(q, ready.queries, walk)
-    flights = send_keys(k, v, keys, ready.chunks, walk)
+    flights = send_keys(k, v, keys, ready.chunks, walk, sizes)
     # from here on messages travel: what needs none of them comes first
     every = beside(k, v, keys, backend) if ready.keeps else None
     if near:
@@ -144,7 +169,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared, scale: float) -> R
     of_q, of_k, of_v = [parted(x, n_chunks) for x in (q, *(every or (k, v)))]
     for i, (chunk, flight) in enumerate(zip(ready.chunks, flights, strict=True)):
         k_all, v_all = (of_k[i], of_v[i]) if every else beside(of_k[i], of_v[i], keys, backend)
-        rows.unpack(flight.arrived(), [k_all, v_all], keys.slots, backend)
+        rows.unpack(flight.arrived(), [k_all, v_all], slots, backend)
         mine = rows.picked([of_q[i]], keys.rows, backend)[0] if near else of_q[i]
         out_rows, lse_rows = attend(mine, k_all, v_all, chunk.plan, scale, backend)
         if near:
@@ -190,7 +215,8 @@ def backward(
         # of a sum, which repeats one number
         douts = douts[0].contiguous(), douts[1]
     shipped = None if ready.queries is None else shipping.Backward((q, out, lse), douts, ready.queries, walk)
-    flights = [] if ready.keeps else send_keys(k, v, keys, ready.chunks, walk)
+    sizes, slots = ready.gathers or (None, keys.slots)
+    flights = [] if ready.keeps else send_keys(k, v, keys, ready.chunks, walk, sizes)
     given, n_chunks = [], len(ready.chunks)
     of_q, of_out, of_lse = parted(q, n_chunks), parted(out, n_chunks), parted(lse, n_chunks)
     of_dout, of_dlse = parted(douts[0], n_chunks), None if douts[1] is None else parted(douts[1], n_chunks)
@@ -198,7 +224,7 @@ def backward(
     for i, chunk in enumerate(ready.chunks):
         k_all, v_all = (of_k[i], of_v[i]) if ready.keeps else beside(of_k[i], of_v[i], keys, backend)
         if not ready.keeps:
-            rows.unpack(flights[i].arrived(), [k_all, v_all], keys.slots, backend)
+            rows.unpack(flights[i].arrived(), [k_all, v_all], slots, backend)
         mine, outs = of_q[i], (of_out[i], of_lse[i])
         of_chunk: Douts = of_dout[i], None if of_dlse is None else of_dlse[i]
         if near:
@@ -254,7 +280,7 @@ def _forward(
 @torch.library.register_fake("blocksparse_flash::exchange_forward")
 def _(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], counts: list[int], scale: float, n_chunks: int,
-    keeps: bool, group: str, backend: str,
+    keeps: bool, gathers: bool, group: str, backend: str,
 ) -> Results:  # fmt: skip
     (keys, *_), _ = sides(tensors, counts, dist.get_world_size(messages.group_of(group)))
     every = (kept(k, keys), kept(v, keys)) if keeps else (k.new_empty(0), v.new_empty(0))
@@ -357,12 +383,12 @@ def attention(
     tensors: list[Tensor],
     counts: list[int],
     scale: float,
-    options: tuple[int, bool, str, str],
+    options: tuple[int, bool, bool, str, str],
     memo: dict[Any, Prepared],
 ) -> tuple[Tensor, Tensor]:
     """out and lse, as the operator gives them; called directly where nothing watches, with what `memo` remembers.
 
-    options  n_chunks, keeps, the group's name, backend
+    options  n_chunks, keeps, gathers, the group's name, backend
     """
     if not watchers.are_plain(q, k, v):
         return exchange_forward(q, k, v, tensors, counts, scale, *options)[:2]

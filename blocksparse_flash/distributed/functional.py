@@ -55,6 +55,9 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
         else:
             q_heads, kv_heads, of_whom = q_heads // plan.n_ranks, kv_heads // plan.n_ranks, " of a rank"
         seconds = times.whole_heads
+    if chunks is None and found.scheme == "all_gather":
+        # as it was timed
+        return 1
     if chunks is None:
         call = times.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, dtype.itemsize)
         if torch.compiler.is_compiling():
@@ -153,7 +156,7 @@ def _run(
     backend = call.backend
     if backend == "hopper":
         backend = functional._promising(backend, plan.is_deterministic or None)
-    options = call.n_chunks, plan.keeps_received, plan.group_name, backend
+    options = call.n_chunks, plan.keeps_received, found.scheme == "all_gather", plan.group_name, backend
     return exchange.attention(q, k, v, found.tensors, found.counts, call.scale, options, found.memo)
 
 
@@ -222,8 +225,8 @@ def attention(
     layer    which of the plan's layouts
     scale    factor on the scores; None is head_dim ** -0.5
     chunks   messages into which the key heads are divided, so that one travels while another is computed; None: up to 4,
-             as many as should take least time. Under "ulysses" the key heads of a rank are, where each rank holds one
-             stretch of the sequence
+             as many as should take least time, under "all_gather" 1. Under "ulysses" the key heads of a rank are, where each
+             rank holds one stretch of the sequence
     backend  "auto", "hopper", "triton" or "eager", as in blocksparse_flash.attention
     returns  (batch, heads, plan.local_length, v_head_dim)
     raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the others then

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# PyTorch 2.13 renames it
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Flight:
     """A message under way. The tensors live until it has arrived."""
@@ -28,6 +31,28 @@ class Flight:
         """The received message; on a GPU the current stream waits, not the host."""
         self.work.wait()
         return self.into
+
+
+class Gathering:
+    """A message of every rank under way to all ranks, each sent once. The tensors live until it has arrived."""
+
+    def __init__(self, message: Tensor, sizes: list[int], group: Any) -> None:
+        self.sizes, self.longest = sizes, max(sizes)
+        if len(message) < self.longest:
+            # the collective wants messages of one size; what is padded is never read
+            padded = message.new_empty(self.longest, *message.shape[1:])
+            padded[: len(message)].copy_(message)
+            message = padded
+        self.message = message
+        self.into = message.new_empty(len(sizes) * self.longest, *message.shape[1:])
+        self.work = _all_gather(self.into, message, group=group, async_op=True)
+
+    def arrived(self) -> Tensor:
+        """The tokens of all ranks, rank after rank; on a GPU the current stream waits, not the host."""
+        self.work.wait()
+        if min(self.sizes) == self.longest:
+            return self.into
+        return torch.cat([part[:size] for part, size in zip(self.into.split(self.longest), self.sizes, strict=True)])
 
 
 class Stretches:
@@ -74,6 +99,11 @@ def group_of(name: str) -> Any:
 def sent(message: Tensor, send: list[int], receive: list[int], group: Any) -> Flight:
     """Set a message on its way: send[r] tokens to each rank r, receive[r] tokens from it."""
     return Flight(message, message.new_empty(sum(receive), *message.shape[1:]), send, receive, group)
+
+
+def gathered(message: Tensor, sizes: list[int], group: Any) -> Gathering:
+    """Set a message on its way to every rank; sizes[r] are the tokens of rank r."""
+    return Gathering(message, sizes, group)
 
 
 def sender(group: Any) -> Callable[[Tensor, list[int], list[int]], Tensor]:
