@@ -137,14 +137,71 @@ def sends_the_lower_bound(layout: str, order: str, n_chunks: int) -> None:
     assert total[0] == total[1]
 
 
-def repeats_whatever_the_options(layout: str) -> None:
+def gathers_every_key(order: str, n_chunks: int) -> None:
+    """Own keys leave once a message, padded to the longest share; in the backward each rank gets the gradients of its keys."""
+    n_ranks, rank = dist.get_world_size(), dist.get_rank()
+    order_of = orders(n_ranks, -(-LENGTH // 128))[order]
+    plan = bd.plan(layout_of("bigbird", LENGTH), dist.group.WORLD, heads=(4, 2), order=order_of, scheme="all_gather")
+    assert plan.layers[0].scheme == "all_gather"
+    case = whole("bigbird", LENGTH, (4, 2))
+    leaves = [plan.shard(tensor, dim=2).requires_grad_() for tensor in (case.q, case.k, case.v)]
+    with Traffic() as forward:
+        out = bd.attention(*leaves, plan, chunks=n_chunks)
+    with Traffic() as backward:
+        out.sum().backward()
+    token = 2 * (HEAD_DIM + V_HEAD_DIM) * 8
+    assert (forward.n_bytes, forward.n_calls) == (max(plan.sizes) * token, n_chunks)
+    received = int(plan.layers[0].costs.all_gather[rank]) // 2 * (HEAD_DIM + V_HEAD_DIM) * 8
+    assert (backward.n_bytes, backward.n_calls) == (received, n_chunks)
+    # no sequence at all, and inputs that lie otherwise
+    none = [leaf.detach()[:0].requires_grad_() for leaf in leaves]
+    bd.attention(*none, plan, chunks=n_chunks).sum().backward()
+    assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in none)
+    across = [leaf.detach().transpose(1, 2).contiguous().transpose(1, 2) for leaf in leaves]
+    assert torch.equal(bd.attention(*across, plan, chunks=n_chunks), plan.shard(case.same[0], dim=2))
+
+
+def as_if_fitted() -> contextlib.AbstractContextManager[object]:
+    """The ranks count as those GPUs to which the model of times was fitted."""
+    return mock.patch.object(times, "unfitted", lambda machines: "")
+
+
+def plans_say_what_they_gain() -> None:
+    """Bigbird on two GPUs: slower than on one, which the first rank warns of once; elsewhere nothing is predicted."""
+    rank = dist.get_rank()
+    layouts, heads = [masks.bigbird(16384, seed=0), masks.local(16384, window=512)], (4, 4)
+    # Python's filters, and what torch adds to them
+    with warnings.catch_warnings(record=True) as said, as_if_fitted():
+        plan = bd.plan(layouts, dist.group.WORLD, heads=heads)
+        q, k, v = (torch.zeros(1, 4, plan.local_length, 8) for _ in range(3))
+        for _ in range(2):
+            bd.attention(q, k, v, plan, layer=1)
+    assert [warning.category for warning in said] == [UserWarning] * (rank == 0), [str(w.message) for w in said]
+    slow, other = plan.speedups
+    assert slow is not None and other is not None and slow < 1
+    assert f"predicted {slow:.2f} times as fast as one NVIDIA H200" in str(plan) and f"({slow:.2f} times" in repr(plan)
+    if rank == 0:
+        message = str(said[0].message)
+        assert f'layer 0 ("{plan.layers[0].scheme}") {slow:.2f} times' in message and said[0].filename == __file__
+        for way_out in ("Fewer ranks", "longer sequence", 'order="tuned"'):
+            assert way_out in message, message
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = bd.plan(layouts, dist.group.WORLD, heads=heads)
+    assert not said and plan.speedups == (None, None)
+    assert (
+        "no speed-up over one GPU is predicted: the model is fitted to up to 4 NVIDIA H200 of one host, not to cpu"
+        in str(plan)
+    )
+    assert "predicted" not in repr(plan)
+
+
+def repeats_whatever_the_options(layout: str, scheme: str) -> None:
     """Chunks, refetching and the default order of heads change nothing; lse may stay unused, k and v frozen."""
     heads, group = (4, 2), dist.group.WORLD
     case = whole(layout, LENGTH, heads)
     plans = [
-        bd.plan(
-            layout_of(layout, LENGTH), group, heads=heads, scheme="exchange", deterministic=True, keep_received=keep
-        )
+        bd.plan(layout_of(layout, LENGTH), group, heads=heads, scheme=scheme, deterministic=True, keep_received=keep)
         for keep in (True, False)
     ]
     expected = sharded(plans[0], case, chunks=1)
@@ -241,7 +298,7 @@ def layouts_of_heads_and_batches() -> None:
     n_ranks = dist.get_world_size()
     heads = (2 * n_ranks, n_ranks)
     layout = layout_by_head(heads[0])
-    for scheme in ("exchange", "ulysses"):
+    for scheme in ("exchange", "ulysses", "all_gather"):
         plan = bd.plan(layout, dist.group.WORLD, heads=heads, scheme=scheme, order="zigzag", deterministic=True)
         assert_equal_to_one_process(plan, by_head(n_ranks), rows_are_whole=True)
 
@@ -253,7 +310,7 @@ def half_types(scheme: str) -> None:
     heads = (n_ranks, n_ranks)
     with slow_link():
         plan = bd.plan(layout_of("global", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme)
-    assert scheme == "ulysses" or len(plan.layers[0].costs.shipped)
+    assert scheme != "exchange" or len(plan.layers[0].costs.shipped)
     case = in_half("global", heads)
     for name, actual, truth, same in zip(NAMES, sharded(plan, case), case.truth, case.same, strict=True):
         wide = plan.shard(truth, dim=2)
@@ -266,15 +323,17 @@ def kernels_give_the_same_bits() -> None:
     Of two ranks the first computes rows near their keys apart.
     """
     case = interpreted("narrow", 560)
-    with near_apart():
-        plan = bd.plan(layout_of("narrow", 560), dist.group.WORLD, heads=(2, 1), deterministic=True)
-    _, near = sides(plan.layers[0].tensors, plan.layers[0].counts, 2)
-    assert bool(near) == (dist.get_rank() == 0), "rows are to be computed apart on the first rank alone"
-    for name, actual, same in zip(NAMES, sharded(plan, case, backend="triton"), case.same, strict=True):
-        mine = plan.shard(same, dim=2)
-        if name in ("out", "lse", "dq"):
-            assert torch.equal(actual, mine), name
-        assert torch.allclose(actual, mine, rtol=1e-4, atol=1e-5), name
+    for scheme in ("exchange", "all_gather"):
+        with near_apart():
+            plan = bd.plan(layout_of("narrow", 560), dist.group.WORLD, heads=(2, 1), scheme=scheme, deterministic=True)
+        _, near = sides(plan.layers[0].tensors, plan.layers[0].counts, 2)
+        is_apart = scheme == "exchange" and dist.get_rank() == 0
+        assert bool(near) == is_apart, "rows are to be computed apart on the first rank alone"
+        for name, actual, same in zip(NAMES, sharded(plan, case, backend="triton"), case.same, strict=True):
+            mine = plan.shard(same, dim=2)
+            if name in ("out", "lse", "dq"):
+                assert torch.equal(actual, mine), (scheme, name)
+            assert torch.allclose(actual, mine, rtol=1e-4, atol=1e-5), (scheme, name)
 
 
 def kernels_ship_rows() -> None:
@@ -544,6 +603,17 @@ def cases(n_ranks: int) -> Cases:
         found[f"exchange equals one process: {layout}, {order}, 4 on {kv_heads} heads"] = partial(
             equals_one_process, layout, order, kv_heads, "exchange"
         )
+    for i, layout in enumerate(LAYOUTS):
+        order, kv_heads = [*orders(n_ranks, n_tiles)][(i + n_ranks) % 5], (1, 4)[(i + n_ranks) % 2]
+        whole(layout, LENGTH, (4, kv_heads))
+        found[f"all-gather equals one process: {layout}, {order}, 4 on {kv_heads} heads"] = partial(
+            equals_one_process, layout, order, kv_heads, "all_gather"
+        )
+    whole("bigbird", LENGTH, (4, 2))
+    for order, n_chunks in (("contiguous", 1), ("zigzag", 2), ("uneven", 1)):
+        found[f"gathers every key: {order}"] = partial(gathers_every_key, order, n_chunks)
+    if n_ranks == 2:
+        found["plans say what they gain"] = plans_say_what_they_gain
     found["sums gradients in place"] = partial(sums_gradients_in_place, "documents", 4)
     for order, kv_heads in (("contiguous", 4), ("zigzag", 2)):
         whole("global", LENGTH, (4, kv_heads))
@@ -563,10 +633,11 @@ def cases(n_ranks: int) -> Cases:
         by_head(n_ranks)
         found["layouts of heads and batches"] = layouts_of_heads_and_batches
     whole("bigbird", LENGTH, (4, 2))
-    found["repeats whatever the options"] = partial(repeats_whatever_the_options, "bigbird")
+    for scheme in ("exchange", "all_gather"):
+        found[f"repeats whatever the options: {scheme}"] = partial(repeats_whatever_the_options, "bigbird", scheme)
     in_half("global", (n_ranks, n_ranks))
-    found["half types: exchange"] = partial(half_types, "exchange")
-    found["half types: ulysses"] = partial(half_types, "ulysses")
+    for scheme in ("exchange", "ulysses", "all_gather"):
+        found[f"half types: {scheme}"] = partial(half_types, scheme)
     if n_ranks == 2:
         interpreted("narrow", 560)
         found["kernels give the same bits"] = kernels_give_the_same_bits
@@ -575,7 +646,7 @@ def cases(n_ranks: int) -> Cases:
     found["autocast converts"] = autocast_converts
     found["gathers what it shards"] = gathers_what_it_shards
     whole("butterfly", LENGTH, (n_ranks, n_ranks))
-    for scheme in {2: ("exchange", "ulysses"), 3: ("exchange",), 4: ()}[n_ranks]:
+    for scheme in {2: ("exchange", "ulysses"), 3: ("exchange", "all_gather"), 4: ()}[n_ranks]:
         found[f"compiles and checkpoints: {scheme}"] = partial(compiles_and_checkpoints, scheme)
     whole("local", 256 * n_ranks, (4, 2))
     found["takes DTensors"] = takes_dtensors

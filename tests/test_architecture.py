@@ -365,6 +365,10 @@ TABLE = {
     "blocksparse_flash/distributed/__init__.py": Arrows(
         {f"{OURS}.distributed.{name}" for name in ("context_plan", "functional", "nn")}
     ),
+    "benchmarks/context_choices.py": Arrows(
+        {NUMPY, *(f"{OURS}.distributed.{name}" for name in ("costs", "ownership"))}
+        | {f"benchmarks.{name}" for name in ("context_report", "lines", "markdown", "patterns")}
+    ),
     "benchmarks/context_providers.py": Arrows(
         {NUMPY, TORCH, OURS, "benchmarks.patterns"}
         | {

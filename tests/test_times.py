@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks import context_choices
+from benchmarks.context_choices import Cell
 from benchmarks.patterns import patterns
 from blocksparse_flash.distributed import costs, times
 from blocksparse_flash.distributed.costs import Costs
@@ -102,17 +104,65 @@ def test_whole_heads_travel_where_keys_are_much(name: str, length: int, kv_heads
     pairs = Pairs(*np.nonzero(pattern.blocks))
     found = costs.costs_of(pairs, with_gaps, length, (16, kv_heads), 4, asked="auto", whole_rows=False)
     packed = times.ulysses(Work(int(found.ulysses.max()), len(pairs.row), 1, 1), Call(1, 16, 16 // kv_heads, 128, 2), 4)
-    assert found.scheme == "exchange" or f"take {1e3 * packed:.3g} ms" in found.reason
+    assert found.scheme == "exchange" or f"of ulysses {1e3 * packed:.3g} ms" in found.reason
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Cell]:
+    found = context_choices.cells()
+    assert len(found) == 32
+    return found
+
+
+def test_auto_takes_what_was_fastest_or_nearly(measured: list[Cell]) -> None:
+    """In 26 of 32 cells the fastest. Of the others bigbird of 65,536 tokens, 4 key heads, four GPUs loses 12.7 %, the next 3.7 %."""
+    print(context_choices.report(measured))
+    losses = sorted(cell.loss for cell in measured)
+    assert sum(cell.chosen == cell.best for cell in measured) == 26
+    assert np.mean(losses) < 1.009 and losses[-1] < 1.13 and losses[-2] < 1.04
+    assert all(cell.is_as_measured for cell in measured), "what was measured is not what would run"
+    gathered = {cell[:4] for cell in measured if cell.chosen == "all_gather"}
+    assert gathered == {(2, length, kv_heads, "bigbird") for length in (65536, 262144) for kv_heads in (4, 16)}
+
+
+def test_the_speed_up_is_about_what_was_measured(measured: list[Cell]) -> None:
+    """Above 1 where it was, below 1 where it was not: bigbird of 16 key heads on two GPUs. At most 23 % off, but for bigbird of
+    4 key heads on two GPUs, by up to 32 %: its kernels did not yet split long rows, which one GPU waited for longer."""
+    slower = {cell[:4] for cell in measured if cell.speedup < 1}
+    assert slower == {(2, 65536, 16, "bigbird"), (2, 262144, 16, "bigbird")}
+    for cell in measured:
+        predicted = cell.costs.speedup
+        assert predicted is not None and (predicted < 1) == (cell[:4] in slower), cell[:4]
+        is_older = cell.ranks == 2 and cell.kv_heads == 4 and cell.pattern == "bigbird"
+        assert (0.68 if is_older else 0.77) < predicted / cell.speedup < 1.2, (cell[:4], predicted, cell.speedup)
+
+
+@pytest.mark.parametrize("scheme", ["exchange", "ulysses", "all_gather"])
+def test_what_was_never_timed_is_not_predicted(scheme: str) -> None:
+    """Few rows that reach most keys, by exchange on two ranks as it is today: auto leaves it, and by name it has no speed-up."""
+    found = costs_of("bigbird", 65536, 16, 2, asked=scheme)
+    assert (found.speedup is None) == (scheme == "exchange")
+    assert "was not timed on 2 ranks" in found.reason and found.reason.startswith("asked for by name; ")
+    assert costs_of("bigbird", 65536, 16, 4, asked=scheme).speedup is not None
+
+
+def test_other_machines_are_not_predicted() -> None:
+    here = (times.GPU, "host")
+    assert not times.unfitted([here] * 2) and not times.unfitted([here] * 4)
+    assert "not to 8" in times.unfitted([here] * 8)
+    assert "not to a link between 2 hosts" in times.unfitted([here, (times.GPU, "other")])
+    assert "not to NVIDIA H100 80GB HBM3" in times.unfitted([here, ("NVIDIA H100 80GB HBM3", "host")])
 
 
 def test_a_name_is_obeyed() -> None:
-    assert costs_of("local", 65536, 16, 2, asked="ulysses").scheme == "ulysses"
+    for scheme in ("ulysses", "all_gather"):
+        assert costs_of("local", 65536, 16, 2, asked=scheme).scheme == scheme
     assert "ulysses" in costs_of("local", 65536, 16, 2).reason
 
 
 def test_a_slow_link_ships_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "LINK", 1e3)
-    assert len(costs_of("bigbird", 65536, 16, 2).shipped) == 2
+    assert len(costs_of("bigbird", 65536, 16, 2, asked="exchange").shipped) == 2
 
 
 def test_much_is_computed_apart_and_little_at_once() -> None:

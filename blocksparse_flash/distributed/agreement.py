@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 Made = TypeVar("Made")
+Said = TypeVar("Said")
 
 _REFUSED = "refused"
 
@@ -30,9 +31,8 @@ def agreed(make: Callable[[], tuple[Made, Mapping[str, str]]], group: Any, name:
         made, facts = make()
     except (TypeError, ValueError) as refused:
         error, facts = refused, {_REFUSED: str(refused)}
-    said: list[Any] = [None] * dist.get_world_size(group)
     # a fixed collective whatever happened before, so that all ranks meet here
-    dist.all_gather_object(said, dict(facts), group=group)
+    said = said_by_all(dict(facts), group)
     if error is not None:
         raise error
     complaint = _difference(said)
@@ -40,6 +40,13 @@ def agreed(make: Callable[[], tuple[Made, Mapping[str, str]]], group: Any, name:
         raise ValueError(f"{name}: {complaint}")
     assert made is not None
     return made
+
+
+def said_by_all(what: Said, group: Any) -> list[Said]:
+    """What each rank says, rank after rank. Every rank of the group must call it."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, what, group=group)
+    return said
 
 
 def _difference(said: list[dict[str, str]]) -> str:

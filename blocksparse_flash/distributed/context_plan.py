@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import socket
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,14 +24,14 @@ from ..blocks import Array
 from ..layout import BlockLayout
 from ..plan import TILE
 from . import ownership, times, traffic
-from .agreement import agreed
-from .costs import ELEMENT_BYTES, HEAD_DIM, Costs, costs_of, report
+from .agreement import agreed, said_by_all
+from .costs import ELEMENT_BYTES, HEAD_DIM, Costs, costs_of, report, slower_than_one
 from .messages import redistribute
 from .ownership import ORDERS, Pairs
 from .side import Side
 from .times import Work
 
-SCHEMES = ("auto", "exchange", "ulysses")
+SCHEMES = ("auto", "exchange", "ulysses", "all_gather")
 # share of a rank's tiles in rows that need nothing from others, from which on these rows are computed apart
 LEAST_NEAR = 0.5
 # share of a rank's tokens with gradients from other ranks, up to which those of the others stay where the kernels wrote them
@@ -40,7 +42,7 @@ MOST_TOUCHED = 0.5
 class LayerPlan:
     """What one layer exchanges. `scheme` says which of the others is there.
 
-    layout   of all tokens, of the heads that this rank computes under "ulysses"; None under "exchange"
+    layout   of all tokens, of the heads that this rank computes under "ulysses"; None under the others
     tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
     work     what the rank with most of it does, as costs.Costs has it
     costs    of every scheme, and why this one
@@ -72,6 +74,7 @@ class ContextPlan:
     sizes      tokens of each rank
     is_deterministic, keeps_received, checks_calls  as `plan` was told by deterministic, keep_received and check_calls
     layers     one for each layout
+    unfitted   why no speed-up over one GPU is predicted; empty where the model was fitted to such ranks
     calls      what earlier calls have come to, by the kind of their tensors and their arguments, see functional.py
     """
 
@@ -90,6 +93,7 @@ class ContextPlan:
     keeps_received: bool
     checks_calls: bool
     layers: tuple[LayerPlan, ...]
+    unfitted: str
     # not of a plan that is made of this one with `dataclasses.replace`
     calls: dict[Any, Any] = field(init=False, default_factory=dict, repr=False)
 
@@ -102,6 +106,16 @@ class ContextPlan:
     def device(self) -> torch.device:
         """Where q, k and v must be."""
         return self.positions.device
+
+    @property
+    def speedups(self) -> tuple[float | None, ...]:
+        """How many times as fast as one GPU a step of each layer should be; None where nothing was fitted, and on one rank.
+
+        Of one sequence in bf16 with heads of 128, forward and backward, by the model of times.py.
+        """
+        if self.unfitted or self.n_ranks == 1:
+            return (None,) * len(self.layers)
+        return tuple(layer.costs.speedup for layer in self.layers)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's tokens of x, which holds the whole sequence along dim; ids, labels and masks too."""
@@ -126,7 +140,10 @@ class ContextPlan:
         return report(self)
 
     def __repr__(self) -> str:
-        schemes = ", ".join(layer.scheme for layer in self.layers)
+        schemes = ", ".join(
+            layer.scheme if speedup is None else f"{layer.scheme} ({speedup:.2f} times one GPU predicted)"
+            for layer, speedup in zip(self.layers, self.speedups, strict=True)
+        )
         return (
             f"ContextPlan({self.length} tokens, rank {self.rank} of {self.n_ranks} holds {self.local_length}, "
             f'heads={self.heads}, order="{self.order}", layers: {schemes})'
@@ -210,7 +227,7 @@ def _scheme(scheme: object, kv_heads: int, n_ranks: int) -> str:
     if scheme == "ulysses" and kv_heads % n_ranks:
         raise ValueError(
             f'scheme="ulysses" gives each rank whole heads, so {n_ranks} ranks must divide the {kv_heads} key heads; '
-            'scheme="exchange" takes any number'
+            'scheme="exchange" and "all_gather" take any number'
         )
     return str(scheme)
 
@@ -296,6 +313,21 @@ def _lie_together(found: traffic.Lists, n_tokens: int) -> int:
     return first if np.array_equal(found.own_slots, first + np.arange(n_tokens)) else -1
 
 
+def _gathered(
+    tiles: BlockLayout, owner: Array, rank: int, n_ranks: int, device: torch.device
+) -> tuple[list[Tensor], list[int]]:
+    """The flat side of one layer on one rank that receives all keys. Gradients come to every token, and none is summed in place."""
+    length, n_tiles, held = tiles.q_len, len(owner), np.flatnonzero(owner == rank)
+    every = np.arange(n_tiles)
+    keys = traffic.moves(np.repeat(np.arange(n_ranks), n_tiles), np.tile(every, n_ranks), owner)
+    found = traffic.lists(every, keys, owner, length, rank, n_ranks)
+    tokens = np.arange(len(found.own))
+    tensors, counts = _side(
+        tiles, found, (tokens, tokens, _table(found, tokens, len(tokens), rank)), held, None, device
+    ).flat()
+    return tensors, [*counts, -1]
+
+
 def _exchanged(
     tiles: BlockLayout, pairs: Pairs, shipped: Array, owner: Array, kv_heads: int, rank: int, n_ranks: int,
     device: torch.device,
@@ -350,6 +382,8 @@ def _layer(
 ) -> LayerPlan:  # fmt: skip
     if costs.scheme == "ulysses":
         return LayerPlan("ulysses", _heads_of(layout, heads[0], rank, n_ranks).to(device), [], [], costs.work, costs)
+    if costs.scheme == "all_gather":
+        return LayerPlan("all_gather", None, *_gathered(tiles, owner, rank, n_ranks, device), costs.work, costs)
     flat = _exchanged(tiles, pairs, costs.shipped, owner, heads[1], rank, n_ranks, device)
     return LayerPlan("exchange", None, *flat, costs.work, costs)
 
@@ -414,6 +448,7 @@ def _built(
         keeps_received=flags["keep_received"],
         checks_calls=flags["check_calls"],
         layers=layers,
+        unfitted="",
     )
     return plan, facts
 
@@ -437,8 +472,9 @@ def plan(
     order    which rank holds which tiles of 128 tokens: "contiguous", "zigzag" (balances causal masks), "balanced" (by
              work), "tuned" (moves least; seconds), or the rank of each tile. A rank may hold none. All but "contiguous"
              leave gaps between a rank's tokens: use `positions`
-    scheme   "exchange" moves the needed keys, "ulysses" whole heads (key heads must be a multiple of the ranks); "auto"
-             takes for each layer the one whose step should take less time, by the rates of H200s
+    scheme   "exchange" moves the needed keys, "all_gather" all keys to every rank, "ulysses" whole heads (key heads must be a
+             multiple of the ranks); "auto" takes for each layer the one whose step should take least time, by the rates of
+             H200s
     deterministic  True: rows are never split between ranks, so that out and dq equal those of one process bit by bit, but
              for layouts with rows that backend="hopper" splits within a GPU, such as global ones: in parts of a length that
              depends on how much else there is to compute. Otherwise queries that reach most keys travel instead of the keys where that should be faster; two runs
@@ -447,10 +483,21 @@ def plan(
              which costs time
     check_calls  True: before each call of attention the ranks compare what they were given, and raise together where one
              was given something else. For development: it waits for the device, and cannot be compiled
-    returns  ContextPlan; print it
+    returns  ContextPlan; print it. It says how much faster than one GPU a step should be, or that nothing was fitted to these
+             GPUs; where it should be slower, a UserWarning on the first rank says what may help
     raises   TypeError, ValueError, on every rank alike, naming the ranks that differ; RuntimeError if a rank does not
              come within the group's timeout
     """
     members, device = _members(group)
     flags = {"deterministic": deterministic, "keep_received": keep_received, "check_calls": check_calls}
-    return agreed(lambda: _built(layouts, members, device, heads, order, scheme, flags), members, "plan")
+    made = agreed(lambda: _built(layouts, members, device, heads, order, scheme, flags), members, "plan")
+    made = replace(made, unfitted=times.unfitted(said_by_all(_machine(device), members)))
+    complaint = slower_than_one(made)
+    if complaint and made.rank == 0:
+        warnings.warn(complaint, UserWarning, stacklevel=2)
+    return made
+
+
+def _machine(device: torch.device) -> tuple[str, str]:
+    """The GPU of this rank, or "cpu", and its host."""
+    return (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type), socket.gethostname()

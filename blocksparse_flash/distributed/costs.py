@@ -22,6 +22,8 @@ from .times import Call, Work
 
 # what a plan is chosen for
 HEAD_DIM, ELEMENT_BYTES = 128, 2
+# share of the rows up to which those that reach most keys are few
+FEW = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class Costs:
     bound     what no scheme can go below while queries stay where they are: the needed keys and values of others
     exchange  what "exchange" receives: the bound, or less where rows are shipped (their lse not counted)
     ulysses   what "ulysses" receives; None where ranks do not divide the key heads
-    all_gather  all keys and values of others
-    tiles     tiles that the rank computes under "exchange", for one batch and head, whichever needs them
-    shipped   rows of tiles whose queries travel under "exchange"
-    work      what the rank with most of it does under "exchange", shipped rows apart; under "ulysses" every rank, of its heads
+    all_gather  what "all_gather" receives: all keys and values of others
+    tiles     tiles that the rank computes, for one batch and head, whichever needs them; for "ulysses" those of "exchange"
+    shipped   rows of tiles whose queries travel under "exchange"; none where another scheme is taken
+    work      what the rank with most of it does, shipped rows apart; under "ulysses" every rank, of its heads
+    seconds   of a step by each scheme, on H200s; None where it cannot run, or was never timed as it would run
+    one       seconds of a step on one GPU
     scheme, reason  the one taken
     """
 
@@ -45,8 +49,16 @@ class Costs:
     tiles: Array
     shipped: Array
     work: Work
+    seconds: dict[str, float | None]
+    one: float
     scheme: str
     reason: str
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast as one GPU a step should be, on H200s; None where that was never timed."""
+        seconds = self.seconds[self.scheme]
+        return None if seconds is None else self.one / seconds
 
 
 def _received(
@@ -97,50 +109,109 @@ def _call(heads: tuple[int, int]) -> Call:
 def costs_of(
     pairs: Pairs, owner: Array, length: int, heads: tuple[int, int], n_ranks: int, *, asked: str, whole_rows: bool
 ) -> Costs:
-    """What a layer costs, and the scheme for it: asked, or the faster one for "auto". whole_rows: none is shipped.
+    """What a layer costs, and the scheme for it: asked, or the fastest one for "auto". whole_rows: none is shipped.
 
     Rows that reach most tiles are shipped if that is faster than sending every rank the keys it needs.
     """
     q_heads, kv_heads = heads
     held = traffic.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
     is_shipped = np.zeros(len(owner), np.bool_)
-    seconds, work, bound = _exchange(pairs, is_shipped, owner, length, heads, n_ranks)
-    exchange = bound
+    exchanged, work, bound = _exchange(pairs, is_shipped, owner, length, heads, n_ranks)
+    exchange, gathered = bound, 2 * kv_heads * (length - held)
     reaches_most = 2 * np.bincount(pairs.row, minlength=len(owner)) > len(owner)
     if not whole_rows and reaches_most.any():
         found = _exchange(pairs, reaches_most, owner, length, heads, n_ranks)
-        if found[0] < seconds:
-            is_shipped, (seconds, work, exchange) = reaches_most, found
-    ulysses, whole = None, None
+        if found[0] < exchanged:
+            is_shipped, (exchanged, work, exchange) = reaches_most, found
+    if not is_shipped.any():
+        exchanged += times.HOST
+    few_reach_most = 0 < reaches_most.sum() <= FEW * len(owner)
+    was_timed = not few_reach_most or n_ranks >= times.TIMED_RANKS or n_ranks == 1
+    work_of = {"exchange": work, "all_gather": _work(pairs, owner[pairs.row], int(gathered.max()))}
+    gather = times.HOST + times.all_gather(work_of["all_gather"], _call(heads), 2 * kv_heads * length)
+    seconds = {"exchange": exchanged if was_timed else None, "ulysses": None, "all_gather": gather}
+    ulysses, whole = None, _work(pairs, np.zeros(len(pairs.row), np.int64), 0)
+    one = sum(times.attention(whole, _call(heads), q_heads))
     if kv_heads % n_ranks == 0:
         # q, k and v of others' tokens for own heads, out of others' heads for own tokens
         ulysses = ((length - held) * (q_heads + 2 * kv_heads) + held * q_heads * (n_ranks - 1)) // n_ranks
-        whole = _work(pairs, np.zeros(len(pairs.row), np.int64), int(ulysses.max()))
-    scheme, reason = asked, "asked for by name"
-    if asked == "auto":
-        other = None
-        if whole is not None:
-            if np.all(np.diff(owner) >= 0) and times.goes_by_itself(length // n_ranks, HEAD_DIM, ELEMENT_BYTES):
-                of_rank = _call((q_heads // n_ranks, kv_heads // n_ranks))
-                n_chunks = times.best_chunks(whole, of_rank, kv_heads // n_ranks, times.whole_heads)
-                other = times.whole_heads(whole, of_rank, n_chunks)
-            else:
-                other = times.ulysses(whole, _call(heads), n_ranks)
-        scheme, reason = _faster(seconds, other, heads, n_ranks)
+        work_of["ulysses"] = whole = whole._replace(received=int(ulysses.max()))
+        seconds["ulysses"] = _whole_heads(whole, owner, length, heads, n_ranks)
+    known = {name: found for name, found in seconds.items() if found is not None}
+    # the first of equals
+    scheme = min(known, key=lambda name: known[name]) if asked == "auto" else asked
+    reason = ("" if asked == "auto" else "asked for by name; ") + _reason(seconds, scheme, kv_heads, n_ranks)
+    if scheme != "exchange":
+        is_shipped = np.zeros(len(owner), np.bool_)
     tiles = np.bincount(owner[np.where(is_shipped[pairs.row], pairs.col, pairs.row)], minlength=n_ranks)
-    all_gather = 2 * kv_heads * (length - held)
-    if scheme == "ulysses" and whole is not None:
-        work = whole
-    return Costs(bound, exchange, ulysses, all_gather, tiles, np.flatnonzero(is_shipped), work, scheme, reason)
+    return Costs(
+        bound,
+        exchange,
+        ulysses,
+        gathered,
+        tiles,
+        np.flatnonzero(is_shipped),
+        work_of[scheme],
+        seconds,
+        one,
+        scheme,
+        reason,
+    )
 
 
-def _faster(exchange: float, ulysses: float | None, heads: tuple[int, int], n_ranks: int) -> tuple[str, str]:
-    if ulysses is None:
-        return "exchange", f"{n_ranks} ranks do not divide {heads[1]} key heads, which ulysses needs"
-    said = "a step on H200s should take {:.3g} ms, of {} {:.3g}"
-    if exchange <= ulysses:
-        return "exchange", said.format(1e3 * exchange, "ulysses", 1e3 * ulysses)
-    return "ulysses", said.format(1e3 * ulysses, "exchange", 1e3 * exchange)
+def _whole_heads(whole: Work, owner: Array, length: int, heads: tuple[int, int], n_ranks: int) -> float:
+    """Seconds of a step of Ulysses: from where heads lie if they do and that was timed on so many ranks, else packed."""
+    goes_direct = np.all(np.diff(owner) >= 0) and times.goes_by_itself(length // n_ranks, HEAD_DIM, ELEMENT_BYTES)
+    if not goes_direct or n_ranks < times.TIMED_RANKS:
+        return times.ulysses(whole, _call(heads), n_ranks)
+    of_rank = _call((heads[0] // n_ranks, heads[1] // n_ranks))
+    n_chunks = times.best_chunks(whole, of_rank, heads[1] // n_ranks, times.whole_heads)
+    return times.whole_heads(whole, of_rank, n_chunks)
+
+
+def _reason(seconds: dict[str, float | None], scheme: str, kv_heads: int, n_ranks: int) -> str:
+    """What each scheme should take, the one that is taken first."""
+    told = sorted(seconds, key=lambda name: name != scheme)
+    said = [f"of {name} {1e3 * found:.3g} ms" for name in told if (found := seconds[name]) is not None]
+    reason = f"a step on H200s should take, {', '.join(said)}"
+    if seconds["ulysses"] is None:
+        reason += f"; {n_ranks} ranks do not divide {kv_heads} key heads, which ulysses needs"
+    if seconds["exchange"] is None:
+        reason += f"; exchange of few rows that reach most keys was not timed on {n_ranks} ranks as it is today"
+    return reason
+
+
+def _against_one(plan: Any, costs: Costs) -> str:
+    """What a layer's step should be to that of one GPU, in words; "" on one rank."""
+    if plan.n_ranks == 1:
+        return ""
+    if plan.unfitted:
+        return f"no speed-up over one GPU is predicted: {plan.unfitted}"
+    if costs.speedup is None:
+        return f'no speed-up over one GPU is predicted: "{costs.scheme}" was not timed on {plan.n_ranks} ranks for such a layout'
+    least, most = times.TIMED_TOKENS
+    is_far = "" if least <= plan.length <= most else f"; timed were {least} to {most} tokens"
+    return f"predicted {costs.speedup:.2f} times as fast as one {times.GPU}, {1e3 * costs.one:.3g} ms a step{is_far}"
+
+
+def slower_than_one(plan: Any) -> str:
+    """Which layers of a plan should be slower than on one GPU, and what may help; "" if none is, or nothing is predicted."""
+    slow = [
+        (f'layer {i_layer} ("{layer.scheme}") {speedup:.2f} times', layer.costs)
+        for i_layer, (layer, speedup) in enumerate(zip(plan.layers, plan.speedups, strict=True))
+        if speedup is not None and speedup < 1
+    ]
+    if not slow:
+        return ""
+    known = [[found for found in costs.seconds.values() if found is not None] for _, costs in slow]
+    is_fastest = all(costs.seconds[costs.scheme] == min(found) for (_, costs), found in zip(slow, known, strict=True))
+    schemes = "" if is_fastest else ', scheme="auto", which is faster here'
+    orders = "" if plan.order == "tuned" else ', order="tuned", which moves least'
+    return (
+        f"attention shared by {plan.n_ranks} ranks is predicted to be slower than on one {times.GPU}: "
+        f"{', '.join(said for said, _ in slow)} as fast. Fewer ranks, a longer sequence, fewer key heads{orders}{schemes}, or a mask whose "
+        "blocks lie nearer to the diagonal may help; print(plan) shows what each scheme should take"
+    )
 
 
 def report(plan: Any, head_dim: int = 128, element_bytes: int = 2) -> str:
@@ -160,6 +231,7 @@ def report(plan: Any, head_dim: int = 128, element_bytes: int = 2) -> str:
         ulysses = [None] * plan.n_ranks if costs.ulysses is None else costs.ulysses
         travels = f"; {len(costs.shipped)} tiles of queries travel" if len(costs.shipped) else ""
         lines += [f'layer {i_layer}: "{layer.scheme}": {costs.reason}{travels}']
+        lines += filter(None, [_against_one(plan, costs)])
         rows = [("rank", "tokens", "tiles", "exchange", "lower bound", "ulysses", "all-gather")]
         for rank in range(plan.n_ranks):
             rows.append(

@@ -2,13 +2,13 @@
 
 Knows how much a rank receives and computes. Must not know torch, layouts, owners or process groups. Rates are those measured on
 two and four H200s (benchmarks/results/context_parallel.md), but where it says that they are assumed; on other machines the
-choices are right as long as the ratios are. Steps of exchange on four were 0.7 to 1.4 times what the model says, most of
-them 0.9 to 1.2 times.
+choices are right as long as the ratios are, and no speed-up is predicted there. `python -m benchmarks.context_choices` prints
+what the model chooses and predicts for every measured cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..plan import TILE
@@ -23,11 +23,19 @@ FORWARD_RATE, BACKWARD_RATE = 563e12, 500e12
 BACKWARD_TILE = 2e-6 / 16
 # it computes five products of a tile where a forward has two
 FORWARD_TILE = 0.4 * BACKWARD_TILE
-# packing and joining, over the time on the link: exchange of butterfly and Ulysses of local, 262,144 tokens
-EXCHANGE_COPIES, ULYSSES_COPIES = 0.36, 1.55
+# packing and joining, over the time on the link. Of Ulysses: local, 262,144 tokens. Of exchange it is fitted, with HOST, to 28 measured
+# steps, which are 0.79 to 1.18 times what was measured
+EXCHANGE_COPIES, ULYSSES_COPIES = 0.26, 1.55
 # of messages that are sent from where tensors lie. With this and CUT, whole heads of 262,144 tokens on four ranks, ms a step in 1 and
 # 2 messages: bigbird 11.2 and 9.4, butterfly 12.1 and 10.3, butterfly on 4 key heads 9.7. Measured were 11.2 and 9.5, 11.3 and 9.6, 10.3
 STRETCHES = 0.1
+# an all-gather joins all keys and values, and cuts up as many gradients: seconds a byte. With HOST 30 measured steps of PyTorch's
+# collectives and the same kernels are off by 11 % at most, but for random blocks of 65,536 tokens, by 18 %. The other two are bigbird
+# of 4 key heads on two, of kernels that did not yet split long rows. Our own all-gather, which copies less, was not timed yet
+GATHER_COPY = 1.14e-12
+# what the host adds to a step of exchange or of an all-gather: fitted to each alone it is 0.45 and 0.41 ms. Where rows are shipped
+# SHIPPING holds it
+HOST = 0.43e-3
 # bytes of one head of a rank's tokens from which on it is sent by itself: butterfly took, ms a step, by itself and packed, 9.6 and 16.4
 # with 16 MiB, 5.3 and 4.2 with 4, where the host was busy for 3.4 ms of a forward in 4 messages
 WORTH_STRETCHES = 8 << 20
@@ -37,6 +45,13 @@ CHUNK, SHIPPING = 120e-6, 0.45e-3
 # what a further message of whole heads adds where it hides behind others: in 4 messages bigbird took 9.6 ms, butterfly 10.1
 CUT = 200e-6
 MOST_CHUNKS = 4
+# fewest ranks on which these were timed as they are today: few rows that reach most keys, which travel or not, and heads that are
+# sent from where they lie. On two, where both were older, bigbird by exchange took 1.2 to 3.1 times as long as an all-gather
+TIMED_RANKS = 4
+# the machines that were timed: this GPU, up to so many of one host
+GPU, MOST_RANKS = "NVIDIA H200", 4
+# tokens that were timed: the least and the most
+TIMED_TOKENS = 65536, 262144
 # bytes a second of copies: joining 2 GiB, butterfly of 262,144 tokens
 MEMORY = 4.05e12
 # what the host takes, forward and backward, to compute rows that need no messages apart: an assumption
@@ -113,6 +128,26 @@ def whole_heads(work: Work, call: Call, n_chunks: int) -> float:
     for compute in attention(work, call, call.q_heads / n_chunks):
         total += message + compute + (n_chunks - 1) * (max(message, compute) + CUT)
     return total
+
+
+def all_gather(work: Work, call: Call, keys: float) -> float:
+    """Seconds of a step, in one message, whose ranks receive all `keys`: heads * tokens of keys and values of all ranks."""
+    n_bytes = keys * call.batch * call.head_dim * call.element_bytes
+    return 2 * (2 * LATENCY + link(work.received, call, 0) + n_bytes * GATHER_COPY) + sum(
+        attention(work, call, call.q_heads)
+    )
+
+
+def unfitted(machines: Sequence[tuple[str, str]]) -> str:
+    """Why no speed-up is predicted for these ranks, each (name of its GPU or "cpu", name of its host); empty if one is."""
+    others = sorted({device for device, _ in machines} - {GPU})
+    n_hosts = len({host for _, host in machines})
+    what = f"the model is fitted to up to {MOST_RANKS} {GPU} of one host"
+    if others:
+        return f"{what}, not to {', '.join(others)}"
+    if n_hosts > 1:
+        return f"{what}, not to a link between {n_hosts} hosts"
+    return f"{what}, not to {len(machines)}" if len(machines) > MOST_RANKS else ""
 
 
 def goes_by_itself(n_tokens: int, head_dim: float, element_bytes: int) -> bool:
