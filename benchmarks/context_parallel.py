@@ -311,7 +311,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--patterns", nargs="+", default=["local", "butterfly", "random", "bigbird"])
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--order", default="contiguous", help="of exchange and ulysses, see distributed.plan")
+    parser.add_argument("--order", default="contiguous", help="of exchange, ulysses and gathered, see distributed.plan")
     parser.add_argument("--chunks", type=int, help="messages of exchange; default: up to 4")
     parser.add_argument("--priority", choices=("high", "normal"), default="high", help="of the streams of messages")
     parser.add_argument("--runs", type=int, default=5, help="samples of a measurement")

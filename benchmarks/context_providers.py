@@ -1,8 +1,9 @@
-"""Who shares attention over one sequence between GPUs? Ours in two schemes, and what others do.
+"""Who shares attention over one sequence between GPUs? Ours in three schemes, and what others do.
 
     exchange    distributed.attention, needed keys in chunks of heads that travel while others are computed
     ulysses     distributed.attention, whole heads
-    all_gather  every key to every rank, then the same kernels
+    gathered    distributed.attention, every key to every rank
+    all_gather  the same by PyTorch's collectives, and the same kernels
     flex        what PyTorch's context parallelism does: the same gather, FlexAttention with an equivalent mask_mod
 
 Knows plans, a group, what each of them receives. Must not know how anything is timed.
@@ -28,7 +29,9 @@ from blocksparse_flash.distributed.side import sides
 
 from .patterns import BLOCK, Pattern
 
-PROVIDERS = ("exchange", "ulysses", "all_gather", "flex")
+PROVIDERS = ("exchange", "ulysses", "gathered", "all_gather", "flex")
+# ours -> the scheme
+SCHEMES = {"exchange": "exchange", "ulysses": "ulysses", "gathered": "all_gather"}
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -106,14 +109,15 @@ def provider(
 ) -> Provider:  # fmt: skip
     """A provider of a case on this rank. Raises CannotRun where it has no answer."""
     rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
-    if name in ("exchange", "ulysses"):
+    if name in SCHEMES:
         if name == "ulysses" and heads[1] % n_ranks:
             raise CannotRun(f"{n_ranks} ranks do not divide {heads[1]} key heads")
-        plan = distributed.plan(layout, group, heads=heads, scheme=name, order=order)
+        plan = distributed.plan(layout, group, heads=heads, scheme=SCHEMES[name], order=order)
         costs = plan.layers[0].costs
-        received = costs.exchange if name == "exchange" or costs.ulysses is None else costs.ulysses
+        received = {"exchange": costs.exchange, "ulysses": costs.ulysses, "gathered": costs.all_gather}[name]
+        assert received is not None
         # whole heads of all tokens: every rank the same
-        tiles = costs.tiles.max() if name == "exchange" else costs.tiles.sum() // n_ranks
+        tiles = costs.tiles.sum() // n_ranks if name == "ulysses" else costs.tiles.max()
         return Provider(name, partial(_shared, plan, chunks), plan, int(received.max()), int(tiles))
     if layout.q_len % (n_ranks * BLOCK):
         raise CannotRun(f"{n_ranks} ranks do not divide {layout.q_len // BLOCK} blocks")

@@ -17,7 +17,13 @@ IDENTITY = (
     "bench", "what", "scaling", "provider", "pattern", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype", "order",
     "chunks", "priority", "direction", "device",
 )  # fmt: skip
-LABELS = {"exchange": "exchange", "ulysses": "Ulysses", "all_gather": "all-gather", "flex": "FlexAttention, all-gather"}
+LABELS = {
+    "exchange": "exchange",
+    "ulysses": "Ulysses",
+    "gathered": "all-gather (ours)",
+    "all_gather": "all-gather",
+    "flex": "FlexAttention, all-gather",
+}
 
 
 class Setting(NamedTuple):

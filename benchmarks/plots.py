@@ -45,6 +45,7 @@ MASK_LOOKS = {
 CONTEXT_LOOKS = {
     "exchange": ("exchange of needed keys", "#08306b"),
     "ulysses": ("Ulysses", "#4292c6"),
+    "gathered": ("all-gather (ours)", "#9ecae1"),
     "all_gather": ("all-gather", "#999999"),
     "flex": ("FlexAttention, all-gather", "#e69f00"),
 }
