@@ -172,8 +172,8 @@ def _whole_heads(whole: Work, owner: Array, length: int, heads: tuple[int, int],
 def _reason(seconds: dict[str, float | None], scheme: str, kv_heads: int, n_ranks: int) -> str:
     """What each scheme should take, the one that is taken first."""
     told = sorted(seconds, key=lambda name: name != scheme)
-    said = [f"of {name} {1e3 * found:.3g} ms" for name in told if (found := seconds[name]) is not None]
-    reason = f"a step on H200s should take, {', '.join(said)}"
+    said = [f"{1e3 * found:.3g} ms by {name}" for name in told if (found := seconds[name]) is not None]
+    reason = f"a step on H200s should take {', '.join(said)}"
     if seconds["ulysses"] is None:
         reason += f"; {n_ranks} ranks do not divide {kv_heads} key heads, which ulysses needs"
     if seconds["exchange"] is None:
