@@ -77,18 +77,39 @@ def frame(q_len: object, kv_len: object, block_size: object) -> Frame:
     return Frame(1, 1, length(q_len, "q_len"), length(kv_len, "kv_len"), sides(block_size))
 
 
+def check_in_memory(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor whose numbers do not lie in memory by strides, or that has none."""
+    if tensor.is_nested:
+        raise ValueError(f"{name} is a nested tensor; pass {name}.to_padded_tensor(padding)")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} is a sparse tensor ({tensor.layout}); pass {name}.to_dense()")
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, which holds no numbers; make it on the CPU or a GPU")
+
+
 def integers(values: object, name: str) -> Array:
     """int64 (n,) copy of a tensor, an array or a list of integers."""
-    if isinstance(values, torch.Tensor) and values.is_floating_point():
-        # NumPy has not all of these types
-        raise ValueError(f"{name} must be integers, got {values.dtype}")
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if isinstance(values, torch.Tensor):
+        check_in_memory(values, name)
+        if values.is_floating_point():
+            # NumPy has not all of these types
+            raise ValueError(f"{name} must be integers, got {values.dtype}")
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except (TypeError, ValueError):
+        # lists of unequal lengths, or of tensors that NumPy cannot read
+        raise ValueError(
+            f"{name} must be a list of integers or a tensor with one axis, got a {type(values).__name__} that is nested or "
+            f"holds something else; torch.tensor([0, 1]) is one"
+        ) from None
     if not array.size and not isinstance(values, (torch.Tensor, np.ndarray)):
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be integers, got {array.dtype}")
     if array.ndim != 1:
-        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
+        raise ValueError(
+            f"{name} must have one axis, got shape {array.shape}; pass a list of integers or a tensor with one axis"
+        )
     return array.astype(np.int64)
 
 
@@ -105,17 +126,23 @@ def listed(values: object, kind: type[Kind], name: str) -> list[Kind]:
     return found
 
 
-def check_range(values: Array, limit: int, name: str, limit_name: str) -> None:
+def check_range(values: Array, limit: int, name: str, limit_name: str, of: str = "") -> None:
+    """Refuse values outside 0 .. limit - 1; of ends the message."""
     outside = (values < 0) | (values >= limit)
     if outside.any():
         where = int(outside.argmax())
-        raise ValueError(f"{name} must be in 0 .. {limit_name} - 1 = {limit - 1}, got {values[where]} at {where}")
+        raise ValueError(f"{name} must be in 0 .. {limit_name} - 1 = {limit - 1}, got {values[where]} at {where}{of}")
 
 
 def bools(mask: object, name: str) -> Array:
     """The bool array of a tensor or an array with 2 to 4 axes, as (batch, heads, ., .)."""
     if not isinstance(mask, (torch.Tensor, np.ndarray)):
-        raise TypeError(f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(mask).__name__}")
+        raise TypeError(
+            f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(mask).__name__}; torch.tensor({name}) makes one of "
+            "nested lists"
+        )
+    if isinstance(mask, torch.Tensor):
+        check_in_memory(mask, name)
     # a dtype of NumPy compared with one of torch takes microseconds
     if mask.dtype != (torch.bool if isinstance(mask, torch.Tensor) else np.bool_):
         raise ValueError(f"{name} must be bool, True where a query attends to a key, got {mask.dtype}")
@@ -160,46 +187,79 @@ def stackable(frames: Sequence[Frame], axis: Axis) -> list[Frame]:
     return [frame._replace(heads=shared[1]) for frame in frames]
 
 
-def check_tensors(tensors: tuple[torch.Tensor, ...], frame: Frame) -> None:
-    """Refuse tensors that are not the fields of a layout with these lengths and this block size."""
+def check_fields(tensors: Sequence[object], frame: Frame) -> None:
+    """Refuse what has not the types, devices and shapes of the tensors of a layout with these lengths and this block size."""
+    found: list[torch.Tensor] = []
     for name, tensor in zip(TENSORS, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            raise TypeError(
+                f"{name} must be a torch.Tensor, got {type(tensor).__name__}; torch.tensor({name}) makes one"
+            )
+        if tensor.device.type != "meta":
+            check_in_memory(tensor, name)
         if tensor.dtype != torch.int32:
             raise ValueError(f"{name} must be int32, got {tensor.dtype}")
-        if tensor.device != tensors[0].device:
-            raise ValueError(f"{name} must be on indptr's device {tensors[0].device}, got {tensor.device}")
-    indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
-    n_rows, n_cols, sides = frame.n_rows, frame.n_cols, frame.block_size
-    if indptr.ndim != 3 or indptr.shape[2] != n_rows + 1 or 0 in indptr.shape[:2]:
-        raise ValueError(f"indptr must have shape (batch, heads, n_rows + 1 = {n_rows + 1}), got {indptr.shape}")
-    if indices.ndim != 1:
-        raise ValueError(f"indices must have one axis, got shape {indices.shape}")
-    if ids.shape != indices.shape:
-        raise ValueError(f"bitmask_ids must have the shape of indices, {indices.shape}, got {ids.shape}")
+        found.append(tensor)
+        if tensor.device != found[0].device:
+            raise ValueError(f"{name} must be on indptr's device {found[0].device}, got {tensor.device}")
+    indptr, indices, ids, bitmasks = (tuple(tensor.shape) for tensor in found)
+    n_rows, sides = frame.n_rows, frame.block_size
+    if len(indptr) != 3 or indptr[2] != n_rows + 1 or 0 in indptr[:2]:
+        raise ValueError(
+            f"indptr must have shape (batch, heads, n_rows + 1 = {n_rows + 1}) for q_len {frame.q_len} and block_size "
+            f"{sides}, got {indptr}"
+        )
+    if len(indices) != 1:
+        raise ValueError(f"indices must have one axis, got shape {indices}")
+    if ids != indices:
+        raise ValueError(f"bitmask_ids must have the shape of indices, {indices}, got {ids}")
     words = blocks.words_per_query(sides[1])
-    if bitmasks.ndim != 3 or bitmasks.shape[1:] != (sides[0], words):
-        raise ValueError(f"bitmasks must have shape (distinct, {sides[0]}, {words}), got {bitmasks.shape}")
+    if len(bitmasks) != 3 or bitmasks[1:] != (sides[0], words):
+        raise ValueError(
+            f"bitmasks must have shape (distinct, {sides[0]}, {words}) for block_size {sides}, got {bitmasks}"
+        )
 
+
+def check_rows(indptr: Array, indices: Array, frame: Frame, *, is_padded: bool) -> Array:
+    """Refuse rows that are not those of a layout; how many blocks each has, (batch * heads, n_rows).
+
+    is_padded  behind the blocks there may be more entries
+    """
+    n_rows = frame.n_rows
     flat = indptr.reshape(-1, n_rows + 1).astype(np.int64)
     if flat[0, 0] != 0 or (flat[1:, 0] != flat[:-1, -1]).any():
         raise ValueError("indptr must start at 0, and each head where the one before it ends")
-    counts = flat[:, 1:] - flat[:, :-1]
+    counts: Array = flat[:, 1:] - flat[:, :-1]
     if (counts < 0).any():
         raise ValueError(
             f"indptr must not descend, but row {int((counts < 0).any(axis=0).argmax())} ends before it begins"
         )
-    if flat[-1, -1] != len(indices):
-        raise ValueError(f"indptr must end at the length of indices, {len(indices)}, got {flat[-1, -1]}")
-    check_range(indices, n_cols, "indices", "n_cols")
+    nnz = int(flat[-1, -1])
+    if nnz > len(indices) or (nnz < len(indices) and not is_padded):
+        raise ValueError(
+            f"indptr must end at {'most at ' if is_padded else ''}the length of indices, {len(indices)}, got {nnz}"
+            + ("" if is_padded else "; of a selected layout pass indices[:nnz] and bitmask_ids[:nnz]")
+        )
+    cols = indices[:nnz]
+    check_range(cols, frame.n_cols, "indices", "n_cols", f"; kv_len is {frame.kv_len}, block_size {frame.block_size}")
     rows = np.repeat(np.arange(counts.size), counts.reshape(-1))
-    falls = (rows[1:] == rows[:-1]) & (indices[1:] <= indices[:-1])
+    falls = (rows[1:] == rows[:-1]) & (cols[1:] <= cols[:-1])
     if falls.any():
         where = int(falls.argmax())
         raise ValueError(
-            f"indices must ascend in every row, without duplicates, got {indices[where]}, {indices[where + 1]} "
+            f"indices must ascend in every row, without duplicates, got {cols[where]}, {cols[where + 1]} "
             f"at {where} in row {rows[where] % n_rows}"
         )
+    return counts
+
+
+def check_tensors(tensors: Sequence[torch.Tensor], frame: Frame) -> None:
+    """Refuse tensors that are not the fields of a layout with these lengths and this block size."""
+    check_fields(tensors, frame)
+    for name, tensor in zip(TENSORS, tensors, strict=True):
+        check_in_memory(tensor, name)
+    indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
+    check_rows(indptr, indices, frame, is_padded=False)
     outside = (ids < FULL) | (ids >= len(bitmasks))
     if outside.any():
         raise ValueError(

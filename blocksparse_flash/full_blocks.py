@@ -62,7 +62,10 @@ def by_matrix(matrix: Any, frame: Frame) -> Array:
     import scipy.sparse
 
     if not scipy.sparse.issparse(matrix):
-        raise TypeError(f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}")
+        raise TypeError(
+            f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}; scipy.sparse.csr_array(matrix) makes "
+            "one of nested lists or an array, and matrix.to_dense().numpy() an array of a tensor"
+        )
     n_rows, n_cols = frame.n_rows, frame.n_cols
     if matrix.shape != (n_rows, n_cols):
         raise ValueError(f"matrix must have shape (n_rows, n_cols) = ({n_rows}, {n_cols}), got {matrix.shape}")

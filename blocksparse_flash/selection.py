@@ -55,7 +55,10 @@ def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:
     kind  "integers" (any number a row) or "floats" (one for every col)
     """
     if not isinstance(values, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(values).__name__}")
+        raise TypeError(
+            f"{name} must be a torch.Tensor, got {type(values).__name__}; torch.tensor({name}) makes one of nested lists"
+        )
+    arguments.check_in_memory(values, name)
     if values.dtype not in (INTEGERS if kind == "integers" else FLOATS):
         way_out = "int64" if kind == "integers" else "float32"
         raise ValueError(f"{name} must be {kind}, got {values.dtype}; {name}.to(torch.{way_out}) makes them")

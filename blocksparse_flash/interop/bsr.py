@@ -212,7 +212,8 @@ def from_scipy_bsr(matrix: Any, *, q_len: int | None = None, kv_len: int | None 
 
     if not scipy.sparse.issparse(matrix) or matrix.format != "bsr":
         raise TypeError(
-            f"matrix must be a scipy.sparse BSR matrix, got {type(matrix).__name__}: use from_scipy_csr for tokens"
+            f"matrix must be a scipy.sparse BSR matrix, got {type(matrix).__name__}: use from_scipy_csr for tokens, "
+            "from_torch_sparse for a tensor, or BlockLayout.from_dense for an array"
         )
     if not matrix.has_canonical_format:
         # a copy: summing duplicates would change the caller's
@@ -241,7 +242,10 @@ def from_scipy_csr(matrix: Any, *, block_size: int | Size) -> BlockLayout:
     import scipy.sparse
 
     if not scipy.sparse.issparse(matrix):
-        raise TypeError(f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}")
+        raise TypeError(
+            f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}: use from_torch_sparse for a sparse "
+            "tensor, or BlockLayout.from_dense for torch.tensor(matrix)"
+        )
     if matrix.ndim != 2:
         raise ValueError(f"matrix must have two axes (q_len, kv_len), got shape {matrix.shape}")
     csr = _countable(matrix).tocsr(copy=True)
