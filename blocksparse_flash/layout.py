@@ -41,6 +41,8 @@ from .plan import TILE, Plan, build_plan
 Integers = torch.Tensor | Array | list[int]
 
 _NUMBERS = ("q_len", "kv_len", "block_size")
+# in the state of a layout that was selected, and in no other
+_SELECTED = "selected"
 _ALL = slice(None)
 
 
@@ -87,6 +89,13 @@ class BlockLayout:
     Called directly it checks every tensor (rows must be sorted) and copies what it needs. It is canonical whatever it
     was built from: equal masks over equal batch and head axes give equal layouts and equal hashes.
 
+    Frozen: fields cannot be set, and a layout shares no tensor with its caller. Each access to indptr, indices, bitmask_ids
+    or bitmasks makes a copy, so writing into one, or into a NumPy view of it, changes that copy and no layout; keep it in a
+    variable to read it often. Another mask is another layout, made by the algebra or of changed tensors:
+    BlockLayout(layout.indptr, changed, ...). `plan` and `bias_index` give what kernels read, uncopied: never write into those.
+
+    `torch.save(layout, path)`, and `torch.load(path)` once blocksparse_flash is imported, keep one in a file.
+
     raises  ValueError naming the argument; TypeError if it is of another type
 
     >>> layout = BlockLayout.from_predicate(lambda q_pos, kv_pos: q_pos >= kv_pos, 256, 256, block_size=64)
@@ -94,6 +103,7 @@ class BlockLayout:
     (10, 0.625, 1)
     """
 
+    # properties, see below
     indptr: torch.Tensor
     indices: torch.Tensor
     bitmask_ids: torch.Tensor
@@ -102,6 +112,8 @@ class BlockLayout:
     kv_len: int
     block_size: Size
     if TYPE_CHECKING:
+        # the tensors themselves, which no caller sees
+        _tensors: storage.Tensors
         # plans and indices of biases by (device, causal), sizes of the axes, the arrays that the tensors were made of, the hash, and
         # what was selected on a device; not part of the value, so not a field
         _cache: dict[str, Any]
@@ -117,7 +129,8 @@ class BlockLayout:
         kv_len: int,
         block_size: int | Size,
     ) -> None:
-        frame, tensors = arguments.frame(q_len, kv_len, block_size), (indptr, indices, bitmask_ids, bitmasks)
+        frame = arguments.frame(q_len, kv_len, block_size)
+        tensors = storage.Tensors(indptr, indices, bitmask_ids, bitmasks)
         arguments.check_tensors(tensors, frame)
         frame = frame._replace(batch=indptr.shape[0], heads=indptr.shape[1])
         found = blocks.by_keys(storage.to_block_rows(tensors, frame), frame)
@@ -277,19 +290,44 @@ class BlockLayout:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> BlockLayout:
-        """The layout whose `state_dict` is state, checked as a direct call is; the numbers may be tensors too."""
+        """The layout whose `state_dict` is state; the numbers may be tensors too.
+
+        raises  ValueError if a tensor is not that of a canonical layout, or of a selected one where the state says so
+        """
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be what state_dict() gave, got {type(state).__name__}")
         expected = {*TENSORS, *_NUMBERS}
-        if set(state) != expected:
+        given = set(state) - {_SELECTED}
+        if given != expected:
             raise ValueError(
-                f"state must have the keys of state_dict(): missing {sorted(expected - set(state))}, "
-                f"unexpected {sorted(set(state) - expected, key=str)}"
+                f"state must have the keys of state_dict(): missing {sorted(expected - given)}, "
+                f"unexpected {sorted(given - expected, key=str)}"
             )
-        numbers: dict[str, Any] = {name: state[name] for name in _NUMBERS}
+        numbers: dict[str, Any] = {name: state.get(name, False) for name in (*_NUMBERS, _SELECTED)}
         for name, value in numbers.items():
-            numbers[name] = value.tolist() if isinstance(value, torch.Tensor) else value
-        return cls(*(state[name] for name in TENSORS), **numbers)
+            if isinstance(value, torch.Tensor):
+                arguments.check_in_memory(value, name)
+                numbers[name] = value.tolist()
+        is_selected = numbers.pop(_SELECTED)
+        if not isinstance(is_selected, bool):
+            raise TypeError(f"{_SELECTED} must be True or False, got {is_selected!r}")
+        frame, tensors = arguments.frame(**numbers), storage.Tensors(*(state[name] for name in TENSORS))
+        arguments.check_fields(tensors, frame)
+        frame = frame._replace(batch=tensors.indptr.shape[0], heads=tensors.indptr.shape[1])
+        if is_selected:
+            selection.check_selected(tensors, frame)
+            indptr, indices, bitmask_ids = (tensor.clone() for tensor in tensors[:3])
+            return cls._selected(selection.Selection(indptr, indices, bitmask_ids, None), frame)
+        if tensors.indptr.is_meta:
+            return cls._bare(*tensors, *frame[2:])
+        layout = cls(*tensors, **numbers)
+        for name, tensor, own in zip(TENSORS, tensors, layout._tensors, strict=True):
+            if not torch.equal(tensor, own):
+                raise ValueError(
+                    f"{name} must be that of a canonical layout, as state_dict() gives it, but this mask has another; "
+                    "BlockLayout(indptr, indices, bitmask_ids, bitmasks, ...) takes any, and makes it canonical"
+                )
+        return layout
 
     @classmethod
     def stack_heads(cls, layouts: Iterable[BlockLayout]) -> BlockLayout:
@@ -327,12 +365,12 @@ class BlockLayout:
     @property
     def nnz(self) -> int:
         """Stored blocks, full and partial, over all batches and heads of the layout."""
-        return int(self.indptr[-1, -1, -1])
+        return int(self._tensors.indptr[-1, -1, -1])
 
     @property
     def capacity(self) -> int:
         """Entries of indices; at least nnz."""
-        return self.indices.shape[0]
+        return self._tensors.indices.shape[0]
 
     @property
     def density(self) -> float:
@@ -343,7 +381,7 @@ class BlockLayout:
     @property
     def device(self) -> torch.device:
         """Where the tensors of the layout are; its plans may be elsewhere."""
-        return self.indptr.device
+        return self._tensors.indptr.device
 
     # ------------------------------------------------------------------------------------------------------ algebra
 
@@ -381,13 +419,17 @@ class BlockLayout:
         return all(map(np.array_equal, self._block_list(), other._block_list()))
 
     def __hash__(self) -> int:
-        if "hash" not in self._cache:
+        found: int | None = self._cache.get("hash")
+        if found is None:
             digest = hashlib.blake2b(repr((self.shape, self.block_size)).encode(), digest_size=8)
             for array in self._block_list():
                 digest.update(np.ascontiguousarray(array).data)
-            self._cache["hash"] = int.from_bytes(digest.digest(), "little")
-        # 60 bits, which hash() returns unchanged
-        return int(self._cache["hash"]) >> 4
+            # 60 bits, which hash() returns unchanged
+            found = int.from_bytes(digest.digest(), "little") >> 4
+            # the tensors of a selection follow the CUDA graph that made them
+            if "selection" not in self._cache:
+                self._cache["hash"] = found
+        return found
 
     # ------------------------------------------------------------------------------ tokens, blocks and axes moved
 
@@ -440,7 +482,7 @@ class BlockLayout:
         block_q = self.block_size[0]
         rows = q[0] // block_q, -(-q[1] // block_q)
         # of a layout only the rows that are there are read: a crop for each token decoded should cost no more
-        found, frame = storage.to_rows([getattr(self, name) for name in TENSORS], self._frame, rows)
+        found, frame = storage.to_rows(self._tensors, self._frame, rows)
         found = crop(found, frame, (q[0] - rows[0] * block_q, q[1] - rows[0] * block_q), kv)
         return self._like(found, q_len=q[1] - q[0], kv_len=kv[1] - kv[0])
 
@@ -524,14 +566,15 @@ class BlockLayout:
         return full_blocks.to_matrix(self._block_list(), self._frame, batch, head)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers, which torch.load(weights_only=True) accepts.
+        """Plain tensors and numbers, which any format holds and `from_state_dict` reads; to a file `torch.save(layout, path)` is
+        enough.
+
+        Of a selected layout (`from_topk`, `from_scores`) there is also "selected": True, as its tensors are not canonical.
 
         safetensors keeps tensors alone, so make them of the numbers too; `from_state_dict` reads both:
         save_file({name: torch.as_tensor(value) for name, value in layout.state_dict().items()}, path)
         """
-        return {name: getattr(self, name).clone() for name in TENSORS} | {
-            name: getattr(self, name) for name in _NUMBERS
-        }
+        return self._state({name: tensor.clone() for name, tensor in self._tensors._asdict().items()})
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockLayout:
         """The same layout on a device, with the plan that the kernels walk there.
@@ -542,8 +585,16 @@ class BlockLayout:
         self.plan(device, non_blocking=non_blocking)
         if device == self.device:
             return self
-        tensors = to_device([getattr(self, name) for name in TENSORS], device, non_blocking=non_blocking)
-        moved = self._bare(*tensors, *self._frame[2:])
+        found: selection.Selection | None = self._cache.get("selection")
+        # of a selection also its bits, where there are any
+        more = [] if found is None or found.bits is None else [found.bits]
+        moving = to_device([*self._tensors, *more], device, non_blocking=non_blocking)
+        if found is None:
+            moved = self._bare(*moving, *self._frame[2:])
+        else:
+            indptr, indices, bitmask_ids = moving[:3]
+            bits = moving[4] if more else None
+            moved = self._selected(selection.Selection(indptr, indices, bitmask_ids, bits), self._frame)
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
@@ -574,7 +625,7 @@ class BlockLayout:
         if (device, causal) not in plans:
             # of a plan on the meta device there are but the shapes
             elsewhere = [plan for (at, is_causal), plan in plans.items() if is_causal == causal and at.type != "meta"]
-            with watchers.aside(self.indptr):
+            with watchers.aside(self._tensors.indptr):
                 if elsewhere:
                     plans[device, causal] = elsewhere[0].to(device, non_blocking=non_blocking)
                 else:
@@ -595,10 +646,10 @@ class BlockLayout:
                     f"call layout.bias_index(q.device{', causal=True' if causal else ''}) before"
                 )
             plan = self.plan(device, causal=causal)
-            with watchers.aside(self.indptr):
+            with watchers.aside(self._tensors.indptr):
                 found[device, causal] = block_bias.build(
-                    self.indptr,
-                    self.indices,
+                    self._tensors.indptr,
+                    self._tensors.indices,
                     plan,
                     q_len=self.q_len,
                     kv_len=self.kv_len,
@@ -611,15 +662,19 @@ class BlockLayout:
         return drawing.text(self._block_list(), self._frame)
 
     def __reduce__(self) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
-        return type(self)._bare, (*(getattr(self, name) for name in TENSORS), *self._frame[2:])
+        state = self._state(self._tensors._asdict())
+        # the class only of others: whoever makes torch.load accept a class makes it accept unchecked objects of it
+        return restored, (state, storage.checksums(state), *(() if type(self) is BlockLayout else (type(self),)))
 
     # ------------------------------------------------------------------------------------------------------ private
 
     def _set(self, *fields: Any) -> None:
-        for name, value in zip((*TENSORS, *_NUMBERS), fields, strict=True):
+        tensors = storage.Tensors(*fields[:4])
+        object.__setattr__(self, "_tensors", tensors)
+        for name, value in zip(_NUMBERS, fields[4:], strict=True):
             object.__setattr__(self, name, value)
         # the sizes of the axes as numbers: torch.compile guards the whole shape of a tensor that it meets
-        axes = self.indptr.shape[0], self.indptr.shape[1]
+        axes = tensors.indptr.shape[0], tensors.indptr.shape[1]
         # none of what is made while torch.compile traces, which cannot follow references that do not keep their object
         number = -1 if torch.compiler.is_compiling() else next(_NUMBERS_OF_LAYOUTS)
         cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "axes": axes, "rows": None, "number": number}
@@ -649,7 +704,7 @@ class BlockLayout:
     def _from_rows(cls, rows: BlockRows, frame: Frame, device: torch.device | str = "cpu") -> BlockLayout:
         """The layout of a canonical block list by rows, unchecked."""
         layout = cls._bare(*storage.to_tensors(rows, frame, device), *frame[2:])
-        if layout.indptr.is_cpu:
+        if layout._tensors.indptr.is_cpu:
             layout._cache["rows"] = rows
         return layout
 
@@ -667,7 +722,12 @@ class BlockLayout:
     def _rows(self) -> BlockRows:
         """The blocks as arrays on the host."""
         found: BlockRows | None = self._cache["rows"]
-        return found or storage.to_block_rows([getattr(self, name) for name in TENSORS], self._frame)
+        return found or storage.to_block_rows(self._tensors, self._frame)
+
+    def _state(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict whose tensors are these."""
+        numbers = {"q_len": self.q_len, "kv_len": self.kv_len, "block_size": self.block_size}
+        return {**tensors, **numbers, **({_SELECTED: True} if "selection" in self._cache else {})}
 
     def _check_same(self, other: BlockLayout, name: str) -> None:
         arguments.check_same(self._frame, other._frame, name)
@@ -725,7 +785,9 @@ class BlockLayout:
                 return self.plan(device, non_blocking=non_blocking)
             return restricted._new_plan(device, False, non_blocking)
         frame = self._frame
-        if self.indptr.is_cpu and sent_blocks.suits(frame, self.capacity, self.bitmasks.shape[0], device):
+        if self._tensors.indptr.is_cpu and sent_blocks.suits(
+            frame, self.capacity, self._tensors.bitmasks.shape[0], device
+        ):
             return sent_blocks.build_plan(self._rows(), frame, device, non_blocking=non_blocking)
         return build_plan(*self._tiles(frame), device, non_blocking=non_blocking)
 
@@ -744,3 +806,32 @@ class BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""
         fn, looks = predicate.causal(self._frame)
         return self.from_predicate(fn, self.q_len, self.kv_len, block_size=self.block_size, within=self, looks=looks)
+
+
+def _copied(name: str) -> property:
+    """A tensor of a layout, as a copy."""
+    return property(lambda layout: getattr(layout._tensors, name).clone())
+
+
+# not in the class, whose fields they are to dataclasses and type checkers
+for _name in TENSORS:
+    setattr(BlockLayout, _name, _copied(_name))
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def restored(
+    state: Mapping[str, Any], checksums: Mapping[str, int], cls: type[BlockLayout] = BlockLayout
+) -> BlockLayout:
+    """The layout that was pickled or copied, checked. Pickles name this function, so it stays where it is.
+
+    state      a `state_dict`
+    checksums  of each value of it when it was pickled: lengths that were changed may still be those of some layout
+    raises     ValueError naming the field which is not that of a layout, or not the one pickled
+    """
+    storage.check_checksums(state, checksums)
+    return cls.from_state_dict(state)
+
+
+torch.serialization.add_safe_globals([restored])

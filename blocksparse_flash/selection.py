@@ -72,14 +72,48 @@ def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:
         raise ValueError(
             f"{name} must have shape (batch or 1, heads or 1, n_rows = {frame.n_rows}, {last}), got {tuple(values.shape)}"
         )
+    _check_sides(frame)
+    arguments.check_nnz(values.numel())
+    return frame._replace(batch=values.shape[0], heads=values.shape[1])
+
+
+def _check_sides(frame: Frame) -> None:
     for side in frame.block_size:
         if TILE % side and side % TILE:
             raise ValueError(
                 f"block_size must divide {TILE} or be a multiple of it for blocks selected on a device, got "
                 f"{frame.block_size}: from_block_mask() takes any size, on the host"
             )
-    arguments.check_nnz(values.numel())
-    return frame._replace(batch=values.shape[0], heads=values.shape[1])
+
+
+def check_selected(tensors: Sequence[Tensor], frame: Frame) -> None:
+    """Refuse tensors, of the types and shapes of a layout's, that no selection has; waits for their device.
+
+    A selection has k entries for each row of each head; a row uses at most k of them, ascending and distinct; the used ones of
+    all rows stand in front, and behind them zeros. Every block is full.
+    """
+    _check_sides(frame)
+    bitmasks = tensors[3]
+    if len(bitmasks):
+        raise ValueError(f"bitmasks must be none for selected blocks, which are full, got {len(bitmasks)}")
+    n_lines, capacity = frame.leads * frame.n_rows, len(tensors[1])
+    k = capacity // max(1, n_lines)
+    if k * n_lines != capacity:
+        raise ValueError(
+            f"indices must have k entries for each of the {n_lines} rows of all heads of a selection, got {capacity}"
+        )
+    if bitmasks.is_meta:
+        return
+    indptr, indices, ids = (tensor.detach().cpu().numpy() for tensor in tensors[:3])
+    counts = arguments.check_rows(indptr, indices, frame, is_padded=True)
+    if (counts > k).any():
+        raise ValueError(f"indptr must give each row of this selection at most k = {k} blocks, got {int(counts.max())}")
+    unused = indices[int(counts.sum()) :]
+    if unused.any():
+        raise ValueError(f"indices must be 0 behind the last block, {len(indices) - len(unused)}, got {unused.max()}")
+    if (ids != FULL).any():
+        where = int((ids != FULL).argmax())
+        raise ValueError(f"bitmask_ids must be -1 (full) for selected blocks, got {ids[where]} at {where}")
 
 
 def check_cols(selected: Tensor, frame: Frame) -> None:

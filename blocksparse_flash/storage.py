@@ -6,14 +6,24 @@ Must not know what is done with block lists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from .blocks import BlockList, BlockRows, Frame, Size, distinct, ranges, words_per_query
 from .packing import to_device
+
+
+class Tensors(NamedTuple):
+    """The tensors of a layout, in the order of its fields; see BlockLayout."""
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    bitmask_ids: torch.Tensor
+    bitmasks: torch.Tensor
 
 
 def to_tensors(rows: BlockRows, frame: Frame, device: torch.device | str) -> tuple[torch.Tensor, ...]:
@@ -56,3 +66,33 @@ def to_rows(tensors: Sequence[torch.Tensor], frame: Frame, rows: Size) -> tuple[
     block_q = frame.block_size[0]
     q_len = min(stop * block_q, frame.q_len) - first * block_q
     return BlockList(keys, looks, bitmasks[used].view(np.uint32)), frame._replace(q_len=q_len)
+
+
+def _checksum(value: Any) -> int:
+    """CRC-32 of a tensor's type, shape and numbers, whatever its device; of anything else as it is written."""
+    if not isinstance(value, torch.Tensor):
+        return zlib.crc32(repr(value).encode())
+    kind = zlib.crc32(repr((value.dtype, tuple(value.shape), value.layout)).encode())
+    if value.is_meta or value.layout is not torch.strided:
+        return kind
+    # a transform of torch.func would wrap what it sees
+    with torch._C._DisableFuncTorch():
+        # a copy: strides of a tensor with no or one number may be any
+        flat = value.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
+        return zlib.crc32(flat.view(torch.uint8).numpy().data, kind)
+
+
+def checksums(state: Mapping[str, Any]) -> dict[str, int]:
+    """The checksum of each value of a layout's state."""
+    return {name: _checksum(value) for name, value in state.items()}
+
+
+def check_checksums(state: object, expected: object) -> None:
+    """Refuse a state that has changed since it had these checksums."""
+    if not isinstance(state, Mapping) or not isinstance(expected, Mapping) or state.keys() != expected.keys():
+        raise ValueError("state and its checksums must be two dicts with the same keys: the file has been changed")
+    for name, found in checksums(state).items():
+        if expected[name] != found:
+            raise ValueError(
+                f"{name} is not the one that was saved: the file, or what was read of it, has been changed"
+            )

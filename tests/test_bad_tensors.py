@@ -32,6 +32,9 @@ TAKING: dict[str, tuple[Callable[[Any], Any], str, Tensor]] = {
     "from_ranges": (lambda t: BlockLayout.from_ranges([0, 0], t, **SQUARE), "stop", ROWS),
     "permute": (lambda t: masks.causal(2).permute(t), "q_order", ROWS),
     "direct": (lambda t: BlockLayout(**(FIELDS | {"indices": t})), "indices", masks.causal(256).indices),
+    "state": (
+        lambda t: BlockLayout.from_state_dict(masks.causal(256).state_dict() | {"q_len": t}), "q_len", torch.tensor(256)
+    ),
 }  # fmt: skip
 BAD: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "sparse": (lambda t: t.to_sparse(), r"{} is a sparse tensor \(torch.sparse_coo\); pass {}.to_dense\(\)"),

@@ -273,8 +273,8 @@ def test_a_layout_arrives_by_one_copy_as_it_was() -> None:
     layout = masks.local(3000, window=700) | masks.global_tokens(3000, tokens=5)
     moved = layout.to("cuda")
     assert moved == layout
-    tensors = [*moved.plan("cuda"), moved.indptr, moved.indices, moved.bitmask_ids, moved.bitmasks]
-    wanted = [*layout.plan("cpu"), layout.indptr, layout.indices, layout.bitmask_ids, layout.bitmasks]
+    tensors = [*moved.plan("cuda"), *moved._tensors]
+    wanted = [*layout.plan("cpu"), *layout._tensors]
     for tensor, expected in zip(tensors, wanted, strict=True):
         assert torch.equal(tensor.cpu(), expected) and tensor.data_ptr() % 16 == 0 and tensor.storage_offset() == 0
     kept = moved.plan("cuda").words

@@ -214,7 +214,7 @@ def test_causal_scores_select_no_block_of_the_future(q_len: int, kv_len: int) ->
             assert layout.batch(batch).head(head) == expected
 
 
-def test_copies_elsewhere_forget_only_where_they_were_made() -> None:
+def test_copies_are_planned_as_the_host_plans() -> None:
     indices, expected = selected(3, (1, 2), 300, 300, (64, 64), 3)
     layout = BlockLayout.from_topk(indices, 300, 300, block_size=64)
     for other in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), layout.to("cpu")):
