@@ -11,6 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -818,7 +819,7 @@ for _name in TENSORS:
     setattr(BlockLayout, _name, _copied(_name))
 
 
-# ------------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------------------------------------------ files and processes
 
 
 def restored(
@@ -834,4 +835,22 @@ def restored(
     return cls.from_state_dict(state)
 
 
+def _received(state: Mapping[str, Any]) -> BlockLayout:
+    """The layout that another process sent, checked."""
+    return BlockLayout.from_state_dict(
+        {
+            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+            for name, value in state.items()
+        }
+    )
+
+
+def _sent(layout: BlockLayout) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
+    """How a layout goes to another process: as numbers. A tensor would hold a file descriptor there for each of its own."""
+    if not layout._tensors.indptr.is_cpu:
+        return layout.__reduce__()
+    return _received, (layout._state({name: tensor.numpy() for name, tensor in layout._tensors._asdict().items()}),)
+
+
 torch.serialization.add_safe_globals([restored])
+ForkingPickler.register(BlockLayout, _sent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import os
 import pickle
 import pickletools
 import subprocess
@@ -312,6 +313,31 @@ def test_a_class_whose_objects_nothing_checks_stays_unknown_to_torch_load() -> N
     assert [value for value in known if getattr(value, "__module__", "").startswith("blocksparse_flash")] == [
         BlockLayout.from_blocks([0], [0], 64, 64, block_size=64).__reduce__()[0]
     ]
+
+
+# ------------------------------------------------------------------------------------------------------------- processes
+
+
+class Layouts(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> tuple[int, BlockLayout]:
+        if index % 2:
+            return index, topk([[[[index % 3, -1], [0, 1], [-1, -1]]]])
+        return index, masks.local(300, window=1 + index, block_size=64)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts file descriptors as Linux lists them")
+def test_layouts_of_workers_hold_no_file() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    loader = torch.utils.data.DataLoader(Layouts(), num_workers=2, batch_size=20, collate_fn=list)
+    kept, most = [], 0
+    for batch in loader:
+        kept += batch
+        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+    assert len(kept) == 400 and most < 40, most
+    assert all(layout == Layouts()[index][1] for index, layout in kept[::37])
 
 
 # ---------------------------------------------------------------------------------------------------------------- frozen
