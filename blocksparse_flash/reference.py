@@ -37,7 +37,7 @@ def attention(
     mask       bool, broadcasts to (batch, heads, q_len, kv_len); True attends, None is every pair
     causal     keeps kv_pos <= q_pos + (kv_len - q_len), also where mask attends
     scale      factor on the scores; None is head_dim ** -0.5
-    kv_lengths (batch,) keys at and beyond which do not exist; what they hold, even NaN, is not read
+    kv_lengths (batch,) keys at and beyond which do not exist; what they hold, even NaN, is not read, nor is a key that no query attends to
     dropout_p  probability to drop an attention weight; the kept ones are divided by 1 - dropout_p, lse is unaffected
     seed       int64, one element, on q's device; needed if dropout_p > 0
     softcap    c > 0: scores s become c tanh(s / c)
@@ -47,7 +47,7 @@ def attention(
     returns    out (batch, heads, q_len, v_head_dim) in q's dtype, and lse (batch, heads, q_len), natural logarithm, float32
                (float64 for float64)
 
-    A row without keys gives out 0, lse -inf (its sink, where there are sinks) and gradients 0. Half types take scores and softmax in float32 and round the
+    A row without keys, or whose scores are all -inf, gives out 0, lse -inf (its sink, where there are sinks) and gradients 0. Half types take scores and softmax in float32 and round the
     weights to their own type before they meet v, as the kernels do.
     """
     if q.device.type not in ("cpu", "cuda") and not torch.amp.is_autocast_available(q.device.type):
@@ -74,28 +74,27 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     scale = head_dim**-0.5 if scale is None else scale
-    if kv_lengths is not None:
-        # (batch, 1, kv_len, 1): zeros in place of keys and values that do not exist, which may be NaN
-        is_missing = rearrange(torch.arange(kv_len, device=q.device) >= kv_lengths[:, None], "b n -> b 1 n 1")
-        k, v = k.masked_fill(is_missing, 0), v.masked_fill(is_missing, 0)
     group = heads // kv_heads if kv_heads else 1
     k = repeat(k, "batch kv_heads n d -> batch (kv_heads group) n d", group=group)
     v = repeat(v, "batch kv_heads n d -> batch (kv_heads group) n d", group=group)
 
     attends = _attending_pairs(q, kv_len, mask, causal, kv_lengths)
+    # zeros in place of keys and values that no query attends to, which may be NaN
+    is_unread = ~attends.any(dim=-2).unsqueeze(-1)
+    k, v = k.masked_fill(is_unread, 0), v.masked_fill(is_unread, 0)
     score_dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(score_dtype) @ k.to(score_dtype).transpose(-1, -2) * scale
     scores = _changed(scores, softcap, alibi_slopes, bias).masked_fill(~attends, -torch.inf)
 
-    # a row without keys: a finite pivot and a total of 1 avoid -inf - (-inf) and 0 / 0, in the backward too
-    is_empty = ~attends.any(dim=-1, keepdim=True)
     highest = (
         scores.detach().amax(dim=-1, keepdim=True) if kv_len else scores.new_full((batch, heads, q_len, 1), -torch.inf)
     )
     if sinks is not None:
         sinks = rearrange(sinks.to(score_dtype), "heads -> heads 1 1")
         highest = torch.maximum(highest, sinks.detach())
-        is_empty = highest == -torch.inf
+    # a row without keys, or whose scores are all -inf: a finite pivot and a total of 1 avoid -inf - (-inf) and 0 / 0, in the
+    # backward too
+    is_empty = highest == -torch.inf
     pivot = highest.masked_fill(is_empty, 0)
     weights = torch.exp(scores - pivot)
     total = weights.sum(dim=-1, keepdim=True)

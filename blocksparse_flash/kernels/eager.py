@@ -8,7 +8,7 @@ s = scale q k^T, per row of queries:
 
     forward    m = max s,  p = exp(s - m),  l = sum p,  out = (p / l) v,  lse = m + log(l)
                rows too long for one chunk are walked in spans, which rescale what came before by exp(m - new m)
-    backward   p = exp(s - lse),  dp = dout v^T,  ds = p (dp - delta),  delta = rowsum(dout out) - dlse
+    backward   p = exp(s - lse),  dp = dout v^T,  ds = p (dp - delta),  delta = rowsum(p dp) - dlse = rowsum(dout out) - dlse
                dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout
 
 Options of the scores (scores.py) change s before the mask; a sink is a partial result that every row starts from.
@@ -21,8 +21,7 @@ twice. A row without keys writes out 0, lse -inf and gradients 0.
 Two facts about CPUs decide how masks are applied (Xeon with AVX-512, torch 2.13, ns an element):
     masked_fill_ takes 2.1, torch.minimum with +inf and -inf 0.08
     exp takes 0.13, but 3 to 12 for -inf and for results below the smallest normal number; exp2 takes 0.15 for any, but
-    its larger exponents round worse. So exponents are clamped, and results which were clamped are set to 0 where a
-    pair may be masked
+    its larger exponents round worse. So exponents are clamped, and results which were clamped are set to 0
 """
 
 from __future__ import annotations
@@ -115,11 +114,10 @@ class _Span(NamedTuple):
     length_limit: Tensor | None
     keep: Tensor | None
     change: Change | None
-    is_only: bool
 
 
 class _Walk:
-    """All chunks of a call, in a fixed order: pairs of (query tiles, spans)."""
+    """All chunks of a call, in a fixed order: query tiles, whether they have one span only, and what walks their spans."""
 
     def __init__(
         self,
@@ -155,9 +153,10 @@ class _Walk:
             return torch.full((self.sizes.batch,), kv_len, device=self.device)
         return None
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Iterator[_Span]]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, bool, Callable[[], Iterator[_Span]]]]:
         sizes = self.sizes
         for group in self.groups:
+            is_single = group.n_tiles <= self.tiles_at_once
             rows_at_once = max(1, self.tiles_at_once // group.n_tiles)
             n_rows = len(group.rows)
             for begin in range(0, n_rows, rows_at_once):
@@ -170,7 +169,8 @@ class _Walk:
                     batch_idx = shared[:, :1] + group.batch_idx[begin:end]
                     head_idx = shared[:, 1:] + group.head_idx[begin:end]
                     q_tiles = (batch_idx * sizes.heads + head_idx) * sizes.n_rows + group.rows[begin:end]
-                    yield q_tiles.flatten(), self._spans(group, begin, end, batch_idx, head_idx, memory)
+                    spans = functools.partial(self._spans, group, begin, end, batch_idx, head_idx, memory)
+                    yield q_tiles.flatten(), is_single, spans
 
     def _spans(
         self, group: _Group, begin: int, end: int, batch_idx: Tensor, head_idx: Tensor, memory: dict[int, Tensor]
@@ -198,7 +198,6 @@ class _Walk:
                 length_limit=self._length_limit(batch_idx, kv_pos),
                 keep=self._keep(batch_idx, head_idx, q_pos, kv_pos),
                 change=self._change(group, slice(begin, end), (first, last), batch_idx, head_idx, q_pos, kv_pos),
-                is_only=group.n_tiles <= self.tiles_at_once,
             )
 
     def _length_limit(self, batch_idx: Tensor, kv_pos: Tensor | None) -> Tensor | None:
@@ -346,24 +345,24 @@ def _scores(q_chunk: Tensor, k_chunk: Tensor, scale: float, span: _Span) -> tupl
     by_head = scores.view(span.shape)
     tanh = None if span.change is None else span.change.apply(by_head)
     if span.limit is not None:
-        partial = by_head[..., : span.limit.shape[-1]]
-        torch.minimum(partial, span.limit, out=partial)
+        _mask(by_head[..., : span.limit.shape[-1]], span.limit)
     if span.length_limit is not None:
-        torch.minimum(by_head, span.length_limit, out=by_head)
+        _mask(by_head, span.length_limit)
     return scores, tanh
 
 
-def _weights(scores: Tensor, pivot: Tensor, span: _Span) -> Tensor:
-    """exp(scores - pivot), in place; exactly 0 for pairs that do not attend."""
+def _mask(scores: Tensor, limit: Tensor) -> None:
+    """-inf where limit is, in place. A NaN becomes +inf, which makes NaN of its row if the pair attends; minimum would keep it."""
+    scores.nan_to_num_(torch.inf, torch.inf, -torch.inf)
+    torch.minimum(scores, limit, out=scores)
+
+
+def _weights(scores: Tensor, pivot: Tensor) -> Tensor:
+    """exp(scores - pivot), in place; exactly 0 for a score of -inf, which a pair that attends may have too."""
     lowest = LOWEST_EXPONENT[scores.dtype]
     weights = scores.sub_(pivot).clamp_min_(lowest).exp_()
-    by_head = weights.view(span.shape)
-    if span.length_limit is None and span.limit is not None:
-        by_head = by_head[..., : span.limit.shape[-1]]
-    if span.length_limit is not None or span.limit is not None:
-        # twice, so that no rounding of exp matters
-        torch.threshold_(by_head, 2 * math.exp(lowest), 0.0)
-    return weights
+    # twice, so that no rounding of exp matters
+    return torch.threshold_(weights, 2 * math.exp(lowest), 0.0)
 
 
 def _finite(highest: Tensor) -> Tensor:
@@ -403,7 +402,7 @@ def _attended(
     dtype = q_chunk.dtype
     scores, _ = _scores(q_chunk, _gathered(k_tiles, span).to(dtype), scale, span)
     highest = scores.amax(dim=-1, keepdim=True)
-    weights = _weights(scores, _finite(highest), span)
+    weights = _weights(scores, _finite(highest))
     total = weights.sum(dim=-1, keepdim=True)
     if is_all:
         # as the reference does, which rounds less than dividing the product
@@ -426,6 +425,17 @@ def _sunk(sinks: Tensor, index: Tensor, sizes: _Sizes, v_dim: int) -> _Partial:
     return _Partial(
         highest.new_zeros(len(index), sizes.q_side, v_dim), highest, torch.ones_like(highest), is_divided=False
     )
+
+
+def _pairs(
+    q_chunk: Tensor, dout_chunk: Tensor, pivot: Tensor, k_tiles: Tensor, v_tiles: Tensor, scale: float, span: _Span
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """p and dp of a span, before and after dropout, and the tanh of a cap."""
+    scores, tanh = _scores(q_chunk, _gathered(k_tiles, span), scale, span)
+    dscores = torch.bmm(dout_chunk, _gathered(v_tiles, span).transpose(1, 2))
+    if span.keep is not None:
+        dscores.view(span.shape).mul_(span.keep)
+    return _weights(scores, pivot), dscores, tanh
 
 
 def _add_tiles(total: Tensor, index: Tensor, tiles: Tensor) -> None:
@@ -478,10 +488,11 @@ def forward(
     k_tiles, v_tiles = (_kv_tiles(tensor, stored, kv_lengths) for tensor in (k, v))
     out_tiles = q_tiles.new_zeros(*q_tiles.shape[:2], v.shape[3])
     lse_tiles = _tiles(lse[..., None], dtype, sizes.q_side)
-    for index, spans in walk:
+    for index, is_single, spans in walk:
         q_chunk = q_tiles.index_select(0, index)
+        is_all = is_single and sinks is None
         partials: Iterable[_Partial] = (
-            _attended(q_chunk, k_tiles, v_tiles, scale, span, is_all=span.is_only and sinks is None) for span in spans
+            _attended(q_chunk, k_tiles, v_tiles, scale, span, is_all=is_all) for span in spans()
         )
         if sinks is not None:
             partials = itertools.chain([_sunk(sinks, index, sizes, v.shape[3])], partials)
@@ -519,7 +530,9 @@ def backward(
         assert scores is None, "the reference answers for no keys"
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dtype = lse.dtype
-    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1)
+    # half types have rounded out, which would give rows of one key or two gradients that are all rounding: p dp is summed
+    is_rounded = out.dtype != dtype
+    delta = torch.zeros_like(lse) if is_rounded else (dout * out).sum(dim=-1)
     if dlse is not None:
         # nothing moves the lse of a row without keys, whatever gradient it was given
         delta = delta - dlse.masked_fill(lse == -torch.inf, 0)
@@ -535,20 +548,22 @@ def backward(
     # as for a query that does not exist: a slope may give it scores whose exp is no number, and 0 times that is none either
     pivot_tiles = _tiles(pivot[..., None], dtype, sizes.q_side, beyond=torch.inf)
     dq_tiles, dk_tiles, dv_tiles = (torch.zeros_like(tiles) for tiles in (q_tiles, k_tiles, v_tiles))
-    for index, spans in walk:
+    for index, is_single, spans in walk:
         q_chunk, dout_chunk, delta_chunk, pivot_chunk = (
             tiles.index_select(0, index) for tiles in (q_tiles, dout_tiles, delta_tiles, pivot_tiles)
         )
+        if is_rounded and not is_single:
+            for span in spans():
+                weights, dscores, _ = _pairs(q_chunk, dout_chunk, pivot_chunk, k_tiles, v_tiles, scale, span)
+                delta_chunk.add_(weights.mul_(dscores).sum(dim=-1, keepdim=True))
         dq_chunk = torch.zeros_like(q_chunk)
-        for span in spans:
-            k_chunk = _gathered(k_tiles, span)
-            found, tanh = _scores(q_chunk, k_chunk, scale, span)
-            weights = _weights(found, pivot_chunk, span)
-            dscores = torch.bmm(dout_chunk, _gathered(v_tiles, span).transpose(1, 2))
+        for span in spans():
+            weights, dscores, tanh = _pairs(q_chunk, dout_chunk, pivot_chunk, k_tiles, v_tiles, scale, span)
+            if is_rounded and is_single:
+                delta_chunk.add_((weights * dscores).sum(dim=-1, keepdim=True))
             kept = weights
             if span.keep is not None:
                 kept = (weights.view(span.shape) * span.keep).view(weights.shape)
-                dscores.view(span.shape).mul_(span.keep)
             _add_tiles(dv_tiles, span.kv_tiles, torch.bmm(kept.transpose(1, 2), dout_chunk))
             dscores.sub_(delta_chunk).mul_(weights)
             if changes is not None and span.change is not None:
@@ -559,12 +574,14 @@ def backward(
                 if tanh is not None:
                     dscores.view(span.shape).mul_(tanh.square_().neg_().add_(1))
             _add_tiles(dk_tiles, span.kv_tiles, torch.bmm(dscores.transpose(1, 2), q_chunk))
-            dq_chunk.baddbmm_(dscores, k_chunk)
+            dq_chunk.baddbmm_(dscores, _gathered(k_tiles, span))
         dq_tiles.index_copy_(0, index, dq_chunk)
+        delta_tiles.index_copy_(0, index, delta_chunk)
     grads = _untiled(dq_tiles.mul_(scale), q), _untiled(dk_tiles.mul_(scale), k), _untiled(dv_tiles, v)
     if scores is None or changes is None:
         return grads
     of_slopes = changes.distance_sums
     if of_slopes is not None:
-        of_slopes = _untiled(of_slopes, lse[..., None])[..., 0]
+        of_slopes = _untiled(of_slopes, lse[..., None].double())[..., 0]
+    delta = _untiled(delta_tiles, lse[..., None])[..., 0]
     return *grads, *scores.gradients(wanted, lse, delta, of_slopes, changes.bias_sums)

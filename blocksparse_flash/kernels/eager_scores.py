@@ -47,7 +47,7 @@ class Change(NamedTuple):
 class Changes:
     """The changes of all spans of a call, and the sums that their gradients come from.
 
-    distance_sums  (query tiles, queries, 1): of -ds * distance
+    distance_sums  (query tiles, queries, 1): of -ds * distance, in float64, since far and near pairs nearly cancel
     bias_sums      see scores.sums_shape
     """
 
@@ -63,7 +63,7 @@ class Changes:
         self.scores, self._tables = scores, scores.tables(0, base_2=False)
         # of a tile; all there are, where they are fewer than it holds
         self._queries = like.shape[1]
-        self.distance_sums = like.new_zeros(len(like), self._queries, 1) if wanted[0] else None
+        self.distance_sums = like.new_zeros(len(like), self._queries, 1, dtype=torch.float64) if wanted[0] else None
         self.bias_sums = None
         if wanted[1] and scores.pieces is not None:
             shared = tuple(size if of_plan == 1 else 1 for size, of_plan in zip(axes, plan[0].shape[:2], strict=True))
@@ -104,7 +104,7 @@ class Changes:
             self.bias_sums[_within(change.places, self.bias_sums)] = of_tiles
         if self.distance_sums is None or change.distance is None:
             return None
-        return -(dscores * change.distance).sum(dim=-1).view(-1, self._queries, 1)
+        return -(dscores * change.distance).sum(dim=-1, dtype=torch.float64).view(-1, self._queries, 1)
 
 
 def _within(places: tuple[Tensor, Tensor, Tensor], tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:

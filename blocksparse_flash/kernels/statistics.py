@@ -26,7 +26,7 @@ def statistics_kernel(
     """What every step of the backward wants of a query, n_padded a head so that no step bounds-checks them.
 
     lse    in base 2; +inf past q_len and for a row without keys, so that p is 0
-    delta  rowsum(dout * out) - dlse; 0 past q_len
+    delta  rowsum(dout * out) - dlse, whose dlse is 0 for a row without keys; 0 past q_len
 
     Written as pairs, and as lines (every lse, then every delta), to those that are given. And zeros to the CLEARED numbers
     of each query, those past q_len included, of the first n_cleared heads at cleared_ptr, which the next launch adds to, and to
@@ -55,7 +55,9 @@ def statistics_kernel(
     o_line = i_axis.to(tl.int64) * q_len + o_q
     b_lse = tl.load(lse_ptr + o_line, mask=m_q, other=float("-inf"))
     if dlse_ptr is not None:
-        b_delta -= tl.load(dlse_ptr + o_line, mask=m_q, other=0.0)
+        # nothing moves the lse of a row without keys, whatever gradient it was given
+        b_dlse = tl.load(dlse_ptr + o_line, mask=m_q, other=0.0)
+        b_delta -= tl.where(b_lse == float("-inf"), 0.0, b_dlse)
     o_line = i_axis.to(tl.int64) * n_padded + o_q
     m_padded = o_q < n_padded
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
