@@ -65,7 +65,7 @@ def results(
 
     By autograd through the reference, and by the textbook, in the type of q: of half types the textbook twice, with the
     reference's out and with one from float32 weights; of the others all twice, the products of q and k summed from the
-    first and from the last component. lse in ORDERS more orders of that sum: it rounds nowhere else, and where a row has
+    first and from the last component, and where there is something added in ORDERS more orders. lse in ORDERS more orders of that sum: it rounds nowhere else, and where a row has
     few keys one order alone is near by accident.
 
     dout, dlse  gradients of out and lse; lse has at least float32, and is computed from q and k in that type
@@ -81,16 +81,25 @@ def results(
         others += range(roundings if roundings is not None else ROUNDINGS if added else 0)
         found = _both(q, k, v, dout, dlse, mask, others, added, blocks, **options)
     else:
-        backwards = _both(q.flip(-1), k.flip(-1), v, dout, dlse, mask, [], added, blocks, **options)
-        for result in backwards:
-            result[2], result[3] = result[2].flip(-1), result[3].flip(-1)
-        found = [*_both(q, k, v, dout, dlse, mask, [], added, blocks, **options), *backwards]
+        found = _both(q, k, v, dout, dlse, mask, [], added, blocks, **options)
+        orders = [torch.arange(q.shape[-1] - 1, -1, -1, device=q.device)]
+        # a gradient that is a sum over all pairs of a block or a head has few numbers, near by accident in one order or two
+        orders += _orders(q.shape[-1], q.device) if added else []
+        for order in orders:
+            back = order.argsort()
+            for result in _both(q[..., order], k[..., order], v, dout, dlse, mask, [], added, blocks, **options):
+                result[2], result[3] = result[2][..., back], result[3][..., back]
+                found.append(result)
     outs, lses, *grads = map(list, zip(*found, strict=True))
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(ORDERS):
-        order = torch.randperm(q.shape[-1], generator=generator).to(q.device)
+    for order in _orders(q.shape[-1], q.device):
         lses.append(reference.attention(q[..., order].detach(), k[..., order].detach(), v.detach(), mask, **given)[1])
     return [outs, lses, *grads]
+
+
+def _orders(head_dim: int, device: torch.device) -> list[Tensor]:
+    """ORDERS orders of the sum over the components of q and k."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randperm(head_dim, generator=generator).to(device) for _ in range(ORDERS)]
 
 
 def _both(
