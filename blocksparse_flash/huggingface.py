@@ -1,7 +1,7 @@
 """How does a model of Hugging Face transformers attend with a layout? `register()`, then `attn_implementation="blocksparse"`.
 
 Knows: the two functions that transformers looks up by that name, one for masks and one for attention; configs, padding masks,
-cache positions. Must not know: any model, backends, plans.
+cache positions; forward hooks, which report a layout that no attention of a model reads. Must not know: any model, backends, plans.
 
 A mask is made once for each forward of a model, and goes through all of its layers. A place in its tensors is a slot. A
 layout speaks of positions, which count tokens and not padding, so that a padded batch gives what each of its sequences alone
@@ -10,6 +10,10 @@ gives. transformers' own windows are as it has them, in slots.
 
 from __future__ import annotations
 
+import inspect
+import sys
+import threading
+import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -25,12 +29,21 @@ from .layout import BlockLayout
 NAME = "blocksparse"
 # the attribute of a model's config that holds its layout
 KEY = "attention_layout"
+# names models that README.md lists as tested
+_WAY_OUT = (
+    "use a model that attends through transformers' attention interface, such as Llama, GPT-2 or BERT, or keep this model's "
+    "own attention: attn_implementation='sdpa' or 'eager', with config.attention_layout = None"
+)
+# attributes of a watched model: that it has hooks, and the attn_implementation that its hooks have dealt with
+_WATCHED = "_blocksparse_flash_watched"
+_DEALT_WITH = "_blocksparse_flash_dealt_with"
 
 MaskFunction = Callable[..., Tensor]
 
 # passed to attention functions, and without a meaning for them
 _HARMLESS = {
     "cache_position",
+    "logits_to_keep",
     "num_items_in_batch",
     "output_hidden_states",
     "output_router_logits",
@@ -54,7 +67,21 @@ _STATIC = (
 )
 
 
-class Mask(NamedTuple):
+class _Fields(NamedTuple):
+    """The fields of `Mask`, which says what they are."""
+
+    layout: BlockLayout | None
+    is_causal: bool
+    kind: str
+    window: int | None = None
+    kv_lengths: Tensor | None = None
+    order: Tensor | None = None
+    back: Tensor | None = None
+    owner: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
+class Mask(_Fields):
     """What goes through a model in the place of its attention mask.
 
     layout      of the queries and keys of this forward, causality included; None attends everywhere
@@ -64,15 +91,259 @@ class Mask(NamedTuple):
     kv_lengths  int64 (batch,): how many keys are tokens, which `order` brings to the front; None is all
     order       int64 (batch, kv_len): slots of the tokens, then those of the padding; None leaves them
     back        int64 (batch, q_len): where `order` has each slot, if queries have the same order; None leaves them
+    owner       name of the class of the config that holds the layout
+    shape       (batch, 1, q_len, kv_len), as of the mask of pairs that it stands for
+
+    Where a model hands the mask to another, that one takes it for a mask of pairs, by `ndim` and `shape`, and keeps it. A
+    model that computes with it gets an error that names the layer: its attributes are no tensor's, and torch and operators
+    refuse it.
     """
 
-    layout: BlockLayout | None
-    is_causal: bool
-    kind: str
-    window: int | None = None
-    kv_lengths: Tensor | None = None
-    order: Tensor | None = None
-    back: Tensor | None = None
+    __slots__ = ()
+
+    ndim = 4
+
+    # hashable, although __eq__ is its own
+    __hash__ = tuple.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            raise TypeError(_computed_with("=="))
+        return tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(_computed_with(f"torch's {getattr(function, '__name__', function)}"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # hasattr must be able to say no
+        raise AttributeError(_computed_with(f".{name}"))
+
+
+def _computed_with(what: str) -> str:
+    """The message of whatever takes a mask for a tensor."""
+    return (
+        f"{_place()} computes with the attention mask itself ({what}), but attn_implementation='{NAME}' has a Mask in its "
+        f"place, which only its own attention reads: {_WAY_OUT}"
+    )
+
+
+def _refuses(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise TypeError(_computed_with(name))
+
+    return refuse
+
+
+_OPERATORS = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "and": "&", "or": "|", "xor": "^",
+    "radd": "+", "rsub": "-", "rmul": "*", "rtruediv": "/", "rand": "&", "ror": "|", "rxor": "^",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "invert": "~", "getitem": "[...]",
+}  # fmt: skip
+for _name, _sign in _OPERATORS.items():
+    setattr(Mask, f"__{_name}__", _refuses(_sign))
+
+
+# ---- is the layout read? ----
+
+
+class _Forward:
+    """A running forward of a model whose config holds a layout; `read` are the configs that attention asked so far."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.read: set[str | None] = set()
+
+
+class _Running(threading.local):
+    """The running forwards of this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.forwards: list[_Forward] = []
+
+
+class _Last:
+    """Whether attention was called since a forward with a layout began: all that torch.compile can trace of this file.
+
+    It is written before it is read, so that it is a constant of most graphs and guards nothing.
+    """
+
+    attended = False
+
+
+_running = _Running()
+_last = _Last()
+
+
+def _owner_of(config: Any) -> str | None:
+    """How a config is called in messages, and told from the other configs of a model."""
+    return None if config is None else type(config).__name__
+
+
+def _attended(owner: str | None) -> None:
+    """Called by each attention of a layer, with the owner of the config that it asked for a layout."""
+    _last.attended = True
+    if not torch.compiler.is_compiling():
+        for forward in _running.forwards:
+            forward.read.add(owner)
+
+
+def _place() -> str:
+    """The layer and the model whose forwards are running, innermost and outermost, as messages name them."""
+    if torch.compiler.is_compiling():
+        return "this model"
+    names = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and isinstance(module, torch.nn.Module):
+            names.append(type(module).__name__)
+        frame = frame.f_back
+    if not names:
+        return "this code"
+    return names[0] if names[0] == names[-1] else f"{names[0]} of {names[-1]}"
+
+
+def _ignored(model: torch.nn.Module, read: set[str | None]) -> ValueError:
+    """The error of a forward in which no attention read the layout of the model's config."""
+    name, config = type(model).__name__, _owner_of(model.config)
+    if not read:
+        return ValueError(
+            f"{name} ignored config.{KEY}: none of its layers called attn_implementation='{NAME}', since it computes its own "
+            f"attention, or has none; {_WAY_OUT}"
+        )
+    others = sorted(other for other in read if other is not None)
+    keys = [
+        key for key in getattr(model.config, "sub_configs", {}) if _owner_of(getattr(model.config, key, None)) in others
+    ]
+    if keys:
+        where = " or ".join(f"config.{key}.{KEY}" for key in keys)
+        return ValueError(
+            f"{name} ignored config.{KEY}: it is in its {config}, but its attention reads {' and '.join(others)}; set "
+            f"{where} instead, and config.{KEY} = None"
+        )
+    said = " and ".join(others) if others else "no config"
+    return ValueError(f"{name} ignored config.{KEY}: it is in its {config}, but its attention reads {said}; {_WAY_OUT}")
+
+
+@torch.compiler.disable(
+    reason=f"config.{KEY} is ignored, since attn_implementation is not '{NAME}': set config.{KEY} = None for attention to all, "
+    f"or model.set_attn_implementation('{NAME}')"
+)
+def _warn(model: torch.nn.Module) -> None:
+    """Once for each model and attn_implementation."""
+    config: Any = model.config
+    how = config._attn_implementation
+    for module in model.modules():
+        if getattr(module, "config", None) is config and hasattr(module, _WATCHED):
+            setattr(module, _DEALT_WITH, how)
+    warnings.warn(
+        f"{type(model).__name__} ignores config.{KEY}: its attn_implementation is {how!r}, and attends to all. For the layout "
+        f"load or make the model with attn_implementation='{NAME}', or call model.set_attn_implementation('{NAME}'); if "
+        f"{how!r} is meant, as to compare, config.{KEY} = None says so",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _check_parts(model: torch.nn.Module) -> None:
+    """ValueError for a layout in the config of a part that no module of the model has for its config."""
+    config: Any = model.config
+    for key in getattr(config, "sub_configs", {}):
+        part = getattr(config, key, None)
+        if getattr(part, KEY, None) is None:
+            continue
+        if not any(_owner_of(getattr(module, "config", None)) == _owner_of(part) for module in model.modules()):
+            raise ValueError(
+                f"{type(model).__name__} ignores config.{key}.{KEY}: no module of it has a {_owner_of(part)}; set it in the "
+                f"config of the part that attends, and config.{key}.{KEY} = None"
+            )
+
+
+def _before(model: torch.nn.Module, _: Any) -> None:
+    """Forward pre-hook."""
+    config: Any = model.config
+    if not torch.compiler.is_compiling():
+        _check_parts(model)
+    if getattr(config, KEY, None) is None:
+        return
+    how = config._attn_implementation
+    if how != NAME:
+        if getattr(model, _DEALT_WITH, None) != how:
+            _warn(model)
+        return
+    _last.attended = False
+    if not torch.compiler.is_compiling():
+        _running.forwards = [forward for forward in _running.forwards if forward.model is not model]
+        _running.forwards.append(_Forward(model))
+
+
+def _after(model: torch.nn.Module, _: Any, output: Any) -> None:
+    """Forward hook that is always called: after an error, which is not to be hidden by another, `output` is None."""
+    config: Any = model.config
+    read: set[str | None] = set()
+    if not torch.compiler.is_compiling() and _running.forwards and _running.forwards[-1].model is model:
+        read = _running.forwards.pop().read
+    if output is None or getattr(config, KEY, None) is None or config._attn_implementation != NAME:
+        return
+    # a forward that was traced only in part knows no more than whether attention was called
+    was_read = _owner_of(config) in read if read else _last.attended
+    if torch.compiler.is_compiling():
+        if not was_read:
+            raise _ignored(model, read)
+    elif was_read:
+        setattr(model, _DEALT_WITH, NAME)
+    # a model that has attended may have forwards in which all of its attentions are dropped
+    elif getattr(model, _DEALT_WITH, None) != NAME:
+        raise _ignored(model, read)
+
+
+def _refuse_tables(model: Any) -> None:
+    """Adds an entry that raises ValueError to the tables {attn_implementation: class of attention} beside a model's class.
+
+    Falcon, GPT-Neo and others choose their attention so, and would end in KeyError: 'blocksparse'.
+    """
+    for name, table in list(vars(sys.modules[type(model).__module__]).items()):
+        if (
+            isinstance(table, dict)
+            and "eager" in table
+            and NAME not in table
+            and all(isinstance(kind, type) and issubclass(kind, torch.nn.Module) for kind in table.values())
+        ):
+
+            def refuse(*_: Any, name: str = name, known: tuple[str, ...] = tuple(table), **__: Any) -> None:
+                raise ValueError(
+                    f"{type(model).__name__} has no attn_implementation='{NAME}': it computes its own attention, which it "
+                    f"chooses from {name}, of {', '.join(known)}; {_WAY_OUT}"
+                )
+
+            table[NAME] = refuse
+
+
+def _watch(module: Any, _: str, child: Any) -> None:
+    """Hook of torch that is called for each module which becomes part of another, before it does."""
+    from transformers import PreTrainedModel
+
+    for model in (module, child):
+        if isinstance(model, PreTrainedModel) and not hasattr(model, _WATCHED):
+            setattr(model, _WATCHED, True)
+            _refuse_tables(model)
+            model.register_forward_pre_hook(_before)
+            model.register_forward_hook(_after, always_call=True)
+
+
+_handles: list[Any] = []
+
+
+def _start_watching() -> None:
+    """Gives hooks to every model of transformers that is made from now on, or becomes part of another module."""
+    if not _handles:
+        _handles.append(torch.nn.modules.module.register_module_module_registration_hook(_watch))
 
 
 # ---- what does transformers ask for? ----
@@ -343,6 +614,14 @@ def attention_mask(
         kind = "bidirectional"
     part = crops.Part(q_offset, q_length, kv_offset, kv_length, torch.device(device))
     asked = _Asked(kind, None, config, batch_size, part)
+    shape = (batch_size, 1, q_length, kv_length)
+    if isinstance(attention_mask, Mask):
+        if attention_mask.shape != shape:
+            raise ValueError(
+                f"attention_mask must be (batch, length), got the mask that another model made, of {attention_mask.shape} "
+                f"where {shape} is needed"
+            )
+        return attention_mask
     is_token = attention_mask
     if is_token is not None:
         if is_token.ndim != 2 or is_token.shape[0] != batch_size:
@@ -355,7 +634,9 @@ def attention_mask(
         if not torch.compiler.is_compiling() and bool(is_token.all()):
             is_token = None
     mask = _by_rule(asked, is_token)
-    return _on_the_host(asked, is_token, mask_function, local_size, use_vmap) if mask is None else mask
+    if mask is None:
+        mask = _on_the_host(asked, is_token, mask_function, local_size, use_vmap)
+    return mask._replace(owner=_owner_of(config), shape=shape)
 
 
 # ---- the attention of a layer ----
@@ -380,29 +661,39 @@ def _of_layer(module: torch.nn.Module, q_len: int, kv_len: int, is_causal: bool 
         is_causal = bool(getattr(module, "is_causal", True))
     kind = "causal" if is_causal else "bidirectional"
     part = crops.Part(0, q_len, 0, kv_len, device)
-    asked = _Asked(kind, None, getattr(module, "config", None), 1, part)
+    config = getattr(module, "config", None)
+    asked, owner = _Asked(kind, None, config, 1, part), _owner_of(config)
     whole = asked.whole()
     if whole is None:
-        return Mask(None, is_causal, kind)
+        return Mask(None, is_causal, kind, owner=owner)
     if not asked.is_square:
         raise ValueError(
             f"config.{KEY} needs to know which positions {q_len} queries and {kv_len} keys have, but the model made no mask"
         )
-    return Mask(crops.cropped(whole, part), False, kind)
+    return Mask(crops.cropped(whole, part), False, kind, owner=owner)
 
 
-def _check(mask: Any, kv_len: int, is_causal: bool | None, sliding_window: int | None) -> None:
+def _check(mask: Any, q_len: int, kv_len: int, is_causal: bool | None, sliding_window: int | None) -> None:
     """Whether a mask is ours, and does not contradict what its layer says."""
     if not isinstance(mask, Mask):
         raise TypeError(
-            f"attention_mask must be (batch, length), of which transformers makes what layers take, got "
-            f"{type(mask).__name__} of shape {tuple(getattr(mask, 'shape', ()))}: a mask of pairs is a layout, config.{KEY} = "
-            "blocksparse_flash.interop.from_huggingface(mask, block_size=128)"
+            f"attention_mask must be (batch, length), of which transformers makes what layers take, but "
+            f"{_place()} attends with a {type(mask).__name__} of shape {tuple(getattr(mask, 'shape', ()))}: a mask of "
+            f"pairs is a layout, config.{KEY} = blocksparse_flash.interop.from_huggingface(mask, block_size=128); if none was "
+            f"given, the model makes a mask of its own: {_WAY_OUT}"
+        )
+    if mask.shape is not None and mask.shape[2:] != (q_len, kv_len):
+        raise ValueError(
+            f"{_place()} attends with {q_len} queries to {kv_len} keys, but its model asked for a mask of "
+            f"{mask.shape[2]} x {mask.shape[3]}, in which the others have no position: {_WAY_OUT}"
         )
     if mask.kind == "other":
         return
     if is_causal is not None and is_causal != (mask.kind == "causal"):
-        raise ValueError(f"is_causal={is_causal} contradicts the mask that the model made, which is {mask.kind}")
+        raise ValueError(
+            f"is_causal={is_causal} contradicts the mask that the model made, which is {mask.kind}, in {_place()}: "
+            f"{_WAY_OUT}"
+        )
     if sliding_window is not None and mask.window is None and kv_len > sliding_window:
         raise ValueError(
             f"sliding_window={sliding_window} contradicts the mask that the model made, which has no window over its "
@@ -442,7 +733,13 @@ def attention_function(
     mask = attention_mask
     if mask is None:
         mask = _of_layer(module, query.shape[2], key.shape[2], is_causal, query.device)
-    _check(mask, key.shape[2], is_causal, sliding_window)
+    _check(mask, query.shape[2], key.shape[2], is_causal, sliding_window)
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"{_place()} attends with keys of {key.shape[1]} heads and {key.shape[2]} positions, but values of "
+            f"{value.shape[1]} and {value.shape[2]}: {_WAY_OUT}"
+        )
+    _attended(mask.owner)
     if mask.order is not None:
         order = mask.order[:, None, :, None]
         key, value = torch.take_along_dim(key, order, dim=2), torch.take_along_dim(value, order, dim=2)
@@ -474,6 +771,10 @@ def register() -> None:
     0 .. length - 1, of which each forward takes those it has; a specification is built for config.max_position_embeddings
     where there is such a number. What the model asks for, causality, windows and padding, holds as well.
 
+    Call it before models are made or loaded: those made from now on, or put into another module, report a layout that they
+    would ignore. ValueError, when one is made or at its first forward, if it computes its own attention; UserWarning at its
+    first forward, if its attn_implementation is another, such as "sdpa".
+
     Calling it again changes nothing. Needs transformers (`pip install 'blocksparse_flash[huggingface]'`).
 
     >>> register()  # doctest: +SKIP
@@ -484,3 +785,4 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, attention_mask)
+    _start_watching()

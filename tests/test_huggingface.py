@@ -199,12 +199,211 @@ BLOOM = "BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 16, "n_lay
 MPT = "MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 16, "n_layers": 1, "n_heads": 4, "max_seq_len": 64}
 
 
-@pytest.mark.parametrize("family", [BLOOM, MPT], ids=["Bloom", "Mpt"])
-def test_models_with_alibi_have_attention_of_their_own_and_say_so(family: tuple[str, dict[str, Any]]) -> None:
-    """Where one looks its attention up some day, this fails, and ALiBi is to be read from what it passes."""
-    assert not getattr(transformers, family[0]).is_backend_compatible()
-    with pytest.raises((AttributeError, TypeError), match="Mask"):
-        model(family, "blocksparse", LAYOUT)(ids(1, 30))
+@pytest.mark.parametrize(
+    ("family", "where"),
+    [
+        (BLOOM, r"BloomAttention of BloomForCausalLM .*\(\+\)"),
+        (MPT, r"MptModel of MptForCausalLM .*\(\.to\)"),
+        (("MegatronBertModel", SIZES), r"MegatronBertSelfAttention of MegatronBertModel .*\(\+\)"),
+        (("MPNetModel", SIZES), r"MPNet\w+ of MPNetModel "),
+    ],
+    ids=["Bloom", "Mpt", "MegatronBert", "MPNet"],
+)
+def test_models_that_compute_with_the_mask_are_refused_by_name(family: tuple[str, dict[str, Any]], where: str) -> None:
+    """Where BLOOM or MPT looks its attention up some day, this fails, and ALiBi is to be read from what it passes."""
+    for layout in (LAYOUT, None):
+        with pytest.raises((AttributeError, TypeError), match=rf"{where}.*attn_implementation='sdpa' or 'eager'"):
+            model(family, "blocksparse", layout)(ids(1, 30), attention_mask=torch.ones(1, 30))
+
+
+OPENAI_GPT = "OpenAIGPTLMHeadModel", {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 4}
+XLNET = "XLNetModel", {"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 1, "n_head": 4, "d_inner": 24}
+DEBERTA = "DebertaV2Model", SIZES
+
+
+# transformers 5.10 scripts parts of DeBERTa when it is imported
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("family", [OPENAI_GPT, XLNET, DEBERTA], ids=["OpenAIGPT", "XLNet", "DebertaV2"])
+def test_models_that_ignore_the_layout_are_refused_by_name(family: tuple[str, dict[str, Any]]) -> None:
+    """At the first forward: a layout may be set before the model is made and after."""
+    for early, late in ((LAYOUT, LAYOUT), (None, LAYOUT)):
+        made = model(family, "blocksparse", early).eval()
+        made.config.attention_layout = late
+        message = r"\w+ ignored config\.attention_layout: none of its layers called.*attn_implementation='sdpa'"
+        with pytest.raises(ValueError, match=message):
+            made(ids(1, 30))
+        made.config.attention_layout = None
+        made(ids(1, 30))
+
+
+def test_compiled_models_that_ignore_the_layout_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"OpenAIGPTModel ignored config\.attention_layout"):
+        torch.compile(model(OPENAI_GPT, "blocksparse", LAYOUT), backend="eager")(ids(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("family", "where"),
+    [
+        (("GPTNeoForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 16, "num_layers": 1, "num_heads": 4,
+            "attention_types": [[["global"], 1]]}), "GPTNeoModel .*GPT_NEO_ATTENTION_CLASSES, of eager"),
+        (("FalconForCausalLM", SIZES), "FalconModel .*FALCON_ATTENTION_CLASSES, of eager, sdpa"),
+    ],
+    ids=["GPTNeo", "Falcon"],
+)  # fmt: skip
+def test_models_that_choose_among_attentions_of_their_own_are_refused_by_name(
+    family: tuple[str, dict[str, Any]], where: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{where}.*attn_implementation='sdpa' or 'eager'"):
+        model(family, "blocksparse")
+    model(family, "eager")(ids(1, 30))
+
+
+def test_masks_that_the_model_spelled_out_are_refused_by_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"LayoutLMSelfAttention of LayoutLMModel attends with a Tensor.*'sdpa' or 'eager'"
+    ):
+        model(("LayoutLMModel", SIZES), "blocksparse")(ids(1, 30))
+
+
+def test_keys_that_the_model_adds_are_refused_by_name() -> None:
+    """DeepSeek V4 attends to summaries besides, in a mask that it was asked for 4 x 4."""
+    q, mask = torch.zeros(1, 1, 4, 8), huggingface.Mask(None, True, "causal", shape=(1, 1, 4, 4))
+    with pytest.raises(ValueError, match=r"with 4 queries to 5 keys, but its model asked for a mask of 4 x 4"):
+        huggingface.attention_function(torch.nn.Module(), q, q.new_zeros(1, 1, 5, 8), q.new_zeros(1, 1, 5, 8), mask)
+    with pytest.raises(
+        ValueError, match=r"attends with keys of 1 heads and 4 positions, but values of 2 and 4: use a model"
+    ):
+        huggingface.attention_function(torch.nn.Module(), q, q, q.new_zeros(1, 2, 4, 8), mask)
+
+
+def test_arguments_without_a_meaning_for_attention_pass() -> None:
+    """GOT-OCR2 hands logits_to_keep on to every layer."""
+    made = model("Llama", "blocksparse", LAYOUT)
+    assert torch.equal(made.model(ids(), logits_to_keep=0).last_hidden_state, made.model(ids()).last_hidden_state)
+
+
+def test_a_forward_that_fails_keeps_its_error() -> None:
+    made = model("Llama", "blocksparse", LAYOUT)
+    with pytest.raises(IndexError):
+        made(ids() + VOCABULARY)
+    assert not huggingface._running.forwards
+    made(ids())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_model_made_before_and_wrapped_later_is_seen() -> None:
+    made = model(DEBERTA, "blocksparse", LAYOUT)
+    for module in made.modules():
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+        vars(module).pop("_blocksparse_flash_watched", None)
+    made(ids(1, 30))
+    torch.nn.Sequential(made)
+    with pytest.raises(ValueError, match="DebertaV2Model ignored"):
+        made(ids(1, 30))
+
+
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
+def test_a_layout_that_another_attention_ignores_is_warned_of_once(how: str, recwarn: pytest.WarningsRecorder) -> None:
+    made = model("Llama", how, LAYOUT)
+    assert not recwarn
+    message = rf"LlamaForCausalLM ignores config.attention_layout: its attn_implementation is '{how}'.*config.attention_layout = None"
+    with pytest.warns(UserWarning, match=message) as said:
+        made(ids())
+    assert len(said) == 1
+    made(ids())
+    made.config.attention_layout = None
+    made(ids())
+    assert not recwarn
+    made.config.attention_layout = LAYOUT
+    made.set_attn_implementation("blocksparse")
+    assert torch.equal(made(ids()).logits, model("Llama", "blocksparse", LAYOUT)(ids()).logits)
+    assert not recwarn
+
+
+def test_one_graph_without_the_layout_is_refused() -> None:
+    made = model("Llama", "sdpa", LAYOUT, num_hidden_layers=1)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"config\.attention_layout is ignored"):
+        torch.compile(made, backend="eager", fullgraph=True)(ids())
+
+
+# the outer model makes the mask, and hands it to Gemma
+PICTURES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 8,
+}
+PALIGEMMA = (
+    "PaliGemmaForConditionalGeneration",
+    {
+        "text_config": {"model_type": "gemma", **GROUPED, "head_dim": 4},
+        "vision_config": {"model_type": "siglip_vision_model", **PICTURES, "patch_size": 4},
+        "image_token_index": VOCABULARY - 1,
+    },
+)
+
+
+def test_masks_that_one_model_hands_to_another_are_kept() -> None:
+    """With a prefix whose tokens attend to all of it, in PaliGemma."""
+    prefix = torch.ones(2, LENGTH, dtype=torch.long)
+    prefix[:, :20] = 0
+    mask = spelled_out(attends, torch.ones(2, LENGTH, dtype=torch.bool), causal=False)
+    for q in range(LENGTH):
+        mask[..., q, max(q + 1, 20 if q < 20 else 0) :] = False
+    inputs = {"input_ids": ids().clamp(max=VOCABULARY - 2), "token_type_ids": prefix}
+    theirs = logits_and_gradients(model(PALIGEMMA, "eager"), input_ids=inputs["input_ids"], attention_mask=added(mask))
+    made = model(PALIGEMMA, "blocksparse")
+    made.config.text_config.attention_layout = LAYOUT
+    assert_equal(logits_and_gradients(made, **inputs), theirs, "eager")
+    for length, batch in ((LENGTH - 1, 2), (LENGTH, 1)):
+        with pytest.raises(ValueError, match=r"the mask that another model made, of \(2, 1, 72, 72\)"):
+            huggingface.attention_mask(
+                batch,
+                length,
+                length,
+                mask_function=transformers.masking_utils.causal_mask_function,
+                attention_mask=huggingface.Mask(None, True, "causal", shape=(2, 1, LENGTH, LENGTH)),
+            )
+
+
+def test_a_layout_in_the_config_of_the_wrong_part_is_refused() -> None:
+    inputs = ids().clamp(max=VOCABULARY - 2)
+    with pytest.raises(
+        ValueError, match=r"is in its PaliGemmaConfig.*reads GemmaConfig; set config\.text_config\.attention_layout"
+    ):
+        model(PALIGEMMA, "blocksparse", LAYOUT)(inputs)
+    made = model(PALIGEMMA, "blocksparse")
+    made.model.vision_tower = torch.nn.Identity()
+    made.config.vision_config.attention_layout = LAYOUT
+    with pytest.raises(
+        ValueError, match=r"ignores config\.vision_config\.attention_layout: no module of it has a Siglip"
+    ):
+        made(inputs)
+    made = model(PALIGEMMA, "sdpa")
+    made.config.text_config.attention_layout = LAYOUT
+    with pytest.warns(UserWarning, match=r"GemmaModel ignores config\.attention_layout"):
+        made(inputs)
+
+
+def test_masks_are_no_tensors() -> None:
+    """Nothing that a model may do with a mask of pairs passes, but for what hands it on."""
+    mask, scores = huggingface.Mask(None, True, "causal", shape=(2, 1, 4, 4)), torch.zeros(4, 4)
+    wrong: list[Callable[[], Any]] = [
+        lambda: scores + mask, lambda: mask + scores, lambda: 1.0 - mask, lambda: mask * -1e9, lambda: ~mask, lambda: mask == 0,
+        lambda: scores == mask, lambda: mask != 0, lambda: mask < 0, lambda: mask[:, None], lambda: mask[0],
+        lambda: scores.masked_fill(mask, 0.0), lambda: torch.where(mask, scores, scores), lambda: scores.add_(mask),
+        lambda: mask.to(scores), lambda: mask.dim, lambda: mask.dtype, lambda: mask.size(-1), lambda: mask.masked_fill(mask, 0),
+        lambda: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=mask),
+        lambda: torch.cat([scores, mask]), lambda: torch.ones_like(mask),
+    ]  # fmt: skip
+    for number, do in enumerate(wrong):
+        with pytest.raises((AttributeError, TypeError), match="computes with the attention mask itself"):
+            pytest.fail(f"{number}: {do()!r}")
+    assert (mask.ndim, mask.shape) == (4, (2, 1, 4, 4)) and not hasattr(mask, "to") and not hasattr(mask, "meaning")
+    assert copy.deepcopy(mask) == mask and mask in [mask] and hash(mask) == hash(copy.copy(mask))
+    assert torch.utils._pytree.tree_map(lambda leaf: leaf, mask) == mask
 
 
 def test_vision_transformers_have_a_layout_over_patches() -> None:
@@ -263,8 +462,14 @@ def test_a_specification_is_built_for_the_longest_input() -> None:
 
 
 def test_a_specification_is_saved_with_the_model(tmp_path: Any) -> None:
+    """And what loads it without blocksparse attends to all, and says so."""
     made = model("Llama", "blocksparse", "local(window=9, block_size=16)")
     made.save_pretrained(tmp_path)
+    dense = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"LlamaForCausalLM ignores config\.attention_layout: its attn_implementation is 'sdpa'"
+    ):
+        dense(ids())
     again = transformers.LlamaForCausalLM.from_pretrained(
         tmp_path, attn_implementation="blocksparse", dtype=torch.float64
     )
