@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 pytest.importorskip("numba", reason="needs the extra [lra]")
 
-from benchmarks.lra import sets
+from benchmarks.lra import data, sets, tasks
 from benchmarks.lra.__main__ import generate
 
 
@@ -120,6 +122,86 @@ def test_a_set_that_differs_from_the_recorded_one_is_refused(tmp_path: Path, mon
     with pytest.raises(ValueError, match="cannot be compared"):
         sets.make(Squares(), "test", 1000, root=tmp_path / "third")
     assert sets.recorded(Squares(), "test", 999) is None
+
+
+@dataclass(frozen=True)
+class Cubes(Squares):
+    """Squares as another version of a package would make them."""
+
+    def draw(self, split: str, places: np.ndarray) -> np.ndarray:
+        records = super().draw(split, places)
+        records["square"] *= places
+        return records
+
+
+@pytest.fixture
+def squares_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = sets.make(Squares(), "test", 2000, root=tmp_path / "first").digest()
+    monkeypatch.setattr(sets, "RECORDED", tmp_path / "digests.json")
+    sets.RECORDED.write_text(json.dumps({"squares": {"test-2000": digest}}))
+
+
+@pytest.mark.usefixtures("squares_are_recorded")
+def test_a_refused_set_stays_refused_until_its_folder_is_deleted(tmp_path: Path) -> None:
+    """Its parts were there the second time, and nobody looked at them."""
+    folder = tmp_path / "squares" / "test"
+    for _ in range(3):
+        with pytest.raises(ValueError, match=f"Delete {re.escape(str(folder))} and make the set again"):
+            sets.make(Cubes(), "test", 2000, root=tmp_path)
+    with pytest.raises(ValueError, match="cannot be compared"):
+        sets.make(Squares(), "test", 2000, root=tmp_path)
+    shutil.rmtree(folder)
+    assert sets.make(Squares(), "test", 2000, root=tmp_path)[1999]["square"] == 1999**2
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 4
+    file.write_bytes(content)
+
+
+@pytest.mark.usefixtures("squares_are_recorded")
+def test_a_flipped_bit_in_a_complete_set_is_noticed(tmp_path: Path) -> None:
+    sets.make(Squares(), "test", 2000, root=tmp_path)
+    # one of a set that nothing is known of
+    sets.make(Squares(), "test", 1500, root=tmp_path)
+    file = tmp_path / "squares" / "test" / "000001.npy"
+    flip_a_bit(file)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"but .* was recorded"):
+            sets.make(Squares(), "test", 2000, root=tmp_path)
+    file.unlink()
+    assert len(sets.make(Squares(), "test", 2000, root=tmp_path)) == 2000
+
+
+@pytest.mark.usefixtures("squares_are_recorded")
+def test_a_large_set_shows_how_far_its_check_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets.make(Squares(), "test", 2000, root=tmp_path)
+    capsys.readouterr()
+    sets.make(Squares(), "test", 2000, root=tmp_path)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(sets, "LARGE", 2000 * 9)
+    sets.make(Squares(), "test", 2000, root=tmp_path)
+    assert "checking squares test: 100%" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("squares_are_recorded")
+def test_generate_says_as_recorded_of_what_it_has_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data, "generator_of", lambda *_, seed: Squares())
+    monkeypatch.setattr(tasks, "find", lambda task: tasks.Task("squares", 256, 9, 1, tasks.Sizes(1000, 1000, 2000)))
+    options: dict[str, Any] = {"root": tmp_path, "workers": 1}
+    generate("squares", splits=("test", "validation"), **options)
+    test, validation = capsys.readouterr().out.splitlines()
+    assert test.endswith(", as recorded")
+    assert validation.endswith(", of which none is recorded")
+    flip_a_bit(tmp_path / "squares" / "test" / "000000.npy")
+    with pytest.raises(ValueError, match="was recorded"):
+        generate("squares", splits=("test",), **options)
+    assert not capsys.readouterr().out
 
 
 def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def generate(
     for split in splits:
         count = getattr(found.sizes, split)
         stored = sets.make(source, split, count, root=root, workers=workers)
-        known = "as recorded" if sets.recorded(source, split, count) is not None else "of which none is recorded"
+        known = "as recorded" if sets.check(source, split, stored, root=root) else "of which none is recorded"
         print(f"{source.name} {split}: {len(stored)} samples, SHA-256 {stored.digest()}, {known}")
 
 

@@ -25,6 +25,8 @@ from tqdm import tqdm
 from .sources import Source
 
 PART = 1000
+# bytes of a set from which on a bar shows how far its checksum is: seconds of SHA-256
+LARGE = 1 << 28
 # sets of which every copy has to be equal: name of the source -> split-count -> SHA-256
 RECORDED = Path(__file__).with_name("digests.json")
 
@@ -67,16 +69,23 @@ class StoredSet:
             records[is_here] = self._parts[index][places[is_here] % PART]
         return records
 
-    def digest(self) -> str:
-        """SHA-256 of all records, in order."""
+    def digest(self, title: str = "") -> str:
+        """SHA-256 of all records, in order, as they are on disk now. A large set shows a bar with this title."""
         found = hashlib.sha256()
-        for part in self:
-            found.update(part.tobytes())
+        n_bytes = self.count * self._parts[0].itemsize if self._parts else 0
+        with tqdm(total=n_bytes, desc=title, unit="B", unit_scale=True, disable=n_bytes < LARGE) as bar:
+            for part in self:
+                found.update(part.tobytes())
+                bar.update(part.nbytes)
         return found.hexdigest()
 
 
+def _folder(source: Source, split: str, root: Path) -> Path:
+    return root / source.name / split
+
+
 def _files(source: Source, split: str, count: int, root: Path) -> list[Path]:
-    return [root / source.name / split / f"{index:06d}.npy" for index in range(-(-count // PART))]
+    return [_folder(source, split, root) / f"{index:06d}.npy" for index in range(-(-count // PART))]
 
 
 def _make_part(source: Source, split: str, index: int, file: Path) -> None:
@@ -95,7 +104,7 @@ def make(source: Source, split: str, count: int, *, root: Path, workers: int = 1
 
     root     a folder for all generated sets; each source has a folder of its own in it
     workers  processes that generate; 1 generates in this one. The result is the same
-    raises   ValueError if the set is one whose checksum is recorded and it has another
+    raises   ValueError if the checksum of the set is recorded and it has another, whoever made its parts, and when
     """
     if count < 1:
         raise ValueError(f"count must be 1 or more, got {count}")
@@ -125,8 +134,8 @@ def make(source: Source, split: str, count: int, *, root: Path, workers: int = 1
                         pool.shutdown(wait=False, cancel_futures=True)
                         raise
     stored = StoredSet(files, count)
-    if missing:
-        check(source, split, stored)
+    # parts that were there may be those of a set that was refused, or have changed since
+    check(source, split, stored, root=root)
     return stored
 
 
@@ -136,15 +145,19 @@ def recorded(source: Source, split: str, count: int) -> str | None:
     return digests.get(source.name, {}).get(f"{split}-{count}")
 
 
-def check(source: Source, split: str, stored: StoredSet) -> None:
-    """Refuse a set that is not the one which was recorded."""
+def check(source: Source, split: str, stored: StoredSet, *, root: Path) -> bool:
+    """Refuse a set that is not the one which was recorded. Returns whether one is recorded, with which it was compared.
+
+    Reads the whole set, each time: nothing on disk says that it was checked before.
+    """
     expected = recorded(source, split, len(stored))
     if expected is None:
-        return
-    found = stored.digest()
+        return False
+    found = stored.digest(f"checking {source.name} {split}")
     if found != expected:
         raise ValueError(
             f"{source.name} {split} of {len(stored)} has SHA-256 {found}, but {expected} was recorded: accuracies on it "
-            "cannot be compared with others. Remove its folder and generate it anew with the package versions of "
-            ".ci/constraints.txt"
+            f"cannot be compared with others. Delete {_folder(source, split, root)} and make the set again, with the "
+            "package versions of .ci/constraints.txt"
         )
+    return True
