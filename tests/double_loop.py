@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from blocksparse_flash import BlockLayout
 
 # lengths (q_len, kv_len) and block sizes: one block only; ragged ends; whole blocks; a decoding step; fewer and more
-# queries than keys, shifted by no multiple of a block; sides that differ, and one that is no power of two
+# queries than keys, shifted by no multiple of a block; sides that differ, and one that is no power of two; shifts by 2 and 1
+# less than a block, where the diagonal leaves all but one pair of a block, and all
 SQUARE_GRIDS = [(1, 16), (96, 16), (130, 64), (192, 48), (203, 48)]
 GRIDS = [((length, length), block_size) for length, block_size in SQUARE_GRIDS] + [
     ((1, 113), 16),
@@ -23,7 +24,13 @@ GRIDS = [((length, length), block_size) for length, block_size in SQUARE_GRIDS] 
     ((128, 128), (32, 64)),
     ((113, 203), (32, 64)),
     ((150, 90), (64, 32)),
+    ((50, 64), 16),
+    ((49, 64), 16),
 ]
+
+# numbers of tokens about the edges of blocks of 16, 48 and 64, and grids of these
+EDGES = [16 * k + more for k in (1, 3, 4) for more in (-2, -1, 0, 1)]
+EDGE_GRIDS = [(80, 16), (110, 48), (130, 64)]
 
 # (length, block_size) of every kind: mostly several blocks, ragged more often than not
 _SIDES = st.sampled_from([16, 48, 64, 128])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from double_loop import ANY_GRID, GRIDS, assert_attends, assert_heads_attend, both
+from double_loop import ANY_GRID, EDGE_GRIDS, EDGES, GRIDS, assert_attends, assert_heads_attend, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +26,13 @@ def test_double_loop(length, block_size, window, dilation, causal):
     shift = length[1] - length[0]
     layout = masks.dilated_window(length, window=window, dilation=dilation, causal=causal, block_size=block_size)
     assert_attends(layout, lambda q, kv: attends(q + shift - kv, window, dilation, causal))
+
+
+@pytest.mark.parametrize(("length", "block_size"), EDGE_GRIDS)
+@pytest.mark.parametrize("window", EDGES)
+def test_windows_about_the_edges_of_blocks(length, block_size, window):
+    layout = masks.dilated_window(length, window=window, dilation=1, block_size=block_size)
+    assert_attends(layout, lambda q_pos, kv_pos: abs(q_pos - kv_pos) <= window)
 
 
 @given(

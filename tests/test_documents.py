@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import masks
 
-# one; aligned to blocks; ragged; many in a block; without tokens at the start, in between and at the end; of one token
+# one; aligned to blocks; ragged; many in a block; without tokens at the start, in between and at the end; of one token; that
+# end one token into a block
 CASES = [
     [0, 130],
     [0, 64, 192, 256],
@@ -19,6 +20,7 @@ CASES = [
     [0, 3, 7, 8, 20, 21, 30, 150],
     [0, 0, 40, 40, 40, 97, 97],
     list(range(51)),
+    [0, 17, 49, 65, 100],
 ]
 BLOCK_SIZES = [16, 48, 64, (32, 64), (64, 32)]
 

@@ -40,6 +40,15 @@ def test_double_loop(length, block_size, size, unit):
         assert_attends(layout, lambda q, kv, levels=levels: attends(q + shift, kv, size, levels, unit))
 
 
+# shifts by which the diagonal leaves one pair of a block out, and none
+@pytest.mark.parametrize("length", [(50, 64), (49, 64)])
+@pytest.mark.parametrize(("size", "unit"), [(5, 1), (16, 4), (48, 48)])
+def test_causal_about_the_edges_of_blocks(length, size, unit):
+    shift, levels = length[1] - length[0], all_levels(size, length[1])
+    layout = masks.hierarchical(length, size=size, unit=unit, causal=True, block_size=16)
+    assert_attends(layout, lambda q, kv: attends(q + shift, kv, size, levels, unit) and kv <= q + shift)
+
+
 @given(grid=ANY_GRID, size=st.integers(1, 12) | st.integers(1, 130), causal=st.booleans(), data=st.data())
 @settings(deadline=None, max_examples=40)
 def test_any_hierarchy_on_any_grid(grid, size, causal, data):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from double_loop import ANY_GRID, GRIDS, assert_attends, both
+from double_loop import ANY_GRID, EDGE_GRIDS, EDGES, GRIDS, assert_attends, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +27,16 @@ def test_local_double_loop(length, block_size, window):
     q_len, kv_len = length
     layout = masks.local(length, window=window, block_size=block_size)
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos + kv_len - q_len - kv_pos, window))
+
+
+@pytest.mark.parametrize(("length", "block_size"), EDGE_GRIDS)
+@pytest.mark.parametrize("side", EDGES)
+@pytest.mark.parametrize("kind", ["both", "left", "right"])
+def test_windows_about_the_edges_of_blocks(length, block_size, side, kind):
+    """The farthest pairs of blocks are one less than multiples of 16 apart: 16 k - 2 leaves one pair of a block out."""
+    window = {"both": (side, side), "left": (side, 0), "right": (0, side)}[kind]
+    layout = masks.local(length, window=window, block_size=block_size)
+    assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos - kv_pos, window))
 
 
 @pytest.mark.parametrize(("length", "block_size"), GRIDS)

@@ -30,6 +30,14 @@ def test_double_loop(seed, block_size, causal):
     assert_attends(layout, lambda q, kv: attends(q, kv, cu_seqlens, causal))
 
 
+@pytest.mark.parametrize("block_size", [16, 48, 64])
+@pytest.mark.parametrize("prefix", [16 * k + more for k in (1, 3, 4) for more in (-1, 0, 1)])
+def test_a_prefix_that_ends_about_the_edge_of_a_block(prefix, block_size):
+    cu_seqlens = [0, prefix, prefix + 20, 130]
+    layout = masks.shared_prefix(cu_seqlens, block_size=block_size)
+    assert_attends(layout, lambda q, kv: attends(q, kv, cu_seqlens, True))
+
+
 def test_without_continuations_it_is_the_prefix():
     assert masks.shared_prefix([0, 300]) == masks.causal(300)
     assert masks.shared_prefix([0]).shape == (1, 1, 0, 0)

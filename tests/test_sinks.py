@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from double_loop import ANY_GRID, GRIDS, assert_attends, both
+from double_loop import ANY_GRID, EDGE_GRIDS, EDGES, GRIDS, assert_attends, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +24,16 @@ def attends(q_pos: int, kv_pos: int, lengths: tuple[int, int], sinks: int, windo
 def test_sink_window_double_loop(length, block_size, sinks, window):
     layout = masks.sink_window(length, sinks=sinks, window=window, block_size=block_size)
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos, kv_pos, length, sinks, window))
+
+
+@pytest.mark.parametrize(("length", "block_size"), EDGE_GRIDS)
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("kind", ["sinks", "window", "last"])
+def test_parts_that_end_about_the_edges_of_blocks(length, block_size, edge, kind):
+    """One pair of a block is left out: by a window of 16 k - 1, or a row or a column of pairs."""
+    sizes = {"sinks": 3, "window": 5, "last": 0, kind: edge if kind != "last" else max(0, length - edge)}
+    layout = masks.tri_shape(length, **sizes, block_size=block_size)
+    assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos, kv_pos, (length, length), **sizes))
 
 
 @given(grid=ANY_GRID, sinks=st.integers(0, 80), window=st.integers(0, 200), last=st.integers(0, 120))

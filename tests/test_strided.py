@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from double_loop import ANY_GRID, GRIDS, assert_attends, both
+from double_loop import ANY_GRID, EDGE_GRIDS, EDGES, GRIDS, assert_attends, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +22,14 @@ def test_double_loop(length, block_size, stride, causal):
     q_len, kv_len = length
     layout = masks.strided(length, stride=stride, causal=causal, block_size=block_size)
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos + kv_len - q_len - kv_pos, stride, causal))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("length", "block_size"), EDGE_GRIDS)
+@pytest.mark.parametrize("stride", EDGES)
+def test_strides_about_the_edges_of_blocks(length, block_size, stride, causal):
+    layout = masks.strided(length, stride=stride, causal=causal, block_size=block_size)
+    assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos - kv_pos, stride, causal))
 
 
 @given(grid=ANY_GRID, stride=st.integers(1, 170), causal=st.booleans())

@@ -35,6 +35,15 @@ def test_double_loop(seed, block_size):
     assert_attends(layout, lambda q, kv: kv < prompt or is_ancestor(parents, kv - prompt, q))
 
 
+@pytest.mark.parametrize("block_size", [16, 48, 64])
+@pytest.mark.parametrize("prompt", [16 * k + more for k in (1, 3, 4) for more in (-1, 0, 1)])
+def test_a_prompt_that_ends_about_the_edge_of_a_block(prompt, block_size):
+    # the first half are roots, which do not see each other
+    parents = [*[-1] * 20, *range(20)]
+    layout = masks.tree(parents, prompt=prompt, block_size=block_size)
+    assert_attends(layout, lambda q, kv: kv < prompt or is_ancestor(parents, kv - prompt, q))
+
+
 def test_a_chain_is_causal_and_roots_are_alone():
     assert masks.tree(range(-1, 299), prompt=70) == masks.causal((300, 370))
     assert masks.tree([-1] * 300, block_size=64) == masks.local(300, window=0, block_size=64)

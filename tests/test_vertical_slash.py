@@ -37,6 +37,14 @@ def test_double_loop(seed, block_size):
     assert_attends(layout, lambda q, kv: attends(q, kv, kv_len - q_len, set(verticals), set(slashes)))
 
 
+# shifts by which the diagonal leaves one pair of a block out, and none
+@pytest.mark.parametrize("length", [(50, 64), (49, 64)])
+def test_verticals_about_the_edges_of_blocks(length):
+    verticals = set(range(64))
+    layout = masks.vertical_slash(length, verticals=sorted(verticals), slashes=[], block_size=16)
+    assert_attends(layout, lambda q, kv: attends(q, kv, length[1] - length[0], verticals, set()))
+
+
 @pytest.mark.parametrize("nested", ["both", "verticals", "slashes"])
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor])
 def test_every_head_has_its_own(nested, make):
