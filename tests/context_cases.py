@@ -97,7 +97,9 @@ def slow_link() -> contextlib.AbstractContextManager[object]:
 def ships_rows(layout: str, order: str, kv_heads: int) -> None:
     """Rows that reach most tiles travel, when that moves less: within tolerance, and less work for the busiest rank."""
     n_ranks, heads = dist.get_world_size(), (4, kv_heads)
-    order_of = orders(n_ranks, -(-LENGTH // 128))[order]
+    n_tiles = -(-LENGTH // 128)
+    # "alone": the first rank holds nothing but the first tile
+    order_of = [0, *[1] * (n_tiles - 1)] if order == "alone" else orders(n_ranks, n_tiles)[order]
     with slow_link():
         plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="exchange")
     costs = plan.layers[0].costs
@@ -301,6 +303,11 @@ def layouts_of_heads_and_batches() -> None:
     for scheme in ("exchange", "ulysses", "all_gather"):
         plan = bd.plan(layout, dist.group.WORLD, heads=heads, scheme=scheme, order="zigzag", deterministic=True)
         assert_equal_to_one_process(plan, by_head(n_ranks), rows_are_whole=True)
+        if scheme == "exchange":
+            # each message has the plan of its own query heads
+            one, two = (sharded(plan, by_head(n_ranks), chunks=chunks) for chunks in (1, 2))
+            for name, actual, wanted in zip(NAMES, two, one, strict=True):
+                assert torch.equal(actual, wanted), name
 
 
 @mock.patch.object(times, "WORTH_STRETCHES", 1)
@@ -618,6 +625,9 @@ def cases(n_ranks: int) -> Cases:
     for order, kv_heads in (("contiguous", 4), ("zigzag", 2)):
         whole("global", LENGTH, (4, kv_heads))
         found[f"ships rows: {order}, {kv_heads}"] = partial(ships_rows, "global", order, kv_heads)
+    if n_ranks == 2:
+        whole("elsewhere", LENGTH, (4, 4))
+        found["ships rows that attend to no key of their rank"] = partial(ships_rows, "elsewhere", "alone", 4)
     for layout, order, n_chunks in (("local", "contiguous", 1), ("butterfly", "zigzag", 2), ("random", "uneven", 2)):
         whole(layout, LENGTH, (4, 2))
         found[f"sends the lower bound: {layout}, {order}"] = partial(sends_the_lower_bound, layout, order, n_chunks)

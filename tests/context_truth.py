@@ -42,6 +42,10 @@ NARROW = {
     "wide": lambda n: BlockLayout.from_predicate(
         lambda q_pos, kv_pos: (q_pos < 5) | (q_pos == kv_pos), n, n, block_size=16
     ),
+    # the first tile of queries reaches all keys but its own, the others their own alone
+    "elsewhere": lambda n: BlockLayout.from_predicate(
+        lambda q_pos, kv_pos: torch.where(q_pos < 128, kv_pos >= 128, q_pos == kv_pos), n, n, block_size=16
+    ),
 }
 
 

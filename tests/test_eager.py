@@ -121,8 +121,11 @@ def test_options_mean_what_the_reference_says(call: Call, name: str) -> None:
 
 
 @pytest.mark.parametrize("call", [Call(), CALLS[0], Call(causal=True), CALLS[-1]], ids=str)
-# no tail, both tails ragged, fewer keys than a tile, fewer queries than keys
-@pytest.mark.parametrize(("q_len", "kv_len"), [(256, 256), (300, 203), (130, 64), (64, 300)])
+# no tail, both tails ragged, fewer keys than a tile, fewer queries than keys; the diagonal leaves one pair of a tile out, and
+# one in
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"), [(256, 256), (300, 203), (130, 64), (64, 300), (20, 146), (20, 147), (128, 129)]
+)
 def test_dense_and_causal_need_no_plan(call: Call, q_len: int, kv_len: int) -> None:
     _check(dataclasses.replace(call, q_len=q_len, kv_len=kv_len), None)
 

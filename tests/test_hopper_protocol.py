@@ -85,6 +85,11 @@ def test_every_layout(check, index):
     check(Simulation(seed=index), LAYOUTS[index], CALLS[7 * index % len(CALLS)])
 
 
+@pytest.mark.parametrize("layout", [zoo.PER_HEAD, (40, 50)], ids=zoo.name_of)
+def test_several_key_heads_have_a_group_each(check, layout):
+    check(Simulation(seed=4), layout, zoo.Call(head_dim=64, kv_heads=2, dtype=torch.float16))
+
+
 @pytest.mark.parametrize("call", WIDE, ids=str)
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_a_wide_head_forward(check, layout, call):

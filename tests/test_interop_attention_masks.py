@@ -82,6 +82,7 @@ def wrong(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (lambda: to_huggingface(torch.ones(4, 4)), TypeError, "layout must be a BlockLayout, got Tensor"),
         (lambda: to_huggingface(from_huggingface(wrong(0), block_size=16), dtype=torch.int64), ValueError, "dtype must be torch.bool or a floating type, got torch.int64"),
         (lambda: kv_lengths_from_huggingface(torch.tensor([[1, 1, 0], [0, 1, 1]])), ValueError, "must be padded on the right, but sequence 1 has padding before a token"),
+        (lambda: kv_lengths_from_huggingface(torch.tensor([[1, 1, 0], [1, 0, 1]])), ValueError, "must be padded on the right, but sequence 1 has padding before a token"),
         (lambda: kv_lengths_from_huggingface(torch.tensor([[1, 2, 0]])), ValueError, r"must hold 0 and 1 only, got 2 at \(0, 1\)"),
         (lambda: kv_lengths_from_huggingface(torch.ones(2, 3)), ValueError, r"must be bool or integers \(batch, kv_len\), got torch.float32 \(2, 3\)"),
         (lambda: kv_lengths_from_huggingface(torch.ones(2, 1, 3, 3, dtype=torch.bool)), ValueError, r"must be bool or integers \(batch, kv_len\)"),

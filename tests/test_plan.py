@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout, splitting
 from blocksparse_flash.blocks import Frame
-from blocksparse_flash.plan import ALL_QUARTERS, LONG, PARTIAL, QUARTERS_BIT, TILE, Plan, _long, long_lines, quarters_of
+from blocksparse_flash.plan import (
+    ALL_QUARTERS,
+    LONG,
+    PARTIAL,
+    QUARTERS_BIT,
+    TILE,
+    Plan,
+    _long,
+    _order,
+    long_lines,
+    quarters_of,
+)
 
 
 def drawn(seed: int, axes: tuple[int, int], q_len: int, kv_len: int) -> np.ndarray:
@@ -134,6 +145,18 @@ def test_which_bitmasks_are_made_of_whole_quarters() -> None:
     assert quarters_of(words[:0]).shape == (0,)
 
 
+@pytest.mark.parametrize("lengths", [(5 * TILE, 6 * TILE), (5 * TILE + 64, 6 * TILE + 7)])
+def test_tiles_of_whole_quarters_are_listed_by_their_halves(lengths: tuple[int, int]) -> None:
+    """Rows ask which half of a tile's keys attends, columns which half of its queries: most tiles differ in that."""
+    shape = 1, 2, -(-lengths[0] // 64), -(-lengths[1] // 64)
+    blocks = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.4
+    layout = BlockLayout.from_block_mask(blocks, *lengths, block_size=64)
+    plan = layout.plan("cpu")
+    assert not torch.equal(plan.row_items[..., 6].sum(), plan.col_items[..., 6].sum())
+    check_side(plan, layout.to_dense().numpy(), of_rows=True)
+    check_side(plan, layout.to_dense().numpy(), of_rows=False)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_full_tiles_alone_and_long_lines(causal: bool) -> None:
     """Nothing is partial, unless the diagonal makes it so; a row and a column of one head are worth splitting."""
@@ -163,6 +186,15 @@ def test_of_a_grid_with_more_rows_than_columns_rows_are_long() -> None:
     of_rows, of_cols = [2, 1, *[0] * 14], [2, 1]
     assert long_lines(np.array(of_rows + of_cols), 3, frame) == (2, ((2, 2), (0, 0)))
     assert long_lines(np.array([1] * 16 + [8, 8]), 16, frame) == (8, ((0, 0), (0, 0)))
+
+
+@pytest.mark.parametrize("limit", [1, 2**16, 2**16 + 1, 2**20, 2**40])
+def test_an_order_is_stable_whatever_the_size_of_the_numbers(limit: int) -> None:
+    """Of many heads the ranks take more than 16 bits."""
+    random = np.random.default_rng(0)
+    values = np.append(random.integers(0, limit, 500), limit - 1).repeat(2)
+    random.shuffle(values)
+    assert _order(values, limit).tolist() == np.argsort(values, kind="stable").tolist()
 
 
 def test_a_plan_of_tensors_alone_is_that_of_their_layout() -> None:

@@ -29,6 +29,9 @@ FRAMES = [
     Frame(1, 1, 383, 384, (128, 128)),
     Frame(1, 1, 130, 256, (128, 128)),
     Frame(1, 1, 129, 256, (128, 128)),
+    # the same of a quarter
+    Frame(1, 2, 768, 897, (64, 64)),
+    Frame(1, 2, 512, 703, (64, 64)),
 ]
 
 
@@ -163,8 +166,9 @@ def test_types_of_indices_and_what_is_not_a_col(dtype: torch.dtype, device: torc
         if 0 <= (col := int(indices[0, 0, row, entry].clamp(max=3))) < 4:
             mask[0, 0, row, col] = True
     assert layout == BlockLayout.from_block_mask(mask, **frame.sizes)
-    beyond = selection.by_indices(torch.full((1, 1, 4, 2), 100, dtype=dtype, device=device), frame)
-    assert not beyond.indptr.any() and not beyond.indices.any()
+    for col in (frame.n_cols, 100):
+        beyond = selection.by_indices(torch.full((1, 1, 4, 2), col, dtype=dtype, device=device), frame)
+        assert not beyond.indptr.any() and not beyond.indices.any()
 
 
 @pytest.mark.usefixtures("by_kernels")

@@ -22,6 +22,7 @@ import torch
 from closeness import assert_as_accurate
 from torch import Tensor
 
+from blocksparse_flash import BlockLayout
 from blocksparse_flash.functional import attention_with_lse
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -36,6 +37,7 @@ class Call:
     """What a call is besides its layout and backend."""
 
     dtype: torch.dtype = torch.float32
+    # 4: as many as query heads; of 1 and 2 there are 4 query heads
     kv_heads: int = 4
     head_dim: int = 64
     v_dim: int | None = None
@@ -196,13 +198,13 @@ def buried(tensor: Tensor) -> Tensor:
 def sizes_of(layout: Layout, call: Call) -> tuple[int, int, int, int]:
     """batch, heads, q_len, kv_len: as few batches and heads as the layout and the call have a use for."""
     batch, heads, q_len, kv_len = layout.build().shape if isinstance(layout, cases.Case) else (2, 1, *layout)
-    return max(batch, 2 if call.has_kv_lengths else 1), max(heads, 4 if call.kv_heads == 1 else 2), q_len, kv_len
+    return max(batch, 2 if call.has_kv_lengths else 1), max(heads, 4 if call.kv_heads < 4 else 2), q_len, kv_len
 
 
 def inputs(layout: Layout, call: Call) -> dict[str, Tensor]:
     """q, k, v, dout, dlse of the call's type, contiguous on the CPU; keys and values beyond a kv_length are NaN."""
     batch, heads, q_len, kv_len = sizes_of(layout, call)
-    kv_heads = 1 if call.kv_heads == 1 else heads
+    kv_heads = call.kv_heads if call.kv_heads < 4 else heads
     v_dim = call.head_dim if call.v_dim is None else call.v_dim
     generator = torch.Generator().manual_seed(q_len * 1000 + kv_len + call.head_dim)
     shapes = {
@@ -366,6 +368,33 @@ def test_the_full_zoo_is_the_whole_product():
     assert {(call.dtype, call.kv_heads, call.head_dim) for call in PRODUCT} == set(
         itertools.product((FLOAT32, BFLOAT16), (4, 1), (16, 40, 64, 128))
     )
+
+
+(PER_HEAD,) = [case for case in cases.LAYOUTS if case.name == "per-head"]
+# columns of which the longest come first: 1, 2, 3 and then 0 in the first head, so that an order is not its own inverse
+CYCLES = cases.Case(
+    "cycles",
+    lambda: BlockLayout.from_block_mask(
+        torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 1, 0], [0, 1, 1, 0]]).bool()[None, :, None],
+        40,
+        450,
+        block_size=128,
+    ),
+)
+
+
+@pytest.mark.parametrize("layout", [PER_HEAD, CYCLES, (40, 50)], ids=name_of)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_several_key_heads_have_a_group_each(name, layout, device):
+    """Of one key head, or as many as query heads, a kernel that takes the wrong one of a group is right."""
+    call = Call(head_dim=16, kv_heads=2, dtype=torch.float16 if name == "hopper" else FLOAT32)
+    assert_backend_is_accurate(name, layout, call, device)
+
+
+# steps of 32 keys: the diagonal leaves one pair of a step out, one pair in
+@pytest.mark.parametrize("layout", [(70, 100), (70, 103)], ids=name_of)
+def test_a_diagonal_about_the_edge_of_a_step(layout, device):
+    assert_backend_is_accurate("triton", layout, Call(head_dim=16, causal=True), device)
 
 
 @pytest.mark.parametrize("name", ["eager", "triton"])
