@@ -1,5 +1,6 @@
 # make demo      train a block-sparse Transformer on ListOps, on whatever device there is
 # make test      all checks that need no GPU: lint, types, tests, every kernel compiled ahead of time
+# make mutants   single-line faults in a copy of the tree, each of which some test must see; many minutes, no GPU
 # make docs      the reference of every public name, as pages in out/api
 # make test-gpu  the zoo, every configuration of the launch tables and 5,000 random calls on a CUDA device, shared attention on two
 #                or more, with the packages of the Python found there
@@ -21,7 +22,7 @@ endif
 DOCUMENTED = blocksparse_flash $(patsubst %,blocksparse_flash.%,nn interop distributed huggingface) \
 	masks masks.deepspeed '!masks\.(?!deepspeed)'
 
-.PHONY: demo docs test test-gpu lint clean
+.PHONY: demo docs test test-gpu mutants lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.lra.demo
@@ -37,6 +38,9 @@ test:
 test-gpu:
 	$(PYTHON) -m pytest $(wildcard tests/test_zoo*.py tests/test_gpu*.py) tests/test_launch_tables.py \
 		tests/test_distributed_gpu.py
+
+mutants: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
