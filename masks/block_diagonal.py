@@ -11,7 +11,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, read_canvas
+from .canvas import BlockSize, Canvas, Length, check_rows, read_canvas
 from .checks import read_switch
 from .chunks import chunks_in, read_size
 from .kinds import joint_numbers
@@ -31,10 +31,13 @@ def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) ->
         future = np.zeros_like(row) if sees_future else np.minimum(canvas.distances(row, col)[0], 0)
         return joint_numbers(chunks.queries, chunks.keys, chunks.apart, future)
 
-    first_query, last_query = canvas.row_span(np.arange(canvas.n_rows))
-    first_key = np.zeros_like(first_query) if sees_past else first_query // size * size
-    last_key = (last_query // size + 1) * size - 1 if sees_future else last_query
-    first, stop = canvas.cols_between(first_key, last_key)
+    def keys_of(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        first_query, last_query = canvas.row_span(rows)
+        first_key = np.zeros_like(first_query) if sees_past else first_query // size * size
+        return first_key, (last_query // size + 1) * size - 1 if sees_future else last_query
+
+    check_rows(canvas, keys_of)
+    first, stop = canvas.cols_between(*keys_of(np.arange(canvas.n_rows)))
     within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
     return BlockLayout.from_predicate(
         attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks

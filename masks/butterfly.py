@@ -11,7 +11,7 @@ import numpy as np
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, distinct_blocks, read_canvas, spread
+from .canvas import BlockSize, Canvas, Length, check_nnz, distinct_blocks, read_canvas, spread
 from .checks import read_integer
 
 
@@ -22,6 +22,9 @@ def _cells(n_cells: int, n_factors: int | None) -> tuple[np.ndarray, np.ndarray]
     if n_factors is None:
         n_factors = all_factors
     n_factors = read_integer("n_factors", n_factors, at_least=0, at_most=all_factors)
+    # of the cells c < n_cells, how many have c ^ 2**bit below it too: all of the whole periods, and a part of the rest
+    periods = [(n_cells % (2 << bit), 1 << bit) for bit in range(n_factors)]
+    check_nnz(n_cells + sum(n_cells - rest + 2 * max(0, rest - flip) for rest, flip in periods))
     cells = np.arange(n_cells)
     flips = np.concatenate([[0], 1 << np.arange(n_factors)])
     # [n_cells, n_factors + 1]

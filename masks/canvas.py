@@ -6,6 +6,7 @@ Must not know any pattern, nor how a layout is stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,10 @@ from .checks import read_integer
 
 # positions are int32 in a plan
 MOST_TOKENS = 2**31 - 1
+# and so are offsets into the blocks of a layout
+MOST_BLOCKS = 2**31 - 1
+# counted at once by check_rows
+ROWS_AT_ONCE = 1 << 20
 # what the builders accept: tokens, or (q_len, kv_len); a block side, or (block_q, block_kv)
 Length = int | tuple[int, int]
 BlockSize = int | tuple[int, int]
@@ -110,6 +115,34 @@ def read_square_canvas(length: Length, block_size: BlockSize) -> Canvas:
     return canvas
 
 
+def check_nnz(nnz: int, *, least: str = "") -> None:
+    """Refuse a mask of more blocks than a layout can store, before its blocks are listed.
+
+    least  "at least ", where nnz is a lower bound
+    """
+    if nnz > MOST_BLOCKS:
+        raise ValueError(
+            f"length, block_size: nnz must be below 2**31, but this mask would store {least}{nnz} blocks: use a larger "
+            "block_size"
+        )
+
+
+def check_rows(canvas: Canvas, keys_of: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> None:
+    """check_nnz of a mask whose rows each meet at least a stretch of keys, a million rows at a time: rows of the longest
+    sequences with the smallest blocks take gigabytes.
+
+    keys_of  of rows, first and last key of a stretch that they meet; less than the first key is no stretch
+    """
+    if canvas.n_rows * canvas.n_cols <= MOST_BLOCKS:
+        return
+    nnz = 0
+    for begin in range(0, canvas.n_rows, ROWS_AT_ONCE):
+        first_key, last_key = keys_of(np.arange(begin, min(begin + ROWS_AT_ONCE, canvas.n_rows)))
+        first, stop = canvas.cols_between(first_key, last_key)
+        nnz += int(np.where(last_key < first_key, 0, np.maximum(stop - first, 0)).sum())
+        check_nnz(nnz, least="at least ")
+
+
 def spread(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(sources, numbers): first[i] .. stop[i] - 1 for each i in turn, and which i each is from; stop <= first is none.
 
@@ -117,6 +150,7 @@ def spread(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     [[0, 0, 2, 2, 2], [5, 6, 8, 9, 10]]
     """
     counts = np.maximum(stop - first, 0)
+    check_nnz(int(counts.sum()), least="up to ")
     sources = np.repeat(np.arange(counts.size), counts)
     return sources, np.arange(sources.size) + np.repeat(first - np.cumsum(counts) + counts, counts)
 

@@ -15,7 +15,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, read_canvas, spread
+from .canvas import BlockSize, Canvas, check_nnz, read_canvas, spread
 from .checks import read_integers, read_switch
 from .kinds import kinds_of_sides
 
@@ -133,6 +133,9 @@ def documents(
     bounds = _read_bounds(cu_seqlens)
     causal = read_switch("causal", causal)
     canvas = read_canvas(int(bounds[-1]), block_size)
+    # a document fills the blocks that lie within it on both sides, or their lower half
+    within = [np.maximum(np.diff(bounds) // side - 1, 0) for side in canvas.block_size]
+    check_nnz(int((within[0] * within[1]).sum()) // (2 if causal else 1), least="at least ")
     packed = _pack(canvas, bounds)
     rows, cols = _candidates(canvas, packed, causal=causal)
     _, representatives, ids = np.unique(

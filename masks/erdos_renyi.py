@@ -12,7 +12,7 @@ import numpy as np
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, read_canvas
+from .canvas import BlockSize, Canvas, Length, check_nnz, read_canvas
 from .checks import read_fraction, read_integer
 from .heads import by_head, read_heads
 from .random import DRAWS_AT_ONCE, MAX_SEED, chances, draw_words, stream_keys
@@ -101,4 +101,7 @@ def erdos_renyi(
     density = read_fraction("density", density)
     seed = read_integer("seed", seed, at_least=0, at_most=MAX_SEED)
     heads = read_heads(heads)
+    n_blocks = canvas.n_rows * canvas.n_cols * (heads or 1)
+    # ten standard deviations below what is expected
+    check_nnz(int(density * n_blocks - 10 * (density * n_blocks) ** 0.5), least="at least ")
     return by_head(lambda head: _one_head(canvas, density, seed, head), range(heads or 1))

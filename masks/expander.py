@@ -10,7 +10,7 @@ import numpy as np
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Length, read_square_canvas
+from .canvas import BlockSize, Length, check_nnz, read_square_canvas
 from .checks import read_integer
 from .random import MAX_SEED, below, draw_words, permutation, stream_keys
 
@@ -126,6 +126,7 @@ def expander(length: Length, *, degree: int, seed: int, block_size: BlockSize = 
             f"degree: expected an even number, as there are {n_blocks} blocks, an odd number, and every edge has two "
             f"ends; got {degree}"
         )
+    check_nnz(n_blocks * degree)
     is_complement = 2 * degree > max(0, n_blocks - 1)
     n_drawn = n_blocks - 1 - degree if is_complement else degree
     graph = _Graph(n_blocks, n_drawn, seed)

@@ -13,7 +13,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Length, read_canvas
+from .canvas import BlockSize, Length, check_nnz, read_canvas
 from .checks import read_integer, read_integers
 from .kinds import kinds_of_sides
 
@@ -82,6 +82,7 @@ def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128
 
     global_rows, other_rows = np.flatnonzero(row_kinds), np.flatnonzero(row_kinds == 0)
     cols, global_cols = np.arange(canvas.n_cols), np.flatnonzero(col_kinds)
+    check_nnz(global_rows.size * cols.size + other_rows.size * global_cols.size)
     within = BlockLayout.from_blocks(
         np.concatenate([np.repeat(global_rows, cols.size), np.repeat(other_rows, global_cols.size)]),
         np.concatenate([np.tile(cols, global_rows.size), np.tile(global_cols, other_rows.size)]),

@@ -11,7 +11,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, read_canvas
+from .canvas import BlockSize, Canvas, Length, check_rows, read_canvas
 from .checks import kind_of, read_integer
 
 Window = int | tuple[int | None, int | None]
@@ -50,8 +50,13 @@ def _band(canvas: Canvas, *, left: int | None, right: int | None, within: BlockL
         return np.minimum(lowest - low, 0) + np.maximum(highest - high, 0)
 
     if within is None:
-        first_query, last_query = canvas.row_span(np.arange(canvas.n_rows))
-        first, stop = canvas.cols_between(first_query - high, last_query - low)
+
+        def keys_of(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            first_query, last_query = canvas.row_span(rows)
+            return first_query - high, last_query - low
+
+        check_rows(canvas, keys_of)
+        first, stop = canvas.cols_between(*keys_of(np.arange(canvas.n_rows)))
         within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
     return BlockLayout.from_predicate(
         attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks

@@ -11,7 +11,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Length, read_canvas
+from .canvas import BlockSize, Length, check_rows, read_canvas
 from .checks import read_integer
 
 
@@ -53,8 +53,12 @@ def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> Bl
         is_full = (in_prefix == canvas.block_kv) | (lowest >= 0)
         return np.where(is_full, 1, lowest * canvas.block_kv - in_prefix)
 
-    _, last_query = canvas.row_span(np.arange(canvas.n_rows))
-    first, stop = canvas.cols_between(np.zeros_like(last_query), np.maximum(last_query, prefix - 1))
+    def keys_of(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        _, last_query = canvas.row_span(rows)
+        return np.zeros_like(last_query), np.maximum(last_query, prefix - 1)
+
+    check_rows(canvas, keys_of)
+    first, stop = canvas.cols_between(*keys_of(np.arange(canvas.n_rows)))
     within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
     return BlockLayout.from_predicate(
         attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks

@@ -12,7 +12,7 @@ import numpy as np
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Length, read_canvas
+from .canvas import BlockSize, Length, check_nnz, read_canvas
 from .checks import read_fraction, read_integer
 
 # splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)
@@ -179,6 +179,7 @@ def random(
     else:
         count = round(read_fraction("density", density) * canvas.n_cols)
 
+    check_nnz(canvas.n_rows * count)
     rows = np.arange(canvas.n_rows)
     places, cols = draw_distinct(seed, rows, sizes=np.full_like(rows, canvas.n_cols), counts=np.full_like(rows, count))
     return BlockLayout.from_blocks(rows[places], cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)

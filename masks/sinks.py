@@ -11,7 +11,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, blocks_between, read_canvas
+from .canvas import BlockSize, Canvas, Length, blocks_between, check_rows, read_canvas
 from .checks import read_integer
 
 
@@ -41,14 +41,17 @@ def _sinks(canvas: Canvas, *, sinks: int, window: int, last: int) -> BlockLayout
         # kept whole, but for the future
         return np.where(is_kept, 1 - np.minimum(lowest, 0), number)
 
-    rows = np.arange(canvas.n_rows)
-    first_query, last_query = canvas.row_span(rows)
-    is_last = (rows + 1) * canvas.block_q > first_last
-    # [rows, 2]: the sinks, or everything; the window
-    first_key = np.stack([np.zeros_like(first_query), first_query - window + 1], axis=1)
-    last_sink = np.where(is_last, last_query, np.minimum(last_query, sinks - 1))
-    last_key = np.stack([last_sink, last_query if window else first_query - 1], axis=1)
-    within_rows, within_cols = blocks_between(canvas, first_key, last_key)
+    def keys_of(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[rows, 2]: the sinks, or everything; the window."""
+        first_query, last_query = canvas.row_span(rows)
+        is_last = (rows + 1) * canvas.block_q > first_last
+        first_key = np.stack([np.zeros_like(first_query), first_query - window + 1], axis=1)
+        last_sink = np.where(is_last, last_query, np.minimum(last_query, sinks - 1))
+        return first_key, np.stack([last_sink, last_query if window else first_query - 1], axis=1)
+
+    for stretch in range(2):
+        check_rows(canvas, lambda rows, stretch=stretch: tuple(keys[:, stretch] for keys in keys_of(rows)))  # type: ignore[misc]
+    within_rows, within_cols = blocks_between(canvas, *keys_of(np.arange(canvas.n_rows)))
     within = BlockLayout.from_blocks(
         within_rows, within_cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size
     )

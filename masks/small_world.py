@@ -13,7 +13,7 @@ import numpy as np
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Length, read_square_canvas
+from .canvas import BlockSize, Length, check_nnz, read_square_canvas
 from .checks import read_fraction, read_integer
 from .random import MAX_SEED, below, chances, draw_words, stream_keys
 
@@ -99,6 +99,7 @@ def small_world(
         raise ValueError(f"neighbors: expected an even number, as many on either side, got {neighbors}")
     rewire = read_fraction("rewire", rewire)
     seed = read_integer("seed", seed, at_least=0, at_most=MAX_SEED)
+    check_nnz(n_blocks * neighbors)
     near, far = _edges(n_blocks, neighbors // 2, rewire, seed)
     return BlockLayout.from_blocks(
         np.append(near, far), np.append(far, near), canvas.q_len, canvas.kv_len, block_size=canvas.block_size

@@ -168,3 +168,30 @@ def test_builders_load_nothing_heavy():
         "assert not {'triton', 'scipy', 'matplotlib'} & {name.split('.')[0] for name in {*sys.modules} - before}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+TOO_MANY = {
+    "causal": lambda length: masks.causal(length, block_size=16),
+    "local": lambda length: masks.local(length, window=2**30, block_size=16),
+    "block_diagonal": lambda length: masks.block_diagonal(length, size=2**27, block_size=16),
+    "block_causal": lambda length: masks.block_causal(length, size=2**20, block_size=16),
+    "prefix_lm": lambda length: masks.prefix_lm(length, prefix=2**20, block_size=16),
+    "sink_window": lambda length: masks.sink_window(length, sinks=2**20, window=4, block_size=16),
+    "butterfly": lambda length: masks.butterfly(length, block_size=16),
+    "expander": lambda length: masks.expander(length, degree=2**20, seed=0, block_size=16),
+    "random": lambda length: masks.random(length, density=0.5, seed=0, block_size=16),
+    "erdos_renyi": lambda length: masks.erdos_renyi(length, density=0.5, seed=0, block_size=16),
+    "small_world": lambda length: masks.small_world(length, neighbors=2**20, rewire=0.1, seed=0, block_size=16),
+    "documents": lambda length: masks.documents([0, length], block_size=16),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_a_mask_of_too_many_blocks_is_refused_before_it_takes_memory(name):
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"nnz must be below 2\*\*31"):
+            TOO_MANY[name](2**31 - 1)
+        assert tracemalloc.get_traced_memory()[1] < 200 * 2**20
+    finally:
+        tracemalloc.stop()
