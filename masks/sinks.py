@@ -6,6 +6,8 @@ Must not know how bitmasks are packed or shared.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -49,8 +51,11 @@ def _sinks(canvas: Canvas, *, sinks: int, window: int, last: int) -> BlockLayout
         last_sink = np.where(is_last, last_query, np.minimum(last_query, sinks - 1))
         return first_key, np.stack([last_sink, last_query if window else first_query - 1], axis=1)
 
-    for stretch in range(2):
-        check_rows(canvas, lambda rows, stretch=stretch: tuple(keys[:, stretch] for keys in keys_of(rows)))  # type: ignore[misc]
+    def stretch(number: int) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        return lambda rows: (keys_of(rows)[0][:, number], keys_of(rows)[1][:, number])
+
+    for number in range(2):
+        check_rows(canvas, stretch(number))
     within_rows, within_cols = blocks_between(canvas, *keys_of(np.arange(canvas.n_rows)))
     within = BlockLayout.from_blocks(
         within_rows, within_cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size
