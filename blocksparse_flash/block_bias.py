@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import watchers
 from .blocks import Size
 from .plan import PARTIAL, RECORD, TILE, Plan
 
@@ -123,8 +124,10 @@ def dense(bias: Tensor, indptr: Tensor, indices: Tensor, *, q_len: int, kv_len: 
     returns  (batch | 1, heads | 1, q_len, kv_len)
     """
     axes, n_rows, n_cols = indptr.shape[:2], indptr.shape[2] - 1, -(-kv_len // block_size[1])
-    nnz = int(indptr[-1, -1, -1])
-    key = _keys(*_blocks(indptr, indices[:nnz], n_rows), (n_rows, n_cols))
+    with watchers.aside(indptr):
+        nnz = int(indptr[-1, -1, -1])
+        key = _keys(*_blocks(indptr, indices[:nnz], n_rows), (n_rows, n_cols))
+    (key,) = watchers.constants([key], bias)
     grid = bias.new_zeros(*bias.shape[:2], axes[0] * axes[1] * n_rows * n_cols)
     grid = grid.index_copy(2, key.to(bias.device), bias[..., :nnz])
     shape = bias.shape[:2] if axes[0] * axes[1] == 1 else axes

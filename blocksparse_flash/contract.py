@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import watchers
 from .layout import BlockLayout
 from .seen import Kind
 
@@ -33,16 +34,30 @@ def under_autocast(dtype: torch.dtype, autocast: torch.dtype) -> torch.dtype:
     return autocast if dtype.is_floating_point and dtype is not torch.float64 else dtype
 
 
-def _check_memory(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Memory layout, before strides are asked for, which some tensors do not have."""
-    if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor.layout is not torch.strided or tensor.is_nested:
-                kind = "a nested tensor" if tensor.is_nested else f"a {tensor.layout} tensor"
-                raise ValueError(
-                    f"{name} must be a dense, strided tensor, got {kind}; {name}.to_dense() makes one, and kv_lengths= "
-                    "says how much of a padded batch exists"
-                )
+def _check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
+    """A dense, strided tensor with numbers as q has them, before strides are asked for, which some tensors do not have."""
+    if (
+        type(tensor) in watchers.PLAIN
+        and type(q) in watchers.PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    ):
+        return
+    found = watchers.stranger(name, tensor)
+    if found is not None:
+        what, way_out = found
+        if name in ("q", "k", "v"):
+            way_out += (
+                ", and blocksparse_flash.distributed.attention attends over a sequence that ranks share"
+                if what == "a DTensor"
+                else ", and kv_lengths= says how much of a padded batch exists"
+            )
+        raise ValueError(f"{name} must be a dense, strided tensor, got {what}; {way_out}")
+    if watchers.is_foreign(tensor, q):
+        raise ValueError(
+            f"{name} must be of q's kind, {type(q).__name__}, got {type(tensor).__name__}; from_tensor of a FakeTensorMode "
+            "makes fake tensors of real ones"
+        )
 
 
 def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -50,6 +65,15 @@ def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (device == k.device == v.device):
         name, tensor = ("k", k) if k.device != device else ("v", v)
         raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}; {name}.to(q.device) moves it")
+
+
+def _converted(name: str, dtype: torch.dtype, wanted: str) -> str:
+    """How a tensor of a type that is not fit becomes one that is."""
+    if dtype.is_complex:
+        return f"{name}.real makes one, without the imaginary part"
+    if dtype in (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4):
+        return f"{name}.dequantize() makes one"
+    return f"{name}.to({wanted}) makes one"
 
 
 def _check_types(
@@ -60,11 +84,11 @@ def _check_types(
         q_dtype, k_dtype, v_dtype = (under_autocast(dtype, autocast) for dtype in (q_dtype, k_dtype, v_dtype))
     if q_dtype not in DTYPES:
         raise ValueError(
-            f"q must be float16, bfloat16, float32 or float64, got {q_dtype}; q.to(torch.bfloat16) makes one"
+            f"q must be float16, bfloat16, float32 or float64, got {q_dtype}; {_converted('q', q_dtype, 'torch.bfloat16')}"
         )
     if not (q_dtype == k_dtype == v_dtype):
         name, other = ("k", k_dtype) if k_dtype != q_dtype else ("v", v_dtype)
-        raise ValueError(f"{name} must have q's dtype {q_dtype}, got {other}; {name}.to(q.dtype) makes one")
+        raise ValueError(f"{name} must have q's dtype {q_dtype}, got {other}; {_converted(name, other, 'q.dtype')}")
     return q_dtype
 
 
@@ -164,8 +188,10 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"{name} must be a finite float, got {value}; no float is as large") from None
 
 
-def _check_seed(seed: int | Tensor, device: torch.device) -> None:
+def _check_seed(seed: int | Tensor, q: Tensor) -> None:
     if isinstance(seed, Tensor):
+        _check_dense("seed", seed, q)
+        device = q.device
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise ValueError(
                 f"seed must be an int64 tensor of one element, got {seed.dtype} of shape {tuple(seed.shape)}; "
@@ -185,12 +211,14 @@ def _check_seed(seed: int | Tensor, device: torch.device) -> None:
         raise ValueError(f"seed must fit a signed 64-bit integer, got {seed}; seed % 2**63 does")
 
 
-def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, device: torch.device) -> None:
+def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor) -> None:
+    device = q.device
     if not isinstance(kv_lengths, Tensor):
         raise TypeError(
             f"kv_lengths must be an int32 or int64 tensor, got {type(kv_lengths).__name__}; "
             "torch.as_tensor(kv_lengths, device=q.device) makes one"
         )
+    _check_dense("kv_lengths", kv_lengths, q)
     if kv_lengths.dtype != torch.int32 and kv_lengths.dtype != torch.int64:
         raise ValueError(
             f"kv_lengths must be int32 or int64, got {kv_lengths.dtype}; kv_lengths.to(torch.int32) makes it"
@@ -205,7 +233,7 @@ def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, device: torch
             f"kv_lengths must be on q's device {device}, got {kv_lengths.device}; kv_lengths.to(q.device) moves it"
         )
     # reading them on a GPU would wait for it, and a compiler cannot read them
-    if device.type == "cpu" and batch and not torch.compiler.is_compiling():
+    if device.type == "cpu" and batch and watchers.has_numbers(kv_lengths):
         lengths = kv_lengths.tolist()
         if min(lengths) < 0 or max(lengths) > kv_len:
             wrong = next(n for n in lengths if not 0 <= n <= kv_len)
@@ -223,12 +251,14 @@ class ScoreOptions(NamedTuple):
     block_bias: Tensor | None
 
 
-def _check_for_heads(name: str, value: Any, heads: int, device: torch.device) -> None:
+def _check_for_heads(name: str, value: Any, heads: int, q: Tensor) -> None:
+    device = q.device
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{name} must be a float tensor ({heads},), got {type(value).__name__}; torch.as_tensor({name}, device=q.device) "
             "makes one"
         )
+    _check_dense(name, value, q)
     if not value.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {value.dtype}; {name}.float() is")
     if value.shape != (heads,):
@@ -239,7 +269,8 @@ def _check_for_heads(name: str, value: Any, heads: int, device: torch.device) ->
         raise ValueError(f"{name} must be on q's device {device}, got {value.device}; {name}.to(q.device) moves it")
 
 
-def _check_block_bias(bias: Any, layout: BlockLayout | None, batch: int, heads: int, device: torch.device) -> None:
+def _check_block_bias(bias: Any, layout: BlockLayout | None, batch: int, heads: int, q: Tensor) -> None:
+    device = q.device
     if not isinstance(bias, Tensor):
         raise TypeError(f"block_bias must be a float tensor, got {type(bias).__name__}; torch.as_tensor makes one")
     if layout is None:
@@ -247,6 +278,7 @@ def _check_block_bias(bias: Any, layout: BlockLayout | None, batch: int, heads: 
             "block_bias must come with a layout, whose stored blocks it is for, got layout None; a layout of every block is "
             "BlockLayout.from_block_mask(torch.ones(n_rows, n_cols, dtype=torch.bool), q_len, kv_len, block_size=128)"
         )
+    _check_dense("block_bias", bias, q)
     if not bias.is_floating_point():
         raise ValueError(f"block_bias must be floating point, got {bias.dtype}; block_bias.float() is")
     nnz, is_shared = layout.capacity, layout.shape[:2] == (1, 1)
@@ -283,12 +315,12 @@ def check_scores(options: ScoreOptions, q: Tensor, layout: BlockLayout | None) -
     sinks, softcap, alibi_slopes, block_bias = options
     batch, heads = q.shape[:2]
     if sinks is not None:
-        _check_for_heads("sinks", sinks, heads, q.device)
+        _check_for_heads("sinks", sinks, heads, q)
     softcap = checked_softcap(softcap)
     if alibi_slopes is not None:
-        _check_for_heads("alibi_slopes", alibi_slopes, heads, q.device)
+        _check_for_heads("alibi_slopes", alibi_slopes, heads, q)
     if block_bias is not None:
-        _check_block_bias(block_bias, layout, batch, heads, q.device)
+        _check_block_bias(block_bias, layout, batch, heads, q)
     return options._replace(softcap=softcap)
 
 
@@ -321,7 +353,8 @@ def check(
     if kind is not None:
         agreed = _agree_by_kind(kind, autocast)
     else:
-        _check_memory(q, k, v)
+        for name, value in (("q", q), ("k", k), ("v", v)):
+            _check_dense(name, value, q)
         facts = (q.dtype, q.shape, q.stride()), (k.dtype, k.shape, k.stride()), (v.dtype, v.shape, v.stride())
         agreed = _agree(*facts, autocast)
     dtype, batch, heads, q_len, kv_len, head_dim = agreed
@@ -340,9 +373,9 @@ def check(
             f"dropout_p must be at least 0 and less than 1, got {dropout_p}; it is the probability to drop, 0.0 turns it off"
         )
     if seed is not None:
-        _check_seed(seed, q.device)
+        _check_seed(seed, q)
     if kv_lengths is not None:
-        _check_kv_lengths(kv_lengths, batch, kv_len, q.device)
+        _check_kv_lengths(kv_lengths, batch, kv_len, q)
     if deterministic is not None and deterministic is not True and deterministic is not False:
         raise TypeError(
             f"deterministic must be True, False or None, got {deterministic!r} ({type(deterministic).__name__}); "

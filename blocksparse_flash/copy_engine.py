@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from . import watchers
+
 
 def takes(itemsize: int, shape: Sequence[int], strides: Sequence[int], is_aligned: bool) -> bool:
     """Whether it can read such a (batch, heads, length, head_dim) tensor, whose last stride is 1.
@@ -34,6 +36,6 @@ def can_read(tensor: torch.Tensor) -> bool:
     the kernels copy what turns out not to be."""
     if tensor.stride(-1) != 1:
         return False
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not watchers.has_numbers(tensor):
         return takes(tensor.element_size(), tensor.shape, tensor.stride(), True)
     return _takes(tensor.element_size(), tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
 TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
 NO_DROPOUT = "it has no dropout"
 SMALL = "a call this small, or of few queries, ends sooner without it"
+# q is a fake tensor
+NO_GPU = "this machine has no CUDA device"
 NO_SCORES = "it has no sinks, softcap, alibi_slopes or block_bias"
 
 
@@ -37,6 +40,8 @@ def _why_not_on_gpu(index: int | None) -> str | None:
     """Why Triton's kernels cannot run on a CUDA device, or None. Neither the device nor the installation changes."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    if not torch.cuda.is_available():
+        return NO_GPU
     major, minor = torch.cuda.get_device_capability(index)
     return None if major >= 8 else f"it needs compute capability 8.0 or later, this GPU has {major}.{minor}"
 
@@ -48,6 +53,8 @@ def _why_not_on_hopper(index: int | None) -> str | None:
         return "Triton is not installed"
     import triton
 
+    if not torch.cuda.is_available():
+        return NO_GPU
     major, minor = torch.cuda.get_device_capability(index)
     if (major, minor) != (9, 0):
         return f"it needs compute capability 9.0, this GPU has {major}.{minor}"
@@ -292,7 +299,7 @@ def _run(
     kind: Kind | None,
 ) -> tuple[Tensor, Tensor]:
     """Layout to plan, seed to tensor, and on to the operator."""
-    if kind is None and backend != "reference" and watchers.follow(q, k, v, *(scores or ())):
+    if kind is None and backend != "reference" and watchers.follow(q, k, v, kv_lengths, seed, *(scores or ())):
         raise RuntimeError(
             f'backend "{backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and what is made of them: '
             'torch.autograd.grad differentiates it, batch and heads may be as many as are mapped, and backend="reference" '
@@ -311,31 +318,20 @@ def _run(
         seed = seed.reshape(1)
     else:
         seed = torch.tensor([seed], dtype=torch.int64, device="cpu")
+    if seed is not None and kind is None:
+        (seed,) = watchers.constants([seed], q)
     if kv_lengths is not None:
         kv_lengths = kv_lengths.contiguous()
 
     if backend == "reference":
-        mask = None if layout is None else layout.to_dense().to(q.device)
-        if seed is not None:
-            seed = seed.to(q.device)
-        return reference.attention(
-            q,
-            k,
-            v,
-            mask,
-            causal=causal,
-            scale=scale,
-            kv_lengths=kv_lengths,
-            dropout_p=dropout_p,
-            seed=seed,
-            **_for_reference(scores, layout),
-        )
+        with watchers.beside(q):
+            return _by_reference(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, scores)
     plan: list[Tensor] = []
     bias_index: list[Tensor] = []
     if scores is not None and scores.block_bias is not None and layout is not None:
-        bias_index = list(layout.bias_index(q.device, causal=causal))
+        bias_index = _constants(layout.bias_index(_where(q), causal=causal), q, kind)
     if layout is not None:
-        plan, causal = list(layout.plan(q.device, causal=causal)), False
+        plan, causal = _constants(layout.plan(_where(q), causal=causal), q, kind), False
     if scores is None:
         options = (plan, kv_lengths, seed, scale, causal, dropout_p, backend)
         if kind is None:
@@ -344,6 +340,57 @@ def _run(
     sinks, softcap, alibi_slopes, block_bias = scores
     given = (q, k, v, sinks, alibi_slopes, block_bias, plan, bias_index, kv_lengths, seed, scale, causal, dropout_p)
     return ops.scored_attention_forward(*given, 0.0 if softcap is None else softcap, backend)
+
+
+def _by_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    scores: ScoreOptions | None,
+) -> tuple[Tensor, Tensor]:
+    mask = None if layout is None else _dense(layout, q)
+    if seed is not None:
+        seed = seed.to(q.device)
+    return reference.attention(
+        q,
+        k,
+        v,
+        mask,
+        causal=causal,
+        scale=scale,
+        kv_lengths=kv_lengths,
+        dropout_p=dropout_p,
+        seed=seed,
+        **_for_reference(scores, layout),
+    )
+
+
+def _where(q: Tensor) -> torch.device:
+    """Where the plan for q is made: on its device, unless q is a fake tensor on a GPU that is not there."""
+    device = q.device
+    if device.type == "cuda" and not torch.compiler.is_compiling() and not torch.cuda.is_available():
+        return torch.device("cpu")
+    return device
+
+
+def _constants(tensors: Iterable[Tensor], q: Tensor, kind: Kind | None) -> list[Tensor]:
+    """Tensors of a layout as an operator takes them beside q."""
+    if kind is not None or torch.compiler.is_compiling():
+        return list(tensors)
+    return [tensor.to(q.device) for tensor in watchers.constants(tensors, q)]
+
+
+def _dense(layout: BlockLayout, q: Tensor) -> Tensor:
+    """The layout's mask, for the reference."""
+    with watchers.aside(layout.indptr):
+        mask = layout.to_dense()
+    return watchers.constants([mask], q)[0].to(q.device)
 
 
 def _score_options(
@@ -546,9 +593,11 @@ def explain(
     others = (name for name in BACKENDS[1:] if name != chosen)
     promised = _is_deterministic(deterministic)
     call = Call(q, k, v, layout, causal, kv_lengths is not None, dropout_p, promised, dtype, chosen, scores is not None)
-    return explanation.explained(
-        call,
-        reason=_why(chosen, q.device, is_asked_for),
-        others=tuple((name, _why_other(name, q.device, dtype, is_asked_for, unfit_for_hopper)) for name in others),
-        determinism=_promise(deterministic, chosen),
-    )
+    # the plan is read, which fake tensors do not have
+    with watchers.aside():
+        return explanation.explained(
+            call,
+            reason=_why(chosen, q.device, is_asked_for),
+            others=tuple((name, _why_other(name, q.device, dtype, is_asked_for, unfit_for_hopper)) for name in others),
+            determinism=_promise(deterministic, chosen),
+        )

@@ -8,14 +8,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import watchers
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        found = watchers.stranger(name, tensor)
+        # the operations here are those of a DTensor too
+        if found is not None and not (found[0] == "a DTensor" and all(type(t) is type(tensor) for t in named.values())):
+            raise ValueError(f"{name} must be a dense, strided tensor as the others are, got {found[0]}; {found[1]}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{name} must be floating point, float16, bfloat16, float32 or float64, got {tensor.dtype}; {name}.float() is"
+            )
         if tensor.device != out_a.device:
             raise ValueError(f"{name} must be on out_a's device {out_a.device}, got {tensor.device}: use .to(device)")
     if out_a.dim() != 4:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,18 +47,102 @@ def are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-def aside(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """For what is made of a tensor, which is no input of any function, and cached: neither for inference only, nor wrapped by a
-    transform of torch.func, unless that tensor is."""
-    if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+def stranger(name: str, tensor: torch.Tensor) -> tuple[str, str] | None:
+    """What a tensor is that is no dense, strided array of numbers on this rank, and the way out; None for one that is.
+
+    name  of the argument, for the way out
+    """
+    if tensor.is_nested:
+        return "a nested tensor", f"torch.nested.to_padded_tensor({name}, 0.0) makes one"
+    if tensor.layout is not torch.strided:
+        return f"a {tensor.layout} tensor", f"{name}.to_dense() makes one"
+    if type(tensor) in PLAIN:
+        return None
+    # loaded by whoever has made one, which takes 5 s
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return "a DTensor", f"{name}.to_local() gives the part of this rank"
+    if torch.nn.parameter.is_lazy(tensor):
+        return "a parameter without a shape", "call the module that has it once before"
+    if torch.masked.is_masked_tensor(tensor):
+        return "a MaskedTensor", f"{name}.to_tensor(0.0) makes one"
+    return None
+
+
+def is_foreign(tensor: torch.Tensor, q: torch.Tensor) -> bool:
+    """Whether only one of two tensors is fake, and its mode takes no others."""
+    if torch.compiler.is_compiling():
+        return False
+    a, b = _fake_mode(tensor), _fake_mode(q)
+    return (a is None) != (b is None) and not (a or b).allow_non_fake_inputs
+
+
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers can be read now: not while a compiler, FakeTensorMode, make_fx or AOTAutograd stands in for
+    them, nor of a fake tensor, nor of one that a transform of torch.func wraps."""
+    if torch.compiler.is_compiling() or _is_traced() or tensor.is_meta:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and _fake_mode(tensor) is None
+
+
+def _is_traced() -> bool:
+    """Whether PyTorch follows shapes, or records operators, in place of computing. Modes of users do neither."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    key = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(of) is not None for of in (key.FAKE, key.PROXY, key.FUNCTIONAL))
+
+
+def _fake_mode(tensor: torch.Tensor) -> Any:
+    """The mode of a fake tensor, which may be used outside of it."""
+    if type(tensor) in PLAIN:
+        return None
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+def beside(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Where tensors are made that operators take together with another one: in its mode, if it is fake."""
+    if torch.compiler.is_compiling() or _is_traced():
+        return _NOTHING
+    return _fake_mode(tensor) or _NOTHING
+
+
+def constants(tensors: Iterable[torch.Tensor], beside: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of ours, such as those of a plan, as an operator takes them together with another tensor: FakeTensorMode wants
+    them fake, and make_fx and AOTAutograd make them constants of the graph."""
+    found = list(tensors)
+    mode = None if torch.compiler.is_compiling() else _fake_mode(beside)
+    if torch.compiler.is_compiling() or (mode is None and not _is_traced()):
+        return found
+    with mode or _NOTHING:
+        # what PyTorch does with the result of torch.tensor
+        return [torch.ops.aten.lift_fresh(tensor) if type(tensor) in PLAIN else tensor for tensor in found]
+
+
+def aside(tensor: torch.Tensor | None = None) -> AbstractContextManager[None]:
+    """For what is made of a tensor, which is no input of any function, and cached: neither for inference only, nor fake, nor
+    wrapped by a transform of torch.func, unless that tensor is. None: of what is read on the host."""
+    if (
+        torch.is_inference_mode_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (not torch.compiler.is_compiling() and _is_traced())
+    ):
         return _outside(tensor)
     return _NOTHING
 
 
 @contextmanager
-def _outside(tensor: torch.Tensor) -> Iterator[None]:
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    with torch.inference_mode(False), _NOTHING if is_wrapped else torch._C._DisableFuncTorch():
+def _outside(tensor: torch.Tensor | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        if tensor is None or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            stack.enter_context(torch._C._DisableFuncTorch())
+        if (tensor is None or type(tensor) in PLAIN) and _is_traced():
+            stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
         yield
 
 

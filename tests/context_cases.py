@@ -446,6 +446,14 @@ def takes_dtensors() -> None:
     heads = [distribute_tensor(x, mesh, [Replicate()]) for x in (case.q, case.k, case.v)]
     assert "Shard(2)" in raised(ValueError, lambda: bd.attention(*heads, plan))
     raised(TypeError, lambda: bd.attention(leaves[0], case.k, case.v, plan))
+    # the attention of one process takes none of them
+    for name in "qkv":
+        mixed = dict(zip("qkv", case[:3], strict=True))
+        mixed[name] = heads["qkv".index(name)]
+        assert f"{name}.to_local()" in raised(ValueError, lambda call=mixed: attention_with_lse(**call))
+    assert "blocksparse_flash.distributed" in raised(ValueError, lambda: attention_with_lse(*heads))
+    sinks = distribute_tensor(torch.zeros(4, dtype=case.q.dtype), mesh, [Replicate()])
+    assert "sinks.to_local()" in raised(ValueError, lambda: attention_with_lse(*case[:3], sinks=sinks))
 
 
 def is_the_layer_of_one_process() -> None:

@@ -61,8 +61,8 @@ TABLE = {
     ),
     "blocksparse_flash/predicate.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks"}),
     "blocksparse_flash/plan.py": Arrows({NUMPY, TORCH, f"{OURS}.blocks", f"{OURS}.packing"}),
-    "blocksparse_flash/block_bias.py": Arrows({TORCH, f"{OURS}.blocks", f"{OURS}.plan"}),
-    "blocksparse_flash/watchers.py": Arrows({TORCH}, {TRITON}),
+    "blocksparse_flash/block_bias.py": Arrows({TORCH, *(f"{OURS}.{name}" for name in ("blocks", "plan", "watchers"))}),
+    "blocksparse_flash/watchers.py": Arrows({TORCH}, {TORCH, TRITON}),
     "blocksparse_flash/selection.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("arguments", "blocks", "plan", "watchers"))},
         {f"{OURS}.kernels.{name}" for name in ("selecting", "listing")},
@@ -91,7 +91,7 @@ TABLE = {
         }
     ),
     "blocksparse_flash/philox.py": Arrows({TORCH}),
-    "blocksparse_flash/copy_engine.py": Arrows({TORCH}),
+    "blocksparse_flash/copy_engine.py": Arrows({TORCH, f"{OURS}.watchers"}),
     "blocksparse_flash/seen.py": Arrows({TORCH, f"{OURS}.copy_engine"}),
     "blocksparse_flash/reference.py": Arrows({TORCH, "einops", f"{OURS}.philox"}),
     "blocksparse_flash/separate_dq.py": Arrows({TORCH}),
@@ -198,7 +198,7 @@ TABLE = {
         {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "seen", "watchers", "kernels.scores"))},
         {f"{OURS}.kernels.{name}" for name in ("eager", "forward", "backward", "hopper_forward", "hopper_backward")},
     ),
-    "blocksparse_flash/contract.py": Arrows({TORCH, f"{OURS}.layout", f"{OURS}.seen"}),
+    "blocksparse_flash/contract.py": Arrows({TORCH, *(f"{OURS}.{name}" for name in ("layout", "seen", "watchers"))}),
     "blocksparse_flash/explanation/dispatch.py": Arrows({NUMPY}),
     "blocksparse_flash/explanation/call.py": Arrows(
         {TORCH, *(f"{OURS}.{name}" for name in ("copy_engine", "explanation.dispatch", "layout", "plan"))}
@@ -213,7 +213,8 @@ TABLE = {
         | {f"{OURS}.explanation.{name}" for name in ("call", "dispatch", "memory", "prediction")}
     ),
     "blocksparse_flash/explanation/advice.py": Arrows(
-        {TORCH, *(f"{OURS}.explanation.{name}" for name in ("call", "cost", "dispatch", "prediction"))}
+        {TORCH, f"{OURS}.watchers"}
+        | {f"{OURS}.explanation.{name}" for name in ("call", "cost", "dispatch", "prediction")}
     ),
     "blocksparse_flash/explanation/__init__.py": Arrows(
         {f"{OURS}.explanation.{name}" for name in ("advice", "call", "cost", "dispatch", "memory", "prediction")}
@@ -237,7 +238,7 @@ TABLE = {
         },
         {TRITON},
     ),
-    "blocksparse_flash/merging.py": Arrows({TORCH}),
+    "blocksparse_flash/merging.py": Arrows({TORCH, f"{OURS}.watchers"}),
     "blocksparse_flash/__init__.py": Arrows(
         {f"{OURS}.{name}" for name in ("explanation", "functional", "layout", "merging")}
     ),

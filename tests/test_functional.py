@@ -117,6 +117,33 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
         ValueError,
         ("v must be a dense, strided tensor", "nested", "kv_lengths"),
     ),
+    "q has no shape yet": (
+        given(q=torch.nn.UninitializedParameter()),
+        ValueError,
+        ("q must be a dense", "a parameter without a shape"),
+    ),
+    **{
+        f"{name} is {kind}": (
+            given(**{name: change(value)}),
+            ValueError,
+            (f"{name} must be a dense, strided tensor", f"got a {kind} tensor", f"{way_out.format(name)} makes one"),
+        )
+        for name, value in (
+            ("kv_lengths", torch.tensor([3, 4])),
+            ("seed", torch.tensor([3])),
+            ("sinks", torch.zeros(HEADS)),
+            ("alibi_slopes", torch.zeros(HEADS)),
+            ("block_bias", torch.zeros(6)),
+        )
+        for kind, change, way_out in (
+            ("torch.sparse_coo", torch.Tensor.to_sparse, "{}.to_dense()"),
+            (
+                "nested",
+                lambda value: torch.nested.nested_tensor([value, value], layout=torch.jagged),
+                "torch.nested.to_padded_tensor({}, 0.0)",
+            ),
+        )
+    },
     # shapes
     "q has 3 dimensions": (
         resized(q=(4, 32, 16)),
@@ -905,6 +932,7 @@ def on_gpu(monkeypatch):
 
     @contextlib.contextmanager
     def pretend(capability, version="3.7.1", interpret=False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(triton, "__version__", version)
         monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)

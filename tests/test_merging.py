@@ -110,7 +110,15 @@ def test_many_parts_in_any_order() -> None:
 OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
 WRONG_CALLS: list[tuple[int, Any, type[Exception], str]] = [
     (0, None, TypeError, "out_a must be a torch.Tensor, got NoneType"),
-    (0, OUT.long(), ValueError, "out_a must be floating point, got torch.int64"),
+    (
+        1,
+        OUT[..., 0].to_sparse(),
+        ValueError,
+        r"lse_a must be a dense, strided tensor .* torch.sparse_coo tensor; lse_a.to_dense",
+    ),
+    (2, OUT.to_sparse(), ValueError, "out_b must be a dense, strided tensor"),
+    (0, OUT.to(torch.float8_e4m3fn), ValueError, "out_a must be floating point, .* got torch.float8_e4m3fn"),
+    (0, OUT.long(), ValueError, "out_a must be floating point, .* got torch.int64"),
     (0, OUT[0], ValueError, r"out_a must have shape \(batch, heads, q_len, v_head_dim\), got \(2, 3, 4\)"),
     (1, LSE[..., None], ValueError, r"lse_a must have shape \(1, 2, 3\), as out_a says, got \(1, 2, 3, 1\)"),
     (2, OUT[:, :1], ValueError, r"out_b must have shape \(1, 2, 3, 4\), as out_a says, got \(1, 1, 3, 4\)"),

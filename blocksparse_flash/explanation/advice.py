@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .. import watchers
 from . import prediction
 from .call import Call
 from .cost import Balance, Work
@@ -112,7 +113,7 @@ def _repeats(tensor: Tensor) -> int:
         return 1
     if tensor.stride(1) == 0:
         return heads
-    if tensor.device.type == "meta":
+    if not watchers.has_numbers(tensor):
         return 1
     with torch.no_grad():
         # (heads, 3 * head_dim)
