@@ -41,6 +41,8 @@ def are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and not q.is_meta
         and q.layout is k.layout is v.layout is torch.strided
         and not (q.is_nested or k.is_nested or v.is_nested)
+        # numbers that are to be negated when they are read, as the imaginary part of a conjugate
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
         # which may outlive its transform, and has no memory
         and not (wrapped(q) or wrapped(k) or wrapped(v))
         and not torch._C._autograd._profiler_enabled()

@@ -587,6 +587,18 @@ def test_a_last_dimension_of_1_may_have_any_stride(backend):
     assert torch.equal(attention(**call, backend=backend), attention(**contiguous, backend=backend))
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+def test_a_tensor_that_is_negated_when_read_is_negated(backend, name, device):
+    """Kernels read memory, which is not negated yet."""
+    draw = torch.Generator().manual_seed(0)
+    call = {of: torch.randn(1, 1, 32, 1, generator=draw).to(device) for of in "qkv"}
+    expected = attention(**{**call, name: -call[name]}, backend=backend)
+    lazy = torch.complex(torch.zeros_like(call[name]), call[name]).conj().imag
+    assert lazy.is_neg()
+    torch.testing.assert_close(attention(**{**call, name: lazy}, backend=backend), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_those_of_finite_differences(backend):
     generator = torch.Generator().manual_seed(0)
