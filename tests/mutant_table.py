@@ -65,8 +65,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("local.py", "(low <= distance)", "(low < distance)", "tests/test_local.py -k 'double_loop or edges'"),
         (
             "local.py",
-            "cols_between(first_query - high,",
-            "cols_between(first_query - high + 1,",
+            "return first_query - high, last_query - low",
+            "return first_query - high + 1, last_query - low",
             "tests/test_local.py -k 'double_loop or edges'",
         ),
         (
@@ -487,8 +487,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("backward_programs.py", "b_ds = b_p * (b_dp - b_delta[:, None])", "b_ds = b_p * b_dp", DENSE),
         (
             "backward_programs.py",
-            'b_scores = tl.where(m_kv[:, None], b_scores, float("-inf"))',
-            "b_scores = tl.where(m_kv[:, None], b_scores, b_scores)",
+            "b_p = tl.where(m_kv[:, None], b_p, 0.0)",
+            "b_p = tl.where(m_kv[:, None], b_p, b_p)",
             LENGTHS,
         ),
         (
@@ -503,7 +503,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "b_dslope += tl.sum(",
             _zoo("causal-float16-mha-32-causal-has_slopes"),
         ),
-        ("statistics.py", "b_delta -= tl.load(dlse_ptr + o_line", "b_delta += tl.load(dlse_ptr + o_line", DENSE),
+        ("statistics.py", "b_delta -= tl.where(b_lse", "b_delta += tl.where(b_lse", DENSE),
         (
             "decode.py",
             "(o_kv[None, :] <= o_q[:, None] + (kv_len - q_len))",
@@ -716,8 +716,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "distributed/exchange.py",
-            "rows.unpack(flight.arrived(), [k_all, v_all], keys.slots, backend)",
-            "rows.unpack(flight.arrived(), [k_all, v_all], keys.slots.flip(0), backend)",
+            "rows.unpack(flight.arrived(), [k_all, v_all], slots, backend)",
+            "rows.unpack(flight.arrived(), [k_all, v_all], slots.flip(0), backend)",
             RANKS,
         ),
         (

@@ -13,7 +13,7 @@ left of out; a softmax keeps all of that. Exponentials are powers of two, as on 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,14 +54,14 @@ def results(
     *,
     added: Mapping[str, Tensor] | None = None,
     blocks: Tensor | None = None,
-    roundings: int | None = None,
+    roundings: Sequence[int] | None = None,
     **options: Any,
 ) -> list[list[Tensor]]:
     """The values that out, lse, dq, dk and dv may honestly take: for each a list, the reference's first.
 
     added    sinks, alibi_slopes, block_bias, as far as there are: their gradients follow, in this order
     blocks   of block_bias, as block_of_pairs
-    roundings  of out in half types, as kernels may round it; None: ROUNDINGS where there is something added, else none
+    roundings  numbers that draw how kernels may round out in half types; None: ROUNDINGS of them where something is added, else none
 
     By autograd through the reference, and by the textbook, in the type of q: of half types the textbook twice, with the
     reference's out and with one from float32 weights; of the others all twice, the products of q and k summed from the
@@ -78,7 +78,7 @@ def results(
         others: list[Tensor | int] = [reference.attention(*wide, mask, **given)[0].to(q.dtype)]
         # a gradient that is a sum over all pairs of a block or a head may be little else than what rounding left of out, in
         # which one rounding is near by accident
-        others += range(roundings if roundings is not None else ROUNDINGS if added else 0)
+        others += roundings if roundings is not None else range(ROUNDINGS if added else 0)
         found = _both(q, k, v, dout, dlse, mask, others, added, blocks, **options)
     else:
         found = _both(q, k, v, dout, dlse, mask, [], added, blocks, **options)

@@ -16,7 +16,7 @@ HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() ==
 # families share kernels, so that little is compiled: what a kernel is compiled for is drawn once a family
 FAMILIES, CALLS = 100, 50
 # programs of 128 queries, at least; pairs of queries and keys, and numbers of keys, all heads together, about at most
-PROGRAMS, PAIRS, NUMBERS = 132, 4_000_000, 8_000_000
+PROGRAMS, PAIRS, NUMBERS = 132, 4_000_000, 6_000_000
 
 
 def family(seed: int) -> Call:
