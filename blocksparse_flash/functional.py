@@ -262,7 +262,7 @@ def _attend(
     scores: ScoreOptions | None,
 ) -> tuple[Tensor, Tensor]:
     # asked once, for all that follows
-    kind = kind_of(q, k, v) if watchers.are_plain(q, k, v) else None
+    kind = kind_of(q, k, v) if watchers.are_plain(q, k, v, kv_lengths, seed) else None
     autocast = None if kind is not None and watchers.is_without_autocast(q) else _autocast(q)
     dtype, scale = contract.check(
         q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast, kind

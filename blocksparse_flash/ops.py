@@ -250,8 +250,12 @@ class _Attention(torch.autograd.Function):
             # only lse was used
             dout = torch.zeros_like(out)
         called: Any = _attention_backward
-        # a graph of the backward itself needs the dispatcher, which refuses
-        if type(dout) in watchers.PLAIN and watchers.are_plain(q, k, v) and not torch.is_grad_enabled():
+        # a graph of the backward itself needs the dispatcher, which refuses; so do gradients that are negated when they are read
+        if (
+            not torch.is_grad_enabled()
+            and watchers.are_plain(q, k, v, dout, dlse, kv_lengths, seed)
+            and not (dout.is_neg() or (dlse is not None and dlse.is_neg()))
+        ):
             called = _backward
         grads = called(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, *ctx.options)
         return None, *grads, None
@@ -297,7 +301,8 @@ def _forward_with_autograd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if _is_differentiated(q, k, v):
-        called: Any = _forward if watchers.are_plain(q, k, v) else _attention_forward
+        # plan, lengths and seed come first
+        called: Any = _forward if watchers.are_plain(q, k, v, *arguments[1:3]) else _attention_forward
         return _Attention.apply(called, q, k, v, arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention_forward(q, k, v, *arguments)

@@ -29,12 +29,16 @@ def are_there() -> bool:
     )
 
 
-def are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> bool:
     """Whether nothing watches what is done with tensors: no compiler, tracer, mode, transform, profiler or subclass; and whether
-    there are numbers, which lie in memory by strides."""
+    there are numbers, which lie in memory by strides.
+
+    others  lengths and a seed: tensors, numbers or None
+    """
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return (
         not are_there()
+        and all(type(other) in PLAIN or not isinstance(other, torch.Tensor) for other in others)
         and type(q) in PLAIN
         and type(k) in PLAIN
         and type(v) in PLAIN

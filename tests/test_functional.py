@@ -599,6 +599,19 @@ def test_a_tensor_that_is_negated_when_read_is_negated(backend, name, device):
     torch.testing.assert_close(attention(**{**call, name: lazy}, backend=backend), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+@pytest.mark.parametrize("which", [0, 1], ids=["dout", "dlse"])
+def test_a_gradient_that_is_negated_when_read_is_negated(backend, which, device):
+    draw = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 1, 32, 16, generator=draw).to(device).requires_grad_() for _ in "qkv"]
+    given = [torch.randn(1, 1, 32, 16, generator=draw).to(device), torch.randn(1, 1, 32, generator=draw).to(device)]
+    found = []
+    for lazy in (torch._neg_view(given[which]), -given[which]):
+        given[which] = lazy
+        found.append(torch.autograd.grad(attention_with_lse(*leaves, backend=backend), leaves, given))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_those_of_finite_differences(backend):
     generator = torch.Generator().manual_seed(0)
