@@ -388,7 +388,7 @@ def _constants(tensors: Iterable[Tensor], q: Tensor, kind: Kind | None) -> list[
 
 def _dense(layout: BlockLayout, q: Tensor) -> Tensor:
     """The layout's mask, for the reference."""
-    with watchers.aside(layout.indptr):
+    with watchers.aside(layout._tensors.indptr):
         mask = layout.to_dense()
     return watchers.constants([mask], q)[0].to(q.device)
 
@@ -423,8 +423,8 @@ def _for_reference(scores: ScoreOptions | None, layout: BlockLayout | None) -> d
     if bias is not None and layout is not None:
         bias = biases.dense(
             bias,
-            layout.indptr,
-            layout.indices,
+            layout._tensors.indptr,
+            layout._tensors.indices,
             q_len=layout.q_len,
             kv_len=layout.kv_len,
             block_size=layout.block_size,
