@@ -811,7 +811,7 @@ class BlockLayout:
 
 def _copied(name: str) -> property:
     """A tensor of a layout, as a copy."""
-    return property(lambda layout: getattr(layout._tensors, name).clone())
+    return property(lambda layout: getattr(layout._tensors, name).clone(), doc=f"A copy of {name}, see `BlockLayout`.")
 
 
 # not in the class, whose fields they are to dataclasses and type checkers
