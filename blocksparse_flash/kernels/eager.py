@@ -438,6 +438,15 @@ def _pairs(
     return _weights(scores, pivot), dscores, tanh
 
 
+def _unrounded(delta: Tensor, of_out: Tensor, summed: Tensor, total: Tensor) -> Tensor:
+    """delta with rowsum(p dp) in place of rowsum(dout out), where the weights p of a row add up to 1.
+
+    Where they do not, out and lse are of more keys than these, as those of a sequence that ranks share: the rest of the sum is
+    elsewhere. 2^-14 is an eighth of a rounding of float16.
+    """
+    return torch.where((total - 1).abs() < 2**-14, delta + (summed - of_out), delta)
+
+
 def _add_tiles(total: Tensor, index: Tensor, tiles: Tensor) -> None:
     """total[index] += tiles in a fixed order, also where an index repeats.
 
@@ -530,9 +539,10 @@ def backward(
         assert scores is None, "the reference answers for no keys"
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dtype = lse.dtype
+    of_out = (dout.to(dtype) * out.to(dtype)).sum(dim=-1)
     # half types have rounded out, which would give rows of one key or two gradients that are all rounding: p dp is summed
     is_rounded = out.dtype != dtype
-    delta = torch.zeros_like(lse) if is_rounded else (dout * out).sum(dim=-1)
+    delta = of_out
     if dlse is not None:
         # nothing moves the lse of a row without keys, whatever gradient it was given
         delta = delta - dlse.masked_fill(lse == -torch.inf, 0)
@@ -544,7 +554,9 @@ def backward(
         changes = Changes(scores, (sizes.batch, sizes.heads), plan, like=q_tiles, wanted=(wanted[1], wanted[2]))
     walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
     k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
-    dout_tiles, delta_tiles = (_tiles(tensor, dtype, sizes.q_side) for tensor in (dout, delta[..., None]))
+    dout_tiles, delta_tiles, of_out_tiles = (
+        _tiles(tensor, dtype, sizes.q_side) for tensor in (dout, delta[..., None], of_out[..., None])
+    )
     # as for a query that does not exist: a slope may give it scores whose exp is no number, and 0 times that is none either
     pivot_tiles = _tiles(pivot[..., None], dtype, sizes.q_side, beyond=torch.inf)
     dq_tiles, dk_tiles, dv_tiles = (torch.zeros_like(tiles) for tiles in (q_tiles, k_tiles, v_tiles))
@@ -552,15 +564,22 @@ def backward(
         q_chunk, dout_chunk, delta_chunk, pivot_chunk = (
             tiles.index_select(0, index) for tiles in (q_tiles, dout_tiles, delta_tiles, pivot_tiles)
         )
+        total, summed = torch.zeros_like(delta_chunk), torch.zeros_like(delta_chunk)
+        if scores is not None and scores.sinks is not None:
+            total += torch.exp(scores.sinks[index // sizes.n_rows % sizes.heads][:, None, None] - pivot_chunk)
         if is_rounded and not is_single:
             for span in spans():
                 weights, dscores, _ = _pairs(q_chunk, dout_chunk, pivot_chunk, k_tiles, v_tiles, scale, span)
-                delta_chunk.add_(weights.mul_(dscores).sum(dim=-1, keepdim=True))
+                total += weights.sum(dim=-1, keepdim=True)
+                summed += weights.mul_(dscores).sum(dim=-1, keepdim=True)
+            delta_chunk = _unrounded(delta_chunk, of_out_tiles.index_select(0, index), summed, total)
         dq_chunk = torch.zeros_like(q_chunk)
         for span in spans():
             weights, dscores, tanh = _pairs(q_chunk, dout_chunk, pivot_chunk, k_tiles, v_tiles, scale, span)
             if is_rounded and is_single:
-                delta_chunk.add_((weights * dscores).sum(dim=-1, keepdim=True))
+                total += weights.sum(dim=-1, keepdim=True)
+                summed += (weights * dscores).sum(dim=-1, keepdim=True)
+                delta_chunk = _unrounded(delta_chunk, of_out_tiles.index_select(0, index), summed, total)
             kept = weights
             if span.keep is not None:
                 kept = (weights.view(span.shape) * span.keep).view(weights.shape)
