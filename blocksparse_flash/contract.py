@@ -27,6 +27,10 @@ Agreed = tuple[torch.dtype, int, int, int, int, int]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+# float32 counts no further, and scores are float32
+MAX_SCALE = torch.finfo(torch.float32).max
+# with room for the products with scale and log2(e), and for 1 / softcap
+MIN_SOFTCAP, MAX_SOFTCAP = 1e-30, 1e30
 
 
 def under_autocast(dtype: torch.dtype, autocast: torch.dtype) -> torch.dtype:
@@ -305,8 +309,12 @@ def checked_softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
     cap = _number("softcap", softcap)
-    if not 0 < cap < math.inf:
-        raise ValueError(f"softcap must be above 0 and finite, got {cap}; softcap=None caps nothing")
+    if not MIN_SOFTCAP <= cap <= MAX_SOFTCAP:
+        raise ValueError(
+            f"softcap must be above 0 and finite, got {cap}; softcap=None caps nothing"
+            if not 0 < cap < math.inf
+            else f"softcap must be {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}, got {cap}: scores are float32; softcap=None caps nothing"
+        )
     return cap
 
 
@@ -366,8 +374,14 @@ def check(
         )
     scale = head_dim**-0.5 if scale is None else _number("scale", scale)
     # not math.isfinite, which torch.compile cannot trace of a number that varies; nan fails too
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be finite, got {scale}; scale=None is head_dim ** -0.5")
+    if not -MAX_SCALE <= scale <= MAX_SCALE:
+        if not -math.inf < scale < math.inf:
+            raise ValueError(f"scale must be finite, got {scale}; scale=None is head_dim ** -0.5")
+        if dtype != torch.float64:
+            raise ValueError(
+                f"scale must be finite as a float32, {MAX_SCALE:.3g} at most, got {scale}: scores of {dtype} are float32; "
+                "scale=None is head_dim ** -0.5"
+            )
     if not 0 <= _number("dropout_p", dropout_p) < 1:
         raise ValueError(
             f"dropout_p must be at least 0 and less than 1, got {dropout_p}; it is the probability to drop, 0.0 turns it off"

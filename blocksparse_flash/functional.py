@@ -465,7 +465,8 @@ def attention(
                    q_len 2, kv_len 5     1 1 1 1 0        q_len 5, kv_len 2     0 0, 0 0, 0 0, 1 0, 1 1
                                          1 1 1 1 1
 
-    scale      factor on the scores, may be 0 or negative; None is head_dim ** -0.5
+    scale      factor on the scores, may be 0 or negative, finite as a float32 (finite, if the tensors are float64); None is
+               head_dim ** -0.5
     kv_lengths int32 or int64 (batch,), on q's device: keys at and beyond kv_lengths[b] do not exist, and may hold NaN; the
                causal alignment stays that of kv_len. Out of range is refused on the CPU, clamped on a GPU and when compiled
     dropout_p  probability to drop an attention weight, 0 <= dropout_p < 1, in steps of 2**-16; the kept ones are divided by
@@ -481,7 +482,7 @@ def attention(
     Options of the scores s = scale q k^T, applied in this order; float tensors on q's device, of any floating type,
     computed in float32 and differentiable. Any of them goes with all of the above but backend "hopper".
 
-    softcap    c > 0: s becomes c * tanh(s / c), of magnitude below c (Gemma 2, section 2); None caps nothing
+    softcap    c from 1e-30 to 1e30: s becomes c * tanh(s / c), of magnitude below c (Gemma 2, section 2); None caps nothing
     alibi_slopes  (heads,): then s -= slope * |q_pos + (kv_len - q_len) - kv_pos|, distances aligned as `causal` is (Press et
                al. 2022, section 3, with their 2^(-8 i / heads) or others)
     block_bias  then s += a number for each stored block, in the order of layout.indices: (layout.capacity,), or for a layout

@@ -267,6 +267,11 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
     "scale is a str": (given(scale="0.1"), TypeError, ("scale must be a float or an int", "got '0.1' (str)")),
     "scale is nan": (given(scale=math.nan), ValueError, ("scale must be finite", "got nan", "scale=None")),
     "scale is infinite": (given(scale=-math.inf), ValueError, ("scale must be finite", "got -inf", "scale=None")),
+    "scale is inf in float32": (
+        given(scale=-1e39),
+        ValueError,
+        ("scale must be finite as a float32, 3.4e+38 at most", "got -1e+39", "scale=None"),
+    ),
     "scale is a huge int": (given(scale=10**400), ValueError, ("scale must be a finite float", "got 1000")),
     "dropout_p is 1": (given(dropout_p=1.0), ValueError, ("dropout_p must be at least 0 and less than 1", "got 1.0")),
     "dropout_p is 1, an int": (given(dropout_p=1), ValueError, ("dropout_p must be at least 0", "got 1;", "0.0")),

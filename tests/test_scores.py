@@ -483,6 +483,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "softcap is negative": ({"softcap": -5.0}, ValueError, ("softcap must be above 0", "got -5.0")),
     "softcap is inf": ({"softcap": math.inf}, ValueError, ("softcap must be above 0 and finite", "got inf")),
     "softcap is nan": ({"softcap": math.nan}, ValueError, ("softcap must be above 0 and finite", "got nan")),
+    "softcap is inf times log2(e)": ({"softcap": 3e38}, ValueError, ("softcap must be 1e-30 to 1e+30", "got 3e+38")),
+    "softcap is 0 in float32": ({"softcap": 1e-46}, ValueError, ("softcap must be 1e-30 to 1e+30", "got 1e-46")),
     "softcap is a tensor": ({"softcap": torch.ones(1)}, TypeError, ("softcap must be a float", "(Tensor)")),
     "bias is a list": ({"block_bias": [0.0]}, TypeError, ("block_bias must be a float tensor", "got list")),
     "bias without a layout": (
