@@ -61,6 +61,14 @@ class HoldsLayout(nn.Module):
         return self
 
     def layout_for(self, length: int) -> BlockLayout | None:
-        """The layout of an input of that many queries."""
+        """The layout of an input of that many queries; TypeError for a function that returns none, which would be every pair."""
         layout = self.layout
-        return layout if layout is None or isinstance(layout, BlockLayout) else layout(length)
+        if layout is None or isinstance(layout, BlockLayout):
+            return layout
+        made: Any = layout(length)
+        if not isinstance(made, BlockLayout):
+            raise TypeError(
+                f"layout must be a function that returns a BlockLayout, but for length {length} it returned "
+                f"{type(made).__name__}; layout=None, without a function, attends to every pair"
+            )
+        return made

@@ -57,6 +57,20 @@ def _check_positions(positions: Any) -> None:
         )
     if positions.is_complex():
         raise ValueError(f"positions must be real numbers, got {positions.dtype}")
+    if positions.dtype == torch.bool:
+        raise ValueError(
+            "positions must be real numbers, got torch.bool, which is a mask; positions.cumsum(0) counts, and kv_lengths= "
+            "says how much of a padded batch exists"
+        )
+
+
+def _share(name: str, value: Any) -> float:
+    """The probability to drop a feature, which may be 1, as in nn.Dropout."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}); 0.0 drops nothing")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be from 0 to 1, got {value}; 0.0 drops nothing")
+    return value
 
 
 def _switch(name: str, value: Any, way_out: str) -> bool:
@@ -319,6 +333,8 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, length, embed_dim) to the same shape."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if x.dim() != 3 or x.shape[2] != self.weight.shape[1]:
             raise ValueError(
                 f"x must have shape (batch, length, embed_dim={self.weight.shape[1]}), got {tuple(x.shape)}"
@@ -333,7 +349,8 @@ class EncoderBlock(nn.Module):
 
     attention   a layer from (batch, length, embed_dim) to the same, such as SelfAttention
     hidden_dim  features between the dense layers; None is 4 embed_dim
-    dropout_p   probability to drop a feature of what is added, and of the hidden features, while training
+    dropout_p   probability to drop a feature of what is added, and of the hidden features, while training; 0 to 1
+    raises      TypeError, ValueError
     """
 
     def __init__(self, attention: SelfAttention, *, hidden_dim: int | None = None, dropout_p: float = 0.0) -> None:
@@ -342,7 +359,7 @@ class EncoderBlock(nn.Module):
             raise TypeError(
                 f"attention must be a module with an embed_dim, such as SelfAttention, got {type(attention).__name__}"
             )
-        embed_dim = attention.embed_dim
+        embed_dim, dropout_p = attention.embed_dim, _share("dropout_p", dropout_p)
         hidden_dim = 4 * embed_dim if hidden_dim is None else _positive("hidden_dim", hidden_dim)
         self.attention_norm = nn.LayerNorm(embed_dim)
         self.attention = attention
