@@ -28,6 +28,13 @@ def integer(value: object, name: str) -> int:
     return int(value)
 
 
+def switch(value: object, name: str) -> bool:
+    """A bool, which a word such as "no" is not."""
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); bool({name}) makes one")
+    return value
+
+
 def length(value: object, name: str) -> int:
     length = integer(value, name)
     if not 0 <= length < 2**31:

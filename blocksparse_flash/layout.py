@@ -605,8 +605,12 @@ class BlockLayout:
         causal  True: the plan of the pairs with kv_pos <= q_pos + (kv_len - q_len) only
         non_blocking  True: the host does not wait until a copy to a GPU is done, for masks that change at each step. Before
                 another stream than the current one uses the plan, or the layout, make it wait: `torch.cuda.Stream.wait_stream`
-        raises  ValueError while torch.compile traces, if it is not cached yet
+        raises  ValueError while torch.compile traces, if it is not cached yet; TypeError for a switch that is no bool
         """
+        if causal is not True and causal is not False:
+            arguments.switch(causal, "causal")
+        if non_blocking is not True and non_blocking is not False:
+            arguments.switch(non_blocking, "non_blocking")
         plans: dict[tuple[Any, bool], Plan] = self._cache["plans"]
         # of a tensor's device it is found as it is
         found = plans.get((device, causal))
@@ -638,7 +642,7 @@ class BlockLayout:
 
         raises  ValueError while torch.compile traces, if it is not cached yet
         """
-        device = _resolved(device)
+        device, causal = _resolved(device), arguments.switch(causal, "causal")
         found: dict[tuple[torch.device, bool], BiasIndex] = self._cache["bias_indices"]
         if (device, causal) not in found:
             if torch.compiler.is_compiling():

@@ -184,6 +184,11 @@ def layout_of(mask: np.ndarray, block_size: Any = 128) -> BlockLayout:
         (lambda: from_block_sparse_attention(None, [-1], 256, 256, streaming_info=[1]), ValueError, "streaming_info must hold sink and local"),
         (lambda: from_block_sparse_attention(None, [-1], 256, 256, streaming_info=[1, -1]), ValueError, "streaming_info must hold sink and local, not negative"),
         (lambda: from_block_sparse_attention(None, [-1], 256, 256, streaming_info=[1, 1], exact_streaming=True), ValueError, "exact_streaming must come with causal=True"),
+        (lambda: from_block_sparse_attention(None, [0], 256, 256, causal="no"), TypeError, "causal must be True or False, got 'no'"),  # type: ignore[arg-type]
+        (lambda: from_block_sparse_attention(None, [0], 256, 256, causal=True, exact_streaming=1), TypeError, "exact_streaming must be True or False, got 1"),  # type: ignore[arg-type]
+        (lambda: to_block_sparse_attention(layout_of(causal(256, 256)), causal="no"), TypeError, "causal must be True or False, got 'no'"),  # type: ignore[arg-type]
+        (lambda: from_xformers(torch.ones(1, 2, 2), block_size=16, causal="no"), TypeError, "causal must be True or False, got 'no'"),  # type: ignore[arg-type]
+        (lambda: to_xformers(layout_of(causal(32, 32), 16), causal="no"), TypeError, "causal must be True or False, got 'no'"),  # type: ignore[arg-type]
         (lambda: from_deepspeed(torch.ones(2, 3, 4), block=16), ValueError, r"sparsity_layout must have shape \(heads, n, n\), got \(2, 3, 4\)"),
         (lambda: from_deepspeed(torch.full((2, 3, 3), 2), block=16), ValueError, r"sparsity_layout must hold 0 \(masked\) and 1 \(attends\) only, got 2 at \(0, 0, 0\)"),
         (lambda: from_deepspeed(torch.ones(2, 3, 3), block=8), ValueError, "block_size must be a multiple of 16"),

@@ -226,6 +226,7 @@ def rows(indptr: list[int], indices: list[int], **options: Any) -> BlockLayout:
         (lambda: rows([0, 1, 1], [0], packed_mask=torch.zeros(31, dtype=torch.uint8)), ValueError, "packed_mask must be uint8 with 32 entries"),
         (lambda: to_flashinfer(as_layout(np.ones((30, 30), np.bool_), 16)), ValueError, "has 30 keys, but FlashInfer takes multiples of block_kv = 16 only: pad the keys"),
         (lambda: to_flashinfer(as_layout(np.ones((32, 32), np.bool_), 16), head=1), ValueError, "head must be in 0 .. 0"),
+        (lambda: to_flashinfer(as_layout(np.ones((32, 32), np.bool_), 16), packed="no"), TypeError, "packed must be True or False, got 'no'"),  # type: ignore[arg-type]
         (lambda: rows([0, 1, 1], [0], mask=ONE.numpy()), TypeError, "mask must be a torch.Tensor, got ndarray"),
         (lambda: rows([0, 1, 1], [0], packed_mask=[0]), TypeError, "packed_mask must be a torch.Tensor, got list"),
         (lambda: from_flashinfer(torch.ones(3).bfloat16(), torch.ones(1), 32, 32, block_size=16), ValueError, "indptr must be integers, got torch.bfloat16"),

@@ -45,6 +45,7 @@ def to_block_sparse_attention(
     causal        the flag is_causal of the call; True: the layout must be whole blocks cut by the diagonal
     raises        ValueError naming the first block of 128 x 128 tokens that attends in part
     """
+    causal = arguments.switch(causal, "causal")
     mask = block_mask_of(layout, (_MIT_BLOCK, _MIT_BLOCK), "Block-Sparse-Attention", causal=causal)
     shape = []
     for size, asked, name in zip(mask.shape[:2], (batch, heads), ("batch", "heads"), strict=True):
@@ -81,6 +82,7 @@ def from_block_sparse_attention(
     causal           is_causal of the call, aligned at the ends; exact_streaming wants it
     """
     q_len, kv_len = arguments.length(q_len, "q_len"), arguments.length(kv_len, "kv_len")
+    causal, exact_streaming = arguments.switch(causal, "causal"), arguments.switch(exact_streaming, "exact_streaming")
     types = arguments.integers(head_mask_type, "head_mask_type")
     strange = ~np.isin(types, (_DENSE, _STREAMING, _SPARSE))
     if strange.any() or not len(types):
@@ -191,7 +193,7 @@ def from_xformers(sparsity_layout: torch.Tensor, *, block_size: int, causal: boo
     causal           True: pairs above the diagonal are masked inside the blocks as well
     """
     layout = _from_square(sparsity_layout, block_size, "block_size")
-    return causal_part(layout) if causal else layout
+    return causal_part(layout) if arguments.switch(causal, "causal") else layout
 
 
 def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: bool = False) -> torch.Tensor:
@@ -202,6 +204,7 @@ def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: b
     raises      ValueError as to_deepspeed
     """
     check_layout(layout)
+    causal = arguments.switch(causal, "causal")
     return _to_square(layout, block_size, "xFormers", causal=causal).to(layout.device)
 
 

@@ -105,7 +105,7 @@ def to_flashinfer(layout: BlockLayout, batch: int = 0, head: int = 0, *, packed:
     packed   give packed_mask instead of mask, an eighth of the memory
     raises   ValueError if kv_len is no multiple of block_kv: FlashInfer would read keys beyond the last
     """
-    single = one_head(layout, batch, head)
+    single, packed = one_head(layout, batch, head), arguments.switch(packed, "packed")
     (block_q, block_kv), found = single.block_size, _to_bsr(single)
     if single.kv_len % block_kv:
         raise ValueError(
