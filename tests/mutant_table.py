@@ -383,8 +383,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "eager.py",
-            "sinks[index // sizes.n_rows % sizes.heads]",
-            "sinks[index % sizes.heads]",
+            "highest = sinks[index // sizes.n_rows % sizes.heads]",
+            "highest = sinks[index % sizes.heads]",
             "tests/test_scores.py -k eager",
         ),
         (
