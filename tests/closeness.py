@@ -22,6 +22,7 @@ test_scores.py holds every backend to the first and shows the last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -84,6 +85,21 @@ def assert_as_accurate(
             f"off by {off[row]:.3g}; the worst block of {block_rows} rows is {worst:.3g} times as far as allowed (twice the "
             "same-dtype reference's distance plus two roundings)"
         )
+
+
+def buried(tensor: Tensor) -> Tensor:
+    """The same values as a view (batch, heads, length, dim) of a buffer (batch, length, heads, dim) with NaN all around."""
+    batch, heads, length, dim = tensor.shape
+    buffer = tensor.new_full((batch + 1, length + 7, heads + 1, dim + 8), torch.nan)
+    view = buffer[:batch, 3 : 3 + length, :heads, :dim].transpose(1, 2)
+    view.copy_(tensor)
+    return view
+
+
+def as_rows(values: Tensor) -> Tensor:
+    """A number a head or a block, as lse has one a row."""
+    # a layout without tiles has no bias, and -1 of nothing could be any number
+    return values.reshape(1, math.prod(values.shape[:-1]), values.shape[-1])
 
 
 def _row_max(values: Tensor) -> Tensor:

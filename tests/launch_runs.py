@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import zlib
 from collections.abc import Sequence
 
 import plain
 import torch
 import torch.nn.functional as F
-from closeness import assert_as_accurate
+from closeness import as_rows, assert_as_accurate, buried
 from launch_tables import Call
 from torch import Tensor
 
@@ -22,15 +21,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEED = 2**40 + 7
 # at once: as many as have room beside each other
 MANY_ROUNDINGS, ROUNDINGS_AT_ONCE, MANY_ROWS = 64, 8, 256
-
-
-def buried(tensor: Tensor) -> Tensor:
-    """The same values as a view (batch, heads, length, dim) of a buffer (batch, length, heads, dim) with NaN all around."""
-    batch, heads, length, dim = tensor.shape
-    buffer = tensor.new_full((batch + 1, length + 7, heads + 1, dim + 8), torch.nan)
-    view = buffer[:batch, 3 : 3 + length, :heads, :dim].transpose(1, 2)
-    view.copy_(tensor)
-    return view
 
 
 @functools.lru_cache(maxsize=1)
@@ -137,11 +127,6 @@ def expected(
         return [[each[:, :, more_rows:] for each in of] if i < 3 else of for i, of in enumerate(found)]
 
     return [(same, truth[0]) for same, truth in zip(results(call.dtype), results(torch.float64), strict=True)]
-
-
-def as_rows(values: Tensor) -> Tensor:
-    """A number a head or a block, as lse has one a row."""
-    return values.reshape(1, math.prod(values.shape[:-1]), values.shape[-1])
 
 
 def assert_is_accurate(call: Call, actual: list[Tensor]) -> None:

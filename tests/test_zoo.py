@@ -11,7 +11,6 @@ Every input is a view into a larger buffer full of NaN, and new memory is full o
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +18,7 @@ import cases
 import plain
 import pytest
 import torch
-from closeness import assert_as_accurate
+from closeness import as_rows, assert_as_accurate, buried
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout
@@ -186,15 +185,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("backend", "layout", "call"), entries, ids=ids)
 
 
-def buried(tensor: Tensor) -> Tensor:
-    """The same values as a view (batch, heads, length, dim) of a buffer (batch, length, heads, dim) with NaN all around."""
-    batch, heads, length, dim = tensor.shape
-    buffer = tensor.new_full((batch + 1, length + 7, heads + 1, dim + 8), torch.nan)
-    view = buffer[:batch, 3 : 3 + length, :heads, :dim].transpose(1, 2)
-    view.copy_(tensor)
-    return view
-
-
 def sizes_of(layout: Layout, call: Call) -> tuple[int, int, int, int]:
     """batch, heads, q_len, kv_len: as few batches and heads as the layout and the call have a use for."""
     batch, heads, q_len, kv_len = layout.build().shape if isinstance(layout, cases.Case) else (2, 1, *layout)
@@ -322,12 +312,7 @@ def assert_backend_is_accurate(
             assert_as_accurate(result, plains, truth, name=name)
         else:
             # a number a head or a block: as lse has one a row
-            assert_as_accurate(_as_rows(result), [_as_rows(plain) for plain in plains], _as_rows(truth), name=name)
-
-
-def _as_rows(values: Tensor) -> Tensor:
-    # a layout without tiles has no bias, and -1 of nothing could be any number
-    return values.reshape(1, math.prod(values.shape[:-1]), values.shape[-1])
+            assert_as_accurate(as_rows(result), [as_rows(plain) for plain in plains], as_rows(truth), name=name)
 
 
 def test_is_as_accurate_as_the_reference(backend, layout, call, device):
