@@ -61,7 +61,8 @@ def results(
 
     added    sinks, alibi_slopes, block_bias, as far as there are: their gradients follow, in this order
     blocks   of block_bias, as block_of_pairs
-    roundings  numbers that draw how kernels may round out in half types; None: ROUNDINGS of them where something is added, else none
+    roundings  numbers that draw how kernels may round in half types; None: ROUNDINGS of them where something is added, else none.
+               In float32 the last bit of lse: an odd number rounds it up, an even one down
 
     By autograd through the reference, and by the textbook, in the type of q: of half types the textbook twice, with the
     reference's out and with one from float32 weights; of the others all twice, the products of q and k summed from the
@@ -81,7 +82,8 @@ def results(
         others += roundings if roundings is not None else range(ROUNDINGS if added else 0)
         found = _both(q, k, v, dout, dlse, mask, others, added, blocks, **options)
     else:
-        found = _both(q, k, v, dout, dlse, mask, [], added, blocks, **options)
+        # lse rounds every row with as many keys alike, so that one lse is near by accident
+        found = _both(q, k, v, dout, dlse, mask, list(roundings or []), added, blocks, **options)
         orders = [torch.arange(q.shape[-1] - 1, -1, -1, device=q.device)]
         # a gradient that is a sum over all pairs of a block or a head has few numbers, near by accident in one order or two
         orders += _orders(q.shape[-1], q.device) if added else []
@@ -123,8 +125,15 @@ def _both(
     by_autograd = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     out, lse = out.detach(), lse.detach()
     found = [[out, lse, *by_autograd]]
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
     for rounded in (out, *other_outs):
-        found.append(_textbook(leaves, rounded, lse, dout, dlse, mask, added, blocks, **options))
+        if is_half or not isinstance(rounded, int):
+            found.append(_textbook(leaves, rounded, lse, dout, dlse, mask, added, blocks, **options))
+        else:
+            stepped = torch.nextafter(lse, lse.new_tensor(torch.inf if rounded % 2 else -torch.inf))
+            stepped = stepped.where(lse.isfinite(), lse)
+            grads = _textbook(leaves, out, stepped, dout, dlse, mask, added, blocks, **options)[2:]
+            found.append([out, lse, *grads])
     return found
 
 
@@ -154,8 +163,10 @@ def _textbook(
     seed: Tensor | None = None,
 ) -> list[Tensor]:
     """out, lse and the gradients of the leaves, by autograd too: constants in place of lse and delta leave the textbook's
-    products to it. For a number out is what kernels make: of weights that are rounded before they are normalised, with a
-    maximum so far; the number draws how much larger it will be.
+    products to it. For a number, kernels' roundings of half types: out of weights that are rounded before they are normalised,
+    with a maximum so far (the number draws how much larger it will be), and the operands that tensor cores read in the type of
+    q, the weights under dv and ds under dq and dk. Below 6e-5 float16 has fixed steps, and there the sum of these roundings is
+    all that is left of a gradient.
     """
     q, k, v = leaves[:3]
     dtype, kv_len, group = lse.dtype, k.shape[2], q.shape[1] // max(1, k.shape[1])
@@ -168,9 +179,13 @@ def _textbook(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     given = _as_reference_has(added, blocks)
     sinks = given.pop("sinks", None)
-    if given or softcap is not None:
+    rounds_operands = isinstance(out, int)
+    if given or softcap is not None or rounds_operands:
         changed = [given.get(name) for name in ("alibi_slopes", "bias")]
-        scores = reference._changed((q.to(dtype) * scale) @ keys.to(dtype).mT, softcap, *changed) * math.log2(math.e)
+        products = (q.to(dtype) * scale) @ keys.to(dtype).mT
+        if rounds_operands:
+            products.register_hook(lambda ds: ds.to(q.dtype).to(dtype))
+        scores = reference._changed(products, softcap, *changed) * math.log2(math.e)
     else:
         scores = (q.to(dtype) * (scale * math.log2(math.e))) @ keys.to(dtype).mT
     total = lse.masked_fill(lse == -torch.inf, 0)[..., None] * math.log2(math.e)
@@ -185,10 +200,15 @@ def _textbook(
         out = ((kept.detach() / largest).to(v.dtype).to(dtype) @ values.detach().to(dtype) * largest).to(q.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1) - dlse.masked_fill(lse == -torch.inf, 0)
     # kernels keep dout v^T in float32
-    product = kept @ values.to(dtype)
+    product = (_rounded(kept, q.dtype) if rounds_operands else kept) @ values.to(dtype)
     results, grads = [product, weights.sum(dim=-1)], [dout.to(dtype), -delta]
     if sinks is not None:
         # a key without a value: its weight has the gradient -delta alone
         results.append(torch.exp2(sinks[:, None] * math.log2(math.e) - total[..., 0]))
         grads.append(-delta)
     return [out, lse, *torch.autograd.grad(results, leaves, grads)]
+
+
+def _rounded(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights in a smaller type, with the gradient of the weights themselves."""
+    return weights + (weights.detach().to(dtype).to(weights.dtype) - weights.detach())
