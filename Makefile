@@ -36,11 +36,11 @@ test:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 900
 
 test-gpu:
-	$(PYTHON) -m pytest $(wildcard tests/test_zoo*.py tests/test_gpu*.py) tests/test_launch_tables.py \
-		tests/test_distributed_gpu.py
+	$(PYTHON) -m pytest $(wildcard tests/test_zoo*.py tests/test_gpu*.py) tests/kernels/test_launch_tables.py \
+		tests/distributed/test_gpu.py
 
 mutants: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants --jobs $(JOBS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

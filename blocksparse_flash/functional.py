@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import block_bias as biases
-from . import contract, copy_engine, explanation, ops, reference, watchers
-from .contract import ScoreOptions
+from . import explanation, ops, reference, validation
 from .explanation import Explanation
 from .explanation.call import Call
 from .layout import BlockLayout
-from .seen import Kind, kind_of
+from .plan import block_bias as biases
+from .runtime import tracing
+from .runtime.tensor_spec import TensorSpecs, is_tma_loadable, specs_of
+from .validation import ScoreOptions
 
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
 # Gluon, in which the Hopper kernels are written, changes from release to release: those that were tested
@@ -85,23 +86,18 @@ def _unfit_on_gpu(
     dtype: torch.dtype,
     dropout_p: float,
     scores: ScoreOptions | None,
-    kind: Kind | None,
+    kind: TensorSpecs | None,
 ) -> str | None:
     """The same of tensors on a GPU. torch.compile traces this."""
     if dropout_p > 0:
         return NO_DROPOUT
     if scores is not None:
         return NO_SCORES
-    if kind is not None and kind.is_readable:
+    if kind is not None and kind.is_tma_loadable:
         return None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         # of rows that are no multiple of 16 bytes the kernels make a copy, autocast of another type: those fit
-        if (
-            tensor.shape[3] % 8 == 0
-            and tensor.dtype == dtype
-            and tensor.numel() > 0
-            and not copy_engine.can_read(tensor)
-        ):
+        if tensor.shape[3] % 8 == 0 and tensor.dtype == dtype and tensor.numel() > 0 and not is_tma_loadable(tensor):
             return f"it needs strides and an address of {name} that are multiples of 16 bytes; {name}.contiguous() or .clone() has them"
     return None
 
@@ -262,13 +258,13 @@ def _attend(
     scores: ScoreOptions | None,
 ) -> tuple[Tensor, Tensor]:
     # asked once, for all that follows
-    kind = kind_of(q, k, v) if watchers.are_plain(q, k, v, kv_lengths, seed) else None
-    autocast = None if kind is not None and watchers.is_without_autocast(q) else _autocast(q)
-    dtype, scale = contract.check(
+    kind = specs_of(q, k, v) if tracing.can_launch_directly(q, k, v, kv_lengths, seed) else None
+    autocast = None if kind is not None and tracing.is_without_autocast(q) else _autocast(q)
+    dtype, scale = validation.check(
         q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast, kind
     )
     if scores is not None:
-        scores = contract.check_scores(scores, q, layout)
+        scores = validation.check_scores(scores, q, layout)
     if backend == "hopper":
         unfit_for_hopper = _unfit_on_gpu(q, k, v, dtype, dropout_p, scores, kind) if q.is_cuda else None
     else:
@@ -278,9 +274,9 @@ def _attend(
         return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores, kind)
     # operators and reference choose the type of each product themselves
     with torch.autocast(q.device.type, enabled=False):
-        q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, autocast)) for tensor in (q, k, v))
+        q, k, v = (tensor.to(validation.under_autocast(tensor.dtype, autocast)) for tensor in (q, k, v))
         return _run(
-            q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores, kind and kind_of(q, k, v)
+            q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores, kind and specs_of(q, k, v)
         )
 
 
@@ -296,10 +292,10 @@ def _run(
     seed: int | Tensor | None,
     backend: str,
     scores: ScoreOptions | None,
-    kind: Kind | None,
+    kind: TensorSpecs | None,
 ) -> tuple[Tensor, Tensor]:
     """Layout to plan, seed to tensor, and on to the operator."""
-    if kind is None and backend != "reference" and watchers.follow(q, k, v, kv_lengths, seed, *(scores or ())):
+    if kind is None and backend != "reference" and tracing.is_transformed(q, k, v, kv_lengths, seed, *(scores or ())):
         raise RuntimeError(
             f'backend "{backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and what is made of them: '
             'torch.autograd.grad differentiates it, batch and heads may be as many as are mapped, and backend="reference" '
@@ -319,12 +315,12 @@ def _run(
     else:
         seed = torch.tensor([seed], dtype=torch.int64, device="cpu")
     if seed is not None and kind is None:
-        (seed,) = watchers.constants([seed], q)
+        (seed,) = tracing.as_graph_constants([seed], q)
     if kv_lengths is not None:
         kv_lengths = kv_lengths.contiguous()
 
     if backend == "reference":
-        with watchers.beside(q):
+        with tracing.mode_of(q):
             return _by_reference(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, scores)
     plan: list[Tensor] = []
     bias_index: list[Tensor] = []
@@ -379,18 +375,18 @@ def _where(q: Tensor) -> torch.device:
     return device
 
 
-def _constants(tensors: Iterable[Tensor], q: Tensor, kind: Kind | None) -> list[Tensor]:
+def _constants(tensors: Iterable[Tensor], q: Tensor, kind: TensorSpecs | None) -> list[Tensor]:
     """Tensors of a layout as an operator takes them beside q."""
     if kind is not None or torch.compiler.is_compiling():
         return list(tensors)
-    return [tensor.to(q.device) for tensor in watchers.constants(tensors, q)]
+    return [tensor.to(q.device) for tensor in tracing.as_graph_constants(tensors, q)]
 
 
 def _dense(layout: BlockLayout, q: Tensor) -> Tensor:
     """The layout's mask, for the reference."""
-    with watchers.aside(layout._tensors.indptr):
+    with tracing.outside_transforms(layout._tensors.indptr):
         mask = layout.to_dense()
-    return watchers.constants([mask], q)[0].to(q.device)
+    return tracing.as_graph_constants([mask], q)[0].to(q.device)
 
 
 def _score_options(
@@ -582,10 +578,12 @@ def explain(
     >>> explain(q, k, v, causal=True).tile_density
     0.75
     """
-    dtype, _ = contract.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, _autocast(q))
+    dtype, _ = validation.check(
+        q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, _autocast(q)
+    )
     scores = _score_options(sinks, softcap, alibi_slopes, block_bias)
     if scores is not None:
-        contract.check_scores(scores, q, layout)
+        validation.check_scores(scores, q, layout)
     unfit_for_hopper = _unfit_for_hopper(q.device, q, k, v, dtype, dropout_p, scores)
     is_asked_for = backend != "auto"
     if unfit_for_hopper is None and not is_asked_for and not ops.is_worth_hopper(q.shape[2], q.numel() + k.numel()):
@@ -595,7 +593,7 @@ def explain(
     promised = _is_deterministic(deterministic)
     call = Call(q, k, v, layout, causal, kv_lengths is not None, dropout_p, promised, dtype, chosen, scores is not None)
     # the plan is read, which fake tensors do not have
-    with watchers.aside():
+    with tracing.outside_transforms():
         return explanation.explained(
             call,
             reason=_why(chosen, q.device, is_asked_for),

@@ -17,27 +17,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import (
-    algebra,
-    arguments,
-    block_bias,
-    blocks,
+from .blocks import (
+    block_list,
+    checks,
+    constructors,
     drawing,
-    full_blocks,
-    orders,
-    predicate,
-    selection,
-    sent_blocks,
+    predicates,
+    set_operations,
     storage,
-    watchers,
+    token_orders,
 )
-from .arguments import TENSORS
-from .block_bias import BiasIndex
-from .blocks import FULL, Array, Axis, BlockList, BlockRows, Frame, Size
-from .description import Description, describe
-from .gather import crop, gather
-from .packing import to_device
-from .plan import TILE, Plan, build_plan
+from .blocks.block_list import FULL, Array, Axis, BlockList, BlockRows, Frame, Size
+from .blocks.checks import TENSORS
+from .blocks.reindexing import crop, gather
+from .blocks.statistics import Description, describe
+from .blocks.transfer import to_device
+from .plan import block_bias, block_selection, device_builder
+from .plan.block_bias import BiasIndex
+from .plan.host_builder import TILE, Plan, build_plan
+from .runtime import tracing
 
 Integers = torch.Tensor | Array | list[int]
 
@@ -130,12 +128,12 @@ class BlockLayout:
         kv_len: int,
         block_size: int | Size,
     ) -> None:
-        frame = arguments.frame(q_len, kv_len, block_size)
+        frame = checks.frame(q_len, kv_len, block_size)
         tensors = storage.Tensors(indptr, indices, bitmask_ids, bitmasks)
-        arguments.check_tensors(tensors, frame)
+        checks.check_tensors(tensors, frame)
         frame = frame._replace(batch=indptr.shape[0], heads=indptr.shape[1])
-        found = blocks.by_keys(storage.to_block_rows(tensors, frame), frame)
-        rows = blocks.by_rows(blocks.canonical(*found, **frame.sizes), frame)
+        found = block_list.by_keys(storage.to_block_rows(tensors, frame), frame)
+        rows = block_list.by_rows(block_list.canonical(*found, **frame.sizes), frame)
         self._set(*storage.to_tensors(rows, frame, indptr.device), *frame[2:])
 
     # ------------------------------------------------------------------------------------------------- constructors
@@ -148,21 +146,21 @@ class BlockLayout:
         block_size  as of the class, here and below
         returns  BlockLayout of shape (batch | 1, heads | 1, q_len, kv_len)
         """
-        array, sides = arguments.bools(mask, "mask"), arguments.sides(block_size)
+        array, sides = checks.bools(mask, "mask"), checks.sides(block_size)
         batch, heads, q_len, kv_len = array.shape
-        found = blocks.from_mask(array.reshape(batch * heads, q_len, kv_len), sides)
+        found = block_list.from_mask(array.reshape(batch * heads, q_len, kv_len), sides)
         return cls._from_block_list(found, Frame(batch, heads, q_len, kv_len, sides))
 
     @classmethod
     def from_predicate(
         cls,
-        fn: predicate.Predicate,
+        fn: predicates.Predicate,
         q_len: int,
         kv_len: int,
         *,
         block_size: int | Size,
         within: BlockLayout | None = None,
-        looks: predicate.Looks | None = None,
+        looks: predicates.Looks | None = None,
         heads: int | None = None,
         batch: int | None = None,
     ) -> BlockLayout:
@@ -180,21 +178,21 @@ class BlockLayout:
         >>> BlockLayout.from_predicate(window, 256, 256, block_size=64).density
         0.625
         """
-        frame = arguments.frame(q_len, kv_len, block_size)
-        frame = frame._replace(batch=arguments.axis(batch, "batch"), heads=arguments.axis(heads, "heads"))
-        predicate.check(fn, looks)
+        frame = checks.frame(q_len, kv_len, block_size)
+        frame = frame._replace(batch=checks.axis(batch, "batch"), heads=checks.axis(heads, "heads"))
+        predicates.check(fn, looks)
         n_blocks = frame.n_rows * frame.n_cols
         if within is None:
-            arguments.check_nnz(frame.leads * n_blocks)
+            checks.check_nnz(frame.leads * n_blocks)
             keys = np.arange(frame.leads * n_blocks)
         else:
             if not isinstance(within, BlockLayout):
                 raise TypeError(f"within must be a BlockLayout, got {type(within).__name__}")
-            arguments.check_same(frame, within._frame, "within")
-            arguments.joint(frame[:2], within.shape[:2], "within")
-            keys = algebra.keys_over(within._block_list().keys, within.shape[:2], frame[:2], n_blocks)
+            checks.check_same(frame, within._frame, "within")
+            checks.joint(frame[:2], within.shape[:2], "within")
+            keys = set_operations.keys_over(within._block_list().keys, within.shape[:2], frame[:2], n_blocks)
         by_head = heads is not None or batch is not None
-        found = predicate.evaluate(fn, keys, heads=frame.heads, by_head=by_head, looks=looks, **frame.sizes)
+        found = predicates.evaluate(fn, keys, heads=frame.heads, by_head=by_head, looks=looks, **frame.sizes)
         if within is None:
             return cls._from_block_list(found, frame)
         return cls._from_block_list(found, frame, within.device) & within
@@ -210,8 +208,8 @@ class BlockLayout:
         >>> BlockLayout.from_blocks([0, 1, 1], [0, 0, 1], 256, 256, block_size=128).nnz
         3
         """
-        frame = arguments.frame(q_len, kv_len, block_size)
-        return cls._of_full(full_blocks.by_index(rows, cols, frame), frame)
+        frame = checks.frame(q_len, kv_len, block_size)
+        return cls._of_full(constructors.by_index(rows, cols, frame), frame)
 
     @classmethod
     def from_ranges(
@@ -224,8 +222,8 @@ class BlockLayout:
         >>> BlockLayout.from_ranges([0, 0], [1, 2], 256, 256, block_size=128).nnz
         3
         """
-        frame = arguments.frame(q_len, kv_len, block_size)
-        return cls._of_full(full_blocks.by_ranges(first, stop, frame), frame)
+        frame = checks.frame(q_len, kv_len, block_size)
+        return cls._of_full(constructors.by_ranges(first, stop, frame), frame)
 
     @classmethod
     def from_block_mask(
@@ -235,7 +233,7 @@ class BlockLayout:
 
         q_len, kv_len  tokens, of which block_size tells how many rows and cols there are
         """
-        return cls._of_full(*full_blocks.by_mask(mask, arguments.frame(q_len, kv_len, block_size)))
+        return cls._of_full(*constructors.by_mask(mask, checks.frame(q_len, kv_len, block_size)))
 
     @classmethod
     def from_scipy(cls, matrix: Any, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
@@ -245,8 +243,8 @@ class BlockLayout:
 
         A value 2 is refused: `to_scipy` marks partial blocks by it, and their pairs are not in the matrix.
         """
-        frame = arguments.frame(q_len, kv_len, block_size)
-        return cls._of_full(full_blocks.by_matrix(matrix, frame), frame)
+        frame = checks.frame(q_len, kv_len, block_size)
+        return cls._of_full(constructors.by_matrix(matrix, frame), frame)
 
     @classmethod
     def from_topk(cls, indices: torch.Tensor, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
@@ -268,10 +266,10 @@ class BlockLayout:
         >>> layout.nnz, layout.capacity
         (3, 4)
         """
-        frame = arguments.frame(q_len, kv_len, block_size)
-        frame = selection.frame_of(indices, "indices", frame, kind="integers")
-        selection.check_cols(indices, frame)
-        return cls._selected(selection.by_indices(indices, frame), frame)
+        frame = checks.frame(q_len, kv_len, block_size)
+        frame = block_selection.frame_of(indices, "indices", frame, kind="integers")
+        block_selection.check_cols(indices, frame)
+        return cls._selected(block_selection.by_indices(indices, frame), frame)
 
     @classmethod
     def from_scores(
@@ -286,8 +284,8 @@ class BlockLayout:
         causal  True: nor is a block without a pair kv_pos <= q_pos + (kv_len - q_len). Within the blocks on the diagonal
                 later keys stay: `attention(..., causal=True)` drops them
         """
-        frame = selection.frame_of(scores, "scores", arguments.frame(q_len, kv_len, block_size), kind="floats")
-        return cls._selected(selection.by_scores(scores, frame, k, causal=causal), frame)
+        frame = block_selection.frame_of(scores, "scores", checks.frame(q_len, kv_len, block_size), kind="floats")
+        return cls._selected(block_selection.by_scores(scores, frame, k, causal=causal), frame)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> BlockLayout:
@@ -307,18 +305,18 @@ class BlockLayout:
         numbers: dict[str, Any] = {name: state.get(name, False) for name in (*_NUMBERS, _SELECTED)}
         for name, value in numbers.items():
             if isinstance(value, torch.Tensor):
-                arguments.check_in_memory(value, name)
+                checks.check_in_memory(value, name)
                 numbers[name] = value.tolist()
         is_selected = numbers.pop(_SELECTED)
         if not isinstance(is_selected, bool):
             raise TypeError(f"{_SELECTED} must be True or False, got {is_selected!r}")
-        frame, tensors = arguments.frame(**numbers), storage.Tensors(*(state[name] for name in TENSORS))
-        arguments.check_fields(tensors, frame)
+        frame, tensors = checks.frame(**numbers), storage.Tensors(*(state[name] for name in TENSORS))
+        checks.check_fields(tensors, frame)
         frame = frame._replace(batch=tensors.indptr.shape[0], heads=tensors.indptr.shape[1])
         if is_selected:
-            selection.check_selected(tensors, frame)
+            block_selection.check_selected(tensors, frame)
             indptr, indices, bitmask_ids = (tensor.clone() for tensor in tensors[:3])
-            return cls._selected(selection.Selection(indptr, indices, bitmask_ids, None), frame)
+            return cls._selected(block_selection.Selection(indptr, indices, bitmask_ids, None), frame)
         if tensors.indptr.is_meta:
             return cls._bare(*tensors, *frame[2:])
         layout = cls(*tensors, **numbers)
@@ -389,7 +387,7 @@ class BlockLayout:
     @property
     def T(self) -> BlockLayout:
         """Queries and keys exchanged: shape (batch, heads, kv_len, q_len), block size (block_kv, block_q)."""
-        found = algebra.transpose(*self._block_list(), **self._frame.sizes)
+        found = set_operations.transpose(*self._block_list(), **self._frame.sizes)
         return self._like(found, q_len=self.kv_len, kv_len=self.q_len, block_size=self.block_size[::-1])
 
     def __or__(self, other: BlockLayout) -> BlockLayout:
@@ -406,8 +404,8 @@ class BlockLayout:
 
     def __invert__(self) -> BlockLayout:
         frame, found = self._frame, self._block_list()
-        arguments.check_nnz(frame.leads * frame.n_rows * frame.n_cols - int((found.ids == FULL).sum()))
-        return self._like(algebra.complement(found, leads=frame.leads, **frame.sizes))
+        checks.check_nnz(frame.leads * frame.n_rows * frame.n_cols - int((found.ids == FULL).sum()))
+        return self._like(set_operations.complement(found, leads=frame.leads, **frame.sizes))
 
     def __eq__(self, other: object) -> bool:
         """The same pairs in the same blocks over the same batch and head axes, on whatever device."""
@@ -440,7 +438,7 @@ class BlockLayout:
         shift(q=1) of a causal mask does without the diagonal. Lengths and block size stay. As with every method of
         this section: exact to the token, built on the host in O(tokens + nnz log nnz), on the layout's device.
         """
-        return self._gathered(orders.shifted(self.q_len, q, "q"), orders.shifted(self.kv_len, kv, "kv"))
+        return self._gathered(token_orders.shifted(self.q_len, q, "q"), token_orders.shifted(self.kv_len, kv, "kv"))
 
     def permute(self, q_order: Integers | None = None, kv_order: Integers | None = None) -> BlockLayout:
         """The mask of re-ordered sequences: q_order[i] is the query, kv_order[i] the key that comes to position i.
@@ -452,7 +450,8 @@ class BlockLayout:
         answer stores, up to one block for each pair.
         """
         return self._gathered(
-            orders.permuted(self.q_len, q_order, "q_order"), orders.permuted(self.kv_len, kv_order, "kv_order")
+            token_orders.permuted(self.q_len, q_order, "q_order"),
+            token_orders.permuted(self.kv_len, kv_order, "kv_order"),
         )
 
     def select(self, rows: slice | Integers = _ALL, cols: slice | Integers = _ALL) -> BlockLayout:
@@ -466,7 +465,8 @@ class BlockLayout:
         """
         block_q, block_kv = self.block_size
         return self._gathered(
-            orders.selected(self.q_len, block_q, rows, "rows"), orders.selected(self.kv_len, block_kv, cols, "cols")
+            token_orders.selected(self.q_len, block_q, rows, "rows"),
+            token_orders.selected(self.kv_len, block_kv, cols, "cols"),
         )
 
     def crop(
@@ -476,8 +476,8 @@ class BlockLayout:
 
         A crop that changes kv_len - q_len changes what causal=True means for it: `assert_causal` tells.
         """
-        q = orders.cropped(self.q_len, q_start, q_stop, "q")
-        kv = orders.cropped(self.kv_len, kv_start, kv_stop, "kv")
+        q = token_orders.cropped(self.q_len, q_start, q_stop, "q")
+        kv = token_orders.cropped(self.kv_len, kv_start, kv_stop, "kv")
         if q == (0, self.q_len) and kv == (0, self.kv_len):
             return self
         block_q = self.block_size[0]
@@ -489,26 +489,24 @@ class BlockLayout:
 
     def pad(self, q: Size = (0, 0), kv: Size = (0, 0)) -> BlockLayout:
         """New tokens at the ends, q = (before, after) queries and kv = (before, after) keys; none of them attends."""
-        return self._gathered(orders.padded(self.q_len, q, "q"), orders.padded(self.kv_len, kv, "kv"))
+        return self._gathered(token_orders.padded(self.q_len, q, "q"), token_orders.padded(self.kv_len, kv, "kv"))
 
     def with_block_size(self, block_size: int | Size) -> BlockLayout:
         """The same pairs in blocks of another block_size, whatever the two are."""
-        sides, (q_len, kv_len, old) = arguments.sides(block_size), self._frame[2:]
-        found = blocks.regroup(*self._block_list(), q_len=q_len, kv_len=kv_len, old=old, new=sides)
+        sides, (q_len, kv_len, old) = checks.sides(block_size), self._frame[2:]
+        found = block_list.regroup(*self._block_list(), q_len=q_len, kv_len=kv_len, old=old, new=sides)
         return self._like(found, block_size=sides)
 
     def refine(self, block_size: int | Size) -> BlockLayout:
         """`with_block_size`, for a block_size that divides this layout's."""
-        sides = arguments.sides(block_size)
-        arguments.check_multiple(self.block_size, sides, f"divide {self.block_size} to refine it, got {sides}")
+        sides = checks.sides(block_size)
+        checks.check_multiple(self.block_size, sides, f"divide {self.block_size} to refine it, got {sides}")
         return self.with_block_size(sides)
 
     def coarsen(self, block_size: int | Size) -> BlockLayout:
         """`with_block_size`, for a block_size that is a multiple of this layout's."""
-        sides = arguments.sides(block_size)
-        arguments.check_multiple(
-            sides, self.block_size, f"be a multiple of {self.block_size} to coarsen it, got {sides}"
-        )
+        sides = checks.sides(block_size)
+        checks.check_multiple(sides, self.block_size, f"be a multiple of {self.block_size} to coarsen it, got {sides}")
         return self.with_block_size(sides)
 
     def head(self, index: int) -> BlockLayout:
@@ -528,7 +526,7 @@ class BlockLayout:
         """
         leaks = self - self._causal()
         if leaks.nnz:
-            batch, head, q_pos, kv_pos = algebra.first_pair(leaks._block_list(), leaks._frame)
+            batch, head, q_pos, kv_pos = set_operations.first_pair(leaks._block_list(), leaks._frame)
             raise ValueError(
                 f"layout must be causal, but in batch {batch}, head {head} query {q_pos} attends to key {kv_pos}, and "
                 f"its last is {q_pos + self.kv_len - self.q_len}: intersect with masks.causal, or attend with causal=True"
@@ -559,12 +557,12 @@ class BlockLayout:
 
     def to_dense(self) -> torch.Tensor:
         """bool (batch | 1, heads | 1, q_len, kv_len), True attends, on the layout's device."""
-        mask = blocks.to_mask(self._block_list(), leads=self._frame.leads, **self._frame.sizes)
+        mask = block_list.to_mask(self._block_list(), leads=self._frame.leads, **self._frame.sizes)
         return torch.from_numpy(mask.reshape(self.shape)).to(self.device)
 
     def to_scipy(self, batch: int = 0, head: int = 0) -> Any:
         """The blocks of one batch and head as scipy.sparse.csr_array (n_rows, n_cols), int8: 1 full, 2 partial."""
-        return full_blocks.to_matrix(self._block_list(), self._frame, batch, head)
+        return constructors.to_matrix(self._block_list(), self._frame, batch, head)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers, which any format holds and `from_state_dict` reads; to a file `torch.save(layout, path)` is
@@ -586,7 +584,7 @@ class BlockLayout:
         self.plan(device, non_blocking=non_blocking)
         if device == self.device:
             return self
-        found: selection.Selection | None = self._cache.get("selection")
+        found: block_selection.Selection | None = self._cache.get("selection")
         # of a selection also its bits, where there are any
         more = [] if found is None or found.bits is None else [found.bits]
         moving = to_device([*self._tensors, *more], device, non_blocking=non_blocking)
@@ -595,7 +593,7 @@ class BlockLayout:
         else:
             indptr, indices, bitmask_ids = moving[:3]
             bits = moving[4] if more else None
-            moved = self._selected(selection.Selection(indptr, indices, bitmask_ids, bits), self._frame)
+            moved = self._selected(block_selection.Selection(indptr, indices, bitmask_ids, bits), self._frame)
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
@@ -608,9 +606,9 @@ class BlockLayout:
         raises  ValueError while torch.compile traces, if it is not cached yet; TypeError for a switch that is no bool
         """
         if causal is not True and causal is not False:
-            arguments.switch(causal, "causal")
+            checks.switch(causal, "causal")
         if non_blocking is not True and non_blocking is not False:
-            arguments.switch(non_blocking, "non_blocking")
+            checks.switch(non_blocking, "non_blocking")
         plans: dict[tuple[Any, bool], Plan] = self._cache["plans"]
         # of a tensor's device it is found as it is
         found = plans.get((device, causal))
@@ -630,7 +628,7 @@ class BlockLayout:
         if (device, causal) not in plans:
             # of a plan on the meta device there are but the shapes
             elsewhere = [plan for (at, is_causal), plan in plans.items() if is_causal == causal and at.type != "meta"]
-            with watchers.aside(self._tensors.indptr):
+            with tracing.outside_transforms(self._tensors.indptr):
                 if elsewhere:
                     plans[device, causal] = elsewhere[0].to(device, non_blocking=non_blocking)
                 else:
@@ -642,7 +640,7 @@ class BlockLayout:
 
         raises  ValueError while torch.compile traces, if it is not cached yet
         """
-        device, causal = _resolved(device), arguments.switch(causal, "causal")
+        device, causal = _resolved(device), checks.switch(causal, "causal")
         found: dict[tuple[torch.device, bool], BiasIndex] = self._cache["bias_indices"]
         if (device, causal) not in found:
             if torch.compiler.is_compiling():
@@ -651,7 +649,7 @@ class BlockLayout:
                     f"call layout.bias_index(q.device{', causal=True' if causal else ''}) before"
                 )
             plan = self.plan(device, causal=causal)
-            with watchers.aside(self._tensors.indptr):
+            with tracing.outside_transforms(self._tensors.indptr):
                 found[device, causal] = block_bias.build(
                     self._tensors.indptr,
                     self._tensors.indices,
@@ -697,13 +695,13 @@ class BlockLayout:
     @classmethod
     def _from_block_list(cls, found: BlockList, frame: Frame, device: torch.device | str = "cpu") -> BlockLayout:
         """The layout of a canonical block list, unchecked."""
-        arguments.check_nnz(len(found.keys))
-        return cls._from_rows(blocks.by_rows(found, frame), frame, device)
+        checks.check_nnz(len(found.keys))
+        return cls._from_rows(block_list.by_rows(found, frame), frame, device)
 
     @classmethod
     def _of_full(cls, keys: Array, frame: Frame) -> BlockLayout:
-        arguments.check_nnz(len(keys))
-        return cls._from_rows(blocks.full_rows(keys, frame), frame)
+        checks.check_nnz(len(keys))
+        return cls._from_rows(block_list.full_rows(keys, frame), frame)
 
     @classmethod
     def _from_rows(cls, rows: BlockRows, frame: Frame, device: torch.device | str = "cpu") -> BlockLayout:
@@ -722,7 +720,7 @@ class BlockLayout:
         return Frame(*self.shape, self.block_size)
 
     def _block_list(self) -> BlockList:
-        return blocks.by_keys(self._rows(), self._frame)
+        return block_list.by_keys(self._rows(), self._frame)
 
     def _rows(self) -> BlockRows:
         """The blocks as arrays on the host."""
@@ -735,34 +733,34 @@ class BlockLayout:
         return {**tensors, **numbers, **({_SELECTED: True} if "selection" in self._cache else {})}
 
     def _check_same(self, other: BlockLayout, name: str) -> None:
-        arguments.check_same(self._frame, other._frame, name)
+        checks.check_same(self._frame, other._frame, name)
         if self.device != other.device:
             raise ValueError(
                 f"{name}: both must be on one device, got {self.device} and {other.device}: use .to(device)"
             )
 
-    def _with(self, other: BlockLayout, op: algebra.Operation) -> BlockLayout:
+    def _with(self, other: BlockLayout, op: set_operations.Operation) -> BlockLayout:
         if not isinstance(other, BlockLayout):
             return NotImplemented
         name = f"layout {op} other"
         self._check_same(other, name)
-        axes = arguments.joint(self.shape[:2], other.shape[:2], name)
-        found = algebra.combine(self._over(axes), other._over(axes), op, **self._frame.sizes)
+        axes = checks.joint(self.shape[:2], other.shape[:2], name)
+        found = set_operations.combine(self._over(axes), other._over(axes), op, **self._frame.sizes)
         return self._like(found, batch=axes[0], heads=axes[1])
 
     @classmethod
     def _stacked(cls, layouts: Iterable[BlockLayout], axis: Axis) -> BlockLayout:
-        parts = arguments.listed(layouts, BlockLayout, "layouts")
+        parts = checks.listed(layouts, BlockLayout, "layouts")
         for part in parts:
             parts[0]._check_same(part, "layouts")
-        frames = arguments.stackable([part._frame for part in parts], axis)
+        frames = checks.stackable([part._frame for part in parts], axis)
         lists = [part._over(frame[:2]) for part, frame in zip(parts, frames, strict=True)]
-        found, frame = algebra.stack(lists, frames, axis)
+        found, frame = set_operations.stack(lists, frames, axis)
         return cls._from_block_list(found, frame, parts[0].device)
 
     def _picked(self, axis: Axis, index: int) -> BlockLayout:
-        arguments.position(index, getattr(self._frame, axis), "index", f"; the layout has shape {self.shape}")
-        return self._like(algebra.pick(self._block_list(), self._frame, axis, index), **{axis: 1})
+        checks.position(index, getattr(self._frame, axis), "index", f"; the layout has shape {self.shape}")
+        return self._like(set_operations.pick(self._block_list(), self._frame, axis, index), **{axis: 1})
 
     def _gathered(self, q_order: Array, kv_order: Array) -> BlockLayout:
         found = gather(self._block_list(), self._frame, q_order, kv_order)
@@ -770,11 +768,11 @@ class BlockLayout:
 
     def _over(self, axes: Size) -> BlockList:
         """The block list with axes of size 1 repeated."""
-        arguments.check_nnz(self.nnz * (axes[0] // self.shape[0]) * (axes[1] // self.shape[1]))
-        return algebra.broadcast(self._block_list(), self.shape[:2], axes, self.n_rows * self.n_cols)
+        checks.check_nnz(self.nnz * (axes[0] // self.shape[0]) * (axes[1] // self.shape[1]))
+        return set_operations.broadcast(self._block_list(), self.shape[:2], axes, self.n_rows * self.n_cols)
 
     @classmethod
-    def _selected(cls, found: selection.Selection, frame: Frame) -> BlockLayout:
+    def _selected(cls, found: block_selection.Selection, frame: Frame) -> BlockLayout:
         """The layout of selected cols; its plans are made where it is."""
         bitmasks = storage.no_bitmasks(frame, found.indptr.device)
         layout = cls._bare(found.indptr, found.indices, found.bitmask_ids, bitmasks, *frame[2:])
@@ -783,17 +781,17 @@ class BlockLayout:
 
     def _new_plan(self, device: torch.device, causal: bool, non_blocking: bool = False) -> Plan:
         if "selection" in self._cache and device == self.device:
-            return selection.build_plan(self._cache["selection"], **self._frame.sizes, causal=causal)
+            return block_selection.build_plan(self._cache["selection"], **self._frame.sizes, causal=causal)
         if causal:
             restricted = self._causal()
             if restricted == self:
                 return self.plan(device, non_blocking=non_blocking)
             return restricted._new_plan(device, False, non_blocking)
         frame = self._frame
-        if self._tensors.indptr.is_cpu and sent_blocks.suits(
+        if self._tensors.indptr.is_cpu and device_builder.suits(
             frame, self.capacity, self._tensors.bitmasks.shape[0], device
         ):
-            return sent_blocks.build_plan(self._rows(), frame, device, non_blocking=non_blocking)
+            return device_builder.build_plan(self._rows(), frame, device, non_blocking=non_blocking)
         return build_plan(*self._tiles(frame), device, non_blocking=non_blocking)
 
     def _tiles(self, frame: Frame) -> tuple[BlockRows, Frame]:
@@ -801,15 +799,15 @@ class BlockLayout:
         tile = TILE, TILE
         if frame.block_size == tile:
             return self._rows(), frame
-        found = blocks.regroup(
+        found = block_list.regroup(
             *self._block_list(), q_len=frame.q_len, kv_len=frame.kv_len, old=frame.block_size, new=tile
         )
         frame = frame._replace(block_size=tile)
-        return blocks.by_rows(found, frame), frame
+        return block_list.by_rows(found, frame), frame
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""
-        fn, looks = predicate.causal(self._frame)
+        fn, looks = predicates.causal(self._frame)
         return self.from_predicate(fn, self.q_len, self.kv_len, block_size=self.block_size, within=self, looks=looks)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import watchers
+from .runtime import tracing
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -18,7 +18,7 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        found = watchers.stranger(name, tensor)
+        found = tracing.unsupported_tensor(name, tensor)
         # the operations here are those of a DTensor too
         if found is not None and not (found[0] == "a DTensor" and all(type(t) is type(tensor) for t in named.values())):
             raise ValueError(f"{name} must be a dense, strided tensor as the others are, got {found[0]}; {found[1]}")

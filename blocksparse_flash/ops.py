@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import copy_engine, watchers
-from .kernels.scores import Scores
-from .seen import Kind
+from .runtime import tracing
+from .runtime.tensor_spec import TensorSpecs, is_tma_loadable
+from .score_mods import Scores
 
 # elements of q and k from which on "auto" takes `hopper`. H200, 16 heads of 128, bf16, microseconds of a forward and of a backward,
 # back to back and of the GPU alone, `hopper` and `triton`: 2^23 elements in a window 95 363, 30 84 and 67 201, 28 95; dense 77 297,
@@ -70,7 +70,7 @@ def _kernels(
     """
     if backend.startswith("auto"):
         takes = is_worth_hopper(q.shape[2], q.numel() + k.numel()) and all(
-            tensor.shape[3] % 8 or copy_engine.can_read(tensor) for tensor in (q, k, v)
+            tensor.shape[3] % 8 or is_tma_loadable(tensor) for tensor in (q, k, v)
         )
         backend = backend.replace("auto", "hopper" if takes else "triton")
     return _kernels_of(backend)
@@ -80,31 +80,32 @@ def _kernels(
 def _kernels_of(backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     name, _, deterministic = backend.partition(", ")
     if name == "triton":
-        from .kernels import backward, forward
+        from .kernels.triton import backward, forward
 
         return forward.forward, backward.backward
     if name == "hopper":
-        from .kernels import hopper_backward, hopper_forward
+        from .kernels.hopper import backward as hopper_backward
+        from .kernels.hopper import forward as hopper_forward
 
         if deterministic:
             return hopper_forward.forward, functools.partial(hopper_backward.backward, deterministic=True)
         return hopper_forward.forward, hopper_backward.backward
     assert name == "eager", name
-    from .kernels import eager
+    from .kernels.eager import attention
 
-    return eager.forward, eager.backward
+    return attention.forward, attention.backward
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any, kind: Kind | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any, kind: TensorSpecs | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """kind  that of q, k and v, where it is known already and of use to the kernels."""
     *rest, backend = arguments
     forward = _kernels(backend, q, k, v)[0]
     known = {} if kind is None else {"kind": kind}
-    if watchers.is_current(q):
+    if tracing.is_current(q):
         return forward(q, k, v, *rest, **known)
-    with watchers.on(q.device):
+    with tracing.on_device(q.device):
         return forward(q, k, v, *rest, **known)
 
 
@@ -112,9 +113,9 @@ def _backward(dout: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.
     _, q, k, v, *_, backend = arguments
     rest = arguments[:-1]
     backward = _kernels(backend, q, k, v)[1]
-    if watchers.is_without_autocast(dout) and watchers.is_current(dout):
+    if tracing.is_without_autocast(dout) and tracing.is_current(dout):
         return backward(dout, *rest)
-    with watchers.on(dout.device):
+    with tracing.on_device(dout.device):
         if not torch.is_autocast_enabled(dout.device.type):
             return backward(dout, *rest)
         # called by autograd inside a region of autocast, which must not choose the types of the products
@@ -253,7 +254,7 @@ class _Attention(torch.autograd.Function):
         # a graph of the backward itself needs the dispatcher, which refuses; so do gradients that are negated when they are read
         if (
             not torch.is_grad_enabled()
-            and watchers.are_plain(q, k, v, dout, dlse, kv_lengths, seed)
+            and tracing.can_launch_directly(q, k, v, dout, dlse, kv_lengths, seed)
             and not (dout.is_neg() or (dlse is not None and dlse.is_neg()))
         ):
             called = _backward
@@ -302,7 +303,7 @@ def _forward_with_autograd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if _is_differentiated(q, k, v):
         # plan, lengths and seed come first
-        called: Any = _forward if watchers.are_plain(q, k, v, *arguments[1:3]) else _attention_forward
+        called: Any = _forward if tracing.can_launch_directly(q, k, v, *arguments[1:3]) else _attention_forward
         return _Attention.apply(called, q, k, v, arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention_forward(q, k, v, *arguments)
@@ -334,7 +335,7 @@ def _is_differentiated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> boo
 
 
 def attention_directly(
-    kind: Kind, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
+    kind: TensorSpecs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator of tensors that are plain, see `watchers.are_plain`, and of that kind: without its dispatch, 14 microseconds."""
     # `eager` reads no memory by itself

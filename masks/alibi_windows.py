@@ -18,14 +18,14 @@ from blocksparse_flash import BlockLayout
 from blocksparse_flash.alibi import slopes_of
 
 from .canvas import BlockSize, Length
-from .checks import kind_of, read_integer, read_switch
+from .checks import read_integer, read_switch, specs_of
 from .heads import by_head
 from .local import local
 
 
 def _read_positive(name: str, value: object) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a positive number, got {value!r} ({kind_of(value)})")
+        raise TypeError(f"{name}: expected a positive number, got {value!r} ({specs_of(value)})")
     number = float(value)
     # written so that nan is refused too
     if not 0.0 < number < math.inf:
@@ -77,7 +77,7 @@ def alibi_windows(
         given = slopes.tolist() if isinstance(slopes, np.ndarray | torch.Tensor) else slopes
         if not isinstance(given, Sequence) or isinstance(given, str | bytes):
             raise TypeError(
-                f"slopes: expected numbers in a sequence, array or tensor, got {slopes!r} ({kind_of(slopes)})"
+                f"slopes: expected numbers in a sequence, array or tensor, got {slopes!r} ({specs_of(slopes)})"
             )
         numbers = [_read_positive(f"slopes[{head}]", slope) for head, slope in enumerate(given)]
         if not numbers:

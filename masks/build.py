@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from blocksparse_flash import BlockLayout
 
 from .canvas import BlockSize, Length, read_canvas
-from .checks import kind_of
+from .checks import specs_of
 
 # no pattern needs as much; far below what Python's own parser and stack can take
 MOST_CHARACTERS = 2000
@@ -206,7 +206,7 @@ def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLay
     1644
     """
     if not isinstance(spec, str):
-        raise TypeError(f"spec: expected a string, got {spec!r} ({kind_of(spec)})")
+        raise TypeError(f"spec: expected a string, got {spec!r} ({specs_of(spec)})")
     if len(spec) > MOST_CHARACTERS:
         raise ValueError(f"spec: expected at most {MOST_CHARACTERS} characters, got {len(spec)}")
     read_canvas(length, block_size)

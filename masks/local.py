@@ -12,7 +12,7 @@ import torch
 from blocksparse_flash import BlockLayout
 
 from .canvas import BlockSize, Canvas, Length, check_rows, read_canvas
-from .checks import kind_of, read_integer
+from .checks import read_integer, specs_of
 
 Window = int | tuple[int | None, int | None]
 
@@ -26,7 +26,7 @@ def _read_window(window: Window) -> tuple[int | None, int | None]:
         )
         return left, right
     if window is None:
-        raise TypeError(f"window: expected an int or (left, right), got {kind_of(window)}; (None, None) is unlimited")
+        raise TypeError(f"window: expected an int or (left, right), got {specs_of(window)}; (None, None) is unlimited")
     side = read_integer("window", window, at_least=0, unit="tokens")
     return side, side
 

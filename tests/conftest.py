@@ -10,7 +10,8 @@ import os
 import hypothesis
 import pytest
 import torch
-from interpreter import patch_once_a_launch
+
+from tests.support.interpreter import patch_once_a_launch
 
 HAS_CUDA = torch.cuda.is_available()
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import scipy.sparse
 import torch
-from meaning import TENSORS
 from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout, interop
+from tests.support.meaning import TENSORS
 
 SQUARE = {"q_len": 256, "kv_len": 256, "block_size": 128}
 ONES, COLS = torch.ones(256, 256, dtype=torch.bool), torch.zeros(1, 1, 2, 1, dtype=torch.int64)

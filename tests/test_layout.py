@@ -13,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases
 import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from dense_masks import Problem, problems
 from hypothesis import given
-from meaning import TENSORS, assert_means, assert_valid
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.layout import number_of, numbered
+from tests.support import cases
+from tests.support.dense_masks import Problem, problems
+from tests.support.meaning import TENSORS, assert_means, assert_valid
 
 _ROOT = Path(__file__).parents[1]
 
@@ -62,7 +62,9 @@ def test_from_predicate_asks_for_every_pair(problem: Problem) -> None:
     sizes = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
     with pytest.MonkeyPatch.context() as patch:
         blocks_at_once = int(problem.random.integers(1, 10))
-        patch.setattr("blocksparse_flash.predicate._PAIRS_AT_ONCE", blocks_at_once * block_size[0] * block_size[1])
+        patch.setattr(
+            "blocksparse_flash.blocks.predicates._PAIRS_AT_ONCE", blocks_at_once * block_size[0] * block_size[1]
+        )
         if problem.random.random() < 0.3 or batch * heads > 1:
             # indexing also checks that positions are int64 and exist
             layout = BlockLayout.from_predicate(lambda b, h, q, k: mask[b, h, q, k], batch=batch, heads=heads, **sizes)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_zoo import BACKENDS as KERNELS
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention_with_lse
+from tests.test_zoo import BACKENDS as KERNELS
 
 BACKENDS = (*KERNELS, "reference")
 HEADS, LENGTH, DIM = 2, 270, 16

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from closeness import assert_as_accurate
 
 from blocksparse_flash import philox, reference
+from tests.support.closeness import assert_as_accurate
 
 
 def random_inputs(

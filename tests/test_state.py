@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from meaning import TENSORS
 from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout, attention
-from blocksparse_flash.arguments import TENSORS as FIELDS_OF_TENSORS
-from blocksparse_flash.plan import Plan
+from blocksparse_flash.blocks.checks import TENSORS as FIELDS_OF_TENSORS
+from blocksparse_flash.plan.host_builder import Plan
+from tests.support.meaning import TENSORS
 
 ROOT = Path(__file__).parents[1]
 

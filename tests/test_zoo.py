@@ -14,15 +14,14 @@ import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
-import cases
-import plain
 import pytest
 import torch
-from closeness import as_rows, assert_as_accurate, buried
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.functional import attention_with_lse
+from tests.support import cases, plain
+from tests.support.closeness import as_rows, assert_as_accurate, buried
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 BACKENDS = ("eager", "triton", *(["hopper"] if HAS_HOPPER else []))

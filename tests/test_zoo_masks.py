@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import Case
-from conftest import HAS_CUDA
-from test_build import SETTINGS
-from test_zoo import Call, assert_backend_is_accurate
 
 import masks
+from tests.conftest import HAS_CUDA
+from tests.masks.test_build import SETTINGS
+from tests.support.cases import Case
+from tests.test_zoo import Call, assert_backend_is_accurate
 
 # five blocks, the last one ragged, and two of the kernels' tiles
 LENGTH, BLOCK_SIZE = 200, 48

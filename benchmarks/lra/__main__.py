@@ -114,7 +114,7 @@ def speed(
     """
     import torch
 
-    from .. import measure
+    from ..run import measure
     from . import lines, published, runtime, tables
     from . import speed as steps
     from .peers import PROVIDERS

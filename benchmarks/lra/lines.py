@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .. import measure
+from ..run import measure
 from .floors import Result
 
 SPEED = Path("benchmarks/results/lra_speed.jsonl")

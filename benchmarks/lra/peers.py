@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention
 
-from ..peers import compiled_flex
+from ..run.peers import compiled_flex
 
 # (q, k, v, dropout_p) to what they attend to
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -49,7 +49,7 @@ def _block_mask(layout: BlockLayout) -> Any:
 
     mask = to_flex_attention(layout)
     if not len(layout.bitmasks):
-        # the lists say it all, as benchmarks.attention has them: nothing to ask about pairs
+        # the lists say it all, as benchmarks.run.attention has them: nothing to ask about pairs
         mask.mask_mod = noop_mask
     return mask
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import measure
+from ..run import measure
 from . import plots, tables
 from .lines import TEST
 

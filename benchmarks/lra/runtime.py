@@ -19,7 +19,7 @@ from torch import Tensor
 
 from blocksparse_flash import BlockLayout, explain
 
-from .. import measure
+from ..run import measure
 from .lines import untimed
 from .peers import OURS, PROVIDERS, Attend, attend_with, materialised, why_not
 from .published import BATCH, HEAD_DIM, HEADS

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from blocksparse_flash import BlockLayout, explain
 from blocksparse_flash.nn import SelfAttention
 
-from .. import measure
+from ..run import measure
 from .lines import untimed
 from .model import Architecture, Classifier, layout_of
 from .peers import MATERIALISED, OURS, PROVIDERS, Attend, attend_with, has_dropout, why_not

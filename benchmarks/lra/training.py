@@ -24,7 +24,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from blocksparse_flash.nn import EncoderBlock
 
-from .. import measure
+from ..run import measure
 from .batches import Batch
 from .compiling import compile_around_attention, compile_whole
 from .floors import Result, pair_accuracy

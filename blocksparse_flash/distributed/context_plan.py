@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import arguments
-from ..blocks import Array
+from ..blocks import checks
+from ..blocks.block_list import Array
 from ..layout import BlockLayout
-from ..plan import TILE
+from ..plan.host_builder import TILE
 from . import ownership, times, traffic
 from .agreement import agreed, said_by_all
 from .costs import ELEMENT_BYTES, HEAD_DIM, Costs, costs_of, report, slower_than_one
@@ -177,7 +177,7 @@ def _members(group: Any) -> tuple[Any, torch.device]:
 
 
 def _listed(layouts: object) -> list[BlockLayout]:
-    found = [layouts] if isinstance(layouts, BlockLayout) else arguments.listed(layouts, BlockLayout, "layouts")
+    found = [layouts] if isinstance(layouts, BlockLayout) else checks.listed(layouts, BlockLayout, "layouts")
     length = found[0].q_len
     for layout in found:
         if layout.q_len != layout.kv_len:
@@ -194,7 +194,7 @@ def _heads(heads: object) -> tuple[int, int]:
     sides = tuple(heads) if isinstance(heads, (tuple, list)) else (heads, heads)
     if len(sides) != 2:
         raise ValueError(f"heads must be an int or (query heads, key heads), got {heads!r}")
-    q_heads, kv_heads = (arguments.integer(side, "heads") for side in sides)
+    q_heads, kv_heads = (checks.integer(side, "heads") for side in sides)
     if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
         raise ValueError(f"heads: query heads must be a multiple of key heads, both at least 1, got {heads!r}")
     return q_heads, kv_heads
@@ -214,10 +214,10 @@ def _owner(order: object, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -
         if order not in ORDERS:
             raise ValueError(f'order must be one of {ORDERS} or the rank of each tile, got "{order}"')
         return ownership.owners(order, layers, n_tiles, n_ranks), order
-    owner = arguments.integers(order, "order")
+    owner = checks.integers(order, "order")
     if len(owner) != n_tiles:
         raise ValueError(f"order must name a rank for each of {n_tiles} tiles of {TILE} tokens, got {len(owner)}")
-    arguments.check_range(owner, n_ranks, "order", "ranks")
+    checks.check_range(owner, n_ranks, "order", "ranks")
     return owner, "as given"
 
 

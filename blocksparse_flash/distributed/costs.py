@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..blocks import Array
-from ..plan import TILE
+from ..blocks.block_list import Array
+from ..plan.host_builder import TILE
 from . import times, traffic
 from .ownership import Pairs
 from .times import Call, Work

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import ops, watchers
+from .. import ops
+from ..runtime import tracing
 from . import messages, rows, shipping
 from .local import attend, attend_backward, statistics
 from .side import Side, sides
@@ -339,7 +340,7 @@ class _Exchange(torch.autograd.Function):
             grads = exchange_backward(dout, dlse, q, k, v, *results, tensors, counts, scale, *options)
             return None, *grads, *(None,) * (2 + len(ctx.flat))
         # a graph of the backward itself needs the dispatcher, which refuses
-        if watchers.are_plain(q, k, dout) and not torch.is_grad_enabled():
+        if tracing.can_launch_directly(q, k, dout) and not torch.is_grad_enabled():
             grads = backward((dout, dlse), (q, k, v), results, ready, scale)
         else:
             flat = ready.tensors, ready.counts, scale, *ready.options
@@ -390,7 +391,7 @@ def attention(
 
     options  n_chunks, keeps, gathers, the group's name, backend
     """
-    if not watchers.are_plain(q, k, v):
+    if not tracing.can_launch_directly(q, k, v):
         return exchange_forward(q, k, v, tensors, counts, scale, *options)[:2]
     ready = memo.get(options)
     if ready is None:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import contract, functional, ops, watchers
-from ..seen import kind_of
+from .. import functional, ops, validation
+from ..runtime import tracing
+from ..runtime.tensor_spec import specs_of
 from . import dtensors, exchange, times, ulysses
 from .agreement import agreed
 from .context_plan import ContextPlan
@@ -87,7 +88,7 @@ def _checked(asked: _Asked) -> _Call:
     """What the call comes to, if its arguments fit the contract of attention and the plan."""
     q, k, v, plan, layer, scale, chunks, backend = asked
     autocast = functional._autocast(q)
-    dtype, factor = contract.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
+    dtype, factor = validation.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
     unfit_for_hopper = functional._unfit_for_hopper(q.device, q, k, v, dtype, 0.0, None)
     # by the size of the whole: all ranks run the kernels that one process would
@@ -108,12 +109,12 @@ def _checked_again(asked: _Asked) -> _Call:
         and (scale is None or type(scale) is float)
         and (chunks is None or type(chunks) is int)
         and type(backend) is str
-        and watchers.are_plain(q, k, v)
+        and tracing.can_launch_directly(q, k, v)
     )
-    if not is_usual or (not watchers.is_without_autocast(q) and functional._autocast(q) is not None):
+    if not is_usual or (not tracing.is_without_autocast(q) and functional._autocast(q) is not None):
         return _checked(asked)
     # a device is not seen with the rest
-    key = kind_of(q, k, v), q.device, k.device, v.device, layer, scale, chunks, backend
+    key = specs_of(q, k, v), q.device, k.device, v.device, layer, scale, chunks, backend
     found = plan.calls.get(key)
     if found is None:
         found = plan.calls[key] = _checked(asked)
@@ -182,7 +183,7 @@ def _attend(
         return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
     # the operators choose the type of each product themselves
     with torch.autocast(q.device.type, enabled=False):
-        q, k, v = (tensor.to(contract.under_autocast(tensor.dtype, call.autocast)) for tensor in (q, k, v))
+        q, k, v = (tensor.to(validation.under_autocast(tensor.dtype, call.autocast)) for tensor in (q, k, v))
         return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
 
 

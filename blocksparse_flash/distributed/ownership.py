@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..blocks import Array
+from ..blocks.block_list import Array
 
 ORDERS = ("contiguous", "zigzag", "balanced", "tuned")
 # pairs of tiles that "tuned" looks at: 40,000 take 2 to 4 s, and more change little; a few times all pairs are enough

@@ -23,9 +23,9 @@ TOGETHER = 4
 @functools.cache
 def _kernels() -> Any:
     """The module of the kernels; Triton is imported when first used."""
-    from ..kernels import rows
+    from ..kernels.triton import gather_scatter
 
-    return rows
+    return gather_scatter
 
 
 def parts(message: Tensor, features: Sequence[int]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 Knows how much a rank receives and computes. Must not know torch, layouts, owners or process groups. Rates are those measured on
 two and four H200s (benchmarks/results/context_parallel.md), but where it says that they are assumed; on other machines the
-choices are right as long as the ratios are, and no speed-up is predicted there. `python -m benchmarks.context_choices` prints
+choices are right as long as the ratios are, and no speed-up is predicted there. `python -m benchmarks.run.context_choices` prints
 what the model chooses and predicts for every measured cell.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..plan import TILE
+from ..plan.host_builder import TILE
 
 # bytes a second that a rank receives, and what a message takes besides
 LINK, LATENCY = 278e9, 36e-6

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..blocks import Array, ranges
-from ..plan import TILE
+from ..blocks.block_list import Array, ranges
+from ..plan.host_builder import TILE
 
 
 class Moves(NamedTuple):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import contract, functional
+from .. import functional, validation
 from ..layout import BlockLayout
 from . import packed_heads, times, whole_heads
 from .messages import redistribute
@@ -40,7 +40,7 @@ def attend(
     memo  of the layer, see context_plan.LayerPlan
     """
     if layout.shape[0] != 1:
-        contract.check_layout(layout, q.shape[0], q.shape[1] // plan.n_ranks, plan.length, plan.length)
+        validation.check_layout(layout, q.shape[0], q.shape[1] // plan.n_ranks, plan.length, plan.length)
     if backend == "hopper":
         backend = functional._promising(backend, True if plan.is_deterministic else None)
     packs = not is_direct(plan, k.shape[3], k.dtype)

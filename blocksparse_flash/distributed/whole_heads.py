@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops, watchers
+from .. import ops
+from ..runtime import tracing
 from . import messages, packed_heads
 from .exchange import Chunk, Gradients, chunked, joined, of_heads, parted
 from .local import attend, attend_backward, statistics
@@ -274,7 +275,7 @@ class _WholeHeads(torch.autograd.Function):
             n_heads, n_local = q_all.shape[1] * len(call.sizes), call.sizes[call.rank]
             dout = outs[0].new_zeros(len(q_all), n_heads, n_local, v_all.shape[3])
         # a graph of the backward itself needs the dispatcher, which refuses
-        if ready is not None and watchers.are_plain(q_all, k_all, dout) and not torch.is_grad_enabled():
+        if ready is not None and tracing.can_launch_directly(q_all, k_all, dout) and not torch.is_grad_enabled():
             grads = backward(dout, dlse, (q_all, k_all, v_all, outs, lse), ready)
         else:
             grads = whole_heads_backward(dout, dlse, q_all, k_all, v_all, joined(outs), lse, *call)
@@ -302,7 +303,7 @@ def attention(
 
     make  the call, as it is with these options, which memo remembers where nothing watches
     """
-    if not watchers.are_plain(q, k, v):
+    if not tracing.can_launch_directly(q, k, v):
         return whole_heads_forward(q, k, v, *make())[:2]
     ready = memo.get(options)
     if ready is None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import watchers
+from ..runtime import tracing
 from . import prediction
 from .call import Call
 from .cost import Balance, Work
@@ -113,7 +113,7 @@ def _repeats(tensor: Tensor) -> int:
         return 1
     if tensor.stride(1) == 0:
         return heads
-    if not watchers.has_numbers(tensor):
+    if not tracing.has_numbers(tensor):
         return 1
     with torch.no_grad():
         # (heads, 3 * head_dim)

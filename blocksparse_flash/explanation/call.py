@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..copy_engine import can_read
 from ..layout import BlockLayout
-from ..plan import Plan
+from ..plan.host_builder import Plan
+from ..runtime.tensor_spec import is_tma_loadable
 from . import dispatch
 
 
@@ -90,7 +90,7 @@ class Call:
         return tuple(
             name
             for name, tensor in tensors.items()
-            if tensor.shape[3] % 8 or (tensor.dtype == self.dtype and not can_read(tensor))
+            if tensor.shape[3] % 8 or (tensor.dtype == self.dtype and not is_tma_loadable(tensor))
         )
 
     @functools.cached_property

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .. import ops
-from ..plan import Plan
+from ..plan.host_builder import Plan
 from . import memory, prediction
 from .call import Call
 from .dispatch import TILE, Lines, Sides, by_quarters, in_parts

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..separate_dq import is_dq_separate
-from ..service import Service, are_statistics_served, n_counts, service_of
-from ..splitting import Split, split_of
+from ..kernels.schedule import Split, split_of
+from ..kernels.separate_dq import is_dq_separate
+from ..kernels.service import Service, are_statistics_served, n_counts, service_of
 from .call import Call
 from .dispatch import TILE
 from .prediction import padded_dim

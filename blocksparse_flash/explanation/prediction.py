@@ -1,4 +1,4 @@
-"""How long will a call take on this GPU? A model of a few coefficients, fitted to measurements (`python -m benchmarks.calibrate`).
+"""How long will a call take on this GPU? A model of a few coefficients, fitted to measurements (`python -m benchmarks.run.calibrate`).
 
 A direction (forward or backward) takes
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .. import arguments
-from ..blocks import Size
+from ..blocks import checks
+from ..blocks.block_list import Size
 from ..layout import BlockLayout
 from .stored import check_layout
 
@@ -79,7 +79,7 @@ def kv_lengths_from_huggingface(attention_mask: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"{name} must be bool or integers (batch, kv_len), got {attention_mask.dtype} {tuple(attention_mask.shape)}"
         )
-    arguments.length(attention_mask.shape[1], "kv_len")
+    checks.length(attention_mask.shape[1], "kv_len")
     is_token = attention_mask == 1
     strange = ~is_token & (attention_mask != 0)
     if strange.any():

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .. import arguments, blocks
-from ..blocks import Array, Size
+from ..blocks import block_list, checks
+from ..blocks.block_list import Array, Size
 from ..layout import BlockLayout
 from .stored import block_mask_of, causal_part, check_layout, check_zeros_and_ones, host
 
@@ -45,11 +45,11 @@ def to_block_sparse_attention(
     causal        the flag is_causal of the call; True: the layout must be whole blocks cut by the diagonal
     raises        ValueError naming the first block of 128 x 128 tokens that attends in part
     """
-    causal = arguments.switch(causal, "causal")
+    causal = checks.switch(causal, "causal")
     mask = block_mask_of(layout, (_MIT_BLOCK, _MIT_BLOCK), "Block-Sparse-Attention", causal=causal)
     shape = []
     for size, asked, name in zip(mask.shape[:2], (batch, heads), ("batch", "heads"), strict=True):
-        wanted = size if asked is None else arguments.axis(asked, name)
+        wanted = size if asked is None else checks.axis(asked, name)
         if size not in (1, wanted):
             raise ValueError(f"{name} must be that of the layout, {size}, or None, got {asked}")
         shape.append(wanted)
@@ -81,9 +81,9 @@ def from_block_sparse_attention(
     streaming_info   int (2 * heads,): sink, local of each head; needed if a head is of type -1
     causal           is_causal of the call, aligned at the ends; exact_streaming wants it
     """
-    q_len, kv_len = arguments.length(q_len, "q_len"), arguments.length(kv_len, "kv_len")
-    causal, exact_streaming = arguments.switch(causal, "causal"), arguments.switch(exact_streaming, "exact_streaming")
-    types = arguments.integers(head_mask_type, "head_mask_type")
+    q_len, kv_len = checks.length(q_len, "q_len"), checks.length(kv_len, "kv_len")
+    causal, exact_streaming = checks.switch(causal, "causal"), checks.switch(exact_streaming, "exact_streaming")
+    types = checks.integers(head_mask_type, "head_mask_type")
     strange = ~np.isin(types, (_DENSE, _STREAMING, _SPARSE))
     if strange.any() or not len(types):
         raise ValueError(
@@ -92,7 +92,7 @@ def from_block_sparse_attention(
         )
     if exact_streaming and not causal:
         raise ValueError("exact_streaming must come with causal=True, as Block-Sparse-Attention demands")
-    grid = blocks.grid(q_len, kv_len, (_MIT_BLOCK, _MIT_BLOCK))
+    grid = block_list.grid(q_len, kv_len, (_MIT_BLOCK, _MIT_BLOCK))
     sparse = _read_base(base_blockmask, int((types == _SPARSE).sum()), grid)
     info = _read_streaming(streaming_info, types)
 
@@ -144,7 +144,7 @@ def _read_streaming(info: torch.Tensor | list[int] | None, types: Array) -> Arra
         if (types == _STREAMING).any():
             raise ValueError("streaming_info must be given: sink and local of each head, some of which are of type -1")
         return np.zeros((len(types), 2), np.int64)
-    pairs = arguments.integers(info, "streaming_info")
+    pairs = checks.integers(info, "streaming_info")
     if len(pairs) != 2 * len(types) or (pairs < 0).any():
         raise ValueError(
             f"streaming_info must hold sink and local, not negative, for each of {len(types)} heads, got {pairs.tolist()}"
@@ -193,7 +193,7 @@ def from_xformers(sparsity_layout: torch.Tensor, *, block_size: int, causal: boo
     causal           True: pairs above the diagonal are masked inside the blocks as well
     """
     layout = _from_square(sparsity_layout, block_size, "block_size")
-    return causal_part(layout) if arguments.switch(causal, "causal") else layout
+    return causal_part(layout) if checks.switch(causal, "causal") else layout
 
 
 def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: bool = False) -> torch.Tensor:
@@ -204,12 +204,12 @@ def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: b
     raises      ValueError as to_deepspeed
     """
     check_layout(layout)
-    causal = arguments.switch(causal, "causal")
+    causal = checks.switch(causal, "causal")
     return _to_square(layout, block_size, "xFormers", causal=causal).to(layout.device)
 
 
 def _from_square(tensor: object, block: int, name: str) -> BlockLayout:
-    side = arguments.integer(block, name)
+    side = checks.integer(block, name)
     if not isinstance(tensor, (torch.Tensor, np.ndarray)):
         raise TypeError(f"sparsity_layout must be a torch.Tensor, got {type(tensor).__name__}")
     array = host(tensor) if isinstance(tensor, torch.Tensor) else tensor
@@ -222,7 +222,7 @@ def _from_square(tensor: object, block: int, name: str) -> BlockLayout:
 
 def _to_square(layout: BlockLayout, block: int | None, peer: str, *, causal: bool) -> torch.Tensor:
     check_layout(layout)
-    sides = layout.block_size if block is None else arguments.sides(arguments.integer(block, "block size"))
+    sides = layout.block_size if block is None else checks.sides(checks.integer(block, "block size"))
     batch, _, q_len, kv_len = layout.shape
     if batch != 1 or q_len != kv_len or sides[0] != sides[1] or q_len % sides[0]:
         raise ValueError(

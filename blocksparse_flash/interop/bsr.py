@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import arguments, blocks
-from ..blocks import FULL, Array, Size
+from ..blocks import block_list, checks
+from ..blocks.block_list import FULL, Array, Size
 from ..layout import BlockLayout
 from .runs import layout_of_runs, merged, runs_of
 from .stored import check_zeros_and_ones, host, layout_of, one_head, sizes, stored
@@ -34,24 +34,24 @@ def _to_bsr(layout: BlockLayout) -> Bsr:
     indptr = host(layout.indptr)[0, 0].astype(np.int64)
     pairs = np.empty((len(found.ids), *layout.block_size), np.bool_)
     keys = found.rows * layout.n_cols + found.cols
-    there = blocks.unpack(blocks.existing(**sizes(layout)), layout.block_size[1])
+    there = block_list.unpack(block_list.existing(**sizes(layout)), layout.block_size[1])
     is_full = found.is_full
-    pairs[is_full] = there[blocks.edge_kinds(keys, **sizes(layout))[is_full]]
-    pairs[~is_full] = blocks.unpack(found.bitmasks, layout.block_size[1])[found.ids[~is_full]]
+    pairs[is_full] = there[block_list.edge_kinds(keys, **sizes(layout))[is_full]]
+    pairs[~is_full] = block_list.unpack(found.bitmasks, layout.block_size[1])[found.ids[~is_full]]
     return Bsr(indptr, found.cols, pairs)
 
 
 def _read_rows(indptr: Any, indices: Any, grid: Size) -> tuple[Array, Array]:
     """(indptr, indices) of the caller as int64, checked."""
     n_rows, n_cols = grid
-    begins, cols = arguments.integers(indptr, "indptr"), arguments.integers(indices, "indices")
+    begins, cols = checks.integers(indptr, "indptr"), checks.integers(indices, "indices")
     counts = np.diff(begins)
     if len(begins) != n_rows + 1 or begins[0] != 0 or (counts < 0).any() or begins[-1] != len(cols):
         raise ValueError(
             f"indptr must have n_rows + 1 = {n_rows + 1} entries that ascend from 0 to len(indices) = {len(cols)}, "
             f"got {len(begins)} from {begins[:1].tolist()} to {begins[-1:].tolist()}"
         )
-    arguments.check_range(cols, n_cols, "indices", "n_cols")
+    checks.check_range(cols, n_cols, "indices", "n_cols")
     return begins, cols
 
 
@@ -59,8 +59,8 @@ def _from_bsr(
     indptr: Any, indices: Any, pairs: Array | None, *, q_len: int, kv_len: int, block_size: Size
 ) -> BlockLayout:
     """The layout of a matrix whose cols may be in any order; pairs bool (nnz, block_q, block_kv), None: all full."""
-    begins, cols = _read_rows(indptr, indices, blocks.grid(q_len, kv_len, block_size))
-    n_cols = blocks.grid(q_len, kv_len, block_size)[1]
+    begins, cols = _read_rows(indptr, indices, block_list.grid(q_len, kv_len, block_size))
+    n_cols = block_list.grid(q_len, kv_len, block_size)[1]
     keys = np.repeat(np.arange(len(begins) - 1), np.diff(begins)) * n_cols + cols
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
@@ -69,9 +69,9 @@ def _from_bsr(
         raise ValueError(
             f"indices must name every block once, but {divmod(int(keys[twice.argmax()]), n_cols)} comes again"
         )
-    ids, words = np.full(len(keys), FULL), blocks.no_bitmasks(block_size)
+    ids, words = np.full(len(keys), FULL), block_list.no_bitmasks(block_size)
     if pairs is not None:
-        ids, words = order, blocks.pack(pairs)
+        ids, words = order, block_list.pack(pairs)
     return layout_of(keys, ids, words, (1, 1), q_len=q_len, kv_len=kv_len, block_size=block_size)
 
 
@@ -105,7 +105,7 @@ def to_flashinfer(layout: BlockLayout, batch: int = 0, head: int = 0, *, packed:
     packed   give packed_mask instead of mask, an eighth of the memory
     raises   ValueError if kv_len is no multiple of block_kv: FlashInfer would read keys beyond the last
     """
-    single, packed = one_head(layout, batch, head), arguments.switch(packed, "packed")
+    single, packed = one_head(layout, batch, head), checks.switch(packed, "packed")
     (block_q, block_kv), found = single.block_size, _to_bsr(single)
     if single.kv_len % block_kv:
         raise ValueError(
@@ -141,11 +141,11 @@ def from_flashinfer(
     plan(causal=True) is not translated: within each row of blocks FlashInfer aligns the diagonal to the keys that the row
     keeps, wherever they stand. For the diagonal of the sequence, use `layout & masks.causal(...)`.
     """
-    q_len, kv_len = arguments.length(q_len, "q_len"), arguments.length(kv_len, "kv_len")
-    sides = arguments.sides(block_size)
+    q_len, kv_len = checks.length(q_len, "q_len"), checks.length(kv_len, "kv_len")
+    sides = checks.sides(block_size)
     if mask is not None and packed_mask is not None:
         raise ValueError("mask and packed_mask must not both be given: they say the same")
-    begins, cols = _read_rows(indptr, indices, blocks.grid(q_len, kv_len, sides))
+    begins, cols = _read_rows(indptr, indices, block_list.grid(q_len, kv_len, sides))
     nnz, pairs = len(cols), None
     for tensor, name in ((mask, "mask"), (packed_mask, "packed_mask")):
         if tensor is not None and not isinstance(tensor, torch.Tensor):
@@ -251,7 +251,7 @@ def from_scipy_csr(matrix: Any, *, block_size: int | Size) -> BlockLayout:
     csr = _countable(matrix).tocsr(copy=True)
     csr.sum_duplicates()
     check_zeros_and_ones(csr.data, "matrix")
-    return _from_csr(csr.indptr, csr.indices, csr.data != 0, csr.shape, arguments.sides(block_size))
+    return _from_csr(csr.indptr, csr.indices, csr.data != 0, csr.shape, checks.sides(block_size))
 
 
 def _countable(matrix: Any) -> Any:
@@ -305,7 +305,7 @@ def from_torch_sparse(
         )
     indptr, cols, values = host(tensor.crow_indices()), host(tensor.col_indices()), host(tensor.values())
     if tensor.layout == torch.sparse_bsr:
-        if block_size is not None and arguments.sides(block_size) != tuple(values.shape[1:]):
+        if block_size is not None and checks.sides(block_size) != tuple(values.shape[1:]):
             raise ValueError(
                 f"block_size must be the tensor's own, {tuple(values.shape[1:])}, or None, got {block_size}"
             )
@@ -318,7 +318,7 @@ def from_torch_sparse(
         if length is not None and length != size:
             raise ValueError(f"{name} must be the length of the CSR tensor, {size}, or None, got {length}")
     check_zeros_and_ones(values, "tensor")
-    return _from_csr(indptr, cols, values != 0, tuple(tensor.shape), arguments.sides(block_size))
+    return _from_csr(indptr, cols, values != 0, tuple(tensor.shape), checks.sides(block_size))
 
 
 # ------------------------------------------------------------------------------------------------------ over tokens
@@ -329,7 +329,7 @@ def _to_csr(layout: BlockLayout) -> tuple[Array, Array]:
     runs = runs_of(layout)
     counts = runs.stop - runs.first
     per_query = np.bincount(runs.lines, weights=counts, minlength=layout.q_len).astype(np.int64)
-    return np.append(0, np.cumsum(per_query)), blocks.ranges(runs.first, counts)
+    return np.append(0, np.cumsum(per_query)), block_list.ranges(runs.first, counts)
 
 
 def _from_csr(indptr: Array, cols: Array, attends: Array, shape: tuple[int, ...], sides: Size) -> BlockLayout:
@@ -351,10 +351,10 @@ def _lengths(
     shape: tuple[int, ...], blocksize: tuple[int, ...], q_len: int | None, kv_len: int | None
 ) -> tuple[int, int, Size]:
     """(q_len, kv_len, block_size) of a matrix of whole blocks."""
-    sides = arguments.sides(tuple(int(side) for side in blocksize))
+    sides = checks.sides(tuple(int(side) for side in blocksize))
     found = []
     for length, size, side, name in zip((q_len, kv_len), shape, sides, ("q_len", "kv_len"), strict=True):
-        chosen = size if length is None else arguments.length(length, name)
+        chosen = size if length is None else checks.length(length, name)
         if not size - side < chosen <= size:
             raise ValueError(f"{name} must end in the last block, in {size - side + 1} .. {size}, got {chosen}")
         found.append(chosen)

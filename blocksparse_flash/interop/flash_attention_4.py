@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import arguments
+from ..blocks import checks
 from ..layout import BlockLayout
 from .kv_lists import KvList, MaskMod, from_kv_lists, look_table, to_kv_lists
 from .stored import check_layout
@@ -121,8 +121,8 @@ def from_flash_attention_4(
         full,
         ("mask_block_cnt, mask_block_idx", "full_block_cnt, full_block_idx"),
         mask_mod,
-        q_len=arguments.length(q_len, "q_len"),
-        kv_len=arguments.length(kv_len, "kv_len"),
+        q_len=checks.length(q_len, "q_len"),
+        kv_len=checks.length(kv_len, "kv_len"),
         block_size=own_size if block_size is None else block_size,
         axes=(batch, heads),
     )

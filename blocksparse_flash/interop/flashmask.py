@@ -16,8 +16,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .. import arguments
-from ..blocks import Array, Size
+from ..blocks import checks
+from ..blocks.block_list import Array, Size
 from ..layout import BlockLayout
 from .runs import layout_of_runs, merged, runs_of
 from .stored import check_layout, host
@@ -41,10 +41,10 @@ def from_flashmask(
     heads       query heads, to repeat each key head's mask for its group; None: the heads of the tensor
     returns     BlockLayout of shape (batch, heads, q_len, kv_len)
     """
-    q_len, sides = arguments.length(q_len, "q_len"), arguments.sides(block_size)
+    q_len, sides = checks.length(q_len, "q_len"), checks.sides(block_size)
     bounds = _read_bounds(startend_row_indices, causal)
     if heads is not None:
-        group, rest = divmod(arguments.axis(heads, "heads"), bounds.shape[1])
+        group, rest = divmod(checks.axis(heads, "heads"), bounds.shape[1])
         if rest:
             raise ValueError(f"heads must be a multiple of the mask's heads, {bounds.shape[1]}, got {heads}")
         bounds = np.repeat(bounds, group, axis=1)
@@ -151,7 +151,7 @@ def to_flashmask(layout: BlockLayout, *, causal: bool = False, kv_heads: int | N
         bounds = bounds[:, [0, 3]]
     found = bounds.reshape(batch, heads, kv_len, bounds.shape[1]).astype(np.int32)
     if kv_heads is not None:
-        found = _per_kv_head(found, arguments.axis(kv_heads, "kv_heads"))
+        found = _per_kv_head(found, checks.axis(kv_heads, "kv_heads"))
     return torch.from_numpy(np.ascontiguousarray(found)).to(layout.device)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import arguments
+from ..blocks import checks
 from ..layout import BlockLayout
 from .kv_lists import KvList, from_kv_lists, mask_mod_of, to_kv_lists
 from .stored import check_layout
@@ -43,7 +43,7 @@ def from_flex_attention(block_mask: BlockMask, *, batch: int | None = None, head
             "block_mask has been sliced and lost its mask_mod: set block_mask.mask_mod to one that knows the slice, "
             "or convert the whole mask and slice the layout"
         )
-    q_len, kv_len = (arguments.length(int(length), "seq_lengths") for length in block_mask.seq_lengths)
+    q_len, kv_len = (checks.length(int(length), "seq_lengths") for length in block_mask.seq_lengths)
     full = None
     if block_mask.full_kv_num_blocks is not None:
         assert block_mask.full_kv_indices is not None

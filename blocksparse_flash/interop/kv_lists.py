@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import arguments, blocks
-from ..blocks import FULL, Array, Size
+from ..blocks import block_list, checks
+from ..blocks.block_list import FULL, Array, Size
 from ..layout import BlockLayout
 from .stored import full_layout, host, stored
 
@@ -55,7 +55,7 @@ def to_kv_lists(layout: BlockLayout, *, ragged_is_full: bool, width: int | None 
 def _padded(flat_rows: Array, cols: Array, shape: tuple[int, ...], width: int | None, layout: BlockLayout) -> KvList:
     counts = np.bincount(flat_rows, minlength=math.prod(shape))
     width = max(1, int(counts.max(initial=0))) if width is None else width
-    arguments.check_nnz(len(counts) * width)
+    checks.check_nnz(len(counts) * width)
     index = np.zeros((len(counts), width), np.int32)
     starts = np.cumsum(counts) - counts
     index[flat_rows, np.arange(len(cols)) - starts[flat_rows]] = cols
@@ -77,7 +77,7 @@ def look_table(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
             f"layout must have fewer than 2**31 blocks, stored or not, and words of bitmasks, to be found by position, "
             f"got {math.prod(shape)} and {words.size}: use a larger block_size, or convert fewer heads at a time"
         )
-    looks = np.full(shape, blocks.EMPTY, np.int32)
+    looks = np.full(shape, block_list.EMPTY, np.int32)
     looks[found.leads // heads, found.leads % heads, found.rows, found.cols] = found.ids
     return torch.from_numpy(looks).to(layout.device), torch.from_numpy(words.view(np.int32)).to(layout.device)
 
@@ -86,7 +86,7 @@ def mask_mod_of(layout: BlockLayout) -> MaskMod:
     """mask_mod(batch, head, q_pos, kv_pos) -> bool of a layout, right in every block, not in the partial ones alone."""
     looks, bitmasks = (tensor.reshape(-1) for tensor in look_table(layout))
     batch_size, heads, n_rows, n_cols = *layout.shape[:2], layout.n_rows, layout.n_cols
-    (block_q, block_kv), words = layout.block_size, blocks.words_per_query(layout.block_size[1])
+    (block_q, block_kv), words = layout.block_size, block_list.words_per_query(layout.block_size[1])
     # an axis shared by all has step 0
     batch_step = heads * n_rows * n_cols if batch_size > 1 else 0
     head_step = n_rows * n_cols if heads > 1 else 0
@@ -128,7 +128,7 @@ def from_kv_lists(
     layout = full_layout(_taken_apart(keys, block_size, fine, q_len, kv_len), own_axes, **lengths)
     if mask_mod is not None:
         batch, heads = (size if want is None else want for size, want in zip(own_axes, axes, strict=True))
-        arguments.joint((arguments.axis(batch, "batch"), arguments.axis(heads, "heads")), own_axes, names[0])
+        checks.joint((checks.axis(batch, "batch"), checks.axis(heads, "heads")), own_axes, names[0])
         fn = _by_position(mask_mod, partial.counts.device)
         layout = BlockLayout.from_predicate(fn, **lengths, within=layout, batch=batch, heads=heads)
     elif len(keys) or axes != (None, None):
@@ -151,7 +151,7 @@ def from_kv_lists(
 
 
 def _row_and_col(key: int, q_len: int, kv_len: int, block_size: Size) -> Size:
-    n_rows, n_cols = blocks.grid(q_len, kv_len, block_size)
+    n_rows, n_cols = block_list.grid(q_len, kv_len, block_size)
     return key // n_cols % n_rows, key % n_cols
 
 
@@ -174,7 +174,7 @@ def _by_position(mask_mod: MaskMod, device: torch.device) -> MaskMod:
 
 def _keys(given: KvList, name: str, q_len: int, kv_len: int, block_size: Size) -> tuple[Array, Size]:
     """(ascending keys, (batch, heads)) of a list, checked."""
-    n_rows, n_cols = blocks.grid(q_len, kv_len, block_size)
+    n_rows, n_cols = block_list.grid(q_len, kv_len, block_size)
     for tensor in given:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be torch tensors, got {type(tensor).__name__}")
@@ -192,10 +192,10 @@ def _keys(given: KvList, name: str, q_len: int, kv_len: int, block_size: Size) -
             f"{name} must have {n_rows} rows for {q_len} queries in blocks of {block_size[0]}, got shape {count.shape}"
         )
     count, index = count.reshape(-1), index.reshape(batch * heads * n_rows, index.shape[-1])
-    arguments.check_range(count, index.shape[1] + 1, f"{name} counts", "(width + 1)")
+    checks.check_range(count, index.shape[1] + 1, f"{name} counts", "(width + 1)")
     flat_rows = np.repeat(np.arange(len(count)), count)
     cols = index[np.arange(index.shape[1]) < count[:, None]]
-    arguments.check_range(cols, n_cols, f"{name} cols", "n_cols")
+    checks.check_range(cols, n_cols, f"{name} cols", "n_cols")
     keys = np.sort(flat_rows * n_cols + cols)
     twice = keys[1:] == keys[:-1]
     if twice.any():
@@ -212,7 +212,7 @@ def _sizes(block_size: object) -> tuple[Size, Size]:
     given = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(given) != 2:
         raise ValueError(f"block_size must be (block_q, block_kv), got {block_size!r}")
-    block_q, block_kv = (arguments.integer(side, "block_size") for side in given)
+    block_q, block_kv = (checks.integer(side, "block_size") for side in given)
     for side in (block_q, block_kv):
         if side < 16 or side % 16:
             raise ValueError(
@@ -227,13 +227,13 @@ def _taken_apart(keys: Array, old: Size, new: Size, q_len: int, kv_len: int) -> 
     """The keys of the blocks of size `new`, whose multiple is `old`, that tile those of the keys; ascending."""
     if old == new:
         return keys
-    n_rows, n_cols = blocks.grid(q_len, kv_len, old)
-    n_fine_rows, n_fine_cols = blocks.grid(q_len, kv_len, new)
+    n_rows, n_cols = block_list.grid(q_len, kv_len, old)
+    n_fine_rows, n_fine_cols = block_list.grid(q_len, kv_len, new)
     flat_rows, cols = np.divmod(keys, max(n_cols, 1))
     leads, rows = np.divmod(flat_rows, max(n_rows, 1))
     down, across = old[0] // new[0], old[1] // new[1]
     heights = np.minimum(down, n_fine_rows - rows * down)
     widths = np.repeat(np.minimum(across, n_fine_cols - cols * across), heights)
-    fine_rows = np.repeat(leads * n_fine_rows, heights) + blocks.ranges(rows * down, heights)
+    fine_rows = np.repeat(leads * n_fine_rows, heights) + block_list.ranges(rows * down, heights)
     starts = fine_rows * n_fine_cols + np.repeat(cols * across, heights)
-    return np.sort(blocks.ranges(starts, widths))
+    return np.sort(block_list.ranges(starts, widths))

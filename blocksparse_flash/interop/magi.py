@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import arguments, blocks
-from ..blocks import Array, Size
+from ..blocks import block_list, checks
+from ..blocks.block_list import Array, Size
 from ..layout import BlockLayout
 from .runs import Runs, layout_of_runs, merged, runs_of
 from .stored import check_layout, host
@@ -55,20 +55,20 @@ def from_magi(
     block_size     tokens per side of a block of the layout
     returns        BlockLayout of shape (1, 1, q_len, kv_len), in time O(queries of all slices + nnz)
     """
-    q_len, kv_len = arguments.length(q_len, "q_len"), arguments.length(kv_len, "kv_len")
-    sides = arguments.sides(block_size)
+    q_len, kv_len = checks.length(q_len, "q_len"), checks.length(kv_len, "kv_len")
+    sides = checks.sides(block_size)
     q0, q1 = _read_ranges(q_ranges, "q_ranges", q_len, "q_len")
     k0, k1 = _read_ranges(k_ranges, "k_ranges", kv_len, "kv_len")
-    kinds = np.zeros_like(q0) if attn_type_map is None else arguments.integers(attn_type_map, "attn_type_map")
+    kinds = np.zeros_like(q0) if attn_type_map is None else checks.integers(attn_type_map, "attn_type_map")
     if not len(q0) == len(k0) == len(kinds):
         raise ValueError(
             "q_ranges, k_ranges and attn_type_map must have one entry for each slice, "
             f"got {len(q0)}, {len(k0)} and {len(kinds)}"
         )
-    arguments.check_range(kinds, 4, "attn_type_map", "4")
+    checks.check_range(kinds, 4, "attn_type_map", "4")
     heights = q1 - q0
     which = np.repeat(np.arange(len(q0)), heights)
-    lines = blocks.ranges(q0, heights)
+    lines = block_list.ranges(q0, heights)
     first, stop = k0[which], k1[which]
     ends_late, begins_late = np.isin(kinds, (_CAUSAL, _BOTH))[which], np.isin(kinds, (_INVERSE, _BOTH))[which]
     stop = stop - np.where(ends_late, q1[which] - 1 - lines, 0)
@@ -104,7 +104,7 @@ def to_magi(layout: BlockLayout, *, max_slices: int = 65536) -> MagiSlices:
     raises      ValueError if the layout has several heads or batches, or needs more slices
     """
     check_layout(layout)
-    limit = arguments.integer(max_slices, "max_slices")
+    limit = checks.integer(max_slices, "max_slices")
     if layout.shape[:2] != (1, 1):
         raise ValueError(
             f"layout must be shared by all batches and heads, which MagiAttention's slices are, got (batch, heads) "

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .. import blocks
-from ..blocks import EMPTY, FULL, Array, Size
+from ..blocks import block_list
+from ..blocks.block_list import EMPTY, FULL, Array, Size
 from ..layout import BlockLayout
 from .stored import layout_of, stored
 
@@ -64,7 +64,7 @@ def runs_of(layout: BlockLayout) -> Runs:
     spans = merged(flat_rows[is_full], found.cols[is_full], found.cols[is_full] + 1, layout.n_cols)
     leads, rows = np.divmod(spans.lines, max(layout.n_rows, 1))
     heights = np.minimum(block_q, q_len - rows * block_q)
-    full_lines = blocks.ranges(leads * q_len + rows * block_q, heights)
+    full_lines = block_list.ranges(leads * q_len + rows * block_q, heights)
     full_first = np.repeat(spans.first * block_kv, heights)
     full_stop = np.repeat(np.minimum(spans.stop * block_kv, kv_len), heights)
 
@@ -73,7 +73,7 @@ def runs_of(layout: BlockLayout) -> Runs:
     bounds = np.searchsorted(masks, np.arange(len(found.bitmasks) + 1))
     partial = np.flatnonzero(~is_full)
     counts = np.diff(bounds)[found.ids[partial]]
-    source = blocks.ranges(bounds[found.ids[partial]], counts)
+    source = block_list.ranges(bounds[found.ids[partial]], counts)
     lines = np.repeat((found.leads * q_len + found.rows * block_q)[partial], counts) + queries[source]
     origin = np.repeat(found.cols[partial] * block_kv, counts)
     return merged(
@@ -88,7 +88,7 @@ def _runs_of_bitmasks(bitmasks: Array, block_kv: int) -> tuple[Array, Array, Arr
     """(bitmask, query, first, stop) of every run in bitmasks, ascending."""
     found: list[tuple[Array, ...]] = [(np.zeros(0, np.int64),) * 4]
     for part in _chunks(len(bitmasks), bitmasks.shape[1] * block_kv):
-        bits = np.pad(blocks.unpack(bitmasks[part], block_kv), ((0, 0), (0, 0), (1, 1))).view(np.int8)
+        bits = np.pad(block_list.unpack(bitmasks[part], block_kv), ((0, 0), (0, 0), (1, 1))).view(np.int8)
         steps = np.diff(bits)
         mask, query, first = np.nonzero(steps == 1)
         found.append((mask + part.start, query, first, np.nonzero(steps == -1)[2]))
@@ -106,18 +106,18 @@ def _chunks(count: int, pairs_each: int) -> Iterator[slice]:
 
 def layout_of_runs(runs: Runs, axes: Size, *, q_len: int, kv_len: int, block_size: Size) -> BlockLayout:
     """The layout of runs, on the host; axes: (batch, heads)."""
-    n_rows, n_cols = blocks.grid(q_len, kv_len, block_size)
+    n_rows, n_cols = block_list.grid(q_len, kv_len, block_size)
     block_q, block_kv = block_size
     leads, q_pos = np.divmod(runs.lines, max(q_len, 1))
     flat_rows = leads * n_rows + q_pos // block_q
     # blocks in which some pair attends
     spans = merged(flat_rows, runs.first // block_kv, (runs.stop - 1) // block_kv + 1, n_cols)
-    keys = blocks.ranges(spans.lines * n_cols + spans.first, spans.stop - spans.first)
+    keys = block_list.ranges(spans.lines * n_cols + spans.first, spans.stop - spans.first)
     looks = np.full(len(keys), EMPTY, np.int64)
     looks[np.searchsorted(keys, _full_keys(runs, flat_rows, q_len, kv_len, block_size))] = FULL
     partial = np.flatnonzero(looks == EMPTY)
-    gathering = blocks.Gathering(blocks.existing(q_len, kv_len, block_size))
-    kinds = blocks.edge_kinds(keys[partial], q_len=q_len, kv_len=kv_len, block_size=block_size)
+    gathering = block_list.Gathering(block_list.existing(q_len, kv_len, block_size))
+    kinds = block_list.edge_kinds(keys[partial], q_len=q_len, kv_len=kv_len, block_size=block_size)
     for part in _chunks(len(partial), block_q * (block_kv + 1)):
         gathering.add(_drawn(keys[partial[part]], runs, flat_rows, q_pos % block_q, n_cols, block_size), kinds[part])
     looks[partial], words = gathering.looks()
@@ -126,7 +126,7 @@ def layout_of_runs(runs: Runs, axes: Size, *, q_len: int, kv_len: int, block_siz
 
 def _full_keys(runs: Runs, flat_rows: Array, q_len: int, kv_len: int, block_size: Size) -> Array:
     """The blocks which a run of every one of their queries crosses from side to side, ascending; no ragged last col."""
-    n_rows, n_cols = blocks.grid(q_len, kv_len, block_size)
+    n_rows, n_cols = block_list.grid(q_len, kv_len, block_size)
     first = -(-runs.first // block_size[1])
     stop = runs.stop // block_size[1]
     crossed = stop > first
@@ -145,7 +145,7 @@ def _full_keys(runs: Runs, flat_rows: Array, q_len: int, kv_len: int, block_size
     rows, cols = np.divmod(begins, n_cols + 1)
     heights = np.minimum(block_size[0], q_len - rows % n_rows * block_size[0])
     is_full = crossing == heights
-    return blocks.ranges((rows * n_cols + cols)[is_full], (ends - begins)[is_full])
+    return block_list.ranges((rows * n_cols + cols)[is_full], (ends - begins)[is_full])
 
 
 def _drawn(keys: Array, runs: Runs, flat_rows: Array, queries: Array, n_cols: int, block_size: Size) -> Array:
@@ -159,10 +159,10 @@ def _drawn(keys: Array, runs: Runs, flat_rows: Array, queries: Array, n_cols: in
     low = np.searchsorted(keys, rows + first // block_kv)
     high = np.searchsorted(keys, rows + (stop - 1) // block_kv, side="right")
     counts = high - low
-    block, run = blocks.ranges(low, counts), np.repeat(np.arange(len(low)), counts)
+    block, run = block_list.ranges(low, counts), np.repeat(np.arange(len(low)), counts)
     origin = keys[block] % n_cols * block_kv
     query = queries[here][run]
     # the runs of a query do not touch, so no two begin, or end, at one place
     steps[block, query, np.maximum(first[run] - origin, 0)] += 1
     steps[block, query, np.minimum(stop[run] - origin, block_kv)] -= 1
-    return blocks.pack(np.cumsum(steps, axis=2, dtype=np.int8)[:, :, :block_kv].view(np.bool_))
+    return block_list.pack(np.cumsum(steps, axis=2, dtype=np.int8)[:, :, :block_kv].view(np.bool_))

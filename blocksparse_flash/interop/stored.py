@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import arguments, blocks
-from ..blocks import FULL, Array, BlockList, Size
+from ..blocks import block_list, checks
+from ..blocks.block_list import FULL, Array, BlockList, Size
 from ..layout import BlockLayout
 
 
@@ -74,8 +74,8 @@ def layout_of(
     ids       FULL, or an index in bitmasks
     bitmasks  uint32 (n, block_q, words); they may repeat, be empty or full, and name pairs beyond the lengths
     """
-    arguments.check_nnz(len(keys))
-    n_rows, n_cols = blocks.grid(q_len, kv_len, block_size)
+    checks.check_nnz(len(keys))
+    n_rows, n_cols = block_list.grid(q_len, kv_len, block_size)
     flat_rows, cols = np.divmod(keys, max(n_cols, 1))
     ends = np.searchsorted(flat_rows, np.arange(axes[0] * axes[1] * n_rows), side="right")
     indptr = np.zeros((axes[0] * axes[1], n_rows + 1), np.int32)
@@ -93,7 +93,7 @@ def layout_of(
 def full_layout(keys: Array, axes: Size, *, q_len: int, kv_len: int, block_size: Size) -> BlockLayout:
     """The layout whose full blocks are the ascending keys."""
     ids = np.full(len(keys), FULL, np.int32)
-    words = blocks.no_bitmasks(block_size)
+    words = block_list.no_bitmasks(block_size)
     return layout_of(keys, ids, words, axes, q_len=q_len, kv_len=kv_len, block_size=block_size)
 
 
@@ -102,7 +102,7 @@ def regrouped(layout: BlockLayout, block_size: Size) -> BlockLayout:
     found = stored(layout)
     keys = (found.leads * layout.n_rows + found.rows) * layout.n_cols + found.cols
     lengths: dict[str, Any] = {"q_len": layout.q_len, "kv_len": layout.kv_len}
-    coarse = blocks.regroup(
+    coarse = block_list.regroup(
         *BlockList(keys, found.ids, found.bitmasks), **lengths, old=layout.block_size, new=block_size
     )
     return layout_of(*coarse, layout.shape[:2], **lengths, block_size=block_size)
@@ -125,7 +125,7 @@ def one_head(layout: BlockLayout, batch: int, head: int) -> BlockLayout:
     """The layout of one batch and head, on the host, shared by all."""
     check_layout(layout)
     for value, size, name in ((batch, layout.shape[0], "batch"), (head, layout.shape[1], "head")):
-        if not 0 <= arguments.integer(value, name) < size:
+        if not 0 <= checks.integer(value, name) < size:
             raise ValueError(f"{name} must be in 0 .. {size - 1}, the layout has shape {layout.shape}, got {value}")
     found = stored(layout)
     here = found.leads == batch * layout.shape[1] + head

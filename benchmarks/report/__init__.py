@@ -1,0 +1,1 @@
+"""Tables and plots of what was measured: `python -m benchmarks.report` rewrites all of them."""

@@ -1,0 +1,144 @@
+"""What do masks look like? `python -m benchmarks.report.gallery` draws all of them, and a union, for the README.
+
+Knows the names of the masks and an example of each. Must not know how a layout is stored or drawn.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import masks
+from blocksparse_flash import BlockLayout
+
+RESULTS = Path(__file__).parents[1] / "results"
+LENGTH, BLOCK_SIZE = 1024, 32
+
+RANDOM = np.random.default_rng(0)
+GRID, TILE = (32, 32), (4, 8)
+# layouts of at most so many tokens are drawn pair by pair: on a grid the pairs are the pattern
+PAIRS_UP_TO = 256
+
+# arguments of each mask of masks.__all__, besides block_size; a length of its own only where it is not LENGTH
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "a_shape": {"sinks": 32, "window": 192},
+    "alibi_windows": {"slopes": [0.05], "threshold": 8},
+    "axial": {"grid": (4, 8, 8), "axes": [1, 2]},
+    "bigbird": {"seed": 0},
+    "block_causal": {"size": 200},
+    "block_diagonal": {"size": 200},
+    "block_diffusion": {"length": 512, "size": 80},
+    "butterfly": {},
+    "causal": {},
+    "dilated_window": {"window": 3, "dilation": 96},
+    "documents": {"cu_seqlens": [0, 150, 600, 1024]},
+    "erdos_renyi": {"density": 0.1, "seed": 0},
+    "expander": {"degree": 4, "seed": 0},
+    "fixed": {"stride": 160, "summary": 16, "causal": True},
+    "global_tokens": {"tokens": 24},
+    "hierarchical": {"size": 32},
+    "local": {"window": 96},
+    "longformer": {"window": 64, "global_tokens": [0, 500]},
+    "longnet": {"segments": [128, 512, 1024], "dilations": [1, 64, 256]},
+    "lsh": {"q_buckets": np.sort(RANDOM.integers(0, 12, LENGTH))},
+    "neighborhood": {"grid": (16, 16), "kernel": 5},
+    "pixelfly": {"n_factors": 3},
+    "prefix_lm": {"prefix": 300},
+    "random": {"density": 0.1, "seed": 0},
+    "shared_prefix": {"cu_seqlens": [0, 200, 450, 700, 1024]},
+    "sink_window": {"sinks": 4, "window": 128},
+    "sliding_tile": {"grid": GRID, "kernel": (12, 24), "tile": TILE, "order": masks.tile_order(GRID, tile=TILE)},
+    "small_world": {"neighbors": 4, "rewire": 0.2, "seed": 0},
+    "strided": {"stride": 128, "causal": True},
+    "swin": {"grid": (16, 16), "window": 8, "shift": 4},
+    "top_k": {"scores": RANDOM.normal(size=(32, 32)), "q_len": LENGTH, "kv_len": LENGTH, "k": 4, "causal": True},
+    "top_p": {"scores": RANDOM.normal(size=(32, 32)), "q_len": LENGTH, "kv_len": LENGTH, "p": 0.3},
+    "tree": {"parents": [-1, *((node - 1) // 2 for node in range(1, 512))], "prompt": 300},
+    "tri_shape": {"sinks": 32, "window": 192, "last": 100},
+    "vertical_slash": {"verticals": [0, 300, 310, 700], "slashes": [0, 64, 320]},
+}
+
+# what the colours are called where a layout is drawn -> what they mean
+MEANINGS = {
+    "full": "full block: every pair of its queries and keys attends",
+    "partial": "partial block: some pairs attend, told apart by a bitmask",
+    "empty": "empty block: no pair attends; not stored, never computed",
+    "border of a block": "border of a block, where pairs are drawn one by one",
+}
+
+
+def example(name: str) -> BlockLayout:
+    """The layout of a mask with its arguments of the table."""
+    builder, arguments = getattr(masks, name), dict(EXAMPLES[name])
+    # the others say their length themselves: documents, grids, scores, ...
+    takes_length = "length" in inspect.signature(builder).parameters
+    lengths = (arguments.pop("length", LENGTH),) if takes_length else ()
+    return builder(*lengths, **arguments, block_size=BLOCK_SIZE)
+
+
+def _said(value: object) -> str:
+    """A value as a title has room for it: of many numbers the first ones, or how many there are."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return f"[{' x '.join(map(str, value.shape))} numbers]"
+    if isinstance(value, list) and len(value) > 8:
+        return f"[{', '.join(map(str, value[:5]))}, ...]"
+    return repr(value)
+
+
+def call(name: str) -> str:
+    """The mask and, below it, its arguments, without what is the same for all."""
+    said = ", ".join(f"{argument}={_said(value)}" for argument, value in EXAMPLES[name].items())
+    return f"{name}\n{textwrap.fill(said, 40)}"
+
+
+def panels() -> dict[str, BlockLayout]:
+    """Title -> layout of every mask."""
+    return {call(name): example(name) for name in sorted(EXAMPLES)}
+
+
+def union() -> dict[str, BlockLayout]:
+    """Title -> layout of three masks and of their union."""
+    parts = {call(name): example(name) for name in ("butterfly", "local", "global_tokens")}
+    butterfly, local, tokens = parts.values()
+    return parts | {"butterfly | local | global_tokens\n": butterfly | local | tokens}
+
+
+def draw(layouts: Mapping[str, BlockLayout], *, across: int) -> Any:
+    """A matplotlib Figure with a panel for each layout, `across` in a row, and one legend."""
+    from matplotlib.figure import Figure
+
+    down = -(-len(layouts) // across)
+    # inches: square panels, and around them what is written
+    figure = Figure(figsize=(3.2 * across, 3.4 * down + 0.8), layout="constrained")
+    handles: dict[str, Any] = {}
+    for index, (title, layout) in enumerate(layouts.items()):
+        axis = figure.add_subplot(down, across, index + 1)
+        is_small = max(layout.q_len, layout.kv_len) <= PAIRS_UP_TO
+        layout.plot(axis, tokens=((0, layout.q_len), (0, layout.kv_len)) if is_small else None)
+        legend: Any = axis.get_legend()
+        legend.remove()
+        unit = "pairs of tokens" if is_small else "blocks stored"
+        share = float(layout.to_dense().float().mean()) if is_small else layout.density
+        axis.set_title(f"{title}\n{share:.0%} of the {unit}", fontsize=9)
+        handles |= dict(zip((text.get_text() for text in legend.get_texts()), legend.legend_handles, strict=True))
+    shown = {said: handles[name] for name, said in MEANINGS.items() if name in handles}
+    figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+def main() -> None:
+    for name, layouts, across in (("layouts", union(), 4), ("gallery", panels(), 4)):
+        path = RESULTS / f"{name}.png"
+        # no date and no version: the same layouts give the same file
+        draw(layouts, across=across).savefig(path, dpi=80, metadata={"Software": None})
+        print(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+if __name__ == "__main__":
+    main()

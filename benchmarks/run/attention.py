@@ -1,0 +1,320 @@
+"""How fast is attention beside its peers? `python -m benchmarks.run.attention` on a CUDA GPU, one JSON line a figure.
+
+Peers in the same run: FlexAttention, compiled and given full blocks (for causal a partial diagonal); for dense and causal
+what scaled_dot_product_attention has, cuDNN, FlashAttention-2 and plain products ("math"); and, where they are installed,
+FlashAttention-4, FlashInfer, MIT's Block-Sparse-Attention, xFormers and NATTEN. Output and gradients are compared with
+float32 on sampled rows before anything is timed; a wrong one is reported and not timed.
+
+Lines: direction is "fwd", "bwd" (backward alone), "mask" (wall clock: from a bool for each block on the host to the mask on
+the device), "step" or "steps" (of --sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored blocks:
+4 * heads * nnz * block_size^2 * head_dim forward, 2.5 times that backward. One line says what a matrix product of
+8192 x 8192 x 8192 reaches.
+
+--sweep length      2 K to 1 M tokens, the keys of each query fixed, beside dense
+--sweep density     1 % to 100 % of random blocks, beside dense
+--sweep block-size  blocks of 16 to 256 tokens, the density fixed
+--sweep regroup     masks of blocks of 128 in finer blocks, all of which are stored, or 80 % in each block of 128
+--sweep change      a step with one mask for all, with a new one made on the host, and with one selected on the GPU;
+                    FlexAttention's from lists that are ready, and from create_block_mask, eager and compiled. "step" is
+                    one that the host waits for, "steps" one of many in a row, as in training, where the host runs ahead
+--sweep deterministic
+                    the patterns by `hopper` with deterministic=True and without; all other kernels have equal bits anyway
+
+`python -m benchmarks.report` makes tables and pictures of the lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..report.lines import SAME_MASK, TIMED
+from . import correctness, measure, sweeps
+from .patterns import Pattern
+from .peers import Call, Peer, Prepare, Shape, ours, peers
+
+
+class Run(NamedTuple):
+    """What is equal in all measurements of one head_dim."""
+
+    batch: int
+    hidden: int
+    head_dim: int
+    out: Path
+    device: str = "cuda"
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.batch, self.hidden // self.head_dim, self.head_dim, self.device)
+
+
+# ---- what lines have in common ----
+
+
+def inputs(run: Run, length: int, *, tokens_first: bool = False) -> tuple[list[Tensor], Tensor]:
+    """([q, k, v], dout), bf16 (batch, heads, length, head_dim), drawn the same for everyone.
+
+    tokens_first  in memory (batch, length, heads, head_dim)
+    """
+    generator = torch.Generator(device=run.device).manual_seed(0)
+    size = (run.batch, run.shape.heads, length, run.head_dim)
+
+    def drawn() -> Tensor:
+        x = torch.randn(size, device=run.device, dtype=torch.bfloat16, generator=generator)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first else x
+
+    return [drawn().requires_grad_() for _ in range(3)], drawn()
+
+
+def facts(bench: str, name: str, pattern: Pattern, peer: Peer, run: Run) -> dict[str, Any]:
+    """The part of a line that says what was measured where."""
+    return {
+        "bench": bench, "provider": peer.provider, "backend": peer.backend, "pattern": name, "density": pattern.density,
+        "n": pattern.length, "batch": run.batch, "heads": run.shape.heads, "head_dim": run.head_dim, "dtype": "bf16",
+        **measure.environment(),
+    }  # fmt: skip
+
+
+def is_right(call: Call, tensors: list[Tensor], pattern: Pattern, said: str) -> bool:
+    """Whether output and gradients are right; says so if they are not."""
+    q, k, v = tensors
+    errors = correctness.worst_errors(call, (q, k, v), pattern)
+    if all(error <= correctness.TOLERANCE for error in errors.values()):
+        return True
+    found = ", ".join(f"{name} {error:.3g}" for name, error in errors.items())
+    print(f"{said}: WRONG, relative errors {found}; not timed", flush=True)
+    return False
+
+
+# ---- forward and backward ----
+
+
+def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
+    """Measure every peer that has such a mask on one pattern, forward and backward, and print a row each."""
+    for peer in among:
+        said = f"{peer.provider:22} {peer.backend:6} {case.name:14} {case.pattern.length:8} head_dim {run.head_dim:3}"
+        refusal = peer.refuses(case.pattern, run.shape)
+        if refusal is None:
+            measure.guarded(said, peer.is_ours, functools.partial(time_one, case, peer, run, said))
+        else:
+            print(f"{said}: {refusal}; not timed", flush=True)
+
+
+def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> None:
+    """Measure every case. What was compiled for other shapes is dropped: it would count against the limit of PyTorch."""
+    compiled_for: tuple[int, int] | None = None
+    for case in cases:
+        sizes = case.pattern.length, case.pattern.block_size
+        if sizes != compiled_for:
+            torch.compiler.reset()
+            compiled_for = sizes
+        compare(case, among, run)
+
+
+def time_one(case: sweeps.Case, peer: Peer, run: Run, said: str) -> None:
+    """Mask, forward and backward of one peer on one pattern: a line each."""
+    pattern = case.pattern
+    tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
+    q, k, v = tensors
+    call = peer.prepare(pattern, run.shape)
+    forward = functools.partial(call, q, k, v)
+    setup_ms = measure.first_call_milliseconds(forward)
+    if not is_right(call, tensors, pattern, said):
+        return
+    line = {**facts(case.bench, case.name, pattern, peer, run), "setup_ms": setup_ms}
+    built = measure.wall_milliseconds(lambda: peer.prepare(pattern, run.shape))
+    measure.append(run.out, {**line, "direction": "mask", **built, "tflops": None, "peak_bytes": None})
+    row = f"{said}   mask {built['ms']:8.3f} ms"
+    result = forward()
+    directions: list[tuple[str, Callable[[], Any], float]] = [("fwd", forward, 1.0)]
+    if result.requires_grad:
+        backward = functools.partial(torch.autograd.grad, result, tensors, dout, retain_graph=True)
+        directions.append(("bwd", backward, 2.5))
+    for direction, timed, factor in directions:
+        peak = measure.peak_bytes(timed)
+        times = measure.milliseconds(timed)
+        tflops = factor * pattern.flops(run.batch, run.shape.heads, run.head_dim) / times["ms"] * 1e-9
+        measure.append(run.out, {**line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak})
+        row += f"   {direction} {times['ms']:9.3f} ms {tflops:6.1f} TFLOP/s"
+    print(row, flush=True)
+
+
+# ---- a new mask each step ----
+
+
+def change(among: Iterable[Peer], run: Run, length: int, *, steps: int = 20) -> None:
+    """Wall clock of a step, mask, forward and backward: one mask for all, a new one each, one selected on the GPU.
+
+    steps  of a round; each is waited for, and then as many run in a row
+    """
+    for peer in among:
+        said = f"{peer.provider:22} {peer.backend:6} {length:8} head_dim {run.head_dim:3}"
+        refusal = peer.refuses(sweeps.changing(length, seed=0), run.shape)
+        if refusal is None:
+            measure.guarded(said, peer.is_ours, functools.partial(_time_steps, peer, run, length, steps, said))
+
+
+def _time_steps(peer: Peer, run: Run, length: int, steps: int, said: str) -> None:
+    tensors, dout = inputs(run, length, tokens_first=peer.tokens_first)
+    # drawn before, as a model would have them: only what makes masks of them is timed
+    drawn = [sweeps.changing(length, seed=seed) for seed in range(steps)]
+    scores = [torch.rand(drawn[0].blocks.shape, device=run.device) for _ in range(steps)]
+    pattern = drawn[0]
+    kept = peer.prepare(pattern, run.shape)
+
+    def step(call: Call) -> None:
+        torch.autograd.grad(call(*tensors), tensors, dout)
+
+    def first_step(prepare: Prepare) -> float:
+        return measure.first_call_milliseconds(lambda: step(prepare(pattern, run.shape)))
+
+    def changing(prepare: Prepare) -> Callable[[], None]:
+        new = iter(drawn)
+        return lambda: step(prepare(next(new), run.shape))
+
+    def selecting(select: Callable[[Tensor, int], Call]) -> Callable[[], None]:
+        chosen, k_blocks = iter(scores), int(pattern.blocks[0].sum())
+        return lambda: step(select(next(chosen), k_blocks))
+
+    if not kept(*tensors).requires_grad:
+        print(f"{said}: has no gradients; not timed", flush=True)
+        return
+    setup_ms = measure.first_call_milliseconds(lambda: step(kept))
+    if not is_right(kept, tensors, pattern, said):
+        return
+    # each begins with the first mask
+    ways: dict[str, Callable[[], Callable[[], None]]] = {
+        SAME_MASK: lambda: functools.partial(step, kept),
+        "new mask from the host": functools.partial(changing, peer.prepare),
+        **{name: functools.partial(changing, prepare) for name, prepare in peer.rebuilds.items()},
+    }
+    if peer.select is not None:
+        ways["new mask selected on the GPU"] = functools.partial(selecting, peer.select)
+    took: dict[tuple[str, str], float] = {}
+
+    def in_a_row(way: str) -> None:
+        next_step = ways[way]()
+        for _ in range(steps):
+            next_step()
+
+    def time_way(way: str) -> None:
+        rebuild, first_ms, named = peer.rebuilds.get(way), setup_ms, f"{said}   {way:38}"
+        if rebuild is not None:
+            first_ms = first_step(rebuild)
+            if not is_right(rebuild(pattern, run.shape), tensors, pattern, named):
+                return
+        row = measure.wall_milliseconds(lambda: in_a_row(way), runs=3)
+        timed = {
+            "step": measure.wall_milliseconds(ways[way](), warmup=2, runs=steps - 2),
+            "steps": {key: ms / steps for key, ms in row.items()},
+        }
+        for direction, times in timed.items():
+            took[direction, way] = times["ms"]
+            tflops = 3.5 * pattern.flops(run.batch, run.shape.heads, run.head_dim) / times["ms"] * 1e-9
+            line = {**facts("change", way, pattern, peer, run), "direction": direction, **times}
+            measure.append(run.out, {**line, "tflops": tflops, "peak_bytes": None, "setup_ms": first_ms})
+            same = took.get((direction, SAME_MASK))
+            costs = "" if way == SAME_MASK or same is None else f", {times['ms'] - same:+9.3f} for the change"
+            print(f"{named} {times['ms']:9.3f} ms {TIMED[direction]}{costs}", flush=True)
+
+    for way in ways:
+        measure.guarded(f"{said}   {way:38}", peer.is_ours, functools.partial(time_way, way))
+
+
+def matmul(run: Run, *, side: int = 8192) -> None:
+    """What the machine reaches on one large matrix product: the measure of all others."""
+    a, b = (torch.randn(side, side, device=run.device, dtype=torch.bfloat16) for _ in range(2))
+    setup_ms = measure.first_call_milliseconds(lambda: a @ b)
+    times = measure.milliseconds(lambda: a @ b)
+    tflops = 2 * side**3 / times["ms"] * 1e-9
+    line = {
+        "bench": "matmul", "provider": "torch", "backend": "cublas", "pattern": "dense", "density": 1.0, "n": side, "batch": 1,
+        "heads": 1, "head_dim": side, "dtype": "bf16", "direction": "fwd", **times, "tflops": tflops,
+        "peak_bytes": measure.peak_bytes(lambda: a @ b), "setup_ms": setup_ms, **measure.environment(),
+    }  # fmt: skip
+    measure.append(run.out, line)
+    print(f"matrix product {side} x {side} x {side}: {tflops:.1f} TFLOP/s", flush=True)
+
+
+# ---- the command ----
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", choices=sweeps.NAMES, help="default: none, the patterns at one length")
+    parser.add_argument(
+        "--length", type=int, help="tokens, a multiple of 256; default: 16384, of --sweep length 1048576"
+    )
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
+    parser.add_argument("--patterns", nargs="+", help="names; default: all")
+    parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.jsonl"), help="appended to")
+    options = parser.parse_args(arguments)
+    if options.length is None:
+        options.length = 1 << 20 if options.sweep == "length" else 1 << 14
+    if options.length < 256 or options.length % 256:
+        parser.error(f"--length must be a positive multiple of 256, got {options.length}")
+    for head_dim in options.head_dims:
+        if head_dim < 1 or options.hidden % head_dim:
+            parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")
+    if options.sweep == "change" and options.patterns is not None:
+        parser.error("--patterns does not go with --sweep change, which has one pattern, random")
+    if options.sweep == "deterministic" and options.providers is not None:
+        parser.error("--providers does not go with --sweep deterministic, which has one, blocksparse_flash")
+    known = {case.pattern.name for case in sweeps.cases(options.sweep, 256)}
+    for name in options.patterns or ():
+        if name not in known:
+            parser.error(f"--patterns must be among {', '.join(sorted(known))}, got {name}")
+    return options
+
+
+def chosen(asked: list[str] | None, capability: tuple[int, int]) -> list[Peer]:
+    """The peers to compare; says which are not installed, and refuses a name that nobody has."""
+    there, absent = peers(capability)
+    for peer in absent:
+        print(f"not installed, so not compared: {peer.provider} ({peer.package})")
+    if asked is None:
+        return there
+    for name in asked:
+        if name not in {peer.provider for peer in there}:
+            missing = any(name == peer.provider for peer in absent)
+            why = "is not installed" if missing else "is not known"
+            raise SystemExit(
+                f"--providers: {name} {why}; there are {', '.join(dict.fromkeys(p.provider for p in there))}"
+            )
+    return [peer for peer in there if peer.provider in asked]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA GPU")
+    capability = torch.cuda.get_device_capability()
+    if options.sweep == "deterministic":
+        if capability != (9, 0):
+            raise SystemExit("--sweep deterministic needs compute capability 9.0: all but hopper has equal bits anyway")
+        among = [ours("hopper", deterministic=each) for each in (False, True)]
+    else:
+        among = chosen(options.providers, capability)
+    runs = [Run(options.batch, options.hidden, head_dim, options.out) for head_dim in options.head_dims]
+    matmul(runs[0])
+    for run in runs:
+        if options.sweep == "change":
+            torch.compiler.reset()
+            change(among, run, options.length)
+            continue
+        cases = sweeps.cases(options.sweep, options.length)
+        asked = options.patterns
+        compare_all((case for case in cases if asked is None or case.pattern.name in asked), among, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Which coefficients make explain's prediction fit the measurements? `python -m benchmarks.run.calibrate`
+
+Reads the result lines of benchmarks.run.attention and writes blocksparse_flash/explanation/calibration.json: for each GPU, backend, head_dim and
+direction the rates of the model in blocksparse_flash/explanation/prediction.py, by least squares on log(predicted / measured), so that short
+times count as much as long ones. A weak prior holds what the lines do not determine. Prints every line beside its prediction, and
+how far off a fit is on lines that it has not seen. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import optimize
+
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.explanation import cost, memory, prediction
+from blocksparse_flash.explanation.call import Call
+from blocksparse_flash.explanation.dispatch import Sides
+from blocksparse_flash.explanation.memory import Moved
+from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel, Rates
+
+from ..report import lines as measurements
+from ..report.lines import Line
+from . import sweeps
+
+Array = NDArray[np.float64]
+
+# the GPUs of the result lines: multiprocessors, highest clock, and the bandwidth that a copy reaches
+DEVICES = {"NVIDIA H200": Device("NVIDIA H200", (9, 0), 132, 1980.0, 4300.0)}
+# those that nothing is fitted to: their lines tell how well rates are scaled to a GPU that was not measured. What such a GPU tells of itself
+SCALED = {"NVIDIA H100 80GB HBM3": Device("NVIDIA H100 80GB HBM3", (9, 0), 132, 1980.0, 2933.0)}
+BENCHES = ("attention", "length", "density", "block-size")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# parts of which each in turn is not seen
+FOLDS = 5
+
+
+class Prior(NamedTuple):
+    """What a coefficient is taken for without measurements, and how firmly: residual = firmness * log(value / prior)."""
+
+    value: float
+    firmness: float
+
+
+# a tile's microseconds come from the lines; two kernels of one direction are told apart by their measured ratio
+PROGRAM, MASKING, LAUNCH = Prior(1.0, 0.02), Prior(0.3, 0.05), Prior(8.0, 0.05)
+TILE, RATIO = 0.02, 0.3
+# two programs of triton share a multiprocessor, hopper's one has it to itself
+ALONE = {"triton": Prior(1.5, 0.05), "hopper": Prior(1.0, 0.05)}
+
+# (backend, padded head_dim, direction) -> (side, programs of a line, microseconds of a tile) of each kernel that walks tiles.
+# triton: the tables of kernels/forward.py and backward.py on sm90, and the milliseconds of a dense call that they name
+KERNELS = {
+    ("triton", 128, "fwd"): (Kernel("rows", 1, 2.1),),
+    ("triton", 64, "fwd"): (Kernel("rows", 1, 1.3),),
+    ("triton", 128, "bwd"): (Kernel("cols", 2, 3.8), Kernel("rows", 2, 2.7)),
+    ("triton", 64, "bwd"): (Kernel("cols", 2, 2.4), Kernel("rows", 1, 1.3)),
+    ("hopper", 128, "fwd"): (Kernel("rows", 1, 1.7),),
+    ("hopper", 64, "fwd"): (Kernel("rows", 1, 1.2),),
+    ("hopper", 128, "bwd"): (Kernel("cols", 1, 5.0),),
+    ("hopper", 64, "bwd"): (Kernel("cols", 1, 2.9),),
+}
+
+
+class Measured(NamedTuple):
+    """A result line, and what the model must know of it."""
+
+    line: Line
+    call: Call
+    sides: Sides
+    moved: Moved
+
+
+# ---- from lines to calls ----
+
+
+class Asked(NamedTuple):
+    """What a case of benchmarks.run.attention asks of attention."""
+
+    layout: BlockLayout | None
+    causal: bool
+    density: float
+
+
+@functools.cache
+def asked(bench: str, name: str, length: int) -> Asked:
+    """The case that a line names."""
+    sweep = None if bench == "attention" else bench
+    for case in sweeps.cases(sweep, length):
+        pattern = case.pattern
+        if (case.bench, case.name, pattern.length) == (bench, name, length):
+            return Asked(pattern.layout(), pattern.causal, pattern.density)
+    raise ValueError(f"benchmarks.run.attention has no pattern {name} of {length} tokens in {bench}")
+
+
+def device_of(line: Line) -> Device:
+    """The GPU of a line."""
+    return (DEVICES | SCALED)[line["device"]]
+
+
+def measured(line: Line) -> Measured:
+    """The call that a line timed; its tensors hold nothing."""
+    layout, causal, density = asked(line["bench"], line["pattern"], line["n"])
+    if abs(density - line["density"]) > 1e-6:
+        raise ValueError(
+            f"{line['bench']} {line['pattern']} of {line['n']} tokens has density {density:.6g}, but a line says "
+            f"{line['density']:.6g}: the pattern was another one when it was measured; measure it again"
+        )
+    shape = line["batch"], line["heads"], line["n"], line["head_dim"]
+    # a shape and strides, which the copy engine could read
+    x = torch.empty(shape, dtype=DTYPES[line["dtype"]], device="meta")
+    call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
+    n_multiprocessors = device_of(line).multiprocessors
+    forward, backward = cost.programs(call, n_multiprocessors)
+    if line["direction"] == "fwd":
+        return Measured(line, call, forward, memory.forward(call, n_multiprocessors))
+    return Measured(line, call, backward, memory.backward(call, n_multiprocessors))
+
+
+def usable(
+    lines: Sequence[Line], devices: Container[str] = DEVICES.keys()
+) -> dict[tuple[str, str, int, str], list[Line]]:
+    """Our lines of these devices by (device, backend, head_dim, direction); says which cannot be used."""
+    found: dict[tuple[str, str, int, str], list[Line]] = {}
+    unused: set[str] = set()
+    for line in lines:
+        if not measurements.is_ours(measurements.who(line)) or line["direction"] not in ("fwd", "bwd"):
+            continue
+        if (
+            line["bench"] not in BENCHES
+            or line["dtype"] not in DTYPES
+            or line["n"] * line["batch"] < prediction.FEWEST_TOKENS
+        ):
+            continue
+        if line["device"] not in devices:
+            unused.add(line["device"])
+            continue
+        padded = prediction.padded_dim(line["backend"], line["head_dim"])
+        key = line["device"], line["backend"], padded, line["direction"]
+        if key[1:] not in KERNELS:
+            print(f"{key[1:]} is not in KERNELS of benchmarks/run/calibrate.py: its lines are not used")
+            continue
+        found.setdefault(key, []).append(line)
+    for device in sorted(unused - DEVICES.keys() - SCALED.keys()):
+        print(f"{device} is not in DEVICES of benchmarks/run/calibrate.py: its lines are not used")
+    return found
+
+
+# ---- the fit ----
+
+
+def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:
+    """The rates that logarithms of coefficients stand for: each kernel's tile_us, then program, masking, alone, launch_us."""
+    *tiles, program, masking, alone, launch = np.exp(coefficients)
+    fitted = tuple(kernel._replace(tile_us=float(tile)) for kernel, tile in zip(kernels, tiles, strict=True))
+    # a program alone is never faster than its share
+    return Rates(fitted, float(program), float(masking), max(1.0, float(alone)), float(launch))
+
+
+def predicted(one: Measured, rates: Rates) -> float:
+    """Milliseconds."""
+    device = device_of(one.line)
+    beside = one.moved.walk + one.moved.served
+    return prediction.direction_ms(rates, one.sides, device, beside=beside, passes=one.moved.passes)
+
+
+def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates | None = None) -> Rates:
+    """The rates of one device, backend, head_dim and direction.
+
+    near  where to begin; None: at the prior
+    """
+    priors = [*(Prior(kernel.tile_us, TILE) for kernel in kernels), PROGRAM, MASKING, ALONE[backend], LAUNCH]
+    expected = np.log([prior.value for prior in priors])
+    firmness = np.array([prior.firmness for prior in priors])
+    start = expected
+    if near is not None:
+        start = np.log([*(kernel.tile_us for kernel in near.kernels), *near[1:]])
+
+    def residuals(coefficients: Array) -> Array:
+        rates = rates_of(coefficients, kernels)
+        misses = [np.log(predicted(one, rates) / one.line["ms"]) for one in lines]
+        away = coefficients - expected
+        return np.concatenate([misses, firmness * away, RATIO * (away[1 : len(kernels)] - away[0])])
+
+    # the makespan has steps, which a small difference would see instead of the slope, and below which nothing converges
+    options = {"diff_step": 1e-3, "loss": "soft_l1", "f_scale": 0.1, "ftol": 1e-4, "xtol": 1e-4}
+    return rates_of(optimize.least_squares(residuals, start, **options).x, kernels)
+
+
+def errors(lines: Sequence[Measured], rates: Rates) -> list[float]:
+    """predicted / measured - 1 of each line."""
+    return [predicted(one, rates) / one.line["ms"] - 1 for one in lines]
+
+
+def unseen_error(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates) -> float:
+    """The worst error on lines that the fit has not seen, in FOLDS parts."""
+    worst = 0.0
+    for fold in range(min(FOLDS, len(lines))):
+        seen = [one for index, one in enumerate(lines) if index % FOLDS != fold]
+        unseen = [one for index, one in enumerate(lines) if index % FOLDS == fold]
+        worst = max([worst, *map(abs, errors(unseen, fit(seen, kernels, backend, near)))])
+    return worst
+
+
+def calibrate(lines: Sequence[Line]) -> list[Calibration]:
+    """A calibration for each device, backend, head_dim and direction of the lines; prints how well it fits."""
+    made = []
+    for (device, backend, head_dim, direction), group in usable(lines).items():
+        kernels = KERNELS[backend, head_dim, direction]
+        found = [measured(line) for line in group]
+        rates = fit(found, kernels, backend)
+        off = errors(found, rates)
+        sizes = [abs(error) for error in off]
+        one = Calibration(
+            DEVICES[device], backend, head_dim, direction, rates, len(found),
+            tuple(dict.fromkeys(line["bench"] for line in group)), tuple(dict.fromkeys(line["commit"] for line in group)),
+            statistics.median(sizes), max(sizes), unseen_error(found, kernels, backend, rates),
+        )  # fmt: skip
+        made.append(one)
+        print(f"\n{device}, {backend}, head_dim {head_dim}, {direction}: {rates}")
+        for line, error in zip(group, off, strict=True):
+            print(f"  {line['bench']:10} {line['pattern']:14} {line['n']:8} {line['ms']:10.3f} ms  {error:+7.1%}")
+        print(f"  median {one.median_error:.1%}, worst {one.worst_error:.1%}, worst unseen {one.unseen_error:.1%}")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=Path, default=Path("benchmarks/results/attention.jsonl"))
+    parser.add_argument("--out", type=Path, default=prediction.CALIBRATION)
+    options = parser.parse_args(arguments)
+    made = calibrate(measurements.read(options.lines))
+    if not made:
+        raise SystemExit(f"no line of {options.lines} can be used")
+    options.out.write_text(prediction.to_json(made), encoding="utf-8")
+    print(f"\n{options.out}: {len(made)} calibrations")
+
+
+if __name__ == "__main__":
+    main()

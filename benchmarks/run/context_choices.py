@@ -1,0 +1,128 @@
+"""Measured cells of several GPUs beside the choices of scheme="auto": were those the fastest?
+
+Printed by `python -m benchmarks.run.context_choices`.
+A cell is a pattern of a length, on so many key heads and GPUs, of results/context_parallel.jsonl. Of each scheme the time of a
+step was measured: of "all_gather" with PyTorch's collectives, of "exchange" and "ulysses" as they were at the commit of the line.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from blocksparse_flash.distributed import costs
+from blocksparse_flash.distributed.costs import Costs
+from blocksparse_flash.distributed.ownership import Pairs
+
+from ..report import context_parallel
+from ..report import lines as measurements
+from ..report.lines import Line
+from ..report.markdown import table
+from .patterns import Pattern, patterns
+
+RESULTS = Path(__file__).parents[1] / "results" / "context_parallel.jsonl"
+ELEMENT_BYTES = 2
+SCHEMES = ("exchange", "ulysses", "all_gather")
+
+
+class Cell(NamedTuple):
+    """One measured cell.
+
+    costs  what the model says, with the scheme that it chooses
+    lines  of a step, by scheme
+    """
+
+    ranks: int
+    length: int
+    kv_heads: int
+    pattern: str
+    costs: Costs
+    lines: dict[str, Line]
+
+    @property
+    def chosen(self) -> str:
+        return self.costs.scheme
+
+    @property
+    def best(self) -> str:
+        """The scheme that was fastest when it was measured."""
+        return min(self.lines, key=lambda scheme: self.lines[scheme]["ms"])
+
+    @property
+    def loss(self) -> float:
+        """Measured time of the chosen scheme over that of the best one."""
+        return self.lines[self.chosen]["ms"] / self.lines[self.best]["ms"]
+
+    @property
+    def speedup(self) -> float:
+        """Measured, of the chosen scheme."""
+        return self.lines[self.chosen]["speedup"]
+
+    @property
+    def is_as_measured(self) -> bool:
+        """Whether the chosen scheme would receive what it received when it was measured: rows were shipped, or were not."""
+        received = {
+            "exchange": self.costs.exchange, "ulysses": self.costs.ulysses, "all_gather": self.costs.all_gather,
+        }[self.chosen]  # fmt: skip
+        line = self.lines[self.chosen]
+        return received is not None and int(received.max()) * line["head_dim"] * ELEMENT_BYTES == line["received_bytes"]
+
+
+def costs_of(pattern: Pattern, heads: tuple[int, int], n_ranks: int) -> Costs:
+    """What scheme="auto" weighs, for a contiguous order."""
+    n_tiles = len(pattern.blocks)
+    owner = np.arange(n_tiles) * n_ranks // n_tiles
+    pairs = Pairs(*np.nonzero(pattern.blocks))
+    return costs.costs_of(pairs, owner, pattern.length, heads, n_ranks, asked="auto", whole_rows=False)
+
+
+def cells(path: Path = RESULTS) -> list[Cell]:
+    """Every cell of which all schemes were measured."""
+    found: dict[tuple[int, str, int, int, int], dict[str, Line]] = {}
+    for line in measurements.of_bench(measurements.read(path, context_parallel.IDENTITY), "context_parallel"):
+        if line["direction"] == "step" and line["provider"] in SCHEMES:
+            key = line["n"], line["pattern"], line["ranks"], line["heads"], line["kv_heads"]
+            found.setdefault(key, {})[line["provider"]] = line
+    known = {length: {one.name: one for one in patterns(length)} for length in {key[0] for key in found}}
+    made = [
+        Cell(n_ranks, length, kv_heads, name, costs_of(known[length][name], (q_heads, kv_heads), n_ranks), lines)
+        for (length, name, n_ranks, q_heads, kv_heads), lines in found.items()
+        if lines.keys() == set(SCHEMES)
+    ]
+    return sorted(made, key=lambda cell: cell[:4])
+
+
+def report(found: Sequence[Cell]) -> str:
+    """A row for each cell, and how often the choice was the fastest."""
+    rows = [
+        ["GPUs", "tokens", "key heads", "pattern", *SCHEMES, "chosen", "predicted, ms", "best", "loss", "speed-up", "predicted"]
+    ]  # fmt: skip
+    for cell in found:
+        seconds, speedup = cell.costs.seconds[cell.chosen], cell.costs.speedup
+        assert seconds is not None and speedup is not None
+        rows.append(
+            [
+                str(cell.ranks), f"{cell.length:,}", str(cell.kv_heads), cell.pattern,
+                *(f"{cell.lines[scheme]['ms']:.2f}" for scheme in SCHEMES), cell.chosen, f"{1e3 * seconds:.2f}", cell.best,
+                f"{cell.loss - 1:.1%}", f"{cell.speedup:.2f}", f"{speedup:.2f}",
+            ]
+        )  # fmt: skip
+    losses = [cell.loss for cell in found]
+    right = sum(cell.chosen == cell.best for cell in found)
+    return "\n\n".join(
+        [
+            table(rows),
+            (
+                f"The fastest scheme is chosen in {right} of {len(found)} cells; the loss is "
+                f"{statistics.mean(losses) - 1:.1%} in the mean and {max(losses) - 1:.1%} at most."
+            ),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(report(cells()))

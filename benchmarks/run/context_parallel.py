@@ -1,0 +1,382 @@
+"""How does attention scale over several GPUs? One JSON line a figure:
+
+torchrun --nproc-per-node 2 -m benchmarks.run.context_parallel --lengths 65536 262144 --kv-heads 16 4
+
+First the link between the GPUs is measured. Then each case is computed by one process on every GPU, and shared by all of
+them as context_providers.py says. Every output and gradient is compared with those of one process before it is timed; a
+wrong one is reported and not timed, and so is one that fails. fwd, bwd and step (both in a row) are the slowest rank's times,
+medians over samples of several calls in a row.
+
+Beside each figure stands its bound, max(attention of the busiest rank, its received bytes / link): no scheme that moves so
+much and does not split the work otherwise can be faster. For exchange the forward is also timed in parts, messages alone and
+attention alone: overlap = (messages + attention - both) / the shorter one, where no queries travel.
+
+Strong scaling shares --lengths tokens among all ranks; weak scaling gives so many to each. Without a GPU it runs on gloo, to
+try it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from blocksparse_flash import BlockLayout, attention
+
+from . import measure
+from .context_providers import PROVIDERS, CannotRun, Provider, parts, provider, whole_layout
+from .patterns import BLOCK, Pattern, patterns
+
+# of a result line, in this order
+KEYS = [
+    "bench", "scaling", "provider", "pattern", "density", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype", "order",
+    "chunks", "priority", "direction", "ms", "one_ms", "speedup", "efficiency", "bound_ms", "bound_by", "messages_ms",
+    "attention_ms", "overlap", "received_bytes", "bound_bytes", "all_gather_bytes", "link_gb_s", "device", "torch", "triton",
+    "commit",
+]  # fmt: skip
+# of a line that says how fast the link is
+LINK_KEYS = ["bench", "what", "ranks", "bytes", "ms", "gb_s", "device", "torch", "triton", "commit"]
+DIRECTIONS = ("fwd", "bwd", "step")
+# off by more than so much of the largest value is wrong; bf16 is off by 0.01
+TOLERANCE = 0.03
+# each sample takes about so long, unless one call takes longer; the first calls build connections and compile
+SAMPLE_MS, WARM_UP = 10.0, 2
+
+
+class Ranks(NamedTuple):
+    """The group that computes, and one on the host by which it agrees on what to do next."""
+
+    group: Any
+    host: Any
+    device: str
+
+    @property
+    def is_first(self) -> bool:
+        return dist.get_rank(self.group) == 0
+
+    def worst(self, value: float) -> float:
+        """The largest value of any rank."""
+        found = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host)
+        return found.item()
+
+
+# ---- measuring ----
+
+
+def _sample(call: Callable[[], Any], n_calls: int, device: str) -> float:
+    if device != "cuda":
+        begin = time.perf_counter()
+        for _ in range(n_calls):
+            call()
+        return 1000 * (time.perf_counter() - begin) / n_calls
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(n_calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / n_calls
+
+
+def milliseconds(call: Callable[[], Any], ranks: Ranks, runs: int) -> float:
+    """Median over samples of the slowest rank's time. Every rank makes equally many calls."""
+    for _ in range(WARM_UP):
+        took = ranks.worst(_sample(call, 1, ranks.device))
+    n_calls = max(1, min(16, int(SAMPLE_MS / max(took, 1e-3))))
+    # what takes long is sampled less often
+    runs = runs if took < 10 * SAMPLE_MS else min(runs, 3)
+    times = []
+    for _ in range(runs):
+        dist.barrier(ranks.host)
+        times.append(ranks.worst(_sample(call, n_calls, ranks.device)))
+    return statistics.median(times)
+
+
+def link(ranks: Ranks, n_bytes: int, runs: int, out: Path) -> float:
+    """GB/s that a rank receives when each sends n_bytes to all; recorded, and beside it from neighbour to neighbour."""
+    rank, n_ranks = dist.get_rank(ranks.group), dist.get_world_size(ranks.group)
+    message = torch.ones(n_bytes // (256 * n_ranks) * n_ranks, 128, dtype=torch.bfloat16, device=ranks.device)
+    into = torch.empty_like(message)
+    right, left = (rank + 1) % n_ranks, (rank - 1) % n_ranks
+
+    def all_to_all() -> None:
+        dist.all_to_all_single(into, message, group=ranks.group)
+
+    def around() -> None:
+        ways = [dist.P2POp(dist.isend, message, right, ranks.group), dist.P2POp(dist.irecv, into, left, ranks.group)]
+        for work in dist.batch_isend_irecv(ways):
+            work.wait()
+
+    rates = []
+    for what, call, moved in (
+        ("all_to_all", all_to_all, message.nbytes * (n_ranks - 1) // n_ranks),
+        ("send and receive", around, message.nbytes),
+    ):
+        ms = milliseconds(call, ranks, runs)
+        rates.append(moved / ms / 1e6)
+        line = {"bench": "link", "what": what, "ranks": n_ranks, "bytes": moved, "ms": ms, "gb_s": rates[-1]}
+        if ranks.is_first:
+            print(f"link: {what} of {moved / 2**20:.0f} MiB a rank: {ms:.3f} ms, {rates[-1]:.0f} GB/s", flush=True)
+            measure.append(out, line | measure.environment(torch.device(ranks.device)), LINK_KEYS)
+    return rates[0]
+
+
+def calls(call: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> dict[str, Callable[[], Any]]:
+    """What is timed, by direction; `step` keeps nothing from call to call."""
+    out = call(*inputs)
+    return {
+        "fwd": partial(call, *inputs),
+        "bwd": partial(torch.autograd.grad, out, inputs, dout, retain_graph=True),
+        "step": lambda: torch.autograd.grad(call(*inputs), inputs, dout),
+    }
+
+
+def results(call: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> dict[str, Tensor]:
+    out = call(*inputs)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, inputs, dout)), strict=True))
+
+
+def wrong(found: dict[str, Tensor], expected: dict[str, Tensor], one: Provider) -> str:
+    """Which results of this rank are off from those of one process, and by how much of the largest value; "" for none."""
+    said = []
+    for name, tensor in found.items():
+        wanted = one.plan.shard(expected[name], dim=2)
+        if tensor.numel():
+            error = ((tensor.float() - wanted.float()).abs().max() / wanted.float().abs().max()).item()
+            said += [f"{name} {error:.3g}"] if not error < TOLERANCE else []
+    return ", ".join(said)
+
+
+class Case(NamedTuple):
+    """One pattern, of all tokens: inputs (q, k, v, dout), what one process makes of them and how long it takes."""
+
+    pattern: Pattern
+    layout: BlockLayout
+    heads: tuple[int, int]
+    whole: list[Tensor]
+    expected: dict[str, Tensor]
+    one_ms: dict[str, float]
+    one_tiles: int
+
+
+def drawn(length: int, heads: tuple[int, int], head_dim: int, device: str) -> list[Tensor]:
+    """q, k, v, dout: the same on every rank."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return [
+        torch.randn(1, n, length, head_dim, generator=generator, device=device, dtype=dtype)
+        for n in (heads[0], heads[1], heads[1], heads[0])
+    ]
+
+
+def case_of(pattern: Pattern, alone: Pattern, kv_heads: int, ranks: Ranks, options: argparse.Namespace) -> Case:
+    """One process computes `pattern` for comparison, and is timed on `alone`, which is the same in strong scaling."""
+    heads = options.heads, kv_heads
+    layout, *whole = whole_layout(pattern), *drawn(pattern.length, heads, options.head_dim, ranks.device)
+    *inputs, dout = whole
+    expected = results(lambda q, k, v: attention(q, k, v, layout), [x.clone().requires_grad_() for x in inputs], dout)
+    if alone is not pattern:
+        layout_alone = whole_layout(alone)
+        *inputs, dout = drawn(alone.length, heads, options.head_dim, ranks.device)
+    else:
+        layout_alone = layout
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    timed = calls(lambda q, k, v: attention(q, k, v, layout_alone), inputs, dout)
+    one_ms = {direction: milliseconds(timed[direction], ranks, options.runs) for direction in DIRECTIONS}
+    return Case(pattern, layout, heads, whole, expected, one_ms, alone.nnz)
+
+
+def bound(direction: str, one: Provider, case: Case, n_bytes: int, link_gb_s: float) -> tuple[float, str]:
+    """The time that a scheme cannot go below, and what binds: "compute" or "link"."""
+    # what came as keys goes back as gradients
+    messages = n_bytes / link_gb_s / 1e6 * (2 if direction == "step" else 1)
+    compute = case.one_ms[direction] * one.tiles / case.one_tiles
+    return (messages, "link") if messages > compute else (compute, "compute")
+
+
+def lines(
+    case: Case, one: Provider, ranks: Ranks, options: argparse.Namespace, link_gb_s: float
+) -> Iterator[dict[str, Any]]:
+    """Measure a provider, whose results are right."""
+    *inputs, dout = (one.plan.shard(tensor, dim=2) for tensor in case.whole)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    costs, size = one.plan.layers[0].costs, options.head_dim * dout.element_size()
+    n_ranks = dist.get_world_size(ranks.group)
+    line = {
+        "bench": "context_parallel", "scaling": options.scaling, "provider": one.name, "pattern": case.pattern.name,
+        "density": case.pattern.density, "n": case.pattern.length, "ranks": n_ranks, "heads": case.heads[0],
+        "kv_heads": case.heads[1], "head_dim": options.head_dim, "dtype": "bf16" if ranks.device == "cuda" else "fp32",
+        "order": one.plan.order, "chunks": options.chunks, "priority": options.priority,
+        "received_bytes": one.received * size, "bound_bytes": int(costs.bound.max()) * size,
+        "all_gather_bytes": int(costs.all_gather.max()) * size, "link_gb_s": link_gb_s,
+        "messages_ms": None, "attention_ms": None, "overlap": None,
+    }  # fmt: skip
+    timed = calls(one.call, inputs, dout)
+    for direction in DIRECTIONS:
+        ms = milliseconds(timed[direction], ranks, options.runs)
+        speedup = case.one_ms[direction] / ms * (n_ranks if options.scaling == "weak" else 1)
+        least, binds = bound(direction, one, case, line["received_bytes"], link_gb_s)
+        found = line | {
+            "direction": direction, "ms": ms, "one_ms": case.one_ms[direction], "speedup": speedup,
+            "efficiency": speedup / n_ranks, "bound_ms": least, "bound_by": binds,
+        }  # fmt: skip
+        if one.name == "exchange" and direction == "fwd" and not len(costs.shipped):
+            with torch.no_grad():
+                travel, compute = (
+                    milliseconds(part, ranks, options.runs) for part in parts(one.plan, options.chunks, *inputs)
+                )
+            overlap = (travel + compute - ms) / max(min(travel, compute), 1e-6)
+            found |= {"messages_ms": travel, "attention_ms": compute, "overlap": overlap}
+        yield found
+
+
+def told(line: dict[str, Any]) -> str:
+    """A line for the reader."""
+    parts_of = ""
+    if line["overlap"] is not None:
+        parts_of = (
+            f"; messages {line['messages_ms']:.3f}, attention {line['attention_ms']:.3f}, overlap {line['overlap']:.2f}"
+        )
+    return (
+        f"  {line['provider']:10} {line['direction']:4} {line['ms']:9.3f} ms, {line['speedup']:.2f} times one process "
+        f"({line['one_ms']:.3f}), bound {line['speedup'] * line['ms'] / line['bound_ms']:.2f} "
+        f"by {line['bound_by']}; receives {line['received_bytes'] / 2**20:.4g} MiB{parts_of}"
+    )
+
+
+def agreed(status: str, ranks: Ranks) -> str:
+    """What any rank has to complain of, rank after rank; "" for nothing."""
+    said: list[Any] = [None] * dist.get_world_size(ranks.host)
+    dist.all_gather_object(said, status, group=ranks.host)
+    return "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said) if what)
+
+
+def guarded(make: Callable[[], Any]) -> tuple[Any, str]:
+    """What make makes, or None and why not; whatever it is, the other providers are still measured."""
+    try:
+        return make(), ""
+    except CannotRun as error:
+        return None, f"cannot run: {error}"
+    except Exception as error:  # noqa: BLE001  told, and the ranks agree to go on
+        return None, f"{''.join(traceback.format_exception_only(error)).strip()[:600]}"
+
+
+def run(case: Case, name: str, ranks: Ranks, options: argparse.Namespace, link_gb_s: float) -> None:
+    """Build, check and measure one provider; rank 0 prints and writes."""
+
+    def checked() -> tuple[Provider, str]:
+        one = provider(
+            name, case.pattern, case.layout, ranks.group, case.heads, options.order, options.chunks, ranks.device
+        )
+        *inputs, dout = (one.plan.shard(tensor, dim=2) for tensor in case.whole)
+        return one, wrong(results(one.call, [x.requires_grad_() for x in inputs], dout), case.expected, one)
+
+    made, status = guarded(checked)
+    if made is not None and made[1]:
+        status = f"WRONG, relative errors: {made[1]}"
+    status = agreed(status, ranks)
+    if not status:
+        found, status = guarded(lambda: [*lines(case, made[0], ranks, options, link_gb_s)])
+        status = agreed(status, ranks)
+    if ranks.is_first and status:
+        print(f"  {name:10} not timed: {status}", flush=True)
+    elif ranks.is_first:
+        for line in found:
+            measure.append(options.out, line | measure.environment(torch.device(ranks.device)), KEYS)
+            print(told(line), flush=True)
+
+
+# ---- the command ----
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scaling", choices=("strong", "weak"), default="strong")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[65536], help="tokens; of all ranks (strong) or of each (weak)"
+    )
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[16])
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--patterns", nargs="+", default=["local", "butterfly", "random", "bigbird"])
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--order", default="contiguous", help="of exchange, ulysses and gathered, see distributed.plan")
+    parser.add_argument("--chunks", type=int, help="messages of exchange; default: up to 4")
+    parser.add_argument("--priority", choices=("high", "normal"), default="high", help="of the streams of messages")
+    parser.add_argument("--runs", type=int, default=5, help="samples of a measurement")
+    parser.add_argument("--link-mib", type=int, default=512, help="size of the messages that measure the link")
+    parser.add_argument("--seconds", type=float, default=600, help="no further measurement is begun after so long")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/context_parallel.jsonl"), help="appended to"
+    )
+    options = parser.parse_args(arguments)
+    for length in options.lengths:
+        if length < BLOCK or length % BLOCK:
+            parser.error(f"--lengths must be multiples of {BLOCK}, got {length}")
+    for kv_heads in options.kv_heads:
+        if kv_heads < 1 or options.heads % kv_heads:
+            parser.error(f"--heads must be a multiple of --kv-heads, got {options.heads} and {kv_heads}")
+    known = [pattern.name for pattern in patterns(8 * BLOCK)]
+    if not set(options.patterns) <= set(known):
+        parser.error(f"--patterns must be among {known}, got {options.patterns}")
+    return options
+
+
+def begun(options: argparse.Namespace) -> Ranks:
+    """All processes as one group. A hang ends after two minutes."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    patience = datetime.timedelta(seconds=120)
+    if device != "cuda":
+        dist.init_process_group("gloo", timeout=patience)
+        return Ranks(dist.group.WORLD, dist.group.WORLD, device)
+    torch.cuda.set_device(dist.get_node_local_rank())
+    how = dist.ProcessGroupNCCL.Options()
+    how.is_high_priority_stream = options.priority == "high"
+    dist.init_process_group("nccl", timeout=patience, pg_options=how)
+    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo", timeout=patience), device)
+
+
+def main() -> None:
+    options, begin = parsed(), time.monotonic()
+    ranks = begun(options)
+    link_gb_s = link(ranks, options.link_mib * 2**20, options.runs, options.out)
+    n_ranks = dist.get_world_size(ranks.group)
+    for length in options.lengths:
+        # patterns of random blocks take seconds to draw: once for all kinds of heads
+        alone = [pattern for pattern in patterns(length) if pattern.name in options.patterns]
+        shared = alone
+        if options.scaling == "weak":
+            shared = [pattern for pattern in patterns(length * n_ranks) if pattern.name in options.patterns]
+        for kv_heads in options.kv_heads:
+            for one, pattern in zip(alone, shared, strict=True):
+                if ranks.worst(time.monotonic() - begin) > options.seconds:
+                    break
+                case = case_of(pattern, one, kv_heads, ranks, options)
+                if ranks.is_first:
+                    took = time.monotonic() - begin
+                    print(
+                        f"{pattern.name}, {pattern.length} tokens, {options.heads} on {kv_heads} heads ({took:.0f} s)",
+                        flush=True,
+                    )
+                for name in options.providers:
+                    if ranks.worst(time.monotonic() - begin) > options.seconds:
+                        break
+                    run(case, name, ranks, options, link_gb_s)
+    if ranks.is_first:
+        print(f"{time.monotonic() - begin:.0f} s", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""How fast is a step of decoding? `python -m benchmarks.run.decode` on a CUDA GPU, one JSON line a figure.
+
+A few queries at the end of a long sequence of keys, bf16, 32 query heads on 8 kv heads, head_dim 128: all keys ("dense"), or
+with a layout the same for all heads ("sparse"): 128 sinks, a window of 1,024 tokens, 10 % of the blocks at random, causal.
+Beside FlexAttention, compiled and given the same layout, and scaled_dot_product_attention, which has dense only.
+
+What comes out is compared with float32 on sampled heads before anything is timed; a wrong one is reported and not timed.
+
+Lines: direction "graph" is a replay of a CUDA graph of the call with the L2 cache emptied, which leaves out the host;
+"call" is the clock on the wall around one call. gb_per_s counts the stored blocks of k and v, once for each kv head;
+copy_share is that over what a copy of 1 GiB reads and writes in the same run. setup_ms is the first call, which compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import masks
+from blocksparse_flash import BlockLayout, attention, interop
+
+from . import measure
+from .correctness import TOLERANCE
+from .peers import Call, compiled_flex
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 128
+KEYS = [
+    "bench", "provider", "backend", "pattern", "density", "n", "q_len", "batch", "heads", "kv_heads", "head_dim", "dtype",
+    "direction", "ms", "ms_p20", "ms_p80", "gb_per_s", "copy_share", "peak_bytes", "setup_ms", "device", "torch", "triton",
+    "commit",
+]  # fmt: skip
+
+
+class Case(NamedTuple):
+    """Sequences in a batch, queries, keys; the layout is "sparse" or "dense"."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    pattern: str
+
+    def layout(self) -> BlockLayout | None:
+        if self.pattern == "dense":
+            return None
+        lengths = self.q_len, self.kv_len
+        drawn = masks.random(lengths, density=0.1, seed=0, block_size=BLOCK)
+        return (masks.sink_window(lengths, sinks=128, window=1024, block_size=BLOCK) | drawn) & masks.causal(
+            lengths, block_size=BLOCK
+        )
+
+    @property
+    def density(self) -> float:
+        layout = self.layout()
+        return 1.0 if layout is None else layout.density
+
+    @property
+    def stored_bytes(self) -> float:
+        """Of the blocks of k and v that a step has to read."""
+        return self.density * self.batch * KV_HEADS * self.kv_len * HEAD_DIM * 2 * 2
+
+
+# the first is what a server does; then one sequence
+CASES = [
+    Case(batch, q_len, kv_len, pattern)
+    for batch, q_len, kv_len in [
+        (8, 1, 1 << 17),
+        *((1, q_len, kv_len) for kv_len in (1 << 14, 1 << 17, 1 << 20) for q_len in (1, 16, 64)),
+    ]
+    for pattern in ("sparse", "dense")
+]
+
+
+class Provider(NamedTuple):
+    """Who computes; prepare makes the mask, on the device, and returns the call, or None for what it has no mask for."""
+
+    name: str
+    backend: str
+    prepare: Callable[[Case, str], Call | None]
+
+
+def _ours(case: Case, device: str) -> Call:
+    layout = case.layout()
+    layout = layout if layout is None else layout.to(device)
+    return functools.partial(attention, layout=layout, deterministic=False, backend="triton")
+
+
+def _flex(case: Case, device: str) -> Call:
+    layout = case.layout()
+    mask = None if layout is None else interop.to_flex_attention(layout).to(device)
+    return functools.partial(compiled_flex(), block_mask=mask, enable_gqa=True)
+
+
+def _sdpa(kernel: str, case: Case, _device: str) -> Call | None:
+    if case.pattern != "dense":
+        return None
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, kernel)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return call
+
+
+PROVIDERS = [
+    Provider("blocksparse_flash", "triton", _ours),
+    Provider("flex", "triton", _flex),
+    Provider("cudnn", "cudnn", functools.partial(_sdpa, "CUDNN_ATTENTION")),
+    Provider("flash_attention_2", "sdpa", functools.partial(_sdpa, "FLASH_ATTENTION")),
+]
+
+
+def inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v, drawn the same for everyone."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    q, k, v = (
+        torch.randn(case.batch, heads, length, HEAD_DIM, device=device, dtype=torch.bfloat16, generator=generator)
+        for heads, length in ((HEADS, case.q_len), (KV_HEADS, case.kv_len), (KV_HEADS, case.kv_len))
+    )
+    return q, k, v
+
+
+def worst_error(call: Call, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | None) -> float:
+    """The largest difference from float32, relative to the largest value, over the first and the last head and one between."""
+    out = call(q, k, v)
+    mask = None if layout is None else layout.to_dense()[0, 0].to(q.device)
+    errors = []
+    for batch, head in ((0, 0), (q.shape[0] // 2, HEADS // 3), (q.shape[0] - 1, HEADS - 1)):
+        kv_head = head * KV_HEADS // HEADS
+        scores = q[batch, head].float() @ k[batch, kv_head].float().T / math.sqrt(HEAD_DIM)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+        expected = scores.softmax(-1) @ v[batch, kv_head].float()
+        errors.append((out[batch, head].float() - expected).abs().max() / expected.abs().max())
+    # max() may drop a NaN
+    return torch.stack(errors).max().item()
+
+
+def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The replay of a CUDA graph of a call that has been made before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def copy_rate(device: str, *, size: int = 1 << 30) -> float:
+    """GB/s that a copy reads and writes."""
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2e-6 * size / measure.milliseconds(lambda: target.copy_(source))["ms"]
+
+
+@torch.no_grad()
+def lines(case: Case, provider: Provider, device: str, copied: float) -> Iterator[dict[str, Any]]:
+    """A line a figure; none, and a sentence, from what is wrong."""
+    call = provider.prepare(case, device)
+    if call is None:
+        return
+    q, k, v = inputs(case, device)
+    step = functools.partial(call, q, k, v)
+    setup_ms = measure.first_call_milliseconds(step)
+    error = worst_error(call, q, k, v, case.layout())
+    if not error <= TOLERANCE:
+        print(f"{provider.name} {case}: WRONG, relative error {error:.3g}; not timed", flush=True)
+        return
+    facts = {
+        "bench": "decode", "provider": provider.name, "backend": provider.backend, "pattern": case.pattern,
+        "density": case.density, "n": case.kv_len, "q_len": case.q_len, "batch": case.batch, "heads": HEADS,
+        "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bf16", "peak_bytes": measure.peak_bytes(step),
+        "setup_ms": setup_ms, **measure.environment(),
+    }  # fmt: skip
+    times = {"call": measure.wall_milliseconds(step, warmup=3, runs=21), "graph": measure.milliseconds(graphed(step))}
+    for direction, found in times.items():
+        rate = 1e-6 * case.stored_bytes / found["ms"]
+        yield {**facts, "direction": direction, **found, "gb_per_s": rate, "copy_share": rate / copied}
+
+
+def run(case: Case, provider: Provider, device: str, copied: float, out: Path) -> None:
+    """Measures and writes; what does not fit, and what a peer refuses, is printed with its reason."""
+    said = f"{provider.name:18} {case.pattern:6} batch {case.batch} q_len {case.q_len:2} kv_len {case.kv_len:8}"
+
+    def work() -> None:
+        for line in lines(case, provider, device, copied):
+            measure.append(out, line, KEYS)
+            print(
+                f"{said} {line['direction']:5} {line['ms']:8.4f} ms ({line['ms_p20']:.4f} to {line['ms_p80']:.4f}) "
+                f"{line['gb_per_s']:6.0f} GB/s {line['copy_share']:6.1%} of a copy",
+                flush=True,
+            )
+
+    measure.guarded(said, provider.name == "blocksparse_flash", work)
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [provider.name for provider in PROVIDERS]
+    parser.add_argument("--providers", nargs="+", choices=names, default=names)
+    parser.add_argument("--patterns", nargs="+", choices=["sparse", "dense"], default=["sparse", "dense"])
+    parser.add_argument("--batches", nargs="+", type=int, choices=[1, 8], default=[8, 1], help="8: one shape only")
+    parser.add_argument("--kv-lens", nargs="+", type=int, default=[1 << 14, 1 << 17, 1 << 20])
+    parser.add_argument("--q-lens", nargs="+", type=int, choices=[1, 16, 64], default=[1, 16, 64])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.jsonl"), help="appended to")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA GPU")
+    copied = copy_rate("cuda")
+    print(f"a copy of 1 GiB: {copied:.0f} GB/s", flush=True)
+    for case in CASES:
+        asked = case.pattern in options.patterns and case.batch in options.batches
+        if not asked or case.kv_len not in options.kv_lens or case.q_len not in options.q_lens:
+            continue
+        # what was compiled for other shapes would count against PyTorch's limit
+        torch.compiler.reset()
+        for provider in PROVIDERS:
+            if provider.name in options.providers:
+                run(case, provider, "cuda", copied, options.out)
+
+
+if __name__ == "__main__":
+    main()

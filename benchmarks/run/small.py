@@ -1,0 +1,156 @@
+"""How fast are small calls beside their peers? `python -m benchmarks.run.small` on a CUDA GPU, one JSON line a figure.
+
+At 512 to 2,048 tokens a call takes the host longer than the GPU, so that there are two clocks. "gpu" is the GPU alone: it sleeps
+until the host has launched the whole call, its L2 cache emptied before. "wall" is the clock on the wall over calls that follow one
+another, as an eager model makes them. All calls of a case take turns, so that what slows the host slows everyone.
+
+Lines: clock is "gpu" or "wall"; direction is "fwd", "bwd" (backward alone) or "step" (both). Outputs and gradients are compared with
+float32 before anything is timed. `python -m benchmarks.report` makes a table of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import measure, patterns
+from .attention import Run, chosen, facts, inputs, is_right
+from .patterns import Pattern
+from .peers import Peer
+
+LENGTHS = (512, 1024, 2048)
+NAMES = ("dense", "causal", "local", "butterfly")
+CLOCKS = ("gpu", "wall")
+KEYS = [*(key for key in measure.KEYS if key not in ("tflops", "peak_bytes", "setup_ms")), "clock"]
+# of each call, and of the wall clock calls that follow one another
+ROUNDS = {"gpu": 60, "wall": 12}
+IN_A_ROW = 40
+# cycles for which the GPU sleeps, a bit less than a millisecond: no host takes so long to launch a call
+ASLEEP = 1_500_000
+
+
+def cases(length: int) -> Iterator[Pattern]:
+    return (pattern for pattern in patterns.patterns(length) if pattern.name in NAMES)
+
+
+def on_gpu(call: Callable[[], Any], cache: torch.Tensor) -> float:
+    """Milliseconds of the GPU alone, the cache emptied by writing a tensor that is larger."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cache.zero_()
+    torch.cuda._sleep(ASLEEP)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def in_a_row(call: Callable[[], Any]) -> float:
+    """Milliseconds of the wall clock for each of several calls that follow one another."""
+
+    def several() -> None:
+        for _ in range(IN_A_ROW):
+            call()
+
+    return measure.first_call_milliseconds(several) / IN_A_ROW
+
+
+def calls_of(pattern: Pattern, peer: Peer, run: Run, said: str) -> dict[str, Callable[[], Any]]:
+    """The calls to be timed, by direction; none if an output or a gradient is wrong."""
+    tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
+    call = peer.prepare(pattern, run.shape)
+    if not is_right(call, tensors, pattern, said):
+        return {}
+    forward = functools.partial(call, *tensors)
+    out = forward()
+    if not out.requires_grad:
+        return {"fwd": forward}
+    return {
+        "fwd": forward,
+        "bwd": functools.partial(torch.autograd.grad, out, tensors, dout, retain_graph=True),
+        "step": lambda: torch.autograd.grad(forward(), tensors, dout),
+    }
+
+
+def take_turns(
+    calls: Sequence[Callable[[], Any]], clock: Callable[[Callable[[], Any]], float], rounds: int
+) -> list[dict[str, float]]:
+    """Median, 20th and 80th percentile of each call's milliseconds."""
+    took = torch.tensor([[clock(call) for call in calls] for _ in range(rounds)], dtype=torch.float64)
+    quantiles = took.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64), dim=0).T
+    return [dict(zip(("ms", "ms_p20", "ms_p80"), each, strict=True)) for each in quantiles.tolist()]
+
+
+def compare(pattern: Pattern, among: Iterable[Peer], run: Run) -> None:
+    """All peers that have such a mask, in turns: a line each for direction and clock."""
+    found: list[tuple[Peer, str, Callable[[], Any]]] = []
+
+    def add(peer: Peer, said: str) -> None:
+        found.extend((peer, direction, call) for direction, call in calls_of(pattern, peer, run, said).items())
+
+    for peer in among:
+        said = f"{peer.provider:22} {peer.backend:6} {pattern.name:10} {pattern.length:5} head_dim {run.head_dim:3}"
+        refusal = peer.refuses(pattern, run.shape)
+        if refusal is None:
+            measure.guarded(said, peer.is_ours, functools.partial(add, peer, said))
+        else:
+            print(f"{said}: {refusal}; not timed", flush=True)
+    if not found:
+        return
+    # larger than any L2 cache
+    cache = torch.empty(1 << 28, dtype=torch.uint8, device=run.device)
+    clocks: dict[str, Callable[[Callable[[], Any]], float]] = {
+        "gpu": functools.partial(on_gpu, cache=cache),
+        "wall": in_a_row,
+    }
+    calls = [call for *_, call in found]
+    for call in calls * 3:
+        call()
+    for name in CLOCKS:
+        for (peer, direction, _), times in zip(found, take_turns(calls, clocks[name], ROUNDS[name]), strict=True):
+            line = {**facts("small", pattern.name, pattern, peer, run), "direction": direction, "clock": name, **times}
+            measure.append(run.out, line, KEYS)
+            print(
+                f"{peer.provider:22} {peer.backend:6} {pattern.name:10} {pattern.length:5} head_dim {run.head_dim:3} "
+                f"{direction:4} {name:4} {1000 * times['ms']:7.1f} us",
+                flush=True,
+            )
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS], help="tokens, multiples of 128")
+    parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
+    parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/small.jsonl"), help="appended to")
+    options = parser.parse_args(arguments)
+    for length in options.lengths:
+        if length < patterns.BLOCK or length % patterns.BLOCK:
+            parser.error(f"--lengths must be positive multiples of {patterns.BLOCK}, got {length}")
+    for head_dim in options.head_dims:
+        if head_dim < 1 or options.hidden % head_dim:
+            parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA GPU")
+    among = chosen(options.providers, torch.cuda.get_device_capability())
+    for length in options.lengths:
+        for head_dim in options.head_dims:
+            # what was compiled for other shapes would count against the limit of PyTorch
+            torch.compiler.reset()
+            for pattern in cases(length):
+                compare(pattern, among, Run(1, options.hidden, head_dim, options.out))
+
+
+if __name__ == "__main__":
+    main()

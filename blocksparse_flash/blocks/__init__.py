@@ -1,0 +1,1 @@
+"""NumPy arithmetic on block lists: what a BlockLayout stores and computes, without torch in its loops."""

@@ -1,0 +1,275 @@
+"""Is this argument what the description of a layout needs? Every check raises, naming the argument.
+
+Knows lengths, block sizes, tensors and arrays of integers and bools. Must not know BlockLayout or patterns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from . import block_list
+from .block_list import FULL, Array, Axis, Frame, Size
+
+Kind = TypeVar("Kind")
+
+# offsets into a layout's indices are int32
+MOST_BLOCKS = 2**31 - 1
+# the tensors of a layout, in the order of its fields
+TENSORS = ("indptr", "indices", "bitmask_ids", "bitmasks")
+
+
+def integer(value: object, name: str) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    return int(value)
+
+
+def switch(value: object, name: str) -> bool:
+    """A bool, which a word such as "no" is not."""
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); bool({name}) makes one")
+    return value
+
+
+def length(value: object, name: str) -> int:
+    length = integer(value, name)
+    if not 0 <= length < 2**31:
+        raise ValueError(f"{name} must be in 0 .. 2**31 - 1 tokens, got {length}")
+    return length
+
+
+def position(value: object, size: int, name: str, way_out: str) -> int:
+    """An index below size; way_out ends the message."""
+    index = integer(value, name)
+    if not 0 <= index < size:
+        raise ValueError(f"{name} must be in 0 .. {size - 1}, got {index}{way_out}")
+    return index
+
+
+def axis(value: object, name: str) -> int:
+    size = 1 if value is None else integer(value, name)
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1, or None for one layout shared by all, got {size}")
+    return size
+
+
+def _side(value: object, block_size: object) -> int:
+    side = integer(value, "block_size")
+    if not 16 <= side <= 256 or side % 16:
+        raise ValueError(f"block_size must be a multiple of 16 from 16 to 256 on each side, got {block_size!r}")
+    return side
+
+
+def sides(block_size: object) -> Size:
+    if not isinstance(block_size, (tuple, list)):
+        side = _side(block_size, block_size)
+        return side, side
+    if len(block_size) != 2:
+        raise ValueError(f"block_size must be an int or (block_q, block_kv), got {block_size!r}")
+    return _side(block_size[0], block_size), _side(block_size[1], block_size)
+
+
+def check_multiple(large: Size, small: Size, expected: str) -> None:
+    """Refuse a block size unless the large one is a multiple of the small one; expected is said of block_size."""
+    if large[0] % small[0] or large[1] % small[1]:
+        raise ValueError(f"block_size must {expected}; with_block_size() takes any size")
+
+
+def frame(q_len: object, kv_len: object, block_size: object) -> Frame:
+    """The lengths and the sides of a block, shared by all batches and heads."""
+    return Frame(1, 1, length(q_len, "q_len"), length(kv_len, "kv_len"), sides(block_size))
+
+
+def check_in_memory(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor whose numbers do not lie in memory by strides, or that has none."""
+    if tensor.is_nested:
+        raise ValueError(f"{name} is a nested tensor; pass {name}.to_padded_tensor(padding)")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} is a sparse tensor ({tensor.layout}); pass {name}.to_dense()")
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, which holds no numbers; make it on the CPU or a GPU")
+
+
+def integers(values: object, name: str) -> Array:
+    """int64 (n,) copy of a tensor, an array or a list of integers."""
+    if isinstance(values, torch.Tensor):
+        check_in_memory(values, name)
+        if values.is_floating_point():
+            # NumPy has not all of these types
+            raise ValueError(f"{name} must be integers, got {values.dtype}")
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except (TypeError, ValueError):
+        # lists of unequal lengths, or of tensors that NumPy cannot read
+        raise ValueError(
+            f"{name} must be a list of integers or a tensor with one axis, got a {type(values).__name__} that is nested or "
+            f"holds something else; torch.tensor([0, 1]) is one"
+        ) from None
+    if not array.size and not isinstance(values, (torch.Tensor, np.ndarray)):
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, got {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(
+            f"{name} must have one axis, got shape {array.shape}; pass a list of integers or a tensor with one axis"
+        )
+    return array.astype(np.int64)
+
+
+def listed(values: object, kind: type[Kind], name: str) -> list[Kind]:
+    """At least one value, all of one type, as a list."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be {kind.__name__}s in a list, got {type(values).__name__}")
+    found = list(values)
+    for value in found:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {kind.__name__}s in a list, got {type(value).__name__}")
+    if not found:
+        raise ValueError(f"{name} must hold at least one {kind.__name__}, got none")
+    return found
+
+
+def check_range(values: Array, limit: int, name: str, limit_name: str, of: str = "") -> None:
+    """Refuse values outside 0 .. limit - 1; of ends the message."""
+    outside = (values < 0) | (values >= limit)
+    if outside.any():
+        where = int(outside.argmax())
+        raise ValueError(f"{name} must be in 0 .. {limit_name} - 1 = {limit - 1}, got {values[where]} at {where}{of}")
+
+
+def bools(mask: object, name: str) -> Array:
+    """The bool array of a tensor or an array with 2 to 4 axes, as (batch, heads, ., .)."""
+    if not isinstance(mask, (torch.Tensor, np.ndarray)):
+        raise TypeError(
+            f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(mask).__name__}; torch.tensor({name}) makes one of "
+            "nested lists"
+        )
+    if isinstance(mask, torch.Tensor):
+        check_in_memory(mask, name)
+    # a dtype of NumPy compared with one of torch takes microseconds
+    if mask.dtype != (torch.bool if isinstance(mask, torch.Tensor) else np.bool_):
+        raise ValueError(f"{name} must be bool, True where a query attends to a key, got {mask.dtype}")
+    if not 2 <= mask.ndim <= 4:
+        raise ValueError(f"{name} must have 2, 3 (heads first) or 4 (batch, heads first) axes, got shape {mask.shape}")
+    array = mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else mask
+    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    if 0 in array.shape[:2]:
+        raise ValueError(f"{name} must have at least one batch and one head, got shape {tuple(mask.shape)}")
+    return array
+
+
+def check_nnz(nnz: int) -> None:
+    if nnz > MOST_BLOCKS:
+        raise ValueError(f"nnz must be below 2**31, but this layout would store {nnz} blocks: use a larger block_size")
+
+
+def check_same(a: Frame, b: Frame, name: str) -> None:
+    """Refuse two layouts that do not describe the same pairs in the same blocks."""
+    if a[2:4] != b[2:4]:
+        raise ValueError(f"{name}: lengths must be equal, got {a.q_len} x {a.kv_len} and {b.q_len} x {b.kv_len}")
+    if a.block_size != b.block_size:
+        raise ValueError(
+            f"{name}: block_size must be equal, got {a.block_size} and {b.block_size}: use .with_block_size()"
+        )
+
+
+def joint(a: Size, b: Size, name: str) -> Size:
+    """(batch, heads) of two layouts together, axes of size 1 broadcast."""
+    if any(x != y and 1 not in (x, y) for x, y in zip(a, b, strict=True)):
+        raise ValueError(f"{name}: batch and heads must be equal or 1, got (batch, heads) {a} and {b}")
+    return max(a[0], b[0]), max(a[1], b[1])
+
+
+def stackable(frames: Sequence[Frame], axis: Axis) -> list[Frame]:
+    """The frames with one size of the axis that is not stacked, those of size 1 broadcast."""
+    shared: Size = (1, 1)
+    for frame in frames:
+        shared = joint(shared, (frame.batch, 1) if axis == "heads" else (1, frame.heads), "layouts")
+    if axis == "heads":
+        return [frame._replace(batch=shared[0]) for frame in frames]
+    return [frame._replace(heads=shared[1]) for frame in frames]
+
+
+def check_fields(tensors: Sequence[object], frame: Frame) -> None:
+    """Refuse what has not the types, devices and shapes of the tensors of a layout with these lengths and this block size."""
+    found: list[torch.Tensor] = []
+    for name, tensor in zip(TENSORS, tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{name} must be a torch.Tensor, got {type(tensor).__name__}; torch.tensor({name}) makes one"
+            )
+        if tensor.device.type != "meta":
+            check_in_memory(tensor, name)
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32, got {tensor.dtype}")
+        found.append(tensor)
+        if tensor.device != found[0].device:
+            raise ValueError(f"{name} must be on indptr's device {found[0].device}, got {tensor.device}")
+    indptr, indices, ids, bitmasks = (tuple(tensor.shape) for tensor in found)
+    n_rows, sides = frame.n_rows, frame.block_size
+    if len(indptr) != 3 or indptr[2] != n_rows + 1 or 0 in indptr[:2]:
+        raise ValueError(
+            f"indptr must have shape (batch, heads, n_rows + 1 = {n_rows + 1}) for q_len {frame.q_len} and block_size "
+            f"{sides}, got {indptr}"
+        )
+    if len(indices) != 1:
+        raise ValueError(f"indices must have one axis, got shape {indices}")
+    if ids != indices:
+        raise ValueError(f"bitmask_ids must have the shape of indices, {indices}, got {ids}")
+    words = block_list.words_per_query(sides[1])
+    if len(bitmasks) != 3 or bitmasks[1:] != (sides[0], words):
+        raise ValueError(
+            f"bitmasks must have shape (distinct, {sides[0]}, {words}) for block_size {sides}, got {bitmasks}"
+        )
+
+
+def check_rows(indptr: Array, indices: Array, frame: Frame, *, is_padded: bool) -> Array:
+    """Refuse rows that are not those of a layout; how many blocks each has, (batch * heads, n_rows).
+
+    is_padded  behind the blocks there may be more entries
+    """
+    n_rows = frame.n_rows
+    flat = indptr.reshape(-1, n_rows + 1).astype(np.int64)
+    if flat[0, 0] != 0 or (flat[1:, 0] != flat[:-1, -1]).any():
+        raise ValueError("indptr must start at 0, and each head where the one before it ends")
+    counts: Array = flat[:, 1:] - flat[:, :-1]
+    if (counts < 0).any():
+        raise ValueError(
+            f"indptr must not descend, but row {int((counts < 0).any(axis=0).argmax())} ends before it begins"
+        )
+    nnz = int(flat[-1, -1])
+    if nnz > len(indices) or (nnz < len(indices) and not is_padded):
+        raise ValueError(
+            f"indptr must end at {'most at ' if is_padded else ''}the length of indices, {len(indices)}, got {nnz}"
+            + ("" if is_padded else "; of a selected layout pass indices[:nnz] and bitmask_ids[:nnz]")
+        )
+    cols = indices[:nnz]
+    check_range(cols, frame.n_cols, "indices", "n_cols", f"; kv_len is {frame.kv_len}, block_size {frame.block_size}")
+    rows = np.repeat(np.arange(counts.size), counts.reshape(-1))
+    falls = (rows[1:] == rows[:-1]) & (cols[1:] <= cols[:-1])
+    if falls.any():
+        where = int(falls.argmax())
+        raise ValueError(
+            f"indices must ascend in every row, without duplicates, got {cols[where]}, {cols[where + 1]} "
+            f"at {where} in row {rows[where] % n_rows}"
+        )
+    return counts
+
+
+def check_tensors(tensors: Sequence[torch.Tensor], frame: Frame) -> None:
+    """Refuse tensors that are not the fields of a layout with these lengths and this block size."""
+    check_fields(tensors, frame)
+    for name, tensor in zip(TENSORS, tensors, strict=True):
+        check_in_memory(tensor, name)
+    indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
+    check_rows(indptr, indices, frame, is_padded=False)
+    outside = (ids < FULL) | (ids >= len(bitmasks))
+    if outside.any():
+        raise ValueError(
+            f"bitmask_ids must be -1 (full) or name one of {len(bitmasks)} bitmasks, "
+            f"got {ids[outside.argmax()]} at {int(outside.argmax())}"
+        )

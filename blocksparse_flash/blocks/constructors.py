@@ -1,0 +1,94 @@
+"""Which blocks does a caller name, by index, by interval, by mask or by matrix? All of them full; and a matrix back.
+
+Knows frames and keys (see blocks.py); checks what it is given. Every `by_` function returns ascending keys.
+Must not know BlockLayout, bitmasks or patterns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import block_list, checks
+from .block_list import FULL, Array, BlockList, Frame
+
+
+def by_index(rows: object, cols: object, frame: Frame) -> Array:
+    """Blocks (rows[i], cols[i]), in any order; one that comes twice is refused."""
+    n_rows, n_cols = frame.n_rows, frame.n_cols
+    row, col = checks.integers(rows, "rows"), checks.integers(cols, "cols")
+    if len(row) != len(col):
+        raise ValueError(f"rows and cols must have one entry for each block, got {len(row)} and {len(col)}")
+    checks.check_range(row, n_rows, "rows", "n_rows")
+    checks.check_range(col, n_cols, "cols", "n_cols")
+    keys = row * n_cols + col
+    keys.sort(kind="stable")
+    twice = keys[1:] == keys[:-1]
+    if twice.any():
+        again = divmod(int(keys[twice.argmax()]), n_cols)
+        raise ValueError(f"rows and cols must name every block once, but block {again} comes again")
+    return keys
+
+
+def by_ranges(first: object, stop: object, frame: Frame) -> Array:
+    """Blocks first[row] <= col < stop[row] of every row."""
+    n_rows, n_cols = frame.n_rows, frame.n_cols
+    begin, end = checks.integers(first, "first"), checks.integers(stop, "stop")
+    for values, name in ((begin, "first"), (end, "stop")):
+        if len(values) != n_rows:
+            raise ValueError(f"{name} must have one entry for each of {n_rows} rows, got {len(values)}")
+        checks.check_range(values, n_cols + 1, name, "(n_cols + 1)")
+    counts = np.maximum(end - begin, 0)
+    checks.check_nnz(int(counts.sum()))
+    return block_list.ranges(np.arange(n_rows) * n_cols + begin, counts)
+
+
+def by_mask(mask: Any, frame: Frame) -> tuple[Array, Frame]:
+    """The True entries of a bool mask ([[batch,] heads,] n_rows, n_cols), and the frame with its batch and heads."""
+    array = checks.bools(mask, "mask")
+    if array.shape[2:] != (frame.n_rows, frame.n_cols):
+        raise ValueError(
+            f"mask must end in (n_rows, n_cols) = ({frame.n_rows}, {frame.n_cols}), got shape {tuple(mask.shape)}"
+        )
+    # of a mask that is not larger there are not too many
+    if array.size > checks.MOST_BLOCKS:
+        checks.check_nnz(int(np.count_nonzero(array)))
+    return array.reshape(-1).nonzero()[0], Frame(array.shape[0], array.shape[1], *frame[2:])
+
+
+def by_matrix(matrix: Any, frame: Frame) -> Array:
+    """The nonzeros of a scipy.sparse matrix (n_rows, n_cols); a value 2, which marks partial blocks, is refused."""
+    import scipy.sparse
+
+    if not scipy.sparse.issparse(matrix):
+        raise TypeError(
+            f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}; scipy.sparse.csr_array(matrix) makes "
+            "one of nested lists or an array, and matrix.to_dense().numpy() an array of a tensor"
+        )
+    n_rows, n_cols = frame.n_rows, frame.n_cols
+    if matrix.shape != (n_rows, n_cols):
+        raise ValueError(f"matrix must have shape (n_rows, n_cols) = ({n_rows}, {n_cols}), got {matrix.shape}")
+    # a copy: summing duplicates would change the caller's
+    csr = matrix.tocsr(copy=True)
+    csr.sum_duplicates()
+    if (csr.data == 2).any():
+        raise ValueError("matrix has a value 2 (after adding duplicates): a partial block cannot be known from it")
+    row = np.repeat(np.arange(n_rows), np.diff(csr.indptr))
+    stored = csr.data != 0
+    return by_index(row[stored], csr.indices[stored], frame)
+
+
+def to_matrix(found: BlockList, frame: Frame, batch: int, head: int) -> Any:
+    """The blocks of one batch and head as scipy.sparse.csr_array (n_rows, n_cols), int8: 1 full, 2 partial."""
+    import scipy.sparse
+
+    for value, name, size in ((batch, "batch", frame.batch), (head, "head", frame.heads)):
+        checks.position(value, size, name, f"; the layout has {frame.batch} batches of {frame.heads} heads")
+    first = (batch * frame.heads + head) * frame.n_rows
+    offsets = np.searchsorted(found.keys, np.arange(first, first + frame.n_rows + 1) * frame.n_cols)
+    of_lead = slice(offsets[0], offsets[-1])
+    values = np.where(found.ids[of_lead] == FULL, 1, 2).astype(np.int8)
+    cols = (found.keys[of_lead] % max(frame.n_cols, 1)).astype(np.int32)
+    indptr = (offsets - offsets[0]).astype(np.int32)
+    return scipy.sparse.csr_array((values, cols, indptr), shape=(frame.n_rows, frame.n_cols))

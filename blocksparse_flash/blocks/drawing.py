@@ -1,0 +1,294 @@
+"""What does a mask look like? In text, and as pictures by matplotlib, which is imported when a picture is asked for.
+
+Knows block lists, their frame, letters and colours. Must not know torch, layouts or patterns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import block_list, checks, set_operations
+from .block_list import FULL, Array, BlockList, Frame, Size
+
+# what a cell holds
+_EMPTY, _PARTIAL, _FULL = 0, 1, 2
+# from Okabe and Ito's palette, told apart by colour-blind readers and by lightness alone
+_COLOURS = ("#f3f3f3", "#e69f00", "#0072b2")
+_BORDER = "#d55e00"
+_NAMES = ("empty", "partial", "full")
+
+# cells down and across: characters of a text, and no more than a picture has dots for
+_LETTERS, _DOTS = 32, 512
+# a picture of pairs, each a few dots at least
+_MOST_TOKENS = 1024
+_MOST_HEADS = 64
+
+
+def _blocks_a_cell(frame: Frame, most: int) -> Size:
+    return max(1, -(-frame.n_rows // most)), max(1, -(-frame.n_cols // most))
+
+
+def _cells(found: BlockList, frame: Frame, most: int) -> tuple[Array, Size]:
+    """(cells, (down, across)): the first lead in at most `most` x `most` cells of down x across blocks each.
+
+    A cell is _FULL if all its blocks are, _EMPTY if none is stored, otherwise _PARTIAL.
+    """
+    n_rows, n_cols = frame.n_rows, frame.n_cols
+    down, across = _blocks_a_cell(frame, most)
+    height, width = -(-n_rows // down), -(-n_cols // across)
+    is_first = found.keys < n_rows * n_cols
+    keys, is_full = found.keys[is_first], found.ids[is_first] == FULL
+    place = keys // max(n_cols, 1) // down * width + keys % max(n_cols, 1) // across
+    n_all = np.outer(
+        np.bincount(np.arange(n_rows) // down, minlength=height),
+        np.bincount(np.arange(n_cols) // across, minlength=width),
+    )
+    n_stored = np.bincount(place, minlength=height * width).reshape(height, width)
+    n_full = np.bincount(place[is_full], minlength=height * width).reshape(height, width)
+    return np.where(n_full == n_all, _FULL, np.where(n_stored > 0, _PARTIAL, _EMPTY)), (down, across)
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+
+def text(found: BlockList, frame: Frame) -> str:
+    """The sizes of a layout, and its first head drawn in letters."""
+    batch, heads, q_len, kv_len, block_size = frame
+    n_rows, n_cols, n_distinct = frame.n_rows, frame.n_cols, len(found.bitmasks)
+    n_blocks = frame.leads * n_rows * n_cols
+    density = len(found.keys) / n_blocks if n_blocks else 0.0
+    lines = [
+        f"BlockLayout({q_len} x {kv_len} tokens, {block_size=}, {batch=}, {heads=})",
+        f"{n_rows} x {n_cols} blocks, nnz={len(found.keys)}, density={density:.4g}, {n_distinct} distinct bitmasks",
+    ]
+    if n_rows * n_cols == 0:
+        return "\n".join(lines)
+    cells, (down, across) = _cells(found, frame, _LETTERS)
+    key = "# full, + partial, . empty"
+    if down * across > 1:
+        key += f"; a character is {down} x {across} blocks"
+    if frame.leads > 1:
+        key += "; batch 0, head 0"
+    return "\n".join([*lines, key, *("".join(row) for row in np.array(list(".+#"))[cells])])
+
+
+# ------------------------------------------------------------------------------------------------------------- pictures
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib.figure
+    except ImportError as error:
+        raise ImportError("layout.plot needs matplotlib: pip install 'blocksparse_flash[plot]'") from error
+    return matplotlib
+
+
+def _read_tokens(tokens: Any, frame: Frame) -> tuple[Size, Size] | None:
+    """((q_start, q_stop), (kv_start, kv_stop)), checked."""
+    if tokens is None:
+        return None
+    is_pairs = isinstance(tokens, (tuple, list)) and len(tokens) == 2
+    if not is_pairs or not all(isinstance(side, (tuple, list)) and len(side) == 2 for side in tokens):
+        raise TypeError(f"tokens must be ((q_start, q_stop), (kv_start, kv_stop)), got {tokens!r}")
+    sides = []
+    for (start, stop), length, name in zip(tokens, (frame.q_len, frame.kv_len), ("q", "kv"), strict=True):
+        first, last = checks.integer(start, f"tokens: {name}_start"), checks.integer(stop, f"tokens: {name}_stop")
+        if not 0 <= first < last <= length or last - first > _MOST_TOKENS:
+            raise ValueError(
+                f"tokens must be 0 <= {name}_start < {name}_stop <= {name}_len = {length}, at most {_MOST_TOKENS} apart, "
+                f"got ({first}, {last}); tokens=None draws blocks"
+            )
+        sides.append((first, last))
+    return sides[0], sides[1]
+
+
+def _leads(found: BlockList, frame: Frame, batch: Any, head: Any) -> dict[str, BlockList]:
+    """Title -> list of each head to be drawn: the one asked for, or all if they differ."""
+    index = checks.position(batch, frame.batch, "batch", f"; the layout has {frame.batch}")
+    of_batch = set_operations.pick(found, frame, "batch", index)
+    alone = frame._replace(batch=1)
+    where = [f"batch {index}"] if frame.batch > 1 else []
+    if head is not None:
+        number = checks.position(head, frame.heads, "head", f"; the layout has {frame.heads}")
+        where += [f"head {number}"] if frame.heads > 1 else []
+        return {", ".join(where): set_operations.pick(of_batch, alone, "heads", number)}
+    if frame.heads > _MOST_HEADS:
+        raise ValueError(f"head must be given for a layout of more than {_MOST_HEADS} heads, got None of {frame.heads}")
+    heads = [set_operations.pick(of_batch, alone, "heads", number) for number in range(frame.heads)]
+    if all(all(map(np.array_equal, other, heads[0])) for other in heads[1:]):
+        where += [f"all {frame.heads} heads alike"] if frame.heads > 1 else []
+        return {", ".join(where): heads[0]}
+    return {", ".join([*where, f"head {number}"]): one for number, one in enumerate(heads)}
+
+
+def plot(found: BlockList, frame: Frame, *, ax: Any, batch: Any, head: Any, tokens: tuple[Size, Size] | None) -> Any:
+    """The Figure of `BlockLayout.plot`."""
+    matplotlib = _matplotlib()
+    region = _read_tokens(tokens, frame)
+    panels = _leads(found, frame, batch, head)
+    one = frame._replace(batch=1, heads=1)
+    if ax is not None:
+        if not isinstance(ax, matplotlib.axes.Axes):
+            raise TypeError(f"ax must be matplotlib Axes, or None for a figure of its own, got {type(ax).__name__}")
+        if len(panels) > 1:
+            raise ValueError(f"ax has room for one panel, but {len(panels)} heads differ: choose one by head=")
+        ((title, mask),) = panels.items()
+        _panel(ax, mask, one, region)
+        ax.set_title(title)
+        _legend(ax, is_zoom=region is not None)
+        return ax.figure
+    if len(panels) == 1:
+        ((title, mask),) = panels.items()
+        return _single(matplotlib, mask, one, region, title)
+    return _grid(matplotlib, panels, one, region)
+
+
+def _single(matplotlib: Any, mask: BlockList, frame: Frame, region: Any, where: str) -> Any:
+    """One mask; beside it, unless it shows pairs, how many blocks each row stores."""
+    height, width = (frame.q_len, frame.kv_len) if region is None else (stop - start for start, stop in region)
+    # inches of the panel; around it labels and title, beside it the work of the rows
+    across = min(5.2, 7.5 / _ratio(height, width))
+    size = across * 1.3 + 1.1, across * _ratio(height, width) + 1.5
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    ax = figure.subplots()
+    _panel(ax, mask, frame, region)
+    title = _facts(mask, frame) if region is None else _named(region)
+    ax.set_title(f"{where}: {title}" if where else title, fontsize=11)
+    _legend(ax, is_zoom=region is not None)
+    if region is None and frame.n_rows:
+        _row_work(ax, mask, frame)
+    return figure
+
+
+def _row_work(ax: Any, mask: BlockList, frame: Frame) -> None:
+    """How many blocks each row stores, as bars beside a panel, query by query."""
+    work = ax.inset_axes((1.05, 0, 0.2, 1), sharey=ax)
+    counts = np.bincount(mask.keys // max(frame.n_cols, 1), minlength=frame.n_rows)
+    edges = np.minimum(np.arange(frame.n_rows + 1) * frame.block_size[0], frame.q_len)
+    work.stairs(counts, edges, orientation="horizontal", fill=True, color="#5a5a5a")
+    work.set_xlim(0, max(1, counts.max()) * 1.05)
+    # a 0 would meet the last number of the panel
+    work.set_xticks([max(1, counts.max())])
+    work.set_xlabel("blocks in\nthe row")
+    work.tick_params(labelleft=False)
+    work.spines[["top", "right"]].set_visible(False)
+
+
+def _grid(matplotlib: Any, panels: dict[str, BlockList], frame: Frame, region: Any) -> Any:
+    """A panel for each head."""
+    n_across = min(4, len(panels))
+    n_down = -(-len(panels) // n_across)
+    figure = matplotlib.figure.Figure(figsize=(2.9 * n_across, 3.0 * n_down + 0.5), layout="constrained")
+    for index, (title, mask) in enumerate(panels.items()):
+        ax = figure.add_subplot(n_down, n_across, index + 1)
+        _panel(ax, mask, frame, region)
+        ax.set_title(f"{title}: density {_density(mask, frame):.3g}" if region is None else title, fontsize=10)
+        # labelled at the left and wherever nothing stands below
+        is_left, is_last = index % n_across == 0, index + n_across >= len(panels)
+        ax.tick_params(labelleft=is_left, labelbottom=is_last)
+        ax.set_ylabel(ax.get_ylabel() if is_left else "")
+        ax.set_xlabel(ax.get_xlabel() if is_last else "")
+    title = _facts(None, frame) if region is None else _named(region)
+    figure.suptitle(title, fontsize=11)
+    figure.legend(handles=_swatches(is_zoom=region is not None), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _ratio(height: int, width: int) -> float:
+    """Height of a panel over its width: squares stay squares, unless that would leave a sliver."""
+    return min(max(max(height, 1) / max(width, 1), 0.25), 2.5)
+
+
+def _named(region: tuple[Size, Size]) -> str:
+    (top, bottom), (left, right) = region
+    return f"pairs of queries {top} to {bottom - 1} and keys {left} to {right - 1}"
+
+
+def _density(mask: BlockList, frame: Frame) -> float:
+    n_blocks = frame.n_rows * frame.n_cols
+    return len(mask.keys) / n_blocks if n_blocks else 0.0
+
+
+def _facts(mask: BlockList | None, frame: Frame) -> str:
+    """What stands above a picture of blocks; without a mask, what holds for every head."""
+    block_q, block_kv = frame.block_size
+    facts = f"blocks of {block_q} x {block_kv} tokens"
+    if mask is not None:
+        facts = f"{len(mask.keys)} {facts}, density {_density(mask, frame):.3g}"
+    down, across = _blocks_a_cell(frame, _DOTS)
+    if down * across == 1:
+        return facts
+    return f"{facts}\na dot is {down} x {across} blocks: full if all are, empty if all are, else partial"
+
+
+def _panel(ax: Any, mask: BlockList, frame: Frame, region: tuple[Size, Size] | None) -> None:
+    """The cells of a mask, or the pairs of a region, with axes in tokens; queries down, keys across."""
+    from matplotlib.colors import ListedColormap
+
+    if region is None:
+        cells, (down, across) = _cells(mask, frame, _DOTS)
+        sides = down * frame.block_size[0], across * frame.block_size[1]
+        span = cells.shape[0] * sides[0], cells.shape[1] * sides[1]
+        left, top, right, bottom = 0, 0, frame.kv_len, frame.q_len
+        # cells are drawn whole, and cut where the last one is ragged
+        extent = (0, span[1], span[0], 0)
+    else:
+        (top, bottom), (left, right) = region
+        cells = np.where(_pairs(mask, frame, region), _FULL, _EMPTY)
+        extent = (left, right, bottom, top)
+    colours = ListedColormap(_COLOURS)
+    ax.set_facecolor(_COLOURS[_EMPTY])
+    if cells.size:
+        ax.imshow(cells, cmap=colours, vmin=0, vmax=2, interpolation="nearest", extent=extent, aspect="auto")
+    if region is not None:
+        for (start, stop), side, line in zip(region, frame.block_size, (ax.axhline, ax.axvline), strict=True):
+            for border in range(start // side * side + side, stop, side):
+                line(border, color=_BORDER, linewidth=0.8)
+    ax.set_xlim(left, max(right, left + 1))
+    ax.set_ylim(max(bottom, top + 1), top)
+    ax.set_box_aspect(_ratio(bottom - top, right - left))
+    ax.set_xlabel("key (token)")
+    ax.set_ylabel("query (token)")
+    ax.locator_params(nbins=5, integer=True)
+
+
+def _pairs(mask: BlockList, frame: Frame, region: tuple[Size, Size]) -> Array:
+    """bool (q_stop - q_start, kv_stop - kv_start): the pairs of a region, at the cost of its blocks."""
+    (top, bottom), (left, right) = region
+    block_q, block_kv = frame.block_size
+    row, col = np.divmod(mask.keys, frame.n_cols)
+    is_near = (row >= top // block_q) & (row * block_q < bottom) & (col >= left // block_kv) & (col * block_kv < right)
+    first_row, first_col = top // block_q, left // block_kv
+    part = frame._replace(
+        q_len=min(frame.q_len, -(-bottom // block_q) * block_q) - first_row * block_q,
+        kv_len=min(frame.kv_len, -(-right // block_kv) * block_kv) - first_col * block_kv,
+    )
+    keys = (row[is_near] - first_row) * part.n_cols + col[is_near] - first_col
+    near = block_list.to_mask(BlockList(keys, mask.ids[is_near], mask.bitmasks), leads=1, **part.sizes)[0]
+    q_offset, kv_offset = first_row * block_q, first_col * block_kv
+    return near[top - q_offset : bottom - q_offset, left - kv_offset : right - kv_offset]
+
+
+def _swatches(*, is_zoom: bool) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    if not is_zoom:
+        return [Patch(facecolor=_COLOURS[kind], edgecolor="#888888", label=_NAMES[kind]) for kind in (2, 1, 0)]
+    pairs = [
+        Patch(facecolor=_COLOURS[kind], edgecolor="#888888", label=name)
+        for kind, name in ((_FULL, "attends"), (_EMPTY, "does not attend"))
+    ]
+    return [*pairs, Line2D([], [], color=_BORDER, label="border of a block")]
+
+
+def _legend(ax: Any, *, is_zoom: bool) -> None:
+    """Below the name of the axis, half an inch under the panel, whatever its size: the caller's title goes above."""
+    from matplotlib.transforms import ScaledTranslation
+
+    below = ax.transAxes + ScaledTranslation(0, -0.5, ax.figure.dpi_scale_trans)
+    handles = _swatches(is_zoom=is_zoom)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": below, "borderaxespad": 0}
+    ax.legend(handles=handles, ncols=3, frameon=False, fontsize=9, **place)

@@ -1,0 +1,166 @@
+"""Which blocks does a mask have when its tokens stand elsewhere?
+
+Knows block lists (see blocks.py) and orders: order[i] is the token that comes to position i, NONE where none does. A
+shift, a pad and a permutation are all orders (orders.py makes them), and all go through `gather`.
+Must not know torch, devices or layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from . import block_list
+from .block_list import Array, BlockList, Frame, Size
+from .set_operations import transpose
+
+# the entry of an order for a position to which no token comes: nothing attends there
+NONE = -1
+
+
+def gather(found: BlockList, frame: Frame, q_order: Array, kv_order: Array) -> BlockList:
+    """The canonical list of mask[q_order[i], kv_order[j]], of lengths len(q_order) x len(kv_order); False at NONE.
+
+    q_order, kv_order  int64, NONE or a position below q_len, kv_len; a token may come to several positions
+
+    Time O((tokens + pieces) log), where a piece is a block's share in a new block: up to 4 a block when runs of tokens
+    stay together, up to one a pair when an order scatters them.
+    """
+    if not _is_identity(q_order, frame.q_len):
+        found = _gather_queries(found, frame, q_order)
+        frame = frame._replace(q_len=len(q_order))
+    if not _is_identity(kv_order, frame.kv_len):
+        turned = frame._replace(q_len=frame.kv_len, kv_len=frame.q_len, block_size=frame.block_size[::-1])
+        moved = _gather_queries(transpose(*found, **frame.sizes), turned, kv_order)
+        found = transpose(*moved, **turned._replace(q_len=len(kv_order)).sizes)
+    return found
+
+
+def crop(found: BlockList, frame: Frame, q: Size, kv: Size) -> BlockList:
+    """The canonical list of mask[q[0] : q[1], kv[0] : kv[1]].
+
+    O(nnz) where kv[0] begins a block; elsewhere as `gather`, of what stands in between.
+    """
+    block_q, block_kv = frame.block_size
+    q_len, kv_len = q[1] - q[0], kv[1] - kv[0]
+    if not q_len or not kv_len:
+        return block_list.full_list(found.keys[:0], frame.block_size)
+    first, stop = kv[0] // block_kv, -(-kv[1] // block_kv)
+    line, col = np.divmod(found.keys, frame.n_cols)
+    is_kept = (first <= col) & (col < stop)
+    found = BlockList((line * (stop - first) + col - first)[is_kept], found.ids[is_kept], found.bitmasks)
+    frame = frame._replace(kv_len=min(stop * block_kv, frame.kv_len) - first * block_kv)
+    if q[0] % block_q and frame.n_rows == 1:
+        # every block stays where it is, and its bitmask moves up
+        words = np.zeros_like(found.bitmasks)
+        words[:, :q_len] = found.bitmasks[:, q[0] : q[1]]
+        found = found._replace(bitmasks=words)
+    elif q[0] % block_q:
+        found, frame = _gather_queries(found, frame, np.arange(*q)), frame._replace(q_len=q_len)
+    if kv[0] % block_kv:
+        return gather(found, frame, np.arange(q_len), np.arange(*kv) - first * block_kv)
+    return block_list.canonical(*found, q_len=q_len, kv_len=kv_len, block_size=frame.block_size)
+
+
+def _is_identity(order: Array, length: int) -> bool:
+    return len(order) == length and np.array_equal(order, np.arange(length))
+
+
+class _Patches(NamedTuple):
+    """What each new row takes from each old row, ordered by (row, source).
+
+    row, source, pattern  int64 (patches,): new row, old row, which tokens go where
+    codes         int64: one for each token of a pattern, pattern after pattern: new offset * block_q + old offset
+    starts, counts  int64 (patterns,): where the codes of a pattern begin, and how many it has
+    """
+
+    row: Array
+    source: Array
+    pattern: Array
+    codes: Array
+    starts: Array
+    counts: Array
+
+
+def _patches(order: Array, block_q: int) -> _Patches:
+    position = np.flatnonzero(order != NONE)
+    token = order[position]
+    row, source = position // block_q, token // block_q
+    n_sources = int(source.max()) + 1 if len(source) else 1
+    # stable, so that positions ascend within a patch
+    by_patch = np.argsort(row * n_sources + source, kind="stable")
+    position, token, row, source = position[by_patch], token[by_patch], row[by_patch], source[by_patch]
+    codes = position % block_q * block_q + token % block_q
+    is_first = np.append(True, (row[1:] != row[:-1]) | (source[1:] != source[:-1]))[: len(row)]
+    starts = np.flatnonzero(is_first)
+    counts = np.diff(np.append(starts, len(codes)))
+    if not len(starts):
+        return _Patches(row, source, row, codes, starts, counts)
+    alike = block_list.first_equal_run(codes, starts, counts, np.zeros(len(starts), np.int64))
+    first, pattern = block_list.distinct(alike, len(starts))
+    return _Patches(row[starts], source[starts], pattern, codes, starts[first], counts[first])
+
+
+def _gather_queries(found: BlockList, frame: Frame, order: Array) -> BlockList:
+    """`gather` along the queries alone. Bits are built once for each distinct set of pieces."""
+    new = frame._replace(q_len=len(order))
+    patches = _patches(order, frame.block_size[0])
+    if not len(found.keys) or not len(patches.row):
+        return block_list.full_list(found.keys[:0], frame.block_size)
+    # a line is a row of a lead; here one entry for each patch of each lead
+    leads = np.arange(frame.leads)[:, None]
+    offsets = np.searchsorted(found.keys, np.arange(frame.leads * frame.n_rows + 1) * frame.n_cols)
+    old_line = (leads * frame.n_rows + patches.source).reshape(-1)
+    new_line = (leads * new.n_rows + patches.row).reshape(-1)
+    pattern = np.tile(patches.pattern, frame.leads)
+    begin, counts = offsets[old_line], offsets[old_line + 1] - offsets[old_line]
+
+    there = block_list.existing(**new.sizes)
+    gathering = block_list.Gathering(there)
+    keys, numbers, n_added = [found.keys[:0]], [found.keys[:0]], 0
+    for part in _parts(new_line, counts, block_list.at_once(there[0].nbytes)):
+        source = block_list.ranges(begin[part], counts[part])
+        piece_keys = np.repeat(new_line[part], counts[part]) * new.n_cols + found.keys[source] % frame.n_cols
+        codes = (found.ids[source].astype(np.int64) + 1) * len(patches.starts) + np.repeat(pattern[part], counts[part])
+        by_block = np.argsort(piece_keys, kind="stable")
+        piece_keys, codes = piece_keys[by_block], codes[by_block]
+        starts = np.flatnonzero(np.append(True, piece_keys[1:] != piece_keys[:-1])[: len(codes)])
+        if not len(starts):
+            continue
+        n_pieces = np.diff(np.append(starts, len(codes)))
+        kinds = block_list.edge_kinds(piece_keys[starts], **new.sizes)
+        chosen, number = block_list.distinct(block_list.first_equal_run(codes, starts, n_pieces, kinds), len(starts))
+        words = _join(
+            codes[block_list.ranges(starts[chosen], n_pieces[chosen])], n_pieces[chosen], found.bitmasks, patches
+        )
+        gathering.add(words & there[kinds[chosen]], kinds[chosen])
+        keys.append(piece_keys[starts])
+        numbers.append(number + n_added)
+        n_added += len(chosen)
+    looks, words = gathering.looks()
+    return block_list.gathered(np.concatenate(keys), looks[np.concatenate(numbers)], words)
+
+
+def _parts(lines: Array, counts: Array, limit: int) -> list[slice]:
+    """Slices of the patches with about `limit` pieces each; a line is never cut, so that its blocks are whole."""
+    is_first = np.append(True, lines[1:] != lines[:-1])
+    before = (np.cumsum(counts) - counts)[is_first] // limit
+    cuts = np.flatnonzero(is_first)[np.flatnonzero(before[1:] != before[:-1]) + 1]
+    edges = [0, *cuts.tolist(), len(lines)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def _join(codes: Array, counts: Array, bitmasks: Array, patches: _Patches) -> Array:
+    """Bitmasks of blocks, uint32 (len(counts), block_q, words), from the codes of their pieces, block after block."""
+    block_q, n_words = bitmasks.shape[1:]
+    # row 0 is a full block: codes hold id + 1
+    source = np.concatenate([np.full((1, block_q, n_words), 0xFFFFFFFF, np.uint32), bitmasks])
+    which, pattern = codes // len(patches.starts), codes % len(patches.starts)
+    n_tokens = patches.counts[pattern]
+    moves = patches.codes[block_list.ranges(patches.starts[pattern], n_tokens)]
+    block = np.repeat(np.repeat(np.arange(len(counts)), counts), n_tokens)
+    joined = np.zeros((len(counts), block_q, n_words), np.uint32)
+    joined[block, moves // block_q] = source[np.repeat(which, n_tokens), moves % block_q]
+    return joined

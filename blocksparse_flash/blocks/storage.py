@@ -1,0 +1,98 @@
+"""How does a block list lie in the four tensors of a layout?
+
+Knows indptr, indices, bitmask_ids and bitmasks (see BlockLayout), and copies between devices and the host.
+Must not know what is done with block lists.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .block_list import BlockList, BlockRows, Frame, Size, distinct, ranges, words_per_query
+from .transfer import to_device
+
+
+class Tensors(NamedTuple):
+    """The tensors of a layout, in the order of its fields; see BlockLayout."""
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    bitmask_ids: torch.Tensor
+    bitmasks: torch.Tensor
+
+
+def to_tensors(rows: BlockRows, frame: Frame, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    """indptr, indices, bitmask_ids, bitmasks of a canonical list."""
+    arrays = (rows.indptr.reshape(frame.batch, frame.heads, -1), rows.cols, rows.ids, rows.bitmasks.view(np.int32))
+    tensors = [torch.from_numpy(array) for array in arrays]
+    return tuple(tensors if device == "cpu" else to_device(tensors, device))
+
+
+def no_bitmasks(frame: Frame, device: torch.device) -> torch.Tensor:
+    """The bitmasks of a layout whose blocks are all full."""
+    return torch.empty(0, frame.block_size[0], words_per_query(frame.block_size[1]), dtype=torch.int32, device=device)
+
+
+def _on_host(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    # a transform of torch.func would wrap what it sees, and nothing here is differentiated
+    with torch._C._DisableFuncTorch():
+        return [tensor.numpy(force=True) for tensor in tensors]
+
+
+def to_block_rows(tensors: Sequence[torch.Tensor], frame: Frame) -> BlockRows:
+    """The list that lies in a layout's tensors, copied to the host if they are elsewhere."""
+    indptr, indices, ids, bitmasks = _on_host(tensors)
+    # behind them are those that a selection has no use for
+    nnz = indptr.item(-1)
+    return BlockRows(indptr.reshape(frame.leads, -1), indices[:nnz], ids[:nnz], bitmasks.view(np.uint32))
+
+
+def to_rows(tensors: Sequence[torch.Tensor], frame: Frame, rows: Size) -> tuple[BlockList, Frame]:
+    """Rows rows[0] .. rows[1] - 1 of every lead as a block list, with the bitmasks they use, and its frame. O(their nnz)."""
+    indptr, indices, ids, bitmasks = _on_host(tensors)
+    first, stop = rows
+    ends = indptr.reshape(frame.leads, frame.n_rows + 1)[:, first : stop + 1].astype(np.int64)
+    counts = np.diff(ends, axis=1).reshape(-1)
+    source = ranges(ends[:, :-1].reshape(-1), counts)
+    keys = np.repeat(np.arange(len(counts)), counts) * frame.n_cols + indices[source]
+    looks = ids[source]
+    is_partial = looks >= 0
+    used, looks[is_partial] = distinct(looks[is_partial].astype(np.int64), len(bitmasks))
+    block_q = frame.block_size[0]
+    q_len = min(stop * block_q, frame.q_len) - first * block_q
+    return BlockList(keys, looks, bitmasks[used].view(np.uint32)), frame._replace(q_len=q_len)
+
+
+def _checksum(value: Any) -> int:
+    """CRC-32 of a tensor's type, shape and numbers, whatever its device; of anything else as it is written."""
+    if not isinstance(value, torch.Tensor):
+        return zlib.crc32(repr(value).encode())
+    kind = zlib.crc32(repr((value.dtype, tuple(value.shape), value.layout)).encode())
+    if value.is_meta or value.layout is not torch.strided:
+        return kind
+    # a transform of torch.func would wrap what it sees
+    with torch._C._DisableFuncTorch():
+        # a copy: strides of a tensor with no or one number may be any
+        flat = value.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
+        return zlib.crc32(flat.view(torch.uint8).numpy().data, kind)
+
+
+def checksums(state: Mapping[str, Any]) -> dict[str, int]:
+    """The checksum of each value of a layout's state."""
+    return {name: _checksum(value) for name, value in state.items()}
+
+
+def check_checksums(state: object, expected: object) -> None:
+    """Refuse a state that has changed since it had these checksums."""
+    if not isinstance(state, Mapping) or not isinstance(expected, Mapping) or state.keys() != expected.keys():
+        raise ValueError("state and its checksums must be two dicts with the same keys: the file has been changed")
+    for name, found in checksums(state).items():
+        if expected[name] != found:
+            raise ValueError(
+                f"{name} is not the one that was saved: the file, or what was read of it, has been changed"
+            )

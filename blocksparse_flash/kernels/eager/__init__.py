@@ -1,0 +1,1 @@
+"""Block-sparse flash attention in plain PyTorch, on any device."""

@@ -1,0 +1,606 @@
+"""How is block-sparse flash attention computed in plain PyTorch, on any device?
+
+Knows: tensors, the row walk of a plan (its first three tensors and its bitmask words), or nothing but lengths for dense and
+causal attention. Must not know: BlockLayout, autograd, Triton.
+
+A chunk is a set of query tiles that meet equally many key tiles; its scores are one batched matrix product. With
+s = scale q k^T, per row of queries:
+
+    forward    m = max s,  p = exp(s - m),  l = sum p,  out = (p / l) v,  lse = m + log(l)
+               rows too long for one chunk are walked in spans, which rescale what came before by exp(m - new m)
+    backward   p = exp(s - lse),  dp = dout v^T,  ds = p (dp - delta),  delta = rowsum(p dp) - dlse = rowsum(dout out) - dlse
+               dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout
+
+Options of the scores (scores.py) change s before the mask; a sink is a partial result that every row starts from.
+Dropout multiplies p by keep / philox.kept_share where it meets v, and dp likewise. Half types are computed in float32.
+
+Only stored tiles are computed. Memory is O(tokens) for the float32 copies and the gradients, plus a bounded chunk. Each
+chunk owns its rows of out and dq; what it gives to dk and dv is added in a fixed order, so every device gives equal bits
+twice. A row without keys writes out 0, lse -inf and gradients 0.
+
+Two facts about CPUs decide how masks are applied (Xeon with AVX-512, torch 2.13, ns an element):
+    masked_fill_ takes 2.1, torch.minimum with +inf and -inf 0.08
+    exp takes 0.13, but 3 to 12 for -inf and for results below the smallest normal number; exp2 takes 0.15 for any, but
+    its larger exponents round worse. So exponents are clamped, and results which were clamped are set to 0
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import philox
+from ...score_mods import Scores
+from .score_mods import Change, Changes
+
+TILE = 128
+# what a plan takes from the index of a partial tile
+PARTIAL = 1 << 24
+# exp of this is still a normal number, and one below it counts as no attention at all
+LOWEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
+# tiles of scores in flight, 64 KB each in float32: on a CPU those of a thread should stay in its cache (8 and 128 take 10 %
+# longer with 2 MB), a GPU wants large launches
+TILES_PER_THREAD = 32
+TILES_ON_A_GPU = 1024
+
+
+class _Sizes(NamedTuple):
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+
+    @property
+    def n_rows(self) -> int:
+        return -(-self.q_len // TILE)
+
+    @property
+    def n_cols(self) -> int:
+        return -(-self.kv_len // TILE)
+
+    @property
+    def q_side(self) -> int:
+        """Queries of a tile: all there are, where they are fewer than a tile holds, as in decoding."""
+        return min(TILE, self.q_len)
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (self.batch * self.heads, self.q_len, self.kv_len)
+
+
+class _Group(NamedTuple):
+    """Tile rows with equally many tiles; every one of them is walked once for each of the heads that share the plan.
+
+    batch_idx, head_idx, rows  (items,) of each tile row; 0 for an axis which the plan shares
+    n_partial, n_tiles  tiles of each row; the partial ones come first
+    begins  of each row among the listed tiles, or None without a plan
+    cols    (begin, end, first, last) -> (end - begin, last - first) tile columns `first` .. `last` of items `begin` .. `end`
+    limits  (begin, end, first, last) -> (end - begin, queries, 128 * (last - first)): +inf attends, -inf does not
+    """
+
+    batch_idx: Tensor
+    head_idx: Tensor
+    rows: Tensor
+    n_partial: int
+    n_tiles: int
+    begins: Tensor | None
+    cols: Callable[[int, int, int, int], Tensor]
+    limits: Callable[[int, int, int, int], Tensor]
+
+
+class _Span(NamedTuple):
+    """Key tiles that meet the query tiles of a chunk in one matrix product.
+
+    kv_tiles  (items * tiles,) where the key tiles are among all key tiles
+    shape     (sharing heads, rows, queries, keys) of the scores
+    limit     (rows, queries, keys of the partial tiles), or None
+    length_limit  broadcasts to shape, or None
+    keep      of that shape, 0 or 1 / philox.kept_share(dropout_p), or None
+    change    what the options of the scores do, or None
+    """
+
+    kv_tiles: Tensor
+    shape: tuple[int, int, int, int]
+    limit: Tensor | None
+    length_limit: Tensor | None
+    keep: Tensor | None
+    change: Change | None
+
+
+class _Walk:
+    """All chunks of a call, in a fixed order: query tiles, whether they have one span only, and what walks their spans."""
+
+    def __init__(
+        self,
+        sizes: _Sizes,
+        plan: list[Tensor],
+        kv_lengths: Tensor | None,
+        seed: Tensor | None,
+        causal: bool,
+        dropout_p: float,
+        changes: Changes | None,
+        *,
+        like: Tensor,
+    ) -> None:
+        self.changes = changes
+        self.sizes, self.seed, self.dropout_p = sizes, seed, dropout_p
+        self.device, self.dtype = like.device, like.dtype
+        is_on_cpu = like.device.type == "cpu"
+        self.tiles_at_once = TILES_PER_THREAD * torch.get_num_threads() if is_on_cpu else TILES_ON_A_GPU
+        self.kv_lengths = self._needed_lengths(kv_lengths, is_dense=not plan)
+        self.groups = self._plan_groups(plan) if plan else self._dense_groups(causal)
+        plan_batch, plan_heads = plan[0].shape[:2] if plan else (1, 1)
+        # every (batch, head) that walks the same rows; 0 for an axis along which the rows differ
+        shared_batch = torch.arange(sizes.batch if plan_batch == 1 else 1, device=self.device)
+        shared_head = torch.arange(sizes.heads if plan_heads == 1 else 1, device=self.device)
+        self.shared = torch.cartesian_prod(shared_batch, shared_head)
+
+    def _needed_lengths(self, kv_lengths: Tensor | None, *, is_dense: bool) -> Tensor | None:
+        """Keys of each batch entry, if tiles reach beyond: the last tile of a plan is already masked by its bitmask."""
+        kv_len = self.sizes.kv_len
+        if kv_lengths is not None:
+            return kv_lengths.to(torch.int64).clamp(0, kv_len)
+        if is_dense and kv_len % TILE:
+            return torch.full((self.sizes.batch,), kv_len, device=self.device)
+        return None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, bool, Callable[[], Iterator[_Span]]]]:
+        sizes = self.sizes
+        for group in self.groups:
+            is_single = group.n_tiles <= self.tiles_at_once
+            rows_at_once = max(1, self.tiles_at_once // group.n_tiles)
+            n_rows = len(group.rows)
+            for begin in range(0, n_rows, rows_at_once):
+                end = min(begin + rows_at_once, n_rows)
+                shared_at_once = max(1, self.tiles_at_once // (group.n_tiles * (end - begin)))
+                # one entry: the heads that share these rows share their limits
+                memory: dict[int, Tensor] = {}
+                for shared in self.shared.split(shared_at_once):
+                    # (sharing heads, rows)
+                    batch_idx = shared[:, :1] + group.batch_idx[begin:end]
+                    head_idx = shared[:, 1:] + group.head_idx[begin:end]
+                    q_tiles = (batch_idx * sizes.heads + head_idx) * sizes.n_rows + group.rows[begin:end]
+                    spans = functools.partial(self._spans, group, begin, end, batch_idx, head_idx, memory)
+                    yield q_tiles.flatten(), is_single, spans
+
+    def _spans(
+        self, group: _Group, begin: int, end: int, batch_idx: Tensor, head_idx: Tensor, memory: dict[int, Tensor]
+    ) -> Iterator[_Span]:
+        sizes = self.sizes
+        kv_head_idx = head_idx // (sizes.heads // sizes.kv_heads)
+        first_kv_tile = (batch_idx * sizes.kv_heads + kv_head_idx) * sizes.n_cols
+        for first in range(0, group.n_tiles, self.tiles_at_once):
+            last = min(first + self.tiles_at_once, group.n_tiles)
+            # (rows, tiles)
+            cols = group.cols(begin, end, first, last)
+            if first < group.n_partial and first not in memory:
+                memory.clear()
+                memory[first] = group.limits(begin, end, first, min(last, group.n_partial))
+            kv_pos = q_pos = None
+            needs_distance = self.changes is not None and self.changes.needs_positions
+            if self.kv_lengths is not None or self.dropout_p > 0 or needs_distance:
+                # (rows, queries, 1) and (rows, 1, keys)
+                q_pos = _positions(group.rows[begin:end, None])[:, : sizes.q_side, None]
+                kv_pos = _positions(cols)[:, None]
+            yield _Span(
+                kv_tiles=(first_kv_tile[:, :, None] + cols).flatten(),
+                shape=(*batch_idx.shape, sizes.q_side, TILE * (last - first)),
+                limit=memory.get(first),
+                length_limit=self._length_limit(batch_idx, kv_pos),
+                keep=self._keep(batch_idx, head_idx, q_pos, kv_pos),
+                change=self._change(group, slice(begin, end), (first, last), batch_idx, head_idx, q_pos, kv_pos),
+            )
+
+    def _length_limit(self, batch_idx: Tensor, kv_pos: Tensor | None) -> Tensor | None:
+        if self.kv_lengths is None or kv_pos is None:
+            return None
+        # (sharing heads, rows, 1, keys)
+        exists = kv_pos < self.kv_lengths[batch_idx][:, :, None, None]
+        if self.device.type == "cpu" and bool(exists.all()):
+            return None
+        return _limit(exists, self.dtype)
+
+    def _keep(self, batch_idx: Tensor, head_idx: Tensor, q_pos: Tensor | None, kv_pos: Tensor | None) -> Tensor | None:
+        if self.dropout_p == 0 or q_pos is None or kv_pos is None:
+            return None
+        assert self.seed is not None, "dropout_p > 0 needs a seed"
+        batch_idx, head_idx = batch_idx[:, :, None, None], head_idx[:, :, None, None]
+        is_kept = philox.keep_mask(self.seed.to(self.device), batch_idx, head_idx, q_pos, kv_pos, self.dropout_p)
+        return is_kept.to(self.dtype).mul_(1 / philox.kept_share(self.dropout_p))
+
+    def _change(
+        self,
+        group: _Group,
+        rows: slice,
+        steps: tuple[int, int],
+        batch_idx: Tensor,
+        head_idx: Tensor,
+        q_pos: Tensor | None,
+        kv_pos: Tensor | None,
+    ) -> Change | None:
+        if self.changes is None:
+            return None
+        entries = distance = None
+        if group.begins is not None:
+            entries = group.begins[rows, None] + torch.arange(*steps, device=self.device)
+        if self.changes.needs_positions and q_pos is not None and kv_pos is not None:
+            distance = (q_pos + (self.sizes.kv_len - self.sizes.q_len) - kv_pos).abs().to(self.dtype)
+        return self.changes.of_span(batch_idx, head_idx, entries, distance)
+
+    def _plan_groups(self, plan: list[Tensor]) -> Iterator[_Group]:
+        row_items, row_indices, row_ids, *_, words = plan
+        words = words[:, : self.sizes.q_side]
+        n_heads, n_rows = row_items.shape[1:3]
+        # on a GPU this is the one synchronisation of a call
+        items = row_items.cpu().numpy().reshape(-1, row_items.shape[3]).astype(np.int64)
+        owner = np.repeat(np.arange(len(items) // max(1, n_rows)), n_rows)
+        items = np.column_stack([owner // n_heads, owner % n_heads, items[:, :4]])
+        items = items[items[:, 4] > 0]
+        # stable: rows of one kind stay in launch order
+        items = items[np.lexsort((items[:, 5], items[:, 4]))]
+        changes = np.flatnonzero(np.any(np.diff(items[:, 4:6], axis=0), axis=1)) + 1
+        for kind in np.split(items, changes) if len(items) else ():
+            n_tiles, n_partial = (int(count) for count in kind[0, 4:6])
+            batch_idx, head_idx, rows, begins, *_ = torch.from_numpy(kind.T.copy()).to(self.device)
+
+            def cols(begin: int, end: int, first: int, last: int, begins: Tensor = begins) -> Tensor:
+                steps = torch.arange(first, last, device=self.device)
+                # a partial tile is listed with a sign
+                return row_indices[begins[begin:end, None] + steps].to(torch.int64) & (PARTIAL - 1)
+
+            def limits(begin: int, end: int, first: int, last: int, begins: Tensor = begins) -> Tensor:
+                steps = torch.arange(first, last, device=self.device)
+                return _unpacked(words[row_ids[begins[begin:end, None] + steps].to(torch.int64)], self.dtype)
+
+            yield _Group(batch_idx, head_idx, rows, n_partial, n_tiles, begins, cols, limits)
+
+    def _dense_groups(self, causal: bool) -> Iterator[_Group]:
+        sizes = self.sizes
+        if not causal:
+            rows = torch.arange(sizes.n_rows, device=self.device)
+            yield self._interval_group(rows, n_full=sizes.n_cols, n_tiles=sizes.n_cols)
+            return
+        offset = sizes.kv_len - sizes.q_len
+        for row in range(sizes.n_rows):
+            last_query = min((row + 1) * TILE, sizes.q_len) - 1
+            n_full = min(max(0, (row * TILE + offset + 1) // TILE), sizes.n_cols)
+            n_tiles = min(max(0, (last_query + offset) // TILE + 1), sizes.n_cols)
+            if n_tiles:
+                yield self._interval_group(torch.full((1,), row, device=self.device), n_full=n_full, n_tiles=n_tiles)
+
+    def _interval_group(self, rows: Tensor, *, n_full: int, n_tiles: int) -> _Group:
+        """Rows that see the first `n_tiles` tile columns, all but the first `n_full` of them through the diagonal."""
+        offset = self.sizes.kv_len - self.sizes.q_len
+
+        def cols(begin: int, end: int, first: int, last: int) -> Tensor:
+            # partial tiles come first: n_full .. n_tiles - 1, then 0 .. n_full - 1
+            steps = (torch.arange(first, last, device=self.device) + n_full) % n_tiles
+            return steps.expand(end - begin, -1)
+
+        def limits(begin: int, end: int, first: int, last: int) -> Tensor:
+            kv_pos = _positions(cols(begin, end, first, last))[:, None]
+            q_pos = _positions(rows[begin:end, None])[:, : self.sizes.q_side, None]
+            return _limit(kv_pos <= q_pos + offset, self.dtype)
+
+        zeros = torch.zeros_like(rows)
+        return _Group(zeros, zeros, rows, n_tiles - n_full, n_tiles, None, cols, limits)
+
+
+def _positions(tiles: Tensor) -> Tensor:
+    """(items, tiles) -> (items, 128 * tiles): the positions which tiles hold."""
+    return (tiles[:, :, None] * TILE + torch.arange(TILE, device=tiles.device)).flatten(1)
+
+
+def _limit(attends: Tensor, dtype: torch.dtype) -> Tensor:
+    """+inf where True, -inf where False."""
+    return torch.full(attends.shape, -torch.inf, dtype=dtype, device=attends.device).masked_fill_(attends, torch.inf)
+
+
+def _unpacked(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """(rows, tiles, queries, 4) bitmask words -> (rows, queries, 128 * tiles) limits."""
+    bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    # (rows, tiles, queries, 4, 32) -> (rows, queries, tiles, 4, 32); 0 and 1 become -inf and +inf
+    return bits.transpose(1, 2).to(dtype).flatten(2).sub_(0.5).mul_(torch.inf)
+
+
+def _tiles(tensor: Tensor, dtype: torch.dtype, side: int = TILE, beyond: float = 0.0) -> Tensor:
+    """(batch, heads, length, dim) -> (batch * heads * tiles, side, dim), `beyond` past the end."""
+    batch, heads, length, dim = tensor.shape
+    n_tiles = -(-length // side)
+    tensor = tensor.to(dtype)
+    if length % side:
+        tensor = F.pad(tensor, (0, 0, 0, n_tiles * side - length), value=beyond)
+    return tensor.reshape(batch * heads * n_tiles, side, dim)
+
+
+def _untiled(tiles: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_tiles`: a fresh contiguous tensor of the shape and dtype of `like`."""
+    batch, heads, length, dim = like.shape
+    whole = tiles.view(batch, heads, -1, dim)[:, :, :length].to(like.dtype)
+    return whole.contiguous()
+
+
+def _kv_tiles(tensor: Tensor, dtype: torch.dtype, kv_lengths: Tensor | None) -> Tensor:
+    """Tiles of k or v; rows that do not exist are zeros, whatever they held."""
+    if kv_lengths is not None:
+        is_missing = torch.arange(tensor.shape[2], device=tensor.device) >= kv_lengths[:, None]
+        tensor = tensor.masked_fill(is_missing[:, None, :, None], 0)
+    return _tiles(tensor, dtype)
+
+
+def _scores(q_chunk: Tensor, k_chunk: Tensor, scale: float, span: _Span) -> tuple[Tensor, Tensor | None]:
+    """(items, queries, keys) scores, -inf for pairs that do not attend; and the tanh of a cap, by head."""
+    # the product takes the factor for free; with beta=0 its first argument gives nothing but a shape
+    nothing = q_chunk.new_zeros(1, 1, 1).expand(*q_chunk.shape[:2], k_chunk.shape[1])
+    scores = torch.baddbmm(nothing, q_chunk, k_chunk.transpose(1, 2), beta=0, alpha=scale)
+    by_head = scores.view(span.shape)
+    tanh = None if span.change is None else span.change.apply(by_head)
+    if span.limit is not None:
+        _mask(by_head[..., : span.limit.shape[-1]], span.limit)
+    if span.length_limit is not None:
+        _mask(by_head, span.length_limit)
+    return scores, tanh
+
+
+def _mask(scores: Tensor, limit: Tensor) -> None:
+    """-inf where limit is, in place. A NaN becomes +inf, which makes NaN of its row if the pair attends; minimum would keep it."""
+    scores.nan_to_num_(torch.inf, torch.inf, -torch.inf)
+    torch.minimum(scores, limit, out=scores)
+
+
+def _weights(scores: Tensor, pivot: Tensor) -> Tensor:
+    """exp(scores - pivot), in place; exactly 0 for a score of -inf, which a pair that attends may have too."""
+    lowest = LOWEST_EXPONENT[scores.dtype]
+    weights = scores.sub_(pivot).clamp_min_(lowest).exp_()
+    # twice, so that no rounding of exp matters
+    return torch.threshold_(weights, 2 * math.exp(lowest), 0.0)
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """A row which has met no key yet keeps -inf; a finite pivot avoids -inf - (-inf) = nan."""
+    return highest.clamp_min(torch.finfo(highest.dtype).min)
+
+
+def _nonzero(total: Tensor) -> Tensor:
+    """1 for the total of a row without keys: 0 / 1 = 0, and -inf + log 1 = -inf."""
+    return total.masked_fill(total == 0, 1)
+
+
+def _gathered(tiles: Tensor, span: _Span) -> Tensor:
+    """(items, keys, dim) of the key tiles of a span."""
+    n_sharing, n_rows, _, n_keys = span.shape
+    return tiles.index_select(0, span.kv_tiles).view(n_sharing * n_rows, n_keys, tiles.shape[2])
+
+
+class _Partial(NamedTuple):
+    """What a chunk of query tiles knows after some spans; everything by row, (items, queries, ...).
+
+    out      v weighted by exp(score - highest), divided by total already if is_divided
+    highest  score, -inf before the first key
+    total    of the weights
+    """
+
+    out: Tensor
+    highest: Tensor
+    total: Tensor
+    is_divided: bool
+
+
+def _attended(
+    q_chunk: Tensor, k_tiles: Tensor, v_tiles: Tensor, scale: float, span: _Span, *, is_all: bool
+) -> _Partial:
+    """What a span alone gives; is_all: nothing else will be merged with it."""
+    dtype = q_chunk.dtype
+    scores, _ = _scores(q_chunk, _gathered(k_tiles, span).to(dtype), scale, span)
+    highest = scores.amax(dim=-1, keepdim=True)
+    weights = _weights(scores, _finite(highest))
+    total = weights.sum(dim=-1, keepdim=True)
+    if is_all:
+        # as the reference does, which rounds less than dividing the product
+        weights.div_(_nonzero(total))
+    if span.keep is not None:
+        weights.view(span.shape).mul_(span.keep)
+    return _Partial(torch.bmm(weights, _gathered(v_tiles, span).to(dtype)), highest, total, is_all)
+
+
+def _merged(a: _Partial, b: _Partial) -> _Partial:
+    highest = torch.maximum(a.highest, b.highest)
+    decay_a, decay_b = torch.exp(a.highest - _finite(highest)), torch.exp(b.highest - _finite(highest))
+    out = b.out.mul_(decay_b).addcmul_(a.out, decay_a)
+    return _Partial(out, highest, b.total.mul_(decay_b).addcmul_(a.total, decay_a), is_divided=False)
+
+
+def _sunk(sinks: Tensor, index: Tensor, sizes: _Sizes, v_dim: int) -> _Partial:
+    """What query tiles know of their sinks, before the first key. (A sink of -inf is none: `_merged` gives it no weight.)"""
+    highest = sinks[index // sizes.n_rows % sizes.heads][:, None, None].expand(-1, sizes.q_side, 1)
+    return _Partial(
+        highest.new_zeros(len(index), sizes.q_side, v_dim), highest, torch.ones_like(highest), is_divided=False
+    )
+
+
+def _pairs(
+    q_chunk: Tensor, dout_chunk: Tensor, pivot: Tensor, k_tiles: Tensor, v_tiles: Tensor, scale: float, span: _Span
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """p and dp of a span, before and after dropout, and the tanh of a cap."""
+    scores, tanh = _scores(q_chunk, _gathered(k_tiles, span), scale, span)
+    dscores = torch.bmm(dout_chunk, _gathered(v_tiles, span).transpose(1, 2))
+    if span.keep is not None:
+        dscores.view(span.shape).mul_(span.keep)
+    return _weights(scores, pivot), dscores, tanh
+
+
+def _unrounded(delta: Tensor, of_out: Tensor, summed: Tensor, total: Tensor) -> Tensor:
+    """delta with rowsum(p dp) in place of rowsum(dout out), where the weights p of a row add up to 1.
+
+    Where they do not, out and lse are of more keys than these, as those of a sequence that ranks share: the rest of the sum is
+    elsewhere. 2^-14 is an eighth of a rounding of float16.
+    """
+    return torch.where((total - 1).abs() < 2**-14, delta + (summed - of_out), delta)
+
+
+def _add_tiles(total: Tensor, index: Tensor, tiles: Tensor) -> None:
+    """total[index] += tiles in a fixed order, also where an index repeats.
+
+    On a CPU index_add_ goes one by one; on a GPU it would use atomics, while index_put_ sorts.
+    """
+    tiles = tiles.view(len(index), *total.shape[1:])
+    if total.device.type == "cpu":
+        total.index_add_(0, index, tiles)
+    else:
+        total.index_put_((index,), tiles, accumulate=True)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: list[Tensor],
+    kv_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    causal: bool,
+    dropout_p: float,
+    scores: Scores | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Block-sparse attention.
+
+    q        (batch, heads, q_len, head_dim), any floating type
+    k, v     (batch, kv_heads, kv_len, head_dim) and (..., v_head_dim)
+    plan     the tensors of a plan.Plan on q's device, or [] for every pair
+    causal   keeps kv_pos <= q_pos + kv_len - q_len; only without a plan
+    kv_lengths (batch,), seed (1,) int64 or None; keys at and beyond a length are not read
+    returns  out (batch, heads, q_len, v_head_dim) in q's dtype, lse (batch, heads, q_len) float32 or float64
+    """
+    sizes = _Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+    sinks = None if scores is None else scores.sinks
+    if sinks is not None:
+        lse.copy_(sinks[:, None].expand_as(lse))
+    if sizes.is_empty:
+        return out, lse
+    q_tiles = _tiles(q, dtype, sizes.q_side)
+    changes = None if scores is None else Changes(scores, (sizes.batch, sizes.heads), plan, like=q_tiles)
+    walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
+    # one row of tiles reads a key tile once a head: what it reads is converted, which may be little
+    stored = k.dtype if sizes.n_rows == 1 else dtype
+    k_tiles, v_tiles = (_kv_tiles(tensor, stored, kv_lengths) for tensor in (k, v))
+    out_tiles = q_tiles.new_zeros(*q_tiles.shape[:2], v.shape[3])
+    lse_tiles = _tiles(lse[..., None], dtype, sizes.q_side)
+    for index, is_single, spans in walk:
+        q_chunk = q_tiles.index_select(0, index)
+        is_all = is_single and sinks is None
+        partials: Iterable[_Partial] = (
+            _attended(q_chunk, k_tiles, v_tiles, scale, span, is_all=is_all) for span in spans()
+        )
+        if sinks is not None:
+            partials = itertools.chain([_sunk(sinks, index, sizes, v.shape[3])], partials)
+        merged = functools.reduce(_merged, partials)
+        total = _nonzero(merged.total)
+        out_tiles.index_copy_(0, index, merged.out if merged.is_divided else merged.out.div_(total))
+        lse_tiles.index_copy_(0, index, merged.highest.add_(total.log_()))
+    return _untiled(out_tiles, out), _untiled(lse_tiles, lse[..., None])[..., 0]
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: list[Tensor],
+    kv_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    causal: bool,
+    dropout_p: float,
+    scores: Scores | None = None,
+    wanted: Sequence[bool] = (False, False, False),
+) -> tuple[Tensor, ...]:
+    """Gradients of `forward`'s q, k and v, given those of its out and lse (None is zero); the rest as there.
+
+    returns  dq, dk, dv of the shapes and dtypes of q, k, v, contiguous; with options of the scores also the gradients of
+             sinks, slopes and bias, empty where they are not wanted
+    """
+    sizes = _Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    if sizes.is_empty:
+        assert scores is None, "the reference answers for no keys"
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dtype = lse.dtype
+    of_out = (dout.to(dtype) * out.to(dtype)).sum(dim=-1)
+    # half types have rounded out, which would give rows of one key or two gradients that are all rounding: p dp is summed
+    is_rounded = out.dtype != dtype
+    delta = of_out
+    if dlse is not None:
+        # nothing moves the lse of a row without keys, whatever gradient it was given
+        delta = delta - dlse.masked_fill(lse == -torch.inf, 0)
+    # a row without keys: exp(s - inf) = 0 where exp(s + inf) would not be
+    pivot = lse.masked_fill(lse == -torch.inf, torch.inf)
+    q_tiles = _tiles(q, dtype, sizes.q_side)
+    changes = None
+    if scores is not None:
+        changes = Changes(scores, (sizes.batch, sizes.heads), plan, like=q_tiles, wanted=(wanted[1], wanted[2]))
+    walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
+    k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
+    dout_tiles, delta_tiles, of_out_tiles = (
+        _tiles(tensor, dtype, sizes.q_side) for tensor in (dout, delta[..., None], of_out[..., None])
+    )
+    # as for a query that does not exist: a slope may give it scores whose exp is no number, and 0 times that is none either
+    pivot_tiles = _tiles(pivot[..., None], dtype, sizes.q_side, beyond=torch.inf)
+    dq_tiles, dk_tiles, dv_tiles = (torch.zeros_like(tiles) for tiles in (q_tiles, k_tiles, v_tiles))
+    for index, is_single, spans in walk:
+        q_chunk, dout_chunk, delta_chunk, pivot_chunk = (
+            tiles.index_select(0, index) for tiles in (q_tiles, dout_tiles, delta_tiles, pivot_tiles)
+        )
+        total, summed = torch.zeros_like(delta_chunk), torch.zeros_like(delta_chunk)
+        if scores is not None and scores.sinks is not None:
+            total += torch.exp(scores.sinks[index // sizes.n_rows % sizes.heads][:, None, None] - pivot_chunk)
+        if is_rounded and not is_single:
+            for span in spans():
+                weights, dscores, _ = _pairs(q_chunk, dout_chunk, pivot_chunk, k_tiles, v_tiles, scale, span)
+                total += weights.sum(dim=-1, keepdim=True)
+                summed += weights.mul_(dscores).sum(dim=-1, keepdim=True)
+            delta_chunk = _unrounded(delta_chunk, of_out_tiles.index_select(0, index), summed, total)
+        dq_chunk = torch.zeros_like(q_chunk)
+        for span in spans():
+            weights, dscores, tanh = _pairs(q_chunk, dout_chunk, pivot_chunk, k_tiles, v_tiles, scale, span)
+            if is_rounded and is_single:
+                total += weights.sum(dim=-1, keepdim=True)
+                summed += (weights * dscores).sum(dim=-1, keepdim=True)
+                delta_chunk = _unrounded(delta_chunk, of_out_tiles.index_select(0, index), summed, total)
+            kept = weights
+            if span.keep is not None:
+                kept = (weights.view(span.shape) * span.keep).view(weights.shape)
+            _add_tiles(dv_tiles, span.kv_tiles, torch.bmm(kept.transpose(1, 2), dout_chunk))
+            dscores.sub_(delta_chunk).mul_(weights)
+            if changes is not None and span.change is not None:
+                distance_sums = changes.collect(span.change, dscores.view(span.shape))
+                if changes.distance_sums is not None and distance_sums is not None:
+                    # a query tile comes once in a chunk
+                    changes.distance_sums[index] += distance_sums
+                if tanh is not None:
+                    dscores.view(span.shape).mul_(tanh.square_().neg_().add_(1))
+            _add_tiles(dk_tiles, span.kv_tiles, torch.bmm(dscores.transpose(1, 2), q_chunk))
+            dq_chunk.baddbmm_(dscores, _gathered(k_tiles, span))
+        dq_tiles.index_copy_(0, index, dq_chunk)
+        delta_tiles.index_copy_(0, index, delta_chunk)
+    grads = _untiled(dq_tiles.mul_(scale), q), _untiled(dk_tiles.mul_(scale), k), _untiled(dv_tiles, v)
+    if scores is None or changes is None:
+        return grads
+    of_slopes = changes.distance_sums
+    if of_slopes is not None:
+        of_slopes = _untiled(of_slopes, lse[..., None].double())[..., 0]
+    delta = _untiled(delta_tiles, lse[..., None])[..., 0]
+    return *grads, *scores.gradients(wanted, lse, delta, of_slopes, changes.bias_sums)

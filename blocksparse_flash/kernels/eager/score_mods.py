@@ -1,0 +1,117 @@
+"""What do the options of the scores do to a chunk of `eager`'s, and what does a chunk give to their gradients?
+
+Knows: scores of a span by (sharing heads, rows of tiles, queries, keys), which tiles those are. Must not know: how rows
+are walked, what a plan is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...score_mods import TILE, Scores, sums_shape
+
+
+class Change(NamedTuple):
+    """What is done to the scores of a span.
+
+    softcap   or 0.0
+    slopes    (sharing heads, rows, 1, 1), or None
+    distance  (rows, queries, keys), or None
+    bias      (sharing heads, rows, queries, keys), or None
+    places    (batch, head, listed tile) of each tile, that broadcast to (sharing heads, rows, tiles); None without a bias
+    """
+
+    softcap: float
+    slopes: Tensor | None
+    distance: Tensor | None
+    bias: Tensor | None
+    places: tuple[Tensor, Tensor, Tensor] | None
+
+    def apply(self, scores: Tensor) -> Tensor | None:
+        """Changes scores in place; returns the tanh of a cap."""
+        tanh = None
+        if self.softcap > 0:
+            tanh = scores.div_(self.softcap).tanh_().clone()
+            scores.mul_(self.softcap)
+        if self.slopes is not None and self.distance is not None:
+            scores.addcmul_(self.slopes, self.distance, value=-1)
+        if self.bias is not None:
+            scores.add_(self.bias)
+        return tanh
+
+
+class Changes:
+    """The changes of all spans of a call, and the sums that their gradients come from.
+
+    distance_sums  (query tiles, queries, 1): of -ds * distance, in float64, since far and near pairs nearly cancel
+    bias_sums      see scores.sums_shape
+    """
+
+    def __init__(
+        self,
+        scores: Scores,
+        axes: tuple[int, int],
+        plan: list[Tensor],
+        *,
+        like: Tensor,
+        wanted: tuple[bool, bool] = (False, False),
+    ) -> None:
+        self.scores, self._tables = scores, scores.tables(0, base_2=False)
+        # of a tile; all there are, where they are fewer than it holds
+        self._queries = like.shape[1]
+        self.distance_sums = like.new_zeros(len(like), self._queries, 1, dtype=torch.float64) if wanted[0] else None
+        self.bias_sums = None
+        if wanted[1] and scores.pieces is not None:
+            shared = tuple(size if of_plan == 1 else 1 for size, of_plan in zip(axes, plan[0].shape[:2], strict=True))
+            self.bias_sums = scores.new_sums(
+                sums_shape((shared[0], shared[1]), len(scores.bias_index[0]), scores.pieces, (TILE, TILE))
+            )
+
+    @property
+    def needs_positions(self) -> bool:
+        return self.scores.alibi_slopes is not None
+
+    def of_span(
+        self, batch_idx: Tensor, head_idx: Tensor, entries: Tensor | None, distance: Tensor | None
+    ) -> Change | None:
+        """The change of a span, if there is one. batch_idx, head_idx (sharing heads, rows), entries (rows, tiles)."""
+        slopes, bias, places = self.scores.alibi_slopes, None, None
+        if self._tables is not None and entries is not None:
+            places = batch_idx[:, :, None], head_idx[:, :, None], entries
+            bias = self._tables[_within(places, self._tables)]
+            down, across = bias.shape[3:]
+            # (sharing, rows, tiles, down, across) -> (sharing, rows, down, tokens, tiles, across, tokens)
+            bias = bias.transpose(2, 3)[:, :, :, None, :, :, None]
+            bias = bias.expand(-1, -1, -1, TILE // down, -1, -1, TILE // across)
+            bias = bias.reshape(*batch_idx.shape, TILE, -1)[:, :, : self._queries]
+        if slopes is not None:
+            slopes = slopes[head_idx][:, :, None, None]
+        elif bias is None and self.scores.softcap == 0:
+            return None
+        return Change(self.scores.softcap, slopes, distance, bias, places)
+
+    def collect(self, change: Change, dscores: Tensor) -> Tensor | None:
+        """Keeps what a span's ds (sharing heads, rows, queries, keys) gives to the bias; returns its part of distance_sums."""
+        if self.bias_sums is not None and change.places is not None:
+            n_tiles, (down, across) = change.places[2].shape[1], self.bias_sums.shape[3:]
+            whole = F.pad(dscores, (0, 0, 0, TILE - self._queries))
+            of_pieces = whole.reshape(*whole.shape[:2], down, TILE // down, n_tiles, across, TILE // across)
+            of_tiles = of_pieces.sum(dim=(3, 6)).transpose(2, 3)
+            self.bias_sums[_within(change.places, self.bias_sums)] = of_tiles
+        if self.distance_sums is None or change.distance is None:
+            return None
+        return -(dscores * change.distance).sum(dim=-1, dtype=torch.float64).view(-1, self._queries, 1)
+
+
+def _within(places: tuple[Tensor, Tensor, Tensor], tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The places in a tensor (batch | 1, heads | 1, listed tiles, ...)."""
+    batch_idx, head_idx, entries = places
+    if tensor.shape[0] == 1:
+        batch_idx = torch.zeros_like(batch_idx)
+    if tensor.shape[1] == 1:
+        head_idx = torch.zeros_like(head_idx)
+    return batch_idx, head_idx, entries

@@ -1,0 +1,1 @@
+"""The portable Triton kernels: sm80 and later, every option."""

@@ -1,0 +1,346 @@
+"""What does a program of the portable backward compute? dk and dv of a block of keys, or dq of a block of queries; see backward.py.
+
+Knows: pointers, strides, tiles, the records of a plan. Does not know: layouts, which programs are launched, and how.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .backward_preprocess import load_statistics
+from .score_mods import changed_scores, distances, store_sums
+from .tile import (
+    LOG2_E,
+    TILE,
+    WITHOUT_SIGN,
+    add_product,
+    attending_pairs,
+    dense_keys,
+    dense_queries,
+    find_line,
+    find_record,
+    kept_pairs,
+    load_tile,
+    product,
+    store_tile,
+    tile_start,
+)
+
+
+# fmt: off
+@triton.jit
+def keys_program(
+    # which one
+    pid,
+    # inputs
+    q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
+    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    # outputs, contiguous
+    dk_ptr, dv_ptr,
+    # strides in elements: (batch, head, row)
+    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
+    # sizes: n_heads key heads, n_axes = batch * n_heads, n_lines = tile columns (blocks of keys without a layout)
+    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+    # compile time
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):
+    """dk and dv of a block of keys of a key head, walking the columns of the plan for each query head of the group."""
+    HAS_LAYOUT: tl.constexpr = items_ptr is not None
+    LIMITED: tl.constexpr = kv_lengths_ptr is not None
+    CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
+    STEPS: tl.constexpr = TILE // BLOCK_Q
+    if HAS_LAYOUT:
+        i_axis, p_record, i_part = find_record(
+            items_ptr, items_strides, pid, n_lines, n_heads, n_axes, TILE // BLOCK_KV, GROUP
+        )
+        kv_start = tl.load(p_record) * TILE + i_part * BLOCK_KV
+    else:
+        i_axis = pid // n_lines
+        kv_start = pid % n_lines * BLOCK_KV
+    i_batch = i_axis // n_heads
+    i_kv_head = i_axis % n_heads
+    limit = kv_len
+    if LIMITED:
+        limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
+
+    b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
+    b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
+    b_dk = tl.zeros([BLOCK_KV, DIM], tl.float32)
+    b_dk_lost = tl.zeros([BLOCK_KV, DIM], tl.float32)
+    b_dv = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
+    b_dv_lost = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
+    factor = scale_log2
+    if CHANGED:
+        factor = 1.0
+
+    for i_member in tl.range(0, GROUP):
+        i_head = i_kv_head * GROUP + i_member
+        i_q_axis = i_batch * n_heads * GROUP + i_head
+        slope = 0.0
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + i_head) * LOG2_E
+        # steps of BLOCK_Q queries: the partial tiles of the column, then the full ones
+        if HAS_LAYOUT:
+            p_member = p_record
+            if GROUP > 1:
+                # heads of a group may have layouts, and so launch orders, of their own
+                p_member = find_line(items_ptr, items_strides, i_batch, i_head, kv_start // TILE)
+            first = tl.load(p_member + 1) * STEPS
+            end = first + tl.load(p_member + 2) * STEPS
+            q_next = tile_start(indices_ptr, first, BLOCK_Q, STEPS)
+        else:
+            first, full, end = dense_queries(kv_start, q_len, kv_len, CAUSAL, BLOCK_Q, BLOCK_KV)
+            n_full = q_len // BLOCK_Q
+            q_next = first * BLOCK_Q
+        for i_step in tl.range(first, end):
+            q_start = q_next
+            if HAS_LAYOUT:
+                is_partial = q_start < 0
+                q_start = q_start & WITHOUT_SIGN
+                q_next = tile_start(indices_ptr, i_step + 1, BLOCK_Q, STEPS)
+            else:
+                is_partial = (i_step < full) | (i_step >= n_full)
+                q_next = q_start + BLOCK_Q
+            # [BLOCK_Q, DIM]
+            b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
+            # [BLOCK_Q]
+            b_lse, b_delta = load_statistics(statistics_ptr, i_q_axis, q_start, n_padded, BLOCK_Q)
+            # [BLOCK_KV, BLOCK_Q]
+            b_scores = product(b_k, tl.trans(b_q), PRECISION)
+            if CHANGED:
+                b_scores, b_tanh = changed_scores(
+                    b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head,
+                    i_step // STEPS, q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, True,
+                )
+            b_p = tl.math.exp2(b_scores * factor - b_lse[None, :])
+            if LIMITED:
+                m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
+                b_p = tl.where(m_kv[:, None], b_p, 0.0)
+            if is_partial:
+                i_bitmask = 0
+                if HAS_LAYOUT:
+                    i_bitmask = tl.load(ids_ptr + i_step // STEPS)
+                m_pairs = attending_pairs(
+                    words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
+                    HAS_LAYOUT, CAUSAL, BLOCK_Q, BLOCK_KV, True,
+                )  # fmt: skip
+                b_p = tl.where(m_pairs, b_p, 0.0)
+            # [BLOCK_Q, DIM_V]
+            b_dout = load_tile(
+                dout_ref, dout_strides, i_batch, i_head, q_start, q_len, V_DIM, BLOCK_Q, DIM_V, TMA, True, False
+            )
+            if DROPOUT:
+                m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
+                b_kept_p = tl.where(m_kept, b_p * keep_scale, 0.0)
+                b_dv, b_dv_lost = add_product(b_kept_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
+                b_dp = product(b_v, tl.trans(b_dout), PRECISION)
+                b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)
+            else:
+                b_dv, b_dv_lost = add_product(b_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
+                b_dp = product(b_v, tl.trans(b_dout), PRECISION)
+            b_ds = b_p * (b_dp - b_delta[None, :])
+            if cap is not None:
+                b_ds = b_ds * (1.0 - b_tanh * b_tanh)
+            b_dk, b_dk_lost = add_product(b_ds.to(b_q.dtype), b_q, b_dk, b_dk_lost, PRECISION)
+
+    b_dk = b_dk * scale
+    o_axis = i_axis.to(tl.int64) * kv_len
+    store_tile(dk_ptr + o_axis * HEAD_DIM, kv_start, kv_len, b_dk, HEAD_DIM, BLOCK_KV, DIM)
+    store_tile(dv_ptr + o_axis * V_DIM, kv_start, kv_len, b_dv, V_DIM, BLOCK_KV, DIM_V)
+
+
+@triton.jit
+def queries_program(
+    # which one
+    pid,
+    # inputs
+    q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
+    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    # outputs, contiguous; sums_ptr: of ds, dslopes_ptr: of -ds * distance a query
+    dq_ptr, sums_ptr, dslopes_ptr,
+    # strides in elements: (batch, head, row)
+    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
+    # sizes: n_axes = batch * heads, n_lines = tile rows (blocks of queries without a layout)
+    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+    # compile time
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):
+    """dq of a block of queries of a head, walking the rows of the plan."""
+    HAS_LAYOUT: tl.constexpr = items_ptr is not None
+    LIMITED: tl.constexpr = kv_lengths_ptr is not None
+    CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
+    STEPS: tl.constexpr = TILE // BLOCK_KV
+    if HAS_LAYOUT:
+        i_axis, p_record, i_part = find_record(
+            items_ptr, items_strides, pid, n_lines, n_heads, n_axes, TILE // BLOCK_Q, 1
+        )
+        q_start = tl.load(p_record) * TILE + i_part * BLOCK_Q
+    else:
+        i_axis = pid // n_lines
+        q_start = (n_lines - 1 - pid % n_lines) * BLOCK_Q
+    i_batch = i_axis // n_heads
+    i_head = i_axis % n_heads
+    i_kv_head = i_head // GROUP
+    limit = kv_len
+    if LIMITED:
+        limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
+
+    b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
+    b_dout = load_tile(dout_ref, dout_strides, i_batch, i_head, q_start, q_len, V_DIM, BLOCK_Q, DIM_V, TMA, True, False)
+    b_lse, b_delta = load_statistics(statistics_ptr, i_axis, q_start, n_padded, BLOCK_Q)
+    b_dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
+    b_dq_lost = tl.zeros([BLOCK_Q, DIM], tl.float32)
+    factor = scale_log2
+    slope = 0.0
+    if CHANGED:
+        factor = 1.0
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + i_head) * LOG2_E
+        if dslopes_ptr is not None:
+            b_dslope = tl.zeros([BLOCK_Q], tl.float32)
+
+    # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones, as in the forward
+    if HAS_LAYOUT:
+        first = tl.load(p_record + 1) * STEPS
+        end = first + tl.load(p_record + 2) * STEPS
+        kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
+    else:
+        n_full, end = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
+        first = 0
+        kv_next = 0
+    for i_step in tl.range(first, end):
+        kv_start = kv_next
+        if HAS_LAYOUT:
+            is_partial = kv_start < 0
+            kv_start = kv_start & WITHOUT_SIGN
+            kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, STEPS)
+        else:
+            is_partial = i_step >= n_full
+            kv_next = kv_start + BLOCK_KV
+        # [BLOCK_KV, DIM], [BLOCK_KV, DIM_V]
+        b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
+        b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
+        # [BLOCK_Q, BLOCK_KV]
+        b_scores = product(b_q, tl.trans(b_k), PRECISION)
+        if CHANGED:
+            b_scores, b_tanh = changed_scores(
+                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head, i_step // STEPS,
+                q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, False,
+            )
+        b_dp = product(b_dout, tl.trans(b_v), PRECISION)
+        b_p = tl.math.exp2(b_scores * factor - b_lse[:, None])
+        if LIMITED and HAS_LAYOUT:
+            m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
+            b_p = tl.where(m_kv[None, :], b_p, 0.0)
+        if is_partial:
+            i_bitmask = 0
+            if HAS_LAYOUT:
+                i_bitmask = tl.load(ids_ptr + i_step // STEPS)
+            m_pairs = attending_pairs(
+                words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
+                HAS_LAYOUT, CAUSAL, BLOCK_Q, BLOCK_KV, False,
+            )  # fmt: skip
+            b_p = tl.where(m_pairs, b_p, 0.0)
+        if DROPOUT:
+            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+            b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)
+        b_ds = b_p * (b_dp - b_delta[:, None])
+        if dslopes_ptr is not None:
+            b_dslope -= tl.sum(b_ds * distances(q_start, kv_start, kv_len - q_len, BLOCK_Q, BLOCK_KV, False), 1)
+        if sums_ptr is not None:
+            store_sums(
+                sums_ptr, sums_strides, i_batch, i_head, i_step // STEPS, q_start, kv_start, b_ds,
+                PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+            )
+        if cap is not None:
+            b_ds = b_ds * (1.0 - b_tanh * b_tanh)
+        b_dq, b_dq_lost = add_product(b_ds.to(b_k.dtype), b_k, b_dq, b_dq_lost, PRECISION)
+    o_axis = i_axis.to(tl.int64) * q_len
+    store_tile(dq_ptr + o_axis * HEAD_DIM, q_start, q_len, b_dq * scale, HEAD_DIM, BLOCK_Q, DIM)
+    if dslopes_ptr is not None:
+        o_q = q_start + tl.arange(0, BLOCK_Q)
+        tl.store(dslopes_ptr + o_axis + o_q, b_dslope, mask=o_q < q_len)
+
+
+@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
+def keys_kernel(
+    q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
+    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    dk_ptr, dv_ptr,
+    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
+    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):
+    """dk and dv, a program a block of keys; the arguments are those of `keys_program`."""
+    keys_program(
+        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, statistics_ptr, items_ptr, indices_ptr, ids_ptr, words_ptr,
+        kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dk_ptr, dv_ptr,
+        q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
+        n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+        GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+    )
+
+
+@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
+def queries_kernel(
+    q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
+    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    dq_ptr, sums_ptr, dslopes_ptr,
+    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
+    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):
+    """dq, a program a block of queries; the arguments are those of `queries_program`."""
+    queries_program(
+        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, statistics_ptr, items_ptr, indices_ptr, ids_ptr, words_ptr,
+        kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dq_ptr, sums_ptr, dslopes_ptr,
+        q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
+        n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+        GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+    )
+
+
+@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_cols", "n_rows", "n_keys", "q_len", "kv_len", "n_padded"])
+def joint_kernel(
+    # inputs
+    q_ref, k_ref, v_ref, dout_ref, statistics_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr,
+    row_items_ptr, row_indices_ptr, row_ids_ptr, words_ptr,
+    # outputs, contiguous
+    dq_ptr, dk_ptr, dv_ptr,
+    # strides in elements: (batch, head, row)
+    q_strides, k_strides, v_strides, dout_strides, col_items_strides, row_items_strides,
+    # sizes: n_axes = batch * heads; the first n_keys programs have keys, the others queries
+    n_heads, n_axes, n_cols, n_rows, n_keys, q_len, kv_len, n_padded, scale_log2, scale,
+    # compile time
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    KEYS_BLOCK_Q: tl.constexpr, KEYS_BLOCK_KV: tl.constexpr, QUERIES_BLOCK_Q: tl.constexpr, QUERIES_BLOCK_KV: tl.constexpr,
+):
+    """dk, dv and dq of a call without grouped heads, lengths, dropout and what changes scores: see `keys_program`, `queries_program`."""
+    pid = tl.program_id(0)
+    if pid < n_keys:
+        keys_program(
+            pid, q_ref, k_ref, v_ref, dout_ref, statistics_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr, words_ptr,
+            None, None, None, None, dk_ptr, dv_ptr,
+            q_strides, k_strides, v_strides, dout_strides, col_items_strides, None,
+            n_heads, n_axes, n_cols, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
+            1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, KEYS_BLOCK_Q, KEYS_BLOCK_KV,
+        )
+    else:
+        queries_program(
+            pid - n_keys, q_ref, k_ref, v_ref, dout_ref, statistics_ptr, row_items_ptr, row_indices_ptr, row_ids_ptr,
+            words_ptr, None, None, None, None, dq_ptr, None, None,
+            q_strides, k_strides, v_strides, dout_strides, row_items_strides, None, None,
+            n_heads, n_axes, n_rows, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
+            1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, QUERIES_BLOCK_Q, QUERIES_BLOCK_KV,
+        )
+# fmt: on

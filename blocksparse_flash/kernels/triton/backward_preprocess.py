@@ -1,0 +1,117 @@
+"""What does every step of a backward want of a query? Its lse and delta, told by a launch before, which also clears what is added to.
+
+Knows: a gradient's shape and strides, pointers, the launch. Does not know: plans, which backward it is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...runtime.launch import Launch
+from ...runtime.tensor_spec import TensorSpec
+from ..arguments import padded_dim
+from .tile import LOG2_E, head_base
+
+# queries of a program of statistics_kernel; 64 spill on sm100
+STATISTICS_ROWS = 32
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["n_heads", "n_axes", "q_len", "n_padded", "n_cleared", "n_counts"])
+def statistics_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, queue_ptr, dout_strides, n_heads, n_axes, q_len, n_padded,
+    n_cleared, n_counts,
+    V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, ROWS: tl.constexpr,
+):
+    """What every step of the backward wants of a query, n_padded a head so that no step bounds-checks them.
+
+    lse    in base 2; +inf past q_len and for a row without keys, so that p is 0
+    delta  rowsum(dout * out) - dlse, whose dlse is 0 for a row without keys; 0 past q_len
+
+    Written as pairs, and as lines (every lse, then every delta), to those that are given. And zeros to the CLEARED numbers
+    of each query, those past q_len included, of the first n_cleared heads at cleared_ptr, which the next launch adds to, and to
+    the n_counts numbers at queue_ptr, no more than ROWS a program, with which it counts. The launch may have fewer heads than the
+    n_axes that lines are of.
+    """
+    i_axis = tl.program_id(1)
+    if queue_ptr is not None:
+        i_count = (i_axis * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+        tl.store(queue_ptr + i_count, tl.zeros([ROWS], tl.int32), mask=i_count < n_counts)
+    o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if cleared_ptr is not None:
+        o_cleared = tl.arange(0, CLEARED)
+        p_cleared = cleared_ptr + (i_axis.to(tl.int64) * n_padded + o_q.to(tl.int64)[:, None]) * CLEARED + o_cleared[None, :]
+        tl.store(p_cleared, tl.zeros([ROWS, CLEARED], tl.float32), mask=i_axis < n_cleared)
+    o_dim = tl.arange(0, DIM_V)
+    m_q = o_q < q_len
+    m_tile = m_q[:, None] & (o_dim < V_DIM)[None, :]
+    # [ROWS, DIM_V]
+    p_out = out_ptr + i_axis.to(tl.int64) * q_len * V_DIM + o_q.to(tl.int64)[:, None] * V_DIM + o_dim[None, :]
+    p_dout = head_base(dout_ptr, dout_strides, i_axis // n_heads, i_axis % n_heads)
+    p_dout += o_q.to(tl.int64)[:, None] * dout_strides[2] + o_dim[None, :]
+    b_out = tl.load(p_out, mask=m_tile, other=0.0).to(tl.float32)
+    b_dout = tl.load(p_dout, mask=m_tile, other=0.0).to(tl.float32)
+    b_delta = tl.sum(b_out * b_dout, 1)
+    o_line = i_axis.to(tl.int64) * q_len + o_q
+    b_lse = tl.load(lse_ptr + o_line, mask=m_q, other=float("-inf"))
+    if dlse_ptr is not None:
+        # nothing moves the lse of a row without keys, whatever gradient it was given
+        b_dlse = tl.load(dlse_ptr + o_line, mask=m_q, other=0.0)
+        b_delta -= tl.where(b_lse == float("-inf"), 0.0, b_dlse)
+    o_line = i_axis.to(tl.int64) * n_padded + o_q
+    m_padded = o_q < n_padded
+    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
+    if pairs_ptr is not None:
+        # [ROWS, 2]
+        o_pair = o_line[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(pairs_ptr + o_pair, tl.join(b_lse, b_delta), mask=m_padded[:, None])
+    if lines_ptr is not None:
+        tl.store(lines_ptr + o_line, b_lse, mask=m_padded)
+        o_line += n_axes.to(tl.int64) * n_padded
+        tl.store(lines_ptr + o_line, b_delta, mask=m_padded)
+
+
+@triton.jit
+def load_statistics(statistics_ptr, i_axis, q_start, n_padded, ROWS: tl.constexpr):
+    """lse in base 2 and delta of ROWS queries: [ROWS] each.
+
+    One load of pairs: two loads of fewer values than the program has threads would take their user's layout, in which
+    many threads hold, and copy, the same value (Triton 3.6: 70 copies a thread instead of 8).
+    """
+    o_line = i_axis.to(tl.int64) * n_padded + q_start + tl.arange(0, ROWS)
+    return tl.split(tl.load(statistics_ptr + o_line[:, None] * 2 + tl.arange(0, 2)[None, :]))
+# fmt: on
+
+
+def prepare_statistics(
+    dout: TensorSpec, n_padded: int, cleared: tuple[int, int] = (0, 0), n_counts: int = 0, n_told: int | None = None
+) -> Launch:
+    """The launch of statistics_kernel on a gradient of such a kind, and on numbers to be cleared.
+
+    cleared   numbers of each query, and heads, those of all batch entries
+    n_counts  numbers more
+    n_told    heads, of all batch entries, whose statistics are wanted; None: all
+    """
+    batch, heads, q_len, v_dim = dout.shape
+    n_told = batch * heads if n_told is None else n_told
+    # the rest would be counted from what was there
+    assert n_counts <= n_padded * n_told, (n_counts, dout.shape)
+    return Launch(
+        statistics_kernel,
+        (n_padded // STATISTICS_ROWS, n_told),
+        {
+            "dout_strides": dout.strides[:3],
+            "n_heads": heads,
+            "n_axes": batch * heads,
+            "q_len": q_len,
+            "n_padded": n_padded,
+            "n_cleared": cleared[1],
+            "n_counts": n_counts,
+            "V_DIM": v_dim,
+            "DIM_V": padded_dim(v_dim),
+            "CLEARED": cleared[0],
+            "ROWS": STATISTICS_ROWS,
+            "num_warps": 4,
+        },
+    )

@@ -1,0 +1,299 @@
+"""Which blocks of each row does a model select, and how does a GPU list them? Kernels that do as selection.py does, in two launches.
+
+    marks     a bit for each block, and how many a row has: of indices, or of scores, whose k highest a row keeps
+    lists     indptr and indices of the bits, ascending in a row
+
+torch's operations for the same are some 25, each of which costs the host more than the GPU. A program marks one row, so that
+nothing is added in an order that changes; beginnings of rows are sums of the counts of those before, which each program makes.
+Knows pointers and sizes. Does not know layouts, tiles or plans.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.launch import Launch, allocator, contiguous
+
+# entries of a program at a time
+ELEMENTS = 4096
+# rows of a program, and cols at a time, that lists
+LINES, MINORS = 8, 128
+# counts that are added at a time
+CHUNK = 1024
+
+
+@triton.jit
+def either(left, right):
+    """The bits of both."""
+    return left | right
+
+
+@triton.jit
+def words_of(b_col, m_col, o_word):
+    """The bits of cols, as words; a col that is named again is the same bit."""
+    b_bit = tl.where(m_col, 1, 0) << (b_col % 32)
+    # [ENTRIES, WORDS]
+    return tl.reduce(tl.where((b_col // 32)[:, None] == o_word[None, :], b_bit[:, None], 0), 0, either)
+
+
+@triton.jit
+def sums_before(counts_ptr, n_lines, line, CHUNK: tl.constexpr):
+    """(the sum of all counts, the sum of those before `line`), int32."""
+    b_all, b_before = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+    for first in range(0, n_lines, CHUNK):
+        o_line = first + tl.arange(0, CHUNK)
+        b_count = tl.load(counts_ptr + o_line, mask=o_line < n_lines, other=0)
+        b_all += b_count
+        b_before += tl.where(o_line < line, b_count, 0)
+    return tl.sum(b_all, 0), tl.sum(b_before, 0)
+
+
+@triton.jit
+def fill_behind(ptr, begin, length, value, i_program, n_programs, CHUNK: tl.constexpr):
+    """ptr[begin:length] = value, a share of it by each program."""
+    for first in range(i_program * CHUNK, length, n_programs * CHUNK):
+        o_entry = first + tl.arange(0, CHUNK)
+        tl.store(ptr + o_entry, tl.zeros([CHUNK], tl.int32) + value, mask=(o_entry >= begin) & (o_entry < length))
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["n_cols", "n_words", "k"])
+def mark_indices_kernel(
+    # inputs: integers (lines, k), of which 0 .. n_cols - 1 are cols
+    indices_ptr,
+    # outputs: int32 (lines, n_words), (lines,)
+    bits_ptr, counts_ptr,
+    n_cols, n_words, k,
+    WORDS: tl.constexpr, ENTRIES: tl.constexpr,
+):
+    i_line = tl.program_id(0).to(tl.int64)
+    o_word = tl.arange(0, WORDS)
+    b_words = tl.zeros([WORDS], tl.int32)
+    for first in range(0, k, ENTRIES):
+        o_entry = first + tl.arange(0, ENTRIES)
+        b_col = tl.load(indices_ptr + i_line * k + o_entry, mask=o_entry < k, other=0).to(tl.int64)
+        m_col = (o_entry < k) & (b_col >= 0) & (b_col < n_cols)
+        b_words |= words_of(tl.where(m_col, b_col, 0).to(tl.int32), m_col, o_word)
+    tl.store(bits_ptr + i_line * n_words + o_word, b_words, mask=o_word < n_words)
+    b_count = tl.sum((b_words[:, None] >> tl.arange(0, 32)[None, :]) & 1, 1)
+    tl.store(counts_ptr + i_line, tl.sum(b_count, 0))
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_words"])
+def mark_rows_kernel(
+    # input: int32 (lines // n_rows, n_rows + 1), and right behind it (nnz,): indptr and indices
+    blocks_ptr,
+    # output: int32 (lines, n_words)
+    bits_ptr,
+    n_rows, n_words,
+    WORDS: tl.constexpr, ENTRIES: tl.constexpr,
+):
+    i_line = tl.program_id(0)
+    p_begin = blocks_ptr + i_line + i_line // n_rows
+    begin, end = tl.load(p_begin), tl.load(p_begin + 1)
+    indices_ptr = blocks_ptr + tl.num_programs(0) + tl.num_programs(0) // n_rows
+    o_word = tl.arange(0, WORDS)
+    b_words = tl.zeros([WORDS], tl.int32)
+    for first in range(begin, end, ENTRIES):
+        o_entry = first + tl.arange(0, ENTRIES)
+        m_col = o_entry < end
+        b_words |= words_of(tl.load(indices_ptr + o_entry, mask=m_col, other=0), m_col, o_word)
+    tl.store(bits_ptr + i_line.to(tl.int64) * n_words + o_word, b_words, mask=o_word < n_words)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_words", "k", "ahead", "block_q", "block_kv", "kv_len"])
+def mark_scores_kernel(
+    # inputs: floats (lines, n_cols)
+    scores_ptr,
+    # outputs: int32 (lines, n_words), (lines,)
+    bits_ptr, counts_ptr,
+    n_rows, n_cols, n_words, k, ahead, block_q, block_kv, kv_len,
+    CAUSAL: tl.constexpr, WORDS: tl.constexpr,
+):
+    i_line = tl.program_id(0).to(tl.int64)
+    # [WORDS, 32]
+    o_col = tl.arange(0, WORDS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    m_col = o_col < n_cols
+    b_score = tl.load(scores_ptr + i_line * n_cols + o_col, mask=m_col, other=float("-inf")).to(tl.float32)
+    # NaN is not equal to itself
+    m_col = m_col & (b_score == b_score) & (b_score != float("-inf"))
+    if CAUSAL:
+        i_row = (i_line % n_rows).to(tl.int32)
+        last_kv = tl.minimum(ahead + (i_row + 1) * block_q, kv_len) - 1
+        m_col = m_col & (o_col * block_kv <= last_kv)
+    # integers in the order of the floats, all positive; 0: cannot be selected
+    b_key = b_score.to(tl.int32, bitcast=True)
+    b_key = (b_key ^ ((b_key >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    b_key = tl.where(m_col, b_key, 0)
+    # the k-th highest, bit by bit; 0 if there are fewer
+    least = tl.sum(tl.zeros([32], tl.int64), 0)
+    bit = least + 2147483648
+    for _ in range(32):
+        n_high = tl.sum(tl.sum((b_key >= (least | bit)).to(tl.int32), 1), 0)
+        least = tl.where(n_high >= k, least | bit, least)
+        bit = bit >> 1
+    b_above = (b_key > least).to(tl.int32)
+    # of equal ones the first
+    b_equal = ((b_key == least) & m_col).to(tl.int32)
+    b_of_words = tl.sum(b_equal, 1)
+    b_place = (tl.cumsum(b_of_words, 0) - b_of_words)[:, None] + tl.cumsum(b_equal, 1)
+    n_above = tl.sum(tl.sum(b_above, 1), 0)
+    b_taken = b_above | (b_equal & (b_place <= k - n_above).to(tl.int32))
+    b_words = tl.sum(b_taken << tl.arange(0, 32)[None, :], 1)
+    o_word = tl.arange(0, WORDS)
+    tl.store(bits_ptr + i_line * n_words + o_word, b_words, mask=o_word < n_words)
+    tl.store(counts_ptr + i_line, tl.sum(tl.sum(b_taken, 1), 0))
+
+
+@triton.jit(do_not_specialize=["n_lines", "n_rows", "n_cols", "n_words", "capacity"])
+def list_rows_kernel(
+    # inputs: int32 (lines, n_words), (lines,)
+    bits_ptr, counts_ptr,
+    # outputs: int32 (lines // n_rows, n_rows + 1), (capacity,), (capacity,)
+    indptr_ptr, indices_ptr, ids_ptr,
+    n_lines, n_rows, n_cols, n_words, capacity,
+    LINES: tl.constexpr, MINORS: tl.constexpr, CHUNK: tl.constexpr,
+):
+    i_program, n_programs = tl.program_id(0), tl.num_programs(0)
+    nnz, before = sums_before(counts_ptr, n_lines, i_program * LINES, CHUNK)
+    o_line = i_program * LINES + tl.arange(0, LINES)
+    m_line = o_line < n_lines
+    b_count = tl.load(counts_ptr + o_line, mask=m_line, other=0)
+    b_end = before + tl.cumsum(b_count, 0)
+    b_begin = b_end - b_count
+    o_axis = o_line // n_rows
+    p_end = indptr_ptr + o_line + o_axis + 1
+    tl.store(p_end, b_end, mask=m_line)
+    tl.store(p_end - 1, b_begin, mask=m_line & (o_line % n_rows == 0))
+    p_words = bits_ptr + o_line.to(tl.int64)[:, None] * n_words
+    for first in range(0, n_cols, MINORS):
+        o_col = (first + tl.arange(0, MINORS))[None, :]
+        b_word = tl.load(p_words + o_col // 32, mask=m_line[:, None] & (o_col < n_cols), other=0)
+        b_bit = (b_word >> (o_col % 32)) & 1
+        b_place = b_begin[:, None] + tl.cumsum(b_bit, 1) - 1
+        tl.store(indices_ptr + b_place, o_col + tl.zeros([LINES, MINORS], tl.int32), mask=b_bit == 1)
+        b_begin += tl.sum(b_bit, 1)
+    fill_behind(indices_ptr, nnz, capacity, 0, i_program, n_programs, CHUNK)
+    # every block is full
+    fill_behind(ids_ptr, 0, capacity, -1, i_program, n_programs, CHUNK)
+# fmt: on
+
+
+class Rows(NamedTuple):
+    """Rows of blocks: (batch | 1) * (heads | 1) axes of n_rows rows of n_cols blocks, and the lengths in tokens."""
+
+    axes: int
+    n_rows: int
+    n_cols: int
+    q_len: int
+    kv_len: int
+    block_size: tuple[int, int]
+
+    @property
+    def n_lines(self) -> int:
+        """Rows of all axes."""
+        return self.axes * self.n_rows
+
+    @property
+    def n_words(self) -> int:
+        """int32 words of the bits of a row."""
+        return -(-self.n_cols // 32)
+
+
+class Told(NamedTuple):
+    """What a launch must know of a contiguous tensor besides its shape, and where it is."""
+
+    dtype: torch.dtype
+    device: torch.device
+    is_aligned: bool
+
+
+def tell(tensor: torch.Tensor) -> Told:
+    """The facts about a tensor: hashable."""
+    return Told(tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _mark_indices(told: Told, rows: Rows, k: int) -> Launch:  # noqa: ARG001  a launch is of one
+    words = triton.next_power_of_2(rows.n_words)
+    entries = min(triton.next_power_of_2(max(16, k)), max(16, ELEMENTS // words))
+    rest = {"n_cols": rows.n_cols, "n_words": rows.n_words, "k": k, "WORDS": words, "ENTRIES": entries}
+    return Launch(mark_indices_kernel, (rows.n_lines,), {**rest, "num_warps": 4 if words * entries > 512 else 1})
+
+
+@functools.lru_cache(maxsize=256)
+def _mark_rows(rows: Rows, device: torch.device) -> Launch:  # noqa: ARG001  likewise
+    words = triton.next_power_of_2(rows.n_words)
+    entries = max(16, min(128, ELEMENTS // words))
+    rest = {"n_rows": rows.n_rows, "n_words": rows.n_words, "WORDS": words, "ENTRIES": entries}
+    return Launch(mark_rows_kernel, (rows.n_lines,), {**rest, "num_warps": 4 if words * entries > 512 else 1})
+
+
+@functools.lru_cache(maxsize=256)
+def _mark_scores(told: Told, rows: Rows, k: int, causal: bool) -> Launch:  # noqa: ARG001  likewise
+    words = triton.next_power_of_2(rows.n_words)
+    block_q, block_kv = rows.block_size
+    sizes = {"n_rows": rows.n_rows, "n_cols": rows.n_cols, "n_words": rows.n_words, "k": k}
+    tokens = {"ahead": rows.kv_len - rows.q_len, "block_q": block_q, "block_kv": block_kv, "kv_len": rows.kv_len}
+    # one warp needs no shared memory to add
+    how = {"CAUSAL": causal, "WORDS": words, "num_warps": 1 if words <= 16 else 4 if words <= 64 else 8}
+    return Launch(mark_scores_kernel, (rows.n_lines,), sizes | tokens | how)
+
+
+@functools.lru_cache(maxsize=256)
+def _list_rows(rows: Rows, capacity: int, device: torch.device) -> Launch:  # noqa: ARG001  likewise
+    sizes = {"n_lines": rows.n_lines, "n_rows": rows.n_rows, "n_cols": rows.n_cols, "n_words": rows.n_words}
+    how = {"LINES": LINES, "MINORS": MINORS, "CHUNK": CHUNK, "num_warps": 4}
+    return Launch(list_rows_kernel, (-(-rows.n_lines // LINES),), {**sizes, "capacity": capacity, **how})
+
+
+def _marked(rows: Rows, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bits int32 (axes, n_rows, n_words), and counts int32 (axes * n_rows,), to be written, on the device of a tensor."""
+    empty = allocator(like)
+    bits = empty(*contiguous(torch.int32, rows.axes, rows.n_rows, rows.n_words))
+    return bits, empty(*contiguous(torch.int32, rows.n_lines))
+
+
+def of_indices(indices: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, ...]:
+    """bits, indptr, indices and bitmask ids (all full) of the cols that each row names; what is not a col is ignored.
+
+    indices  contiguous integers (axes * n_rows * k entries)
+    returns  int32 (axes, n_rows, n_words), (axes, n_rows + 1), (capacity,), (capacity,), capacity = entries of `indices`
+    """
+    bits, counts = _marked(rows, indices)
+    _mark_indices(tell(indices), rows, indices.numel() // rows.n_lines)(indices, bits, counts)
+    return bits, *_listed(bits, counts, rows, indices.numel())
+
+
+def of_rows(listed: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The bits (axes, n_rows, n_words) of blocks by indptr and indices, one right behind the other.
+
+    listed  int32 (axes * (n_rows + 1) + nnz,), at an address that is a multiple of 16
+    """
+    bits = allocator(listed)(*contiguous(torch.int32, rows.axes, rows.n_rows, rows.n_words))
+    _mark_rows(rows, listed.device)(listed, bits)
+    return bits
+
+
+def of_scores(scores: torch.Tensor, rows: Rows, k: int, *, causal: bool) -> tuple[torch.Tensor, ...]:
+    """`of_indices` of the k highest scores of each row, the first of equal ones, with capacity for k a row.
+
+    scores  contiguous floats of at most 32 bits (axes * n_rows * n_cols entries); NaN and -inf are never selected
+    causal  nor is a block without a pair kv_pos <= q_pos + (kv_len - q_len)
+    """
+    bits, counts = _marked(rows, scores)
+    _mark_scores(tell(scores), rows, k, causal)(scores, bits, counts)
+    return bits, *_listed(bits, counts, rows, rows.n_lines * k)
+
+
+def _listed(bits: torch.Tensor, counts: torch.Tensor, rows: Rows, capacity: int) -> tuple[torch.Tensor, ...]:
+    empty = allocator(bits)
+    indptr = empty(*contiguous(torch.int32, rows.axes, rows.n_rows + 1))
+    indices, ids = (empty(*contiguous(torch.int32, capacity)) for _ in range(2))
+    _list_rows(rows, capacity, bits.device)(bits, counts, indptr, indices, ids)
+    return indptr, indices, ids

@@ -1,0 +1,416 @@
+"""How do rows of tensors move and add up on a GPU? Kernels that read and write each row once, at the speed of memory.
+
+    move    target[:, :, put] = source[:, :, taken], of up to four pairs (source, target) with the same lists
+    add     total[:, :, rows] = sums over ranks, in their order and in float32, of rows which a table names; of up to two totals
+    merge   out[:, :, rows] and lse[:, :, rows] of attention over the keys of all ranks, from the parts which a table names
+
+With PyTorch's index_select and index_copy_ a row is read and written several times on its way, sums keep a float32 tensor
+of the whole, and each tensor is a launch. Tensors are (batch, heads, rows, features) with a last stride of 1. A message is
+contiguous, (rows, batch, heads, features of all tensors side by side): it needs no views, which cost the host more than its
+launch. Knows pointers, strides, index lists. Does not know how messages travel, layouts, autograd.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.launch import Launch
+from ...runtime.tensor_spec import TensorSpecs, specs_of
+from .tile import head_base
+
+# rows and elements of a program: 16 bytes a thread, four loads in flight
+ELEMENTS = 8192
+# pairs and sums of a launch
+MOST_PAIRS, MOST_SUMS = 4, 2
+
+
+# fmt: off
+# strides here are (batch, head, row, where the first feature is), in elements
+@triton.jit
+def load_rows(ptr, strides, i_batch, i_head, o_row, m_row, FEATURES: tl.constexpr, DIM: tl.constexpr):
+    """Rows of a head, [rows, DIM], 0 where there are none."""
+    o_dim = tl.arange(0, DIM)
+    p_row = head_base(ptr, strides, i_batch, i_head) + strides[3] + o_row[:, None] * strides[2] + o_dim[None, :]
+    return tl.load(p_row, mask=m_row[:, None] & (o_dim < FEATURES)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, strides, i_batch, i_head, o_row, m_row, b_rows, FEATURES: tl.constexpr, DIM: tl.constexpr):
+    o_dim = tl.arange(0, DIM)
+    p_row = head_base(ptr, strides, i_batch, i_head) + strides[3] + o_row[:, None] * strides[2] + o_dim[None, :]
+    tl.store(p_row, b_rows.to(ptr.dtype.element_ty), mask=m_row[:, None] & (o_dim < FEATURES)[None, :])
+
+
+@triton.jit
+def locate(n_rows, n_blocks, n_heads, ROWS: tl.constexpr):
+    """batch, head and rows of a program, and which of the rows are there."""
+    i_axis = tl.program_id(0) // n_blocks
+    o_row = (tl.program_id(0) % n_blocks) * ROWS + tl.arange(0, ROWS)
+    return i_axis // n_heads, i_axis % n_heads, o_row, o_row < n_rows
+
+
+@triton.jit
+def move_pair(
+    source_ptr, target_ptr, source_strides, target_strides, i_batch, i_head, o_from, o_to, m_row,
+    FEATURES: tl.constexpr, DIM: tl.constexpr,
+):
+    b_rows = load_rows(source_ptr, source_strides, i_batch, i_head, o_from, m_row, FEATURES, DIM)
+    store_rows(target_ptr, target_strides, i_batch, i_head, o_to, m_row, b_rows, FEATURES, DIM)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
+def move_kernel(
+    # inputs, None for those that are not there; the lists are int64, or None for all rows in order
+    source_0_ptr, source_1_ptr, source_2_ptr, source_3_ptr, taken_ptr, put_ptr,
+    # outputs; program_id(1) tells the pairs apart
+    target_0_ptr, target_1_ptr, target_2_ptr, target_3_ptr,
+    source_0_strides, source_1_strides, source_2_strides, source_3_strides,
+    target_0_strides, target_1_strides, target_2_strides, target_3_strides,
+    n_rows, n_blocks, n_heads,
+    # compile time
+    FEATURES_0: tl.constexpr, FEATURES_1: tl.constexpr, FEATURES_2: tl.constexpr, FEATURES_3: tl.constexpr,
+    DIM_0: tl.constexpr, DIM_1: tl.constexpr, DIM_2: tl.constexpr, DIM_3: tl.constexpr, ROWS: tl.constexpr,
+):
+    i_batch, i_head, o_row, m_row = locate(n_rows, n_blocks, n_heads, ROWS)
+    o_from = o_row.to(tl.int64)
+    o_to = o_from
+    if taken_ptr is not None:
+        o_from = tl.load(taken_ptr + o_row, mask=m_row, other=0)
+    if put_ptr is not None:
+        o_to = tl.load(put_ptr + o_row, mask=m_row, other=0)
+    i_pair = tl.program_id(1)
+    # whether a pair is there is known when compiling, which program has it is not: an `and` would compile both
+    if i_pair == 0:
+        move_pair(source_0_ptr, target_0_ptr, source_0_strides, target_0_strides,
+                  i_batch, i_head, o_from, o_to, m_row, FEATURES_0, DIM_0)
+    if source_1_ptr is not None:  # noqa: SIM102
+        if i_pair == 1:
+            move_pair(source_1_ptr, target_1_ptr, source_1_strides, target_1_strides,
+                      i_batch, i_head, o_from, o_to, m_row, FEATURES_1, DIM_1)
+    if source_2_ptr is not None:  # noqa: SIM102
+        if i_pair == 2:
+            move_pair(source_2_ptr, target_2_ptr, source_2_strides, target_2_strides,
+                      i_batch, i_head, o_from, o_to, m_row, FEATURES_2, DIM_2)
+    if source_3_ptr is not None:  # noqa: SIM102
+        if i_pair == 3:
+            move_pair(source_3_ptr, target_3_ptr, source_3_strides, target_3_strides,
+                      i_batch, i_head, o_from, o_to, m_row, FEATURES_3, DIM_3)
+
+
+@triton.jit
+def add_rows(
+    mine_ptr, others_ptr, base_ptr, other_ptr, table_ptr, total_ptr,
+    mine_strides, others_strides, base_strides, other_strides, total_strides,
+    i_batch, i_head, o_row, o_to, m_row, n_rows,
+    RANK: tl.constexpr, N_RANKS: tl.constexpr, FEATURES: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+):
+    b_total = tl.zeros([ROWS, DIM], tl.float32)
+    for i_rank in tl.static_range(N_RANKS):
+        # -1: this rank has nothing for the row
+        o_from = tl.load(table_ptr + i_rank * n_rows + o_row, mask=m_row, other=-1).to(tl.int64)
+        m_from = o_from >= 0
+        if i_rank == RANK:
+            if base_ptr is not None:
+                b_total += load_rows(
+                    base_ptr, base_strides, i_batch, i_head, o_to, m_row, FEATURES, DIM).to(tl.float32)
+            if other_ptr is not None:
+                b_total += load_rows(
+                    other_ptr, other_strides, i_batch, i_head, o_to, m_row, FEATURES, DIM).to(tl.float32)
+            b_part = load_rows(mine_ptr, mine_strides, i_batch, i_head, o_from, m_from, FEATURES, DIM)
+        else:
+            b_part = load_rows(others_ptr, others_strides, i_batch, i_head, o_from, m_from, FEATURES, DIM)
+        b_total += b_part.to(tl.float32)
+    store_rows(total_ptr, total_strides, i_batch, i_head, o_to, m_row, b_total, FEATURES, DIM)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
+def add_kernel(
+    # inputs; `base` and `other` hold every row of total or are None; rows is int64, or None for all
+    mine_0_ptr, mine_1_ptr, base_0_ptr, base_1_ptr, other_0_ptr, other_1_ptr, others_ptr, table_ptr, rows_ptr,
+    # outputs, which may be bases; program_id(1) tells the sums apart
+    total_0_ptr, total_1_ptr,
+    mine_0_strides, mine_1_strides, base_0_strides, base_1_strides, other_0_strides, other_1_strides,
+    others_0_strides, others_1_strides, total_0_strides, total_1_strides,
+    n_rows, n_blocks, n_heads,
+    RANK: tl.constexpr, N_RANKS: tl.constexpr, FEATURES_0: tl.constexpr, FEATURES_1: tl.constexpr,
+    DIM_0: tl.constexpr, DIM_1: tl.constexpr, ROWS: tl.constexpr,
+):
+    i_batch, i_head, o_row, m_row = locate(n_rows, n_blocks, n_heads, ROWS)
+    o_to = o_row.to(tl.int64)
+    if rows_ptr is not None:
+        o_to = tl.load(rows_ptr + o_row, mask=m_row, other=0)
+    i_sum = tl.program_id(1)
+    if i_sum == 0:
+        add_rows(mine_0_ptr, others_ptr, base_0_ptr, other_0_ptr, table_ptr, total_0_ptr,
+                 mine_0_strides, others_0_strides, base_0_strides, other_0_strides, total_0_strides,
+                 i_batch, i_head, o_row, o_to, m_row, n_rows, RANK, N_RANKS, FEATURES_0, DIM_0, ROWS)
+    if total_1_ptr is not None:  # noqa: SIM102
+        if i_sum == 1:
+            add_rows(mine_1_ptr, others_ptr, base_1_ptr, other_1_ptr, table_ptr, total_1_ptr,
+                     mine_1_strides, others_1_strides, base_1_strides, other_1_strides, total_1_strides,
+                     i_batch, i_head, o_row, o_to, m_row, n_rows, RANK, N_RANKS, FEATURES_1, DIM_1, ROWS)
+
+
+@triton.jit
+def load_lse(ptr, strides, i_batch, i_head, o_row, m_row, HALVES: tl.constexpr):
+    """lse of a part, -inf where there is none. HALVES: in a message of a type of 16 bits, the low half first."""
+    p_lse = head_base(ptr, strides, i_batch, i_head) + strides[3] + o_row * strides[2]
+    if HALVES:
+        b_low = tl.load(p_lse, mask=m_row, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
+        b_high = tl.load(p_lse + 1, mask=m_row, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
+        b_lse = ((b_high << 16) | b_low).to(tl.float32, bitcast=True)
+    else:
+        b_lse = tl.load(p_lse, mask=m_row, other=0.0).to(tl.float32)
+    return tl.where(m_row, b_lse, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
+def merge_kernel(
+    # inputs; others is a message of outputs and lse
+    mine_ptr, mine_lse_ptr, others_ptr, table_ptr, rows_ptr,
+    # outputs
+    out_ptr, lse_ptr,
+    mine_strides, mine_lse_strides, others_strides, others_lse_strides, out_strides, lse_strides,
+    n_rows, n_blocks, n_heads,
+    RANK: tl.constexpr, N_RANKS: tl.constexpr, HALVES: tl.constexpr,
+    FEATURES_0: tl.constexpr, DIM_0: tl.constexpr, ROWS: tl.constexpr,
+):
+    i_batch, i_head, o_row, m_row = locate(n_rows, n_blocks, n_heads, ROWS)
+    o_to = tl.load(rows_ptr + o_row, mask=m_row, other=0)
+    b_highest = tl.full([ROWS], float("-inf"), tl.float32)
+    for i_rank in tl.static_range(N_RANKS):
+        o_from = tl.load(table_ptr + i_rank * n_rows + o_row, mask=m_row, other=-1).to(tl.int64)
+        if i_rank == RANK:
+            b_lse = load_lse(mine_lse_ptr, mine_lse_strides, i_batch, i_head, o_from, o_from >= 0, False)
+        else:
+            b_lse = load_lse(others_ptr, others_lse_strides, i_batch, i_head, o_from, o_from >= 0, HALVES)
+        b_highest = tl.maximum(b_highest, b_lse)
+    # a row which no key has met keeps -inf; a finite pivot avoids -inf - (-inf) = nan
+    b_pivot = tl.where(b_highest == float("-inf"), 0.0, b_highest)
+    b_weight = tl.zeros([ROWS], tl.float32)
+    b_out = tl.zeros([ROWS, DIM_0], tl.float32)
+    for i_rank in tl.static_range(N_RANKS):
+        o_from = tl.load(table_ptr + i_rank * n_rows + o_row, mask=m_row, other=-1).to(tl.int64)
+        m_from = o_from >= 0
+        if i_rank == RANK:
+            b_lse = load_lse(mine_lse_ptr, mine_lse_strides, i_batch, i_head, o_from, m_from, False)
+            b_part = load_rows(mine_ptr, mine_strides, i_batch, i_head, o_from, m_from, FEATURES_0, DIM_0)
+        else:
+            b_lse = load_lse(others_ptr, others_lse_strides, i_batch, i_head, o_from, m_from, HALVES)
+            b_part = load_rows(others_ptr, others_strides, i_batch, i_head, o_from, m_from, FEATURES_0, DIM_0)
+        b_share = tl.exp(b_lse - b_pivot)
+        b_weight += b_share
+        b_out += b_share[:, None] * b_part.to(tl.float32)
+    m_empty = b_weight == 0.0
+    b_divisor = tl.where(m_empty, 1.0, b_weight)
+    store_rows(out_ptr, out_strides, i_batch, i_head, o_to, m_row, b_out / b_divisor[:, None], FEATURES_0, DIM_0)
+    b_lse = tl.where(m_empty, float("-inf"), b_pivot + tl.log(b_divisor))
+    p_lse = head_base(lse_ptr, lse_strides, i_batch, i_head) + o_to * lse_strides[2]
+    tl.store(p_lse, b_lse, mask=m_row)
+# fmt: on
+
+
+# ---- the launches ----
+
+# (batch, head, row, first feature)
+_NO_STRIDES = (0, 0, 0, 0)
+
+
+def _sizes(shape: Sequence[int], n_rows: int, features: Sequence[int], most: int) -> tuple[int, dict[str, Any]]:
+    """Programs of a launch over so many rows of batch and heads of a shape, and the arguments that say so."""
+    batch, heads = shape[:2]
+    dims = [triton.next_power_of_2(width) for width in features]
+    rows = max(1, min(ELEMENTS // max(dims), 128))
+    n_blocks = -(-n_rows // rows)
+    sizes = {"n_rows": n_rows, "n_blocks": n_blocks, "n_heads": heads, "ROWS": rows, "num_warps": 8}
+    for i in range(most):
+        # a width of those that are not there
+        there = i < len(features)
+        sizes |= {f"FEATURES_{i}": features[i] if there else 1, f"DIM_{i}": dims[i] if there else 1}
+    return n_blocks * batch * heads, sizes
+
+
+def _message_strides(shape: Sequence[int], features: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of the parts of a message of so many features each."""
+    batch, heads = shape[:2]
+    width = sum(features)
+    firsts = [0, *itertools.accumulate(features)]
+    return [(heads * width, width, batch * heads * width, first) for first in firsts[:-1]]
+
+
+def _strides(name: str, of_each: Sequence[tuple[int, ...]], most: int) -> dict[str, tuple[int, ...]]:
+    padded = [*((*strides[:3], strides[3] if len(strides) == 4 else 0) for strides in of_each)]
+    return {f"{name}_{i}_strides": padded[i] if i < len(padded) else _NO_STRIDES for i in range(most)}
+
+
+def _is_aligned(tensor: torch.Tensor | None) -> bool:
+    """Of a list or a message, whose type and shape follow; one that is not there counts as aligned."""
+    return tensor is None or tensor.data_ptr() % 16 == 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _move_launch(
+    kind: TensorSpecs,
+    way: str,
+    n_rows: int,
+    others: tuple[Any, ...],  # noqa: ARG001  type and alignment of a message, which lists there are, the device
+) -> Launch:
+    """kind: of the sources of "move" and then its targets, of the sources of "pack", of the targets of "unpack"."""
+    seen = kind.tensors
+    n_pairs = len(seen) // 2 if way == "move" else len(seen)
+    features = [of.shape[3] for of in seen[:n_pairs]]
+    shape = seen[0].shape
+    ours = [of.strides[:3] for of in seen]
+    message = _message_strides(shape, features)
+    sources = message if way == "unpack" else ours[:n_pairs]
+    targets = message if way == "pack" else ours[-n_pairs:]
+    n_programs, sizes = _sizes(shape, n_rows, features, MOST_PAIRS)
+    strides = _strides("source", sources, MOST_PAIRS) | _strides("target", targets, MOST_PAIRS)
+    return Launch(move_kernel, (n_programs, n_pairs), strides | sizes)
+
+
+def _move(
+    way: str,
+    seen: Sequence[torch.Tensor],
+    message: torch.Tensor | None,
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    taken: torch.Tensor | None,
+    put: torch.Tensor | None,
+) -> None:
+    n_rows = targets[0].shape[0 if way == "pack" else 2] if put is None else put.shape[0]
+    if n_rows == 0 or seen[0].shape[0] * seen[0].shape[1] == 0:
+        return
+    lists = taken is None, _is_aligned(taken), put is None, _is_aligned(put)
+    others = None if message is None else message.dtype, _is_aligned(message), lists, seen[0].device
+    launch = _move_launch(specs_of(*seen), way, n_rows, others)
+    missing = (None,) * (MOST_PAIRS - len(sources))
+    launch(*sources, *missing, taken, put, *targets, *missing)
+
+
+def move(
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    taken: torch.Tensor | None,
+    put: torch.Tensor | None,
+) -> None:
+    """target[:, :, put] = source[:, :, taken], in target's type, of up to MOST_PAIRS pairs.
+
+    The lists are contiguous int64; None is all rows. Batches, heads and rows of all pairs are equal.
+    """
+    _move("move", [*sources, *targets], None, sources, targets, taken, put)
+
+
+def pack(sources: Sequence[torch.Tensor], message: torch.Tensor, taken: torch.Tensor | None) -> None:
+    """Rows of up to MOST_PAIRS tensors to a message of their type."""
+    _move("pack", sources, message, sources, [message] * len(sources), taken, None)
+
+
+def unpack(message: torch.Tensor, targets: Sequence[torch.Tensor], put: torch.Tensor | None) -> None:
+    """The rows of a message to up to MOST_PAIRS tensors of its type."""
+    _move("unpack", targets, message, [message] * len(targets), targets, None, put)
+
+
+@functools.lru_cache(maxsize=1024)
+def _add_launch(
+    kind: TensorSpecs,
+    n_sums: int,
+    n_bases: int,
+    n_rows: int,
+    rank: int,
+    n_ranks: int,
+    others: tuple[Any, ...],  # noqa: ARG001  likewise
+) -> Launch:
+    """kind: of the totals, of what this rank gave, of each base of every total."""
+    seen = kind.tensors
+    features = [of.shape[3] for of in seen[:n_sums]]
+    n_programs, sizes = _sizes(seen[0].shape, n_rows, features, MOST_SUMS)
+    strides = _strides("others", _message_strides(seen[0].shape, features), MOST_SUMS)
+    names = ("total", "mine", "base", "other")
+    for i, name in enumerate(names):
+        found = [of.strides[:3] for of in seen[i * n_sums : (i + 1) * n_sums]] if i < 2 + n_bases else []
+        strides |= _strides(name, found, MOST_SUMS)
+    return Launch(add_kernel, (n_programs, n_sums), strides | sizes | {"RANK": rank, "N_RANKS": n_ranks})
+
+
+def add(
+    totals: Sequence[torch.Tensor],
+    mine: Sequence[torch.Tensor],
+    others: torch.Tensor,
+    bases: Sequence[Sequence[torch.Tensor]],
+    table: torch.Tensor,
+    rows: torch.Tensor | None,
+    rank: int,
+) -> None:
+    """total[:, :, rows] = for each rank r in order its row table[r] of the message others, at `rank` bases + mine.
+
+    totals, mine  up to MOST_SUMS; others is a message of as many
+    bases    up to two lists, each of one tensor for each total, and of its shape; they may be the totals themselves
+    table    int32 (ranks, rows), contiguous; -1: nothing
+    """
+    n_ranks, n_rows = table.shape
+    if n_rows == 0 or totals[0].numel() == 0:
+        return
+    n_sums = len(totals)
+    kind = specs_of(*totals, *mine, *itertools.chain(*bases))
+    rest = others.dtype, _is_aligned(others), rows is None, _is_aligned(rows), _is_aligned(table), totals[0].device
+    launch = _add_launch(kind, n_sums, len(bases), n_rows, rank, n_ranks, rest)
+    missing = (None,) * (MOST_SUMS - n_sums)
+    columns = [*bases, *[(None,) * n_sums] * (2 - len(bases))]
+    launch(
+        *mine, *missing, *columns[0], *missing, *columns[1], *missing, others, table, rows, *totals, *missing
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _merge_launch(
+    kind: TensorSpecs,
+    n_rows: int,
+    rank: int,
+    n_ranks: int,
+    others: tuple[Any, ...],  # noqa: ARG001  likewise
+) -> Launch:
+    out, lse, mine, mine_lse = kind.tensors
+    halves = out.dtype.itemsize == 2
+    features = [out.shape[3], 2 if halves else 1]
+    n_programs, sizes = _sizes(out.shape, n_rows, features[:1], 1)
+    part, part_lse = _message_strides(out.shape, features)
+    strides = {
+        "mine_strides": (*mine.strides[:3], 0),
+        "mine_lse_strides": (*mine_lse.strides, 0),
+        "others_strides": part,
+        "others_lse_strides": part_lse,
+        "out_strides": (*out.strides[:3], 0),
+        "lse_strides": (*lse.strides, 0),
+    }
+    return Launch(merge_kernel, (n_programs,), strides | sizes | {"RANK": rank, "N_RANKS": n_ranks, "HALVES": halves})
+
+
+def merge(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mine: tuple[torch.Tensor, torch.Tensor],
+    others: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    rank: int,
+) -> None:
+    """out[:, :, rows] and lse[:, :, rows] from the parts of all ranks, as blocksparse_flash.merge joins two.
+
+    out, lse  lse (batch, heads, rows) is float32
+    mine     out and lse of this rank; others is a message of those of the other ones, lse in the words of its type
+    table    as in `add`: which part of a rank is that of the row
+    """
+    n_ranks, n_rows = table.shape
+    if n_rows == 0 or out.numel() == 0:
+        return
+    rest = _is_aligned(others), _is_aligned(rows), _is_aligned(table), out.device
+    launch = _merge_launch(specs_of(out, lse, *mine), n_rows, rank, n_ranks, rest)
+    launch(*mine, others, table, rows, out, lse)

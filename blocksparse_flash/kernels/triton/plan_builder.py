@@ -1,0 +1,436 @@
+"""How do the bits of selected blocks become what kernels walk? Two launches that do as selection.build_plan does.
+
+    count     how many tiles of each kind each row and each column of tiles has; and every bitmask that a tile can have
+    list      records in launch order, and the tiles of each row and column, partial ones first, those made of whole quarters last of them
+
+A launch is a program for some rows, or some columns, of an axis. Where its lists begin, and how many lines have more work than
+its own, each program finds out for itself from all counts, so that the order is the same every time; nothing is sorted.
+Reads the bits of all tiles: time O(tiles of the grid). Knows pointers and sizes, and
+the format of a plan. Does not know layouts, nor what attention does with the lists.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.launch import Launch, Memory, allocator, contiguous
+from .block_selection import CHUNK, Rows, fill_behind, of_rows, sums_before
+from .tile import RECORD, TILE
+
+# lines of a program, tiles of each at a time
+LINES, MINORS = 8, 128
+# axes whose counts are compared at a time
+AXES = 8
+# words of bitmasks of a program
+WORDS = 1024
+# of an entry of a list, see plan.py: taken from the index of a partial tile; which quarters attend
+PARTIAL = tl.constexpr(1 << 24)
+QUARTERS_BIT, ALL_QUARTERS = tl.constexpr(25), tl.constexpr(15)
+WORDS_OF_TILE = tl.constexpr(4)
+
+
+class Grid(NamedTuple):
+    """Tiles of the rows and cols of blocks, how many tiles a block has along each axis, or how many blocks a tile has."""
+
+    rows: Rows
+    causal: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tile rows and tile columns."""
+        return -(-self.rows.q_len // TILE.value), -(-self.rows.kv_len // TILE.value)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of a block along each axis, at least 1."""
+        return max(1, self.rows.block_size[0] // TILE.value), max(1, self.rows.block_size[1] // TILE.value)
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Blocks of a tile along each axis, at least 1."""
+        return max(1, TILE.value // self.rows.block_size[0]), max(1, TILE.value // self.rows.block_size[1])
+
+    @property
+    def n_patterns(self) -> int:
+        """Which blocks of a tile there are, as bits."""
+        return 1 << self.parts[0] * self.parts[1]
+
+    @property
+    def n_bitmasks(self) -> int:
+        """For each pattern 4 edges, and each of those without a diagonal and with the two that occur."""
+        return self.n_patterns * 4 * (3 if self.causal else 1)
+
+    @property
+    def has_quarters(self) -> bool:
+        """Whether tiles made of whole quarters, 64 x 64, are listed as such: where no side of a block is shorter, and one as long."""
+        return max(self.parts) == 2
+
+    def sizes(self) -> dict[str, Any]:
+        """What the kernels are told, by name."""
+        rows, (q_tiles, kv_tiles) = self.rows, self.shape
+        return {
+            "axes": rows.axes,
+            "n_rows": rows.n_rows,
+            "n_cols": rows.n_cols,
+            "n_words": rows.n_words,
+            "q_len": rows.q_len,
+            "kv_len": rows.kv_len,
+            "q_tiles": q_tiles,
+            "kv_tiles": kv_tiles,
+            **dict(zip(("PARTS_Q", "PARTS_KV", "TILES_Q", "TILES_KV"), (*self.parts, *self.tiles), strict=True)),
+            "CAUSAL": self.causal,
+            "QUARTERS": self.has_quarters,
+        }
+
+
+SIZES = ["axes", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "kv_tiles"]
+
+
+# fmt: off
+@triton.jit
+def quarters(b_pattern, b_query, b_key, q_len, kv_len, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, CAUSAL: tl.constexpr):
+    """plan.quarters_of the bitmasks of tiles, from their first queries and keys and which of their blocks are there."""
+    HALF: tl.constexpr = TILE // 2
+    b_some, b_cut = b_pattern * 0, b_pattern * 0
+    for i in tl.static_range(4):
+        b_first_q, b_first_kv = b_query + i // 2 * HALF, b_key + i % 2 * HALF
+        b_there = ((b_pattern >> (i // 2 * PARTS_Q // 2 * PARTS_KV + i % 2 * PARTS_KV // 2)) & 1) == 1
+        m_some = b_there & (b_first_q < q_len) & (b_first_kv < kv_len)
+        m_all = b_there & (b_first_q + HALF <= q_len) & (b_first_kv + HALF <= kv_len)
+        if CAUSAL:
+            # the last query sees the first key; the first query sees the last one
+            m_some &= tl.minimum(b_first_q + HALF, q_len) - 1 + kv_len - q_len >= b_first_kv
+            m_all &= b_first_q + kv_len - q_len >= b_first_kv + HALF - 1
+        b_some |= m_some.to(tl.int32) << i
+        b_cut |= (m_some & (m_all == 0)).to(tl.int32)
+    return tl.where(b_cut == 0, b_some, ALL_QUARTERS)
+
+
+@triton.jit
+def is_single(b_quarters, OF_ROWS: tl.constexpr):
+    """1 where only one half of a tile's keys, or for columns of its queries, attends: see plan._is_single."""
+    SHIFT: tl.constexpr = 2 if OF_ROWS else 1
+    HALVES: tl.constexpr = 3 if OF_ROWS else 5
+    return (((b_quarters | (b_quarters >> SHIFT)) & HALVES) != HALVES).to(tl.int32)
+
+
+@triton.jit
+def look(
+    bits_ptr, i_axis, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+):
+    """(is there, is full, which bitmask, which quarters) of the tiles (o_row, o_col), which broadcast; int32. See selection.build_plan."""
+    p_bits = bits_ptr + i_axis.to(tl.int64) * n_rows * n_words
+    m_tile = (o_row < q_tiles) & (o_col < kv_tiles)
+    b_pattern = tl.where(m_tile, 0, 0)
+    b_left = b_pattern
+    for part_q in tl.static_range(PARTS_Q):
+        for part_kv in tl.static_range(PARTS_KV):
+            o_block_row = (o_row * PARTS_Q + part_q) // TILES_Q
+            o_block_col = (o_col * PARTS_KV + part_kv) // TILES_KV
+            m_block = m_tile & (o_block_row < n_rows) & (o_block_col < n_cols)
+            p_word = p_bits + o_block_row.to(tl.int64) * n_words + o_block_col // 32
+            b_bit = (tl.load(p_word, mask=m_block, other=0) >> (o_block_col % 32)) & 1
+            b_pattern |= b_bit << (part_q * PARTS_KV + part_kv)
+            if CAUSAL:
+                # the last query of the part sees its first key
+                last_q = tl.minimum(o_row * TILE + (part_q + 1) * (TILE // PARTS_Q), q_len) - 1
+                first_kv = o_col * TILE + part_kv * (TILE // PARTS_KV)
+                b_left |= b_bit & (last_q + kv_len - q_len >= first_kv).to(tl.int32)
+    # 1: on the ragged right edge; 2: on the bottom edge; 4 and 8: the diagonal crosses it
+    b_kind = ((o_col == kv_tiles - 1) & (kv_len % TILE != 0)).to(tl.int32)
+    b_kind += 2 * ((o_row == q_tiles - 1) & (q_len % TILE != 0)).to(tl.int32)
+    if CAUSAL:
+        # how far query 0 stands behind key 0, in tokens: from 127 on every pair attends
+        behind = (o_row - o_col) * TILE + kv_len - q_len
+        b_kind += 4 * (behind < TILE - 1).to(tl.int32) + 4 * (behind < 0).to(tl.int32)
+    else:
+        b_left = b_pattern
+    N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
+    b_id = b_pattern + b_kind * N_PATTERNS
+    b_quarters = b_pattern * 0 + ALL_QUARTERS
+    if QUARTERS:
+        b_quarters = quarters(b_pattern, o_row * TILE, o_col * TILE, q_len, kv_len, PARTS_Q, PARTS_KV, CAUSAL)
+    return (b_left != 0).to(tl.int32), (b_id == N_PATTERNS - 1).to(tl.int32), b_id, b_quarters
+
+
+@triton.jit
+def look_along(
+    bits_ptr, i_axis, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+):
+    """`look` at [lines, minors]: lines are tile rows and minors tile columns, or the other way round."""
+    if OF_ROWS:
+        o_row, o_col = o_line[:, None], o_minor[None, :]
+    else:
+        o_row, o_col = o_minor[None, :], o_line[:, None]
+    return look(
+        bits_ptr, i_axis, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS
+    )
+
+
+@triton.jit
+def count_lines(
+    bits_ptr, counts_ptr, i_program, n_major, n_minor,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    LINES: tl.constexpr, MINORS: tl.constexpr,
+):
+    """Tiles, and after those of all lines of all axes the partial ones, those made of whole quarters, and single ones, of some lines."""
+    n_groups = tl.cdiv(n_major, LINES)
+    i_axis = i_program // n_groups
+    o_line = (i_program % n_groups) * LINES + tl.arange(0, LINES)
+    b_tiles, b_partial = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
+    b_quartered, b_single = b_tiles, b_tiles
+    for first in range(0, n_minor, MINORS):
+        b_there, b_full, _, b_quarters = look_along(
+            bits_ptr, i_axis, o_line, first + tl.arange(0, MINORS),
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
+        )
+        b_tiles += tl.sum(b_there, 1)
+        b_partial += tl.sum(b_there & (1 - b_full), 1)
+        if QUARTERS:
+            b_quartered += tl.sum(b_there & (b_quarters < ALL_QUARTERS).to(tl.int32), 1)
+            b_single += tl.sum(b_there & is_single(b_quarters, OF_ROWS), 1)
+    p_count = counts_ptr + i_axis * n_major + o_line
+    tl.store(p_count, b_tiles, mask=o_line < n_major)
+    tl.store(p_count + axes * n_major, b_partial, mask=o_line < n_major)
+    tl.store(p_count + 2 * axes * n_major, b_quartered, mask=o_line < n_major)
+    tl.store(p_count + 3 * axes * n_major, b_single, mask=o_line < n_major)
+
+
+@triton.jit
+def first_bits(count):
+    """A word whose lowest `count` bits are set, none below 0, all from 32 on."""
+    wide = tl.minimum(tl.maximum(count, 0), 32).to(tl.int64)
+    return (((wide * 0 + 1) << wide) - 1).to(tl.int32)
+
+
+@triton.jit
+def write_bitmasks(
+    words_ptr, i_program, n_words, q_len, kv_len, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, WORDS: tl.constexpr,
+):
+    """Some words of every bitmask: of each diagonal, edge and pattern, the last fastest. See selection._Looks."""
+    N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
+    o_word = i_program * WORDS + tl.arange(0, WORDS)
+    b_start = o_word % WORDS_OF_TILE * 32
+    b_query = o_word // WORDS_OF_TILE % TILE
+    b_code = o_word // (WORDS_OF_TILE * TILE)
+    b_pattern, b_edge, b_diagonal = b_code % N_PATTERNS, b_code // N_PATTERNS % 4, b_code // (4 * N_PATTERNS)
+    b_part = b_query // (TILE // PARTS_Q) * PARTS_KV + b_start // (TILE // PARTS_KV)
+    b_bits = tl.where(((b_pattern >> b_part) & 1) == 1, -1, 0)
+    last_q, last_kv = (q_len - 1) % TILE + 1, (kv_len - 1) % TILE + 1
+    b_bits &= tl.where((b_edge & 1) == 1, first_bits(last_kv - b_start), -1)
+    b_bits = tl.where(((b_edge & 2) == 2) & (b_query >= last_q), 0, b_bits)
+    # a query sees the keys up to this one, counted in the tile
+    b_last = b_query + ((kv_len - q_len) & (TILE - 1)) - TILE * (b_diagonal - 1)
+    b_bits &= tl.where(b_diagonal > 0, first_bits(b_last + 1 - b_start), -1)
+    tl.store(words_ptr + o_word, b_bits, mask=o_word < n_words)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "n_words_of_all"])
+def count_kernel(
+    # input: int32 (axes, n_rows, n_words)
+    bits_ptr,
+    # outputs: int32 4 * axes * (q_tiles + kv_tiles): tiles, partial, quartered and single ones of rows, and of columns; every bitmask
+    counts_ptr, words_ptr,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, n_words_of_all,
+    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    LINES: tl.constexpr, MINORS: tl.constexpr, WORDS: tl.constexpr,
+):
+    i_program = tl.program_id(0)
+    n_of_rows, n_of_cols = axes * tl.cdiv(q_tiles, LINES), axes * tl.cdiv(kv_tiles, LINES)
+    if i_program < n_of_rows:
+        count_lines(
+            bits_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS,
+        )
+    elif i_program < n_of_rows + n_of_cols:
+        count_lines(
+            bits_ptr, counts_ptr + 4 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS,
+        )
+    else:
+        write_bitmasks(words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all, q_len, kv_len, PARTS_Q, PARTS_KV, WORDS)
+
+
+@triton.jit
+def most_long(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.constexpr):
+    """Lines with more than `limit` tiles, of the axis that has most."""
+    b_most = tl.zeros([AXES], tl.int32)
+    for first_axis in range(0, axes, AXES):
+        o_axis = (first_axis + tl.arange(0, AXES))[:, None]
+        b_long = tl.zeros([AXES], tl.int32)
+        for first in range(0, n_major, MINORS):
+            o_line = (first + tl.arange(0, MINORS))[None, :]
+            m_line = (o_axis < axes) & (o_line < n_major)
+            b_long += tl.sum((tl.load(counts_ptr + o_axis * n_major + o_line, mask=m_line, other=0) > limit).to(tl.int32), 1)
+        b_most = tl.maximum(b_most, b_long)
+    return tl.max(b_most, 0)
+
+
+@triton.jit
+def list_lines(
+    bits_ptr, counts_ptr, items_ptr, indices_ptr, ids_ptr, i_program, n_programs, n_major, n_minor, n_indices, n_ids,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Records and tiles of some lines of one direction, and a share of the zeros behind all tiles."""
+    n_groups = tl.cdiv(n_major, LINES)
+    i_axis = i_program // n_groups
+    first_line = (i_program % n_groups) * LINES
+    o_line = first_line + tl.arange(0, LINES)
+    m_line = o_line < n_major
+    n_tiles, before = sums_before(counts_ptr, axes * n_major, i_axis * n_major + first_line, CHUNK)
+    # twice the mean
+    limit = ((2 * n_tiles.to(tl.int64)) // (axes * n_major)).to(tl.int32)
+    n_long = most_long(counts_ptr, axes, n_major, limit, AXES, MINORS)
+
+    p_tiles = counts_ptr + i_axis * n_major
+    b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
+    b_partial = tl.load(p_tiles + axes * n_major + o_line, mask=m_line, other=0)
+    b_quartered = tl.load(p_tiles + 2 * axes * n_major + o_line, mask=m_line, other=0)
+    b_single = tl.load(p_tiles + 3 * axes * n_major + o_line, mask=m_line, other=0)
+    b_begin = before + tl.cumsum(b_tiles, 0) - b_tiles
+    # the longest first, of equal ones the first
+    b_position = tl.zeros([LINES], tl.int32)
+    for first in range(0, n_major, MINORS):
+        o_other = first + tl.arange(0, MINORS)
+        b_other = tl.load(p_tiles + o_other, mask=o_other < n_major, other=-1)[None, :]
+        b_sooner = (b_other > b_tiles[:, None]) | ((b_other == b_tiles[:, None]) & (o_other[None, :] < o_line[:, None]))
+        b_position += tl.sum(b_sooner.to(tl.int32), 1)
+    p_items = items_ptr + i_axis.to(tl.int64) * n_major * RECORD
+    p_record = p_items + b_position * RECORD
+    tl.store(p_record, o_line, mask=m_line)
+    tl.store(p_record + 1, b_begin, mask=m_line)
+    tl.store(p_record + 2, b_tiles, mask=m_line)
+    tl.store(p_record + 3, b_partial, mask=m_line)
+    tl.store(p_items + o_line * RECORD + 4, b_position, mask=m_line)
+    tl.store(p_record + 5, b_quartered, mask=m_line)
+    tl.store(p_record + 6, b_single, mask=m_line)
+    # never all: see plan._long
+    tl.store(p_record + 7, o_line * 0 + tl.minimum(n_long, n_major - 1), mask=m_line)
+
+    b_next_mixed, b_next_full = b_begin, b_begin + b_partial
+    b_next_single = b_next_full - b_single
+    b_next_both = b_next_full - b_quartered
+    for first in range(0, n_minor, MINORS):
+        o_minor = first + tl.arange(0, MINORS)
+        b_there, b_full, b_id, b_quarters = look_along(
+            bits_ptr, i_axis, o_line, o_minor,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
+        )
+        b_is_full, b_is_partial = b_there & b_full, b_there & (1 - b_full)
+        b_is_quartered = b_is_partial & (b_quarters < ALL_QUARTERS).to(tl.int32)
+        b_is_mixed = b_is_partial - b_is_quartered
+        b_place = tl.where(b_full == 1, b_next_full[:, None] + tl.cumsum(b_is_full, 1), b_next_mixed[:, None] + tl.cumsum(b_is_mixed, 1))
+        if QUARTERS:
+            b_is_single = b_is_quartered & is_single(b_quarters, OF_ROWS)
+            b_is_both = b_is_quartered - b_is_single
+            b_place = tl.where(b_is_both == 1, b_next_both[:, None] + tl.cumsum(b_is_both, 1), b_place)
+            b_place = tl.where(b_is_single == 1, b_next_single[:, None] + tl.cumsum(b_is_single, 1), b_place)
+            b_next_both += tl.sum(b_is_both, 1)
+            b_next_single += tl.sum(b_is_single, 1)
+        b_mark = PARTIAL * b_is_partial + ((ALL_QUARTERS - b_quarters) << QUARTERS_BIT) * b_is_quartered
+        tl.store(indices_ptr + b_place - 1, o_minor[None, :] - b_mark, mask=b_there == 1)
+        tl.store(ids_ptr + b_place - 1, b_id * b_is_partial, mask=b_there == 1)
+        b_next_full += tl.sum(b_is_full, 1)
+        b_next_mixed += tl.sum(b_is_mixed, 1)
+    fill_behind(indices_ptr, n_tiles, n_indices, 0, i_program, n_programs, CHUNK)
+    fill_behind(ids_ptr, n_tiles, n_ids, 0, i_program, n_programs, CHUNK)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "n_indices", "n_row_ids", "n_col_ids"])
+def list_kernel(
+    # inputs: int32 (axes, n_rows, n_words), and what count_kernel counts
+    bits_ptr, counts_ptr,
+    # outputs: see plan.Plan
+    row_items_ptr, row_indices_ptr, row_ids_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr,
+    # lengths of these, which change with what is stored
+    n_indices, n_row_ids, n_col_ids,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
+):
+    i_program = tl.program_id(0)
+    n_of_rows, n_of_cols = axes * tl.cdiv(q_tiles, LINES), axes * tl.cdiv(kv_tiles, LINES)
+    if i_program < n_of_rows:
+        list_lines(
+            bits_ptr, counts_ptr, row_items_ptr, row_indices_ptr, row_ids_ptr, i_program, n_of_rows,
+            q_tiles, kv_tiles, n_indices, n_row_ids,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS, AXES, CHUNK,
+        )
+    else:
+        list_lines(
+            bits_ptr, counts_ptr + 4 * axes * q_tiles, col_items_ptr, col_indices_ptr, col_ids_ptr,
+            i_program - n_of_rows, n_of_cols, kv_tiles, q_tiles, n_indices, n_col_ids,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS, AXES, CHUNK,
+        )
+# fmt: on
+
+
+class Ready(NamedTuple):
+    """The two launches, and memory for what is counted and for the bitmasks."""
+
+    counts: Launch
+    lists: Launch
+    counted: Memory
+    words: Memory
+
+
+@functools.lru_cache(maxsize=256)
+def prepare(grid: Grid, device: torch.device) -> Ready:  # noqa: ARG001  launches are of one
+    """The launches, for lists of any length."""
+    sizes, n_words = grid.sizes(), grid.n_bitmasks * TILE.value * WORDS_OF_TILE.value
+    n_lines = grid.rows.axes * sum(-(-side // LINES) for side in grid.shape)
+    lines = {"LINES": LINES, "MINORS": MINORS, "num_warps": 8}
+    count = {**sizes, "n_words_of_all": n_words, **lines, "WORDS": WORDS}
+    fill = {**sizes, **lines, "AXES": AXES, "CHUNK": CHUNK}
+    return Ready(
+        Launch(count_kernel, (n_lines + n_words // WORDS,), count),
+        Launch(list_kernel, (n_lines,), fill),
+        contiguous(torch.int32, 4 * grid.rows.axes * sum(grid.shape)),
+        contiguous(torch.int32, grid.n_bitmasks, TILE.value, WORDS_OF_TILE.value),
+    )
+
+
+def build_plan(
+    bits: torch.Tensor, grid: Grid, leads: tuple[int, int], lengths: tuple[int, int, int]
+) -> list[torch.Tensor]:
+    """The tensors of plan.Plan.
+
+    bits     int32 (axes, n_rows, n_words), what selecting.py marks
+    leads    (batch | 1, heads | 1), axes in all
+    lengths  of the lists: indices, ids of rows, ids of columns
+    """
+    new = allocator(bits)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return new(*contiguous(torch.int32, *shape))
+
+    n_indices, *n_ids = lengths
+    sides = [
+        (empty(*leads, n_lines, RECORD.value), empty(n_indices), empty(n))
+        for n_lines, n in zip(grid.shape, n_ids, strict=True)
+    ]
+    ready = prepare(grid, bits.device)
+    counts, words = new(*ready.counted), new(*ready.words)
+    ready.counts(bits, counts, words)
+    ready.lists(bits, counts, *sides[0], *sides[1], *lengths)
+    return [*sides[0], *sides[1], words]
+
+
+def of_blocks(
+    listed: torch.Tensor, *, grid: Grid, leads: tuple[int, int], lengths: tuple[int, int, int]
+) -> list[torch.Tensor]:
+    """`build_plan` of blocks by indptr and indices, one right behind the other: see selecting.of_rows."""
+    return build_plan(of_rows(listed, grid.rows), grid, leads, lengths)

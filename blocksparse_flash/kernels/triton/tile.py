@@ -1,0 +1,324 @@
+"""What do the Triton kernels share? Loading a tile, its mask, its dropout, and which tiles a program walks.
+
+Knows: pointers, tensor descriptors and the records of a plan. Does not know: launches, torch, what a gradient is.
+
+Base of the logarithm: scores and the running maximum are in base 2 inside the kernels, `lse` in memory is natural.
+"""
+
+import triton
+import triton.language as tl
+
+# side of a plan's tile, in tokens
+TILE = tl.constexpr(128)
+# clears the sign with which tile_start marks a partial tile
+WITHOUT_SIGN = tl.constexpr(0x7FFFFFFF)
+# int32 values of a plan's record
+RECORD = tl.constexpr(8)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Triton's interpreter knows neither inline assembly nor bfloat16 products
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def head_base(ptr, strides, i_batch, i_head):
+    """Where the rows of one head begin. 64-bit: batch x heads x length x head_dim passes 2^31."""
+    return ptr + i_batch.to(tl.int64) * strides[0] + i_head.to(tl.int64) * strides[1]
+
+
+@triton.jit
+def load_tile(
+    ref, strides, i_batch, i_head, row, limit,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    TMA: tl.constexpr, BOUNDED: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, DIM] from row `row` on; zero from row `limit` on (if BOUNDED) and from column HEAD_DIM on.
+
+    `ref` is a pointer, or a descriptor of (batch, heads, length, head_dim) which zero-fills past the tensor's own end;
+    LIMITED says that `limit` may lie before that end.
+    """
+    if TMA:
+        b_tile = ref.load([i_batch, i_head, row, 0]).reshape(ROWS, DIM)
+        if LIMITED:
+            o_row = row + tl.arange(0, ROWS)
+            b_tile = tl.where((o_row < limit)[:, None], b_tile, 0.0)
+    else:
+        o_row = tl.arange(0, ROWS)
+        o_dim = tl.arange(0, DIM)
+        p_tile = head_base(ref, strides, i_batch, i_head) + row.to(tl.int64) * strides[2]
+        p_tile += o_row[:, None] * strides[2] + o_dim[None, :]
+        if BOUNDED or LIMITED:
+            m_tile = (row + o_row < limit)[:, None]
+            if HEAD_DIM != DIM:
+                m_tile = m_tile & (o_dim < HEAD_DIM)[None, :]
+            b_tile = tl.load(p_tile, mask=m_tile, other=0.0)
+        elif HEAD_DIM != DIM:
+            b_tile = tl.load(p_tile, mask=(o_dim < HEAD_DIM)[None, :], other=0.0)
+        else:
+            b_tile = tl.load(p_tile)
+    return b_tile
+
+
+@triton.jit
+def store_tile(ptr, row, limit, b_tile, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Rows below `limit` of a tile to one head of a contiguous tensor."""
+    o_row = tl.arange(0, ROWS)
+    o_dim = tl.arange(0, DIM)
+    p_tile = ptr + row.to(tl.int64) * HEAD_DIM + o_row[:, None] * HEAD_DIM + o_dim[None, :]
+    m_tile = (row + o_row < limit)[:, None] & (o_dim < HEAD_DIM)[None, :]
+    tl.store(p_tile, b_tile.to(ptr.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit
+def product(b_left, b_right, PRECISION: tl.constexpr):
+    """b_left @ b_right in float32."""
+    if INTERPRETED:
+        return tl.dot(b_left.to(tl.float32), b_right.to(tl.float32), input_precision="ieee")
+    else:
+        b_zero = tl.zeros([b_left.shape[0], b_right.shape[1]], tl.float32)
+        return tl.dot(b_left, b_right, b_zero, input_precision=PRECISION)
+
+
+@triton.jit
+def add_product(b_left, b_right, b_sum, b_lost, PRECISION: tl.constexpr):
+    """(b_sum + b_left @ b_right, b_lost) in float32; b_lost starts at zero.
+
+    IEEE products of float32 are summed over the steps as Kahan does, with what rounding lost in b_lost: a plain chain over
+    the steps is up to 1.7 times as far off as the tolerance allows, this at most 0.5 times.
+    """
+    if b_left.dtype == tl.float32 and PRECISION == "ieee":
+        b_step = product(b_left, b_right, PRECISION) - b_lost
+        b_new = b_sum + b_step
+        return b_new, (b_new - b_sum) - b_step
+    elif INTERPRETED:
+        return b_sum + product(b_left, b_right, PRECISION), b_lost
+    else:
+        return tl.dot(b_left, b_right, b_sum, input_precision=PRECISION), b_lost
+
+
+@triton.jit
+def log_sum(b_max, b_sum):
+    """ln(b_sum * 2^b_max) in float32, from float64: the sum and the product are rounded once, not twice."""
+    return ((b_max.to(tl.float64) + tl.math.log2(b_sum).to(tl.float64)) * LN_2).to(tl.float32)
+
+
+@triton.jit
+def with_sign(b_scores, SIGN: tl.constexpr):
+    """Raw scores times the sign of the scale, so that their maximum can be scaled afterwards.
+
+    Never the queries: a left operand that is computed stays in registers, which ptxas overwrites in a loop (see
+    `lost_operands` in tests/support/compile_kernels.py).
+    """
+    if SIGN != 1:
+        b_scores = b_scores * SIGN
+    return b_scores
+
+
+@triton.jit
+def record_of(items_ptr, items_strides, i_axis, n_heads, i_launch, GROUP: tl.constexpr):
+    """The record at a place in the launch order of a head, of the first one of a group."""
+    p_record = items_ptr + (i_axis // n_heads).to(tl.int64) * items_strides[0]
+    return p_record + (i_axis % n_heads * GROUP).to(tl.int64) * items_strides[1] + i_launch * RECORD
+
+
+@triton.jit
+def find_record(items_ptr, items_strides, pid, n_lines, n_heads, n_axes, SPLIT: tl.constexpr, GROUP: tl.constexpr):
+    """Which line of which head is program `pid`'s: (batch * n_heads + head, record pointer, part of the line).
+
+    SPLIT programs share a line. The `n_long` longest lines of every head come first, head by head within a length, so
+    that none starts last; then head after head, so that what one head reads stays in L2.
+    """
+    n_long = tl.load(items_ptr + 7) * SPLIT
+    n_rest = n_lines * SPLIT - n_long
+    n_first = n_long * n_axes
+    is_long = pid < n_first
+    i_axis = tl.where(is_long, pid % n_axes, (pid - n_first) // n_rest)
+    i_launch = tl.where(is_long, pid // n_axes, n_long + (pid - n_first) % n_rest)
+    p_record = record_of(items_ptr, items_strides, i_axis, n_heads, i_launch // SPLIT, GROUP)
+    return i_axis, p_record, i_launch % SPLIT
+
+
+@triton.jit
+def find_part(items_ptr, pid, n_lines, n_axes, n_split, n_parts):
+    """Which part of which line program `pid` walks: (batch * n_heads + head, place in launch order, part; -1 the whole line).
+
+    n_parts programs share each of the n_split lines that every head begins with, without a plan (items_ptr None) all of
+    its lines. The order is that of find_record, the parts of a line next to each other.
+    """
+    n_more = n_split * (n_parts - 1)
+    if items_ptr is not None:
+        # those which are split are long
+        n_long = tl.maximum(tl.load(items_ptr + 7), n_split) + n_more
+        n_rest = tl.maximum(n_lines + n_more - n_long, 1)
+        is_long = pid < n_long * n_axes
+        i_axis = tl.where(is_long, pid % n_axes, (pid - n_long * n_axes) // n_rest)
+        i_work = tl.where(is_long, pid // n_axes, n_long + (pid - n_long * n_axes) % n_rest)
+    else:
+        i_axis = pid // (n_lines + n_more)
+        i_work = pid % (n_lines + n_more)
+    is_split = i_work < n_split * n_parts
+    return i_axis, tl.where(is_split, i_work // n_parts, i_work - n_more), tl.where(is_split, i_work % n_parts, -1)
+
+
+@triton.jit
+def chunk_of(first, end, i_chunk, n_chunks):
+    """Where chunk i_chunk of first .. end - 1 begins and ends; sizes differ by at most one, the larger ones come first."""
+    size = (end - first) // n_chunks
+    n_larger = (end - first) % n_chunks
+    begin = first + i_chunk * size + tl.minimum(i_chunk, n_larger)
+    return begin, begin + size + (i_chunk < n_larger).to(tl.int32)
+
+
+@triton.jit
+def part_of(n_steps, n_front, i_part, n_parts):
+    """Part i_part (-1: all) of n_steps, of which n_front come first: its first step, its steps, those of them in front."""
+    begin, end = chunk_of(0, n_steps, tl.maximum(i_part, 0), tl.where(i_part < 0, 1, n_parts))
+    return begin, end - begin, tl.minimum(tl.maximum(n_front - begin, 0), end - begin)
+
+
+@triton.jit
+def block_of(i_axis, i_launch, i_part, n_axes, n_split):
+    """Where a part's results stand, see parts.py; -1 of a whole line."""
+    return tl.where(i_part < 0, -1, (i_part * n_split + i_launch) * n_axes + i_axis)
+
+
+@triton.jit
+def find_line(items_ptr, items_strides, i_batch, i_head, i_line):
+    """The record of one line of one head."""
+    p_items = items_ptr + i_batch.to(tl.int64) * items_strides[0] + i_head.to(tl.int64) * items_strides[1]
+    return p_items + tl.load(p_items + i_line * RECORD + 4) * RECORD
+
+
+@triton.jit
+def tile_start(indices_ptr, i_step, side: tl.constexpr, STEPS: tl.constexpr):
+    """First token of step `i_step`, where each listed tile takes STEPS steps of `side` tokens; negative if partial.
+
+    The entry of a partial tile has bit 24 set, which becomes its token's sign: `& WITHOUT_SIGN` restores it.
+    """
+    i_tile = i_step // STEPS
+    return tl.load(indices_ptr + i_tile) * TILE + (i_step - i_tile * STEPS) * side
+
+
+@triton.jit
+def load_words(words_ptr, o_word):
+    """int32 at each offset, loaded where it is used.
+
+    A tl.load would be coalesced and then moved to its threads through shared memory; the barrier of that move, in a
+    branch between two products, makes ptxas serialise every wgmma (C7515).
+    """
+    p_words = words_ptr + o_word
+    if INTERPRETED:
+        return tl.load(p_words)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [p_words.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def query_pairs(words_ptr, i_bitmask, o_q, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Which of COLS keys of a tile the queries o_q attend to: [ROWS, COLS] bool. Queries and start are within the tile."""
+    o_col = tl.arange(0, COLS)
+    p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32) + kv_start // 32
+    b_bits = tl.zeros([ROWS, COLS], tl.int32)
+    for i_word in tl.static_range(COLS // 32):
+        b_words = load_words(p_words, o_q * (TILE // 32) + i_word)
+        b_bits = tl.where((o_col // 32 == i_word)[None, :], b_words[:, None], b_bits)
+    return ((b_bits >> (o_col % 32)[None, :]) & 1) != 0
+
+
+@triton.jit
+def bitmask_pairs(words_ptr, i_bitmask, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, T: tl.constexpr):
+    """Which pairs of a part of a tile attend: [ROWS, COLS] bool, or [COLS, ROWS] if T. Starts are within the tile."""
+    if T:
+        o_col = tl.arange(0, COLS)
+        p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32) + kv_start // 32
+        o_word = (q_start + tl.arange(0, ROWS)) * (TILE // 32)
+        b_bits = tl.zeros([COLS, ROWS], tl.int32)
+        for i_word in tl.static_range(COLS // 32):
+            b_bits = tl.where((o_col // 32 == i_word)[:, None], load_words(p_words, o_word + i_word)[None, :], b_bits)
+        return ((b_bits >> (o_col % 32)[:, None]) & 1) != 0
+    else:
+        return query_pairs(words_ptr, i_bitmask, q_start + tl.arange(0, ROWS), kv_start, ROWS, COLS)
+
+
+@triton.jit
+def kept_pairs(
+    seed_ptr, threshold, i_batch, i_head, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """Which pairs dropout keeps: [ROWS, COLS] bool, or TRANSPOSED. Philox 4x32-7, see philox.py for the counter.
+
+    threshold   of philox.py
+    ROWS, COLS  multiples of 16 and 32
+    """
+    # of each 16 queries, and of each 32 keys, the 8 counters
+    o_q = q_start // 2 + tl.arange(0, ROWS // 2)
+    if TRANSPOSED:
+        # bit 4 of a key is a warp's there: each counter is computed by both and half of it used
+        o_col = tl.arange(0, COLS // 2)
+        o_kv = (kv_start // 4 + o_col // 16 * 8 + o_col % 8)[:, None]
+        o_q = o_q[None, :]
+        o_zero = tl.zeros([COLS // 2, ROWS // 2], tl.int32)
+    else:
+        o_kv = (kv_start // 4 + tl.arange(0, COLS // 4))[None, :]
+        o_q = o_q[:, None]
+        o_zero = tl.zeros([ROWS // 2, COLS // 4], tl.int32)
+    b_0, b_1, b_2, b_3 = tl.philox(tl.load(seed_ptr), o_kv + o_zero, o_q + o_zero, i_head + o_zero, i_batch + o_zero, 7)
+    # [.., bit 3 of the key, bit 3 of the query]
+    b_words = tl.join(tl.join(b_0, b_1), tl.join(b_2, b_3))
+    if TRANSPOSED:
+        b_halves = (b_words >> (o_col // 8 % 2 * 16)[:, None, None, None].to(tl.uint32)) & 0xFFFF
+        m_kept = (b_halves >= threshold).reshape(COLS // 16, 8, ROWS // 16, 8, 2, 2)
+        m_kept = m_kept.permute(0, 4, 1, 2, 5, 3).reshape(COLS, ROWS)
+    else:
+        # [.., bit 4 of the key]
+        m_kept = tl.join((b_words & 0xFFFF) >= threshold, (b_words >> 16) >= threshold)
+        m_kept = m_kept.reshape(ROWS // 16, 8, COLS // 32, 8, 2, 2, 2)
+        m_kept = m_kept.permute(0, 5, 1, 2, 6, 4, 3).reshape(ROWS, COLS)
+    return m_kept
+
+
+# fmt: off
+@triton.jit
+def dense_keys(q_start, q_len, kv_len, limit, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Without a layout, of the key steps a block of queries sees: the first n_full wholly, the first n_any at all."""
+    if CAUSAL:
+        diagonal = q_start + (kv_len - q_len) + 1
+        n_full = tl.maximum(tl.minimum(diagonal, limit), 0) // BLOCK_KV
+        n_any = tl.cdiv(tl.maximum(tl.minimum(diagonal + BLOCK_Q - 1, limit), 0), BLOCK_KV)
+    else:
+        n_full = limit // BLOCK_KV
+        n_any = tl.cdiv(limit, BLOCK_KV)
+    return n_full, n_any
+
+
+@triton.jit
+def dense_queries(kv_start, q_len, kv_len, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Without a layout, the query steps that see a block of keys: `first` to `end`, from `full` on all of its keys."""
+    end = tl.cdiv(q_len, BLOCK_Q)
+    first = 0
+    full = 0
+    if CAUSAL:
+        first = tl.maximum(kv_start - (kv_len - q_len), 0) // BLOCK_Q
+        full = tl.cdiv(tl.maximum(kv_start + BLOCK_KV - 1 - (kv_len - q_len), 0), BLOCK_Q)
+    return first, full, end
+
+
+@triton.jit
+def attending_pairs(
+    words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
+    HAS_LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
+):
+    """Which pairs of a partial step attend: [BLOCK_Q, BLOCK_KV] bool, or [BLOCK_KV, BLOCK_Q] if T."""
+    if HAS_LAYOUT:
+        m_pairs = bitmask_pairs(words_ptr, i_bitmask, q_start % TILE, kv_start % TILE, BLOCK_Q, BLOCK_KV, T)
+    else:
+        o_q = q_start + tl.arange(0, BLOCK_Q)
+        o_kv = kv_start + tl.arange(0, BLOCK_KV)
+        o_q = o_q[None, :] if T else o_q[:, None]
+        o_kv = o_kv[:, None] if T else o_kv[None, :]
+        m_pairs = (o_kv < limit) & (o_q < q_len)
+        if CAUSAL:
+            m_pairs = m_pairs & (o_kv <= o_q + (kv_len - q_len))
+    return m_pairs
+# fmt: on

@@ -1,0 +1,188 @@
+"""How do models built of torch.nn's attention layers get a layout? The same layers, by the same weights, with one.
+
+Knows torch.nn.MultiheadAttention and TransformerEncoderLayer: their arguments, weights and masks. Must not know backends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..functional import attention
+from .layout_buffers import HoldsLayout, Layout, checked_causal, checked_layout, checked_probability
+
+
+def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
+    """int64 (batch,): keys that are no padding, which must come first."""
+    if not isinstance(key_padding_mask, Tensor):
+        raise TypeError(
+            f"key_padding_mask must be a tensor (batch={batch}, kv_len={kv_len}), got {type(key_padding_mask).__name__}; "
+            "torch.as_tensor makes one"
+        )
+    if key_padding_mask.shape != (batch, kv_len):
+        raise ValueError(
+            f"key_padding_mask must have shape (batch={batch}, kv_len={kv_len}), got {tuple(key_padding_mask.shape)}"
+        )
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "key_padding_mask cannot be looked at while torch.compile traces: give kv_lengths, the number of keys of each "
+            "sequence that are no padding"
+        )
+    is_padding = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
+    if key_padding_mask.dtype != torch.bool and bool((key_padding_mask[~is_padding] != 0).any()):
+        raise ValueError("key_padding_mask must be bool, or 0 and -inf: scores have no bias")
+    if bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any()):
+        raise ValueError(
+            "key_padding_mask must be True for the last keys of a sequence only, got padding in front of keys: pad on the "
+            "right, or give a layout per batch"
+        )
+    return (~is_padding).sum(dim=1)
+
+
+class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention over a layout: its arguments, its weights, and state dicts that load both ways.
+
+    embed_dim, num_heads, dropout, bias  as torch.nn.MultiheadAttention, and so are all other arguments, but for
+    add_bias_kv, add_zero_attn  must be False: they add keys that no layout names
+    layout   which queries attend to which keys: a BlockLayout of q_len x kv_len; a function from the number of queries to
+             one; or None, everything to everything
+    causal   keeps kv_pos <= q_pos + (kv_len - q_len), also where the layout attends
+    raises   TypeError, ValueError
+
+    Attention weights are never stored, so need_weights is False unless it is given, and True is refused.
+
+    >>> MultiheadAttention(64, 4, batch_first=True, causal=True)(*[torch.zeros(2, 256, 64)] * 3)[0].shape
+    torch.Size([2, 256, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        *others: Any,
+        layout: Layout = None,
+        causal: bool = False,
+        **named: Any,
+    ) -> None:
+        for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+            if value:
+                raise ValueError(f"{name} must be False, got {value!r}: it adds a key that no layout names")
+        checked_probability("dropout", dropout)
+        super().__init__(embed_dim, num_heads, dropout, bias, False, False, *others, **named)
+        self.layout, self.causal = checked_layout(layout), checked_causal(causal)
+        self._is_packed = self._qkv_same_embed_dim
+        # torch's encoders ask for this before they compute a layer without calling its attention, which would be dense
+        self._qkv_same_embed_dim = False
+        self._place_layout()
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """q, k, v (batch, heads, length, head_dim)."""
+        if self._is_packed:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return [
+            rearrange(linear(x, weight, bias), "batch length (heads d) -> batch heads length d", heads=self.num_heads)
+            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        ]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        # of no weights there is no average
+        average_attn_weights: bool = True,  # noqa: ARG002
+        is_causal: bool = False,
+        *,
+        kv_lengths: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """(out, None), out of query's shape.
+
+        query, key, value  (length, batch, features), batch first with batch_first=True, or (length, features)
+        key_padding_mask   (batch, kv_len), True or -inf for padding, which must be at the end. Waits for the device that
+                           it is on, and cannot be compiled: kv_lengths says the same without that
+        need_weights       refused
+        attn_mask          refused, as a mask of pairs is what a layout is; but with is_causal=True it must be the causal
+                           mask, as torch says, and is not looked at
+        average_attn_weights  of no weights, so not looked at
+        is_causal          as the constructor's causal, for this call
+        kv_lengths         int32 or int64 (batch,): keys at and beyond kv_lengths[b] are padding
+        """
+        if need_weights:
+            raise ValueError("need_weights must be False: attention weights are never stored")
+        if attn_mask is not None and not is_causal:
+            raise ValueError(
+                "attn_mask must be None, or come with is_causal=True: make a layout of it once, "
+                "BlockLayout.from_dense(~attn_mask, block_size=64), and give it to the constructor"
+            )
+        if key_padding_mask is not None and kv_lengths is not None:
+            raise ValueError("key_padding_mask and kv_lengths say the same: give one of them")
+        for name, given in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+        if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3):
+            raise ValueError(
+                "query, key and value must all have 3 axes (2 without a batch), got "
+                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            )
+        is_batched = query.dim() == 3
+        turned = [
+            x.transpose(0, 1) if is_batched and not self.batch_first else x if is_batched else x[None]
+            for x in (query, key, value)
+        ]
+        q, k, v = self._project(*turned)
+        if key_padding_mask is not None:
+            is_row = not is_batched and isinstance(key_padding_mask, Tensor)
+            kv_lengths = _lengths(key_padding_mask[None] if is_row else key_padding_mask, q.shape[0], k.shape[2])
+        out = attention(
+            q,
+            k,
+            v,
+            self.layout_for(q.shape[2]),
+            causal=self.causal or is_causal,
+            kv_lengths=kv_lengths,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        out = self.out_proj(rearrange(out, "batch heads length d -> batch length (heads d)"))
+        if not is_batched:
+            return out[0], None
+        return out if self.batch_first else out.transpose(0, 1), None
+
+
+class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
+    """torch.nn.TransformerEncoderLayer over a layout, also inside torch.nn.TransformerEncoder.
+
+    layout, causal  of its MultiheadAttention
+    the rest        as torch.nn.TransformerEncoderLayer, whose weights it has by the same names
+
+    >>> TransformerEncoderLayer(64, 4, batch_first=True)(torch.zeros(2, 256, 64)).shape
+    torch.Size([2, 256, 64])
+    """
+
+    def __init__(self, *arguments: Any, layout: Layout = None, causal: bool = False, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        theirs = self.self_attn
+        self.self_attn = MultiheadAttention(
+            theirs.embed_dim,
+            theirs.num_heads,
+            dropout=theirs.dropout,
+            bias=theirs.in_proj_bias is not None,
+            batch_first=theirs.batch_first,
+            device=theirs.out_proj.weight.device,
+            dtype=theirs.out_proj.weight.dtype,
+            layout=layout,
+            causal=causal,
+        )

@@ -1,0 +1,1 @@
+"""Launching Triton and Gluon kernels: cache keys, TMA, the cached launcher, tracing. Nothing here knows attention."""

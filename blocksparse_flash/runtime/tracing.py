@@ -1,0 +1,197 @@
+"""Can a kernel be launched directly? Whether anything watches what PyTorch does, and what the GPU is.
+
+Knows PyTorch's compiler, tracers, modes and transforms. Must not know what is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NOTHING = nullcontext()
+
+
+def has_observers() -> bool:
+    """Whether a compiler, tracer, mode or transform wants to see every operator; profilers and subclasses aside."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._is_tracing()
+    )
+
+
+def can_launch_directly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> bool:
+    """Whether nothing watches what is done with tensors: no compiler, tracer, mode, transform, profiler or subclass; and whether
+    there are numbers, which lie in memory by strides.
+
+    others  lengths and a seed: tensors, numbers or None
+    """
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return (
+        not has_observers()
+        and all(type(other) in PLAIN or not isinstance(other, torch.Tensor) for other in others)
+        and type(q) in PLAIN
+        and type(k) in PLAIN
+        and type(v) in PLAIN
+        and not q.is_meta
+        and q.layout is k.layout is v.layout is torch.strided
+        and not (q.is_nested or k.is_nested or v.is_nested)
+        # numbers that are to be negated when they are read, as the imaginary part of a conjugate
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        # which may outlive its transform, and has no memory
+        and not (wrapped(q) or wrapped(k) or wrapped(v))
+        and not torch._C._autograd._profiler_enabled()
+    )
+
+
+def unsupported_tensor(name: str, tensor: torch.Tensor) -> tuple[str, str] | None:
+    """What a tensor is that is no dense, strided array of numbers on this rank, and the way out; None for one that is.
+
+    name  of the argument, for the way out
+    """
+    if tensor.is_nested:
+        return "a nested tensor", f"torch.nested.to_padded_tensor({name}, 0.0) makes one"
+    if tensor.layout is not torch.strided:
+        return f"a {tensor.layout} tensor", f"{name}.to_dense() makes one"
+    if type(tensor) in PLAIN:
+        return None
+    # loaded by whoever has made one, which takes 5 s
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return "a DTensor", f"{name}.to_local() gives the part of this rank"
+    if torch.nn.parameter.is_lazy(tensor):
+        return "a parameter without a shape", "call the module that has it once before"
+    if torch.masked.is_masked_tensor(tensor):
+        return "a MaskedTensor", f"{name}.to_tensor(0.0) makes one"
+    return None
+
+
+def mixes_fake_and_real(tensor: torch.Tensor, q: torch.Tensor) -> bool:
+    """Whether only one of two tensors is fake, and its mode takes no others."""
+    if torch.compiler.is_compiling():
+        return False
+    a, b = _fake_mode(tensor), _fake_mode(q)
+    return (a is None) != (b is None) and not (a or b).allow_non_fake_inputs
+
+
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers can be read now: not while a compiler, FakeTensorMode, make_fx or AOTAutograd stands in for
+    them, nor of a fake tensor, nor of one that a transform of torch.func wraps."""
+    if torch.compiler.is_compiling() or _is_traced() or tensor.is_meta:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and _fake_mode(tensor) is None
+
+
+def _is_traced() -> bool:
+    """Whether PyTorch follows shapes, or records operators, in place of computing. Modes of users do neither."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    key = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(of) is not None for of in (key.FAKE, key.PROXY, key.FUNCTIONAL))
+
+
+def _fake_mode(tensor: torch.Tensor) -> Any:
+    """The mode of a fake tensor, which may be used outside of it."""
+    if type(tensor) in PLAIN:
+        return None
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+def mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Where tensors are made that operators take together with another one: in its mode, if it is fake."""
+    if torch.compiler.is_compiling() or _is_traced():
+        return _NOTHING
+    return _fake_mode(tensor) or _NOTHING
+
+
+def as_graph_constants(tensors: Iterable[torch.Tensor], beside: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of ours, such as those of a plan, as an operator takes them together with another tensor: FakeTensorMode wants
+    them fake, and make_fx and AOTAutograd make them constants of the graph."""
+    found = list(tensors)
+    mode = None if torch.compiler.is_compiling() else _fake_mode(beside)
+    if torch.compiler.is_compiling() or (mode is None and not _is_traced()):
+        return found
+    with mode or _NOTHING:
+        # what PyTorch does with the result of torch.tensor
+        return [torch.ops.aten.lift_fresh(tensor) if type(tensor) in PLAIN else tensor for tensor in found]
+
+
+def outside_transforms(tensor: torch.Tensor | None = None) -> AbstractContextManager[None]:
+    """For what is made of a tensor, which is no input of any function, and cached: neither for inference only, nor fake, nor
+    wrapped by a transform of torch.func, unless that tensor is. None: of what is read on the host."""
+    if (
+        torch.is_inference_mode_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (not torch.compiler.is_compiling() and _is_traced())
+    ):
+        return _outside(tensor)
+    return _NOTHING
+
+
+@contextmanager
+def _outside(tensor: torch.Tensor | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        if tensor is None or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            stack.enter_context(torch._C._DisableFuncTorch())
+        if (tensor is None or type(tensor) in PLAIN) and _is_traced():
+            stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        yield
+
+
+def is_transformed(*values: Any) -> bool:
+    """Whether a transform of torch.func maps or differentiates one of the values, a tensor which then has no memory to read."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    if forward_ad._current_level >= 0:
+        return True
+    for value in values:
+        tensor = value
+        while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            if torch._C._functorch.is_batchedtensor(tensor) or tensor.requires_grad:
+                return True
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
+@functools.cache
+def runs_triton(index: int | None) -> bool:
+    """Whether a GPU runs Triton's kernels; neither the device nor the installation changes."""
+    if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(index) < (8, 0):
+        return False
+    import triton
+
+    return not triton.knobs.runtime.interpret
+
+
+def is_without_autocast(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies on a GPU and autocast is off. False says nothing, and `torch.is_autocast_enabled`, which takes twice
+    as long, must be asked."""
+    # which does not know every type of device, but CUDA
+    return tensor.is_cuda and not torch._C._is_any_autocast_enabled()
+
+
+def is_current(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies where launches go: on the current GPU, or on none. What `on` asks, for a third of the time."""
+    # a tensor is there: CUDA has been initialised, which torch.cuda.current_device would ask first
+    return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a GPU the current one where it is not: Triton launches on the current one."""
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return _NOTHING
+    return torch.cuda.device(device)

@@ -1,0 +1,365 @@
+"""Does training do what its settings say, and go on after an interruption as if there had been none?"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="needs the extra [lra]")
+pytest.importorskip("lightning", reason="needs the extra [lra]")
+pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
+
+from benchmarks.lra import __main__ as command
+from benchmarks.lra import lines, training
+from benchmarks.lra.model import Architecture
+from benchmarks.lra.progress import Deadline
+from benchmarks.lra.training import Experiment, Recipe, rate_at
+from blocksparse_flash.nn import EncoderBlock
+
+TINY = {
+    "embed_dim": 16,
+    "num_heads": 1,
+    "n_layers": 1,
+    "hidden_dim": 16,
+    "mask": "butterfly | global_tokens(tokens=16)",
+    "block_size": 16,
+    # dropout of both kinds: both streams of random numbers have to go on
+    "dropout_p": 0.1,
+    "attention_dropout_p": 0.1,
+}
+
+
+@pytest.fixture(autouse=True)
+def lightning_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """seed_everything changes global streams; Ctrl-C makes Lightning ignore the next one; it warns of other arguments."""
+    monkeypatch.setattr(sys, "argv", ["benchmarks.lra"])
+    before = signal.getsignal(signal.SIGINT)
+    with torch.random.fork_rng():
+        yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Generated sets, for all tests."""
+    return tmp_path_factory.mktemp("sets")
+
+
+def run(folder: Path, root: Path, verb: str = "fit", *more: str, **changes: Any) -> None:
+    settings = {
+        "data": {
+            "task": "listops-small",
+            "source": "generated",
+            "root": str(root),
+            "batch_size": 4,
+            "sizes": {"train": 20, "validation": 8, "test": 40},
+            "workers": 0,
+        },
+        "model": {"architecture": TINY, "recipe": {"warmup": 2}},
+        "checkpoint": {"every_n_train_steps": 3},
+        "trainer": {
+            "accelerator": "cpu",
+            "max_steps": 8,
+            "val_check_interval": 4,
+            "log_every_n_steps": 1,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(folder),
+        },
+    }
+    for name, change in changes.items():
+        settings[name] = {**settings[name], **change}
+    folder.mkdir(exist_ok=True)
+    path = folder / "settings.json"
+    path.write_text(json.dumps(settings))
+    command.main([verb, "--config", str(path), *more])
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step -> loss, of all goes, later ones over earlier ones."""
+    found = {}
+    for path in sorted(folder.glob("version_*/metrics.csv")):
+        with path.open() as lines:
+            found.update({int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines) if row["loss"]})
+    return found
+
+
+class AtStep(Deadline):
+    """A deadline that comes after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(at=math.inf)
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *more: Any, **named: Any) -> None:
+        if trainer.global_step == self.step:
+            self.at = 0.0
+        super().on_train_batch_end(trainer, *more, **named)
+
+
+class WithinStep(Deadline):
+    """A deadline that comes behind the third piece, in the middle of the second step of two pieces."""
+
+    def __init__(self) -> None:
+        super().__init__(at=math.inf)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.at = 0.0
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+def last(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "data": {
+                "source": "fresh",
+                "rules": {"stages": [{"samples": 16, "changes": {"max_depth": 3, "min_length": 5}}]},
+            }
+        },
+        {"model": {"architecture": TINY, "recipe": {"warmup": 2, "objective": "guess"}}},
+        {"trainer": {"callbacks": [{"class_path": "EMAWeightAveraging", "init_args": {"decay": 0.5}}]}},
+    ],
+    ids=["classify", "fresh", "guess", "averaged"],
+)
+def test_an_interrupted_run_has_the_loss_curve_of_a_whole_one(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """5 steps an epoch: interrupted in the second epoch, after a validation, taken up at step 3 of 8."""
+    run(tmp_path / "whole", root, **changes)
+
+    def interrupt(experiment: Experiment, batch: object, batch_idx: int) -> None:
+        if experiment.global_step == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Experiment, "on_train_batch_start", interrupt)
+        with pytest.raises(SystemExit):
+            run(tmp_path / "parts", root, **changes)
+    assert max(losses(tmp_path / "parts")) == 4
+    assert last(tmp_path / "parts")["global_step"] == 3
+    run(tmp_path / "parts", root, "fit", "--ckpt_path", "last", **changes)
+    whole = losses(tmp_path / "whole")
+    assert sorted(whole) == list(range(8))
+    assert losses(tmp_path / "parts") == whole
+    ends = [last(tmp_path / name) for name in ("whole", "parts")]
+    assert [end["global_step"] for end in ends] == [8, 8]
+    assert all(torch.equal(ends[0]["state_dict"][name], weight) for name, weight in ends[1]["state_dict"].items())
+
+
+STAGED = {
+    "data": {
+        "source": "fresh",
+        "n_together": 3,
+        "rules": {"stages": [{"samples": 16, "batch_size": 8, "changes": {"max_depth": 3, "min_length": 5}}]},
+    }
+}
+AVERAGED = {"class_path": "EMAWeightAveraging", "init_args": {"decay": 0.5}}
+
+
+def test_a_run_that_its_deadline_stops_goes_on_as_if_it_had_not(tmp_path: Path, root: Path) -> None:
+    """Averaged weights are for tests: what goes on are the weights that were trained. Stopped within three steps that were
+    drawn together, after a stage with another batch size."""
+    more = {"default_root_dir": str(tmp_path / "whole"), "callbacks": [AVERAGED]}
+    run(tmp_path / "whole", root, **STAGED, trainer=more)
+    stop = {"class_path": "tests.benchmarks.lra.test_training.AtStep", "init_args": {"step": 5}}
+    report = {"class_path": "benchmarks.lra.progress.Progress", "init_args": {"every": 0.0, "floor": 0.3}}
+    more = {"default_root_dir": str(tmp_path / "parts"), "callbacks": [AVERAGED, report, stop]}
+    run(tmp_path / "parts", root, **STAGED, trainer=more)
+    assert last(tmp_path / "parts")["global_step"] == 5
+    more["callbacks"] = [AVERAGED, report]
+    run(tmp_path / "parts", root, "fit", "--ckpt_path", "last", **STAGED, trainer=more)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    ends = [last(tmp_path / name) for name in ("whole", "parts")]
+    for state in ("state_dict", "current_model_state"):
+        assert all(torch.equal(ends[0][state][name], weight) for name, weight in ends[1][state].items())
+    said = [json.loads(line) for line in (tmp_path / "parts" / "progress.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in said] == list(range(1, 9))
+    assert [line["samples"] for line in said] == [8, 16, 20, 24, 28, 32, 36, 40]
+    assert said[-1]["floor"] == 0.3
+
+
+def test_a_test_prints_accuracy_floor_and_balanced_accuracy(
+    tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, root)
+    run(tmp_path, root, "test", "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt"))
+    printed = capsys.readouterr().out
+    assert "listops-small: accuracy" in printed
+    assert "(root operator alone), balanced accuracy" in printed
+    assert "40 samples, generated (by the published rules), not the official release" in printed
+    line = json.loads((tmp_path / "test.jsonl").read_text())
+    assert [*line] == lines.TEST_KEYS
+    assert (line["task"], line["is_lra"], line["steps"], line["mask"]) == ("listops-small", False, 8, TINY["mask"])
+
+
+def test_a_step_in_pieces_is_reported_as_a_step(tmp_path: Path, root: Path) -> None:
+    report = {"class_path": "benchmarks.lra.progress.Progress", "init_args": {"every": 0.0}}
+    more = {"default_root_dir": str(tmp_path), "max_steps": 2, "accumulate_grad_batches": 2, "callbacks": [report]}
+    run(tmp_path, root, trainer=more)
+    said = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["samples"]) for line in said] == [(0, 4), (1, 8), (1, 12), (2, 16)]
+    # of the second piece of each step
+    assert [line["loss"] for line in said[1::2]] == [
+        pytest.approx(loss, abs=1e-4) for loss in losses(tmp_path).values()
+    ]
+    run(tmp_path, root, "test", "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt"), trainer=more)
+    line = json.loads((tmp_path / "test.jsonl").read_text())
+    assert (line["steps"], line["batch_size"]) == (2, 8)
+
+
+def test_a_deadline_within_a_step_in_pieces_waits_for_its_end(tmp_path: Path, root: Path) -> None:
+    """Gradients of half a step are in no checkpoint: it would go on with those of its other half alone."""
+    stop = {"class_path": "tests.benchmarks.lra.test_training.WithinStep"}
+    for name, callbacks in (("whole", []), ("parts", [stop])):
+        more = {"default_root_dir": str(tmp_path / name), "max_steps": 4, "accumulate_grad_batches": 2}
+        run(tmp_path / name, root, trainer={**more, "callbacks": callbacks})
+    assert last(tmp_path / "parts")["global_step"] == 2
+    run(tmp_path / "parts", root, "fit", "--ckpt_path", "last", trainer={**more, "callbacks": []})
+    # which Lightning numbers otherwise when it goes on
+    assert [*losses(tmp_path / "parts").values()] == [*losses(tmp_path / "whole").values()]
+    ends = [last(tmp_path / name)["state_dict"] for name in ("whole", "parts")]
+    assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
+
+
+def test_weights_go_from_one_resolution_to_the_next(
+    tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Self-pretraining at 32 pixels, then classification at 64, with the pixels' units kept."""
+    start = tmp_path / "small" / "checkpoints" / "last.ckpt"
+    sizes = {"train": 4, "validation": 2, "test": 2}
+
+    def fit(folder: str, task: str, objective: str, *more: str, steps: int = 1) -> None:
+        run(
+            tmp_path / folder,
+            root,
+            "fit",
+            *(["--model.start", str(start)] if folder == "large" else []),
+            *more,
+            data={"task": task, "source": "fresh", "rules": {"contour_length": 6}, "sizes": sizes, "batch_size": 2},
+            model={
+                "architecture": {**TINY, "mask": "butterfly", "block_size": 128},
+                "recipe": {"warmup": 1, "objective": objective},
+            },
+            checkpoint={"every_n_train_steps": 1},
+            trainer={"max_steps": steps, "limit_val_batches": 0},
+        )
+
+    fit("small", "pathfinder32", "guess")
+    fit("large", "pathfinder64", "classify")
+    assert "of pathfinder32; new: none" in capsys.readouterr().out
+    assert last(tmp_path / "large")["task"] == "pathfinder64"
+    # going on begins with what was reached: the first weights are not asked for again
+    start.unlink()
+    fit("large", "pathfinder64", "classify", "--ckpt_path", "last", steps=2)
+    assert last(tmp_path / "large")["global_step"] == 2
+
+
+def test_rates_follow_their_schedules() -> None:
+    cosine = Recipe(warmup=10, schedule="cosine")
+    assert [rate_at(step, cosine, 110) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
+    assert rate_at(60, cosine, 110) == pytest.approx(0.5)
+    assert rate_at(110, cosine, 110) == pytest.approx(0.0)
+    linear = Recipe(warmup=10, schedule="linear")
+    assert rate_at(85, linear, 110) == pytest.approx(0.25)
+    # Long Range Arena: rate * min(1, step / warmup) / sqrt(max(step, warmup)), steps from 1; for ListOps 1.58e-3 at most
+    rsqrt = Recipe(warmup=1000, schedule="rsqrt", learning_rate=0.05)
+    assert 0.05 * rate_at(999, rsqrt, -1) == pytest.approx(1.58e-3, rel=0.01)
+    assert rate_at(3999, rsqrt, -1) == pytest.approx(1 / math.sqrt(4000))
+    assert rate_at(499, rsqrt, -1) == pytest.approx(0.5 / math.sqrt(1000))
+    trapezoid = Recipe(warmup=10, cooldown=20, schedule="trapezoid")
+    found = [rate_at(step, trapezoid, 110) for step in (0, 9, 50, 90, 100, 110)]
+    assert found == pytest.approx([0.1, 1.0, 1.0, 1.0, 0.5, 0.0])
+    constant = Recipe(warmup=0, schedule="constant")
+    assert [rate_at(step, constant, -1) for step in (0, 5, 10**6)] == [1.0, 1.0, 1.0]
+
+
+def test_a_schedule_that_ends_needs_an_end(tmp_path: Path, root: Path) -> None:
+    with pytest.raises(ValueError, match=r"set trainer\.max_steps"):
+        run(tmp_path, root, trainer={"max_steps": -1, "max_epochs": 1})
+
+
+def test_trained_weights_are_kept_where_no_checkpoint_came_before(tmp_path: Path, root: Path) -> None:
+    run(
+        tmp_path,
+        root,
+        checkpoint={"every_n_train_steps": 100},
+        trainer={"max_steps": 3, "callbacks": [AVERAGED], "default_root_dir": str(tmp_path)},
+    )
+    end = last(tmp_path)
+    assert end["global_step"] == 3
+    assert any(not torch.equal(end["state_dict"][name], weight) for name, weight in end["current_model_state"].items())
+
+
+def test_a_profile_says_where_a_step_goes(tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = {"class_path": "benchmarks.lra.progress.Profile", "init_args": {"at": 2, "steps": 2, "rows": 3}}
+    run(tmp_path, root, trainer={"max_steps": 5, "callbacks": [profile], "default_root_dir": str(tmp_path)})
+    said = capsys.readouterr().out
+    assert len(re.findall(r"a step takes [\d.]+ ms under the profiler", said)) == 1
+    assert len(re.findall(r"^ +[\d.]+ ms +[\d.]+% +\d+ x ", said, re.MULTILINE)) == 3
+
+
+def test_layers_are_compiled_once_each_when_asked(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled without changing the code, so that a run has the losses of one that is not compiled: bit for bit."""
+    asked = []
+
+    def noted(function: Any, **options: Any) -> Any:
+        asked.append((function.__name__, options))
+        return function
+
+    architecture = {**TINY, "n_layers": 2, "repeats": 2}
+    run(tmp_path / "as-it-is", root, model={"architecture": architecture})
+    monkeypatch.setattr(torch, "compile", noted)
+    run(tmp_path / "compiled", root, model={"architecture": architecture, "is_compiled": True})
+    assert asked == [("before", {"dynamic": True}), ("after", {"dynamic": True})] * 2
+    assert losses(tmp_path / "compiled") == losses(tmp_path / "as-it-is")
+
+
+def test_layers_of_images_are_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(EncoderBlock, "compile", lambda block, **options: asked.append(options))
+    experiment = Experiment("pathfinder32", Architecture(embed_dim=8, num_heads=1, n_layers=2, repeats=2, hidden_dim=8))
+    experiment.is_compiled = True
+    experiment.on_fit_start()
+    assert asked == [{"dynamic": False}] * 2
+
+
+def test_answers_are_in_the_order_of_the_samples() -> None:
+    answers = training.Answers()
+    answers.update(torch.tensor([4, 2]), torch.tensor([[0.0, 1.0], [3.0, 2.0]]))
+    answers.update(torch.tensor([0]), torch.tensor([[5.0, 1.0]]))
+    assert answers.compute().tolist() == [[5.0, 1.0], [3.0, 2.0], [0.0, 1.0]]
+
+
+def test_pathfinder_is_tested_on_counterfactual_pairs_too(
+    tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {
+        "data": {
+            "task": "pathfinder32",
+            "rules": {"contour_length": 6},
+            "sizes": {"train": 40, "validation": 2, "test": 40, "pairs": 3},
+            "batch_size": 8,
+        },
+        "model": {"architecture": {**TINY, "block_size": 128}},
+    }
+    run(tmp_path, root, "test", **settings)
+    printed = capsys.readouterr().out
+    assert "pathfinder32: accuracy" in printed
+    assert re.search(r"floor .* balanced accuracy .* pairs \d+\.\d%; 40 samples", printed)

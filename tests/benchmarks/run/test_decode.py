@@ -1,0 +1,102 @@
+"""benchmarks/run/decode.py: are bytes counted as they are stored, is a wrong result never timed, is a line written for each figure?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.run import decode as benchmark
+from benchmarks.run import measure
+from benchmarks.run.decode import HEAD_DIM, KV_HEADS, Case, Provider
+
+pytest.importorskip("triton", reason="needs Triton")
+
+TIMES = dict.fromkeys(("ms", "ms_p20", "ms_p80"), 2.0)
+SMALL = Case(1, 3, 2048, "sparse")
+
+
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are made, not timed: there is no GPU."""
+    monkeypatch.setattr(benchmark, "graphed", lambda call: call)
+    monkeypatch.setattr(measure, "milliseconds", lambda call: call() is None or TIMES)
+    monkeypatch.setattr(measure, "wall_milliseconds", lambda call, **_: call() is None or TIMES)
+    monkeypatch.setattr(measure, "first_call_milliseconds", lambda call: call() is None or 1.0)
+    monkeypatch.setattr(measure, "peak_bytes", lambda call: call() is None or 7)
+    monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(("device", "torch", "triton", "commit"), "here"))
+
+
+def reference(case: Case, _device: str) -> benchmark.Call:
+    layout = case.layout()
+    assert layout is not None
+    mask = layout.to_dense()
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    return call
+
+
+def test_stored_bytes_are_those_of_the_blocks() -> None:
+    layout = SMALL.layout()
+    assert layout is not None
+    mask = layout.to_dense()[0, 0]
+    counted = 0
+    for col in range(0, SMALL.kv_len, 128):
+        # k and v, 128 keys, 2 bytes a number
+        counted += 2 * 128 * HEAD_DIM * 2 * KV_HEADS if mask[:, col : col + 128].any() else 0
+    assert SMALL.stored_bytes == counted
+    assert Case(3, 1, 2048, "dense").stored_bytes == 3 * 2 * 2048 * HEAD_DIM * 2 * KV_HEADS
+
+
+def test_no_query_attends_to_its_future() -> None:
+    for case in (SMALL, Case(1, 64, 2048, "sparse")):
+        layout = case.layout()
+        assert layout is not None
+        layout.assert_causal()
+
+
+def test_a_line_for_each_figure(untimed: None, tmp_path: Path) -> None:
+    out = tmp_path / "decode.jsonl"
+    benchmark.run(SMALL, Provider("plain", "math", reference), "cpu", 1000.0, out)
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["direction"] for line in found] == ["call", "graph"]
+    for line in found:
+        assert list(line) == benchmark.KEYS
+        assert line["gb_per_s"] == pytest.approx(SMALL.stored_bytes / 2e-3 / 1e9)
+        assert line["copy_share"] == pytest.approx(line["gb_per_s"] / 1000)
+
+
+@pytest.mark.parametrize("wrong", [0.9, float("nan")])
+def test_a_wrong_result_is_not_timed(untimed: None, tmp_path: Path, wrong: float, capsys: Any) -> None:
+    def prepare(case: Case, device: str) -> benchmark.Call:
+        right = reference(case, device)
+        return lambda q, k, v: wrong * right(q, k, v)
+
+    benchmark.run(SMALL, Provider("wrong", "math", prepare), "cpu", 1.0, tmp_path / "decode.jsonl")
+    assert "WRONG" in capsys.readouterr().out
+    assert not (tmp_path / "decode.jsonl").exists()
+
+
+def test_ours_and_flex_are_given_the_same_mask() -> None:
+    layout = SMALL.layout()
+    ours, flex = benchmark._ours(SMALL, "cpu"), benchmark._flex(SMALL, "cpu")
+    assert layout is not None and ours.keywords["layout"] == layout and flex.keywords["enable_gqa"]
+    mask = flex.keywords["block_mask"]
+    assert mask.shape == (1, 1, 3, 2048)
+    n_blocks = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
+    assert int(n_blocks) == layout.nnz
+
+
+def test_what_refuses_says_why(untimed: None, tmp_path: Path, capsys: Any) -> None:
+    def prepare(case: Case, device: str) -> benchmark.Call:
+        raise NotImplementedError("not on Tuesdays")
+
+    benchmark.run(SMALL, Provider("peer", "math", prepare), "cpu", 1.0, tmp_path / "decode.jsonl")
+    assert "not on Tuesdays" in capsys.readouterr().out
+    with pytest.raises(NotImplementedError):
+        benchmark.run(SMALL, Provider("blocksparse_flash", "triton", prepare), "cpu", 1.0, tmp_path / "x")

@@ -1,0 +1,285 @@
+"""blocks.py against boolean arithmetic on dense masks: every operation gives the canonical list of the dense result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from blocksparse_flash.blocks import block_list, set_operations
+from blocksparse_flash.blocks.block_list import EMPTY, FULL, BlockList
+from tests.support import dense_masks
+from tests.support.dense_masks import Problem, problems
+
+
+def assert_same(actual: BlockList, expected: BlockList) -> None:
+    for name, one, other in zip(BlockList._fields, actual, expected, strict=True):
+        assert one.dtype == other.dtype, name
+        np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def assert_canonical(found: BlockList, leads: int, q_len: int, kv_len: int, block_size: tuple[int, int]) -> None:
+    """The definition in blocks.py, block by block."""
+    assert (found.keys.dtype, found.ids.dtype, found.bitmasks.dtype) == (np.int64, np.int32, np.uint32)
+    assert found.bitmasks.shape[1:] == (block_size[0], -(-block_size[1] // 32))
+    n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
+    assert (np.diff(found.keys) > 0).all()
+    assert not len(found.keys) or (found.keys[0] >= 0 and found.keys[-1] < leads * n_rows * n_cols)
+    seen: list[int] = []
+    for key, number in zip(found.keys.tolist(), found.ids.tolist(), strict=True):
+        if number == FULL:
+            continue
+        row, col = key // n_cols % n_rows, key % n_cols
+        rows_here, cols_here = min(block_size[0], q_len - row * block_size[0]), kv_len - col * block_size[1]
+        bits = (found.bitmasks[number][..., None] >> np.arange(32, dtype=np.uint32) & 1).reshape(block_size[0], -1) == 1
+        cols_here = min(block_size[1], cols_here)
+        assert bits.any(), "an empty block is stored"
+        assert not bits[:rows_here, :cols_here].all(), "a full block is stored as partial"
+        assert not bits[rows_here:].any() and not bits[:, cols_here:].any(), (
+            "a bit of a pair that does not exist is set"
+        )
+        if number not in seen:
+            seen.append(number)
+    assert seen == list(range(len(found.bitmasks))), "bitmasks are not numbered by first appearance"
+    assert len({bitmask.tobytes() for bitmask in found.bitmasks}) == len(found.bitmasks), "two bitmasks are equal"
+
+
+def sizes_of(problem: Problem) -> dict[str, Any]:
+    return {"q_len": problem.q_len, "kv_len": problem.kv_len, "block_size": problem.block_size}
+
+
+def flat(mask: np.ndarray) -> np.ndarray:
+    """(batch, heads, q_len, kv_len) -> (leads, q_len, kv_len)."""
+    return mask.reshape(mask.shape[0] * mask.shape[1], *mask.shape[2:])
+
+
+@given(st.sampled_from(dense_masks.SIDES), st.integers(0, 2**32 - 1))
+def test_packing_puts_key_0_in_the_lowest_bit(block_kv: int, seed: int) -> None:
+    bits = np.random.default_rng(seed).random((3, 16, block_kv)) < 0.5
+    words = block_list.pack(bits)
+    assert words.shape == (3, 16, block_list.words_per_query(block_kv)) and words.dtype == np.uint32
+    for key in range(block_kv):
+        np.testing.assert_array_equal(words[..., key // 32] >> np.uint32(key % 32) & np.uint32(1), bits[..., key])
+    np.testing.assert_array_equal(block_list.unpack(words, block_kv), bits)
+
+
+@given(problems())
+def test_existing_pairs_are_those_inside_the_lengths(problem: Problem) -> None:
+    sizes, q_len, kv_len, (block_q, block_kv) = sizes_of(problem), problem.q_len, problem.kv_len, problem.block_size
+    n_rows, n_cols = block_list.grid(**sizes)
+    keys = np.arange(2 * n_rows * n_cols)
+    there = block_list.unpack(block_list.existing(**sizes), block_kv)[block_list.edge_kinds(keys, **sizes)]
+    q_pos = (keys // max(n_cols, 1) % max(n_rows, 1))[:, None, None] * block_q + np.arange(block_q)[:, None]
+    kv_pos = (keys % max(n_cols, 1))[:, None, None] * block_kv + np.arange(block_kv)
+    np.testing.assert_array_equal(there, (q_pos < q_len) & (kv_pos < kv_len))
+    interior, last_col, last_row, corner = block_list.existing(**sizes)
+    if q_len % block_q == 0:
+        assert np.array_equal(interior, last_row) and np.array_equal(last_col, corner)
+    if kv_len % block_kv == 0:
+        assert np.array_equal(interior, last_col) and np.array_equal(last_row, corner)
+
+
+@given(problems())
+def test_a_mask_becomes_a_canonical_list_and_comes_back(problem: Problem) -> None:
+    sizes, mask = sizes_of(problem), flat(problem.mask)
+    found = block_list.from_mask(mask, sizes["block_size"])
+    assert_canonical(found, len(mask), **sizes)
+    np.testing.assert_array_equal(block_list.to_mask(found, leads=len(mask), **sizes), mask)
+
+
+def test_the_canonical_check_sees_every_fault() -> None:
+    mask = np.zeros((1, 40, 40), np.bool_)
+    mask[0, :20, :20] = True
+    keys, ids, bitmasks = block_list.from_mask(mask, (16, 16))
+    assert ids.tolist() == [FULL, 0, 1, 2]
+    whole = np.full_like(bitmasks[:1], 0xFFFF)
+    faults = [
+        (keys[::-1], ids, bitmasks),
+        (np.append(keys[:-1], 9), ids, bitmasks),
+        (keys, ids, bitmasks[[1, 0, 2]]),
+        (keys, np.array([FULL, 1, 0, 2], np.int32), bitmasks),
+        (keys, ids, np.concatenate([bitmasks, whole])),
+        (keys, np.array([FULL, 0, 1, 0], np.int32), bitmasks),
+        (keys, ids, np.concatenate([whole, bitmasks[1:]])),
+        (keys, ids, bitmasks * 0),
+        (keys, ids, bitmasks[[0, 1, 1]]),
+        (keys + 4, ids, bitmasks),
+        (keys, ids.astype(np.int64), bitmasks),
+    ]
+    assert_canonical(BlockList(keys, ids, bitmasks), 1, 40, 40, (16, 16))
+    seen = 0
+    for fault in faults:
+        try:
+            assert_canonical(BlockList(*fault), 1, 40, 40, (16, 16))
+            same = np.array_equal(
+                block_list.to_mask(BlockList(*fault), leads=1, q_len=40, kv_len=40, block_size=(16, 16)), mask
+            )
+            seen += not same
+        except (AssertionError, IndexError):
+            seen += 1
+    assert seen == len(faults)
+
+
+@pytest.mark.parametrize("op", ["|", "&", "-"])
+@given(problem=problems(n_masks=2))
+def test_combining_lists_combines_masks(op: Any, problem: Problem) -> None:
+    sizes, a, b = sizes_of(problem), *map(flat, problem.masks)
+    expected = {"|": a | b, "&": a & b, "-": a & ~b}[op]
+    lists = (block_list.from_mask(mask, sizes["block_size"]) for mask in (a, b))
+    assert_same(set_operations.combine(*lists, op, **sizes), block_list.from_mask(expected, sizes["block_size"]))
+
+
+@given(problems())
+def test_complement_and_transpose_are_those_of_the_mask(problem: Problem) -> None:
+    sizes, mask = sizes_of(problem), flat(problem.mask)
+    found = block_list.from_mask(mask, sizes["block_size"])
+    assert_same(
+        set_operations.complement(found, leads=len(mask), **sizes), block_list.from_mask(~mask, sizes["block_size"])
+    )
+    turned = block_list.from_mask(mask.swapaxes(1, 2), sizes["block_size"][::-1])
+    assert_same(set_operations.transpose(*found, **sizes), turned)
+
+
+@given(problems())
+def test_canonical_undoes_any_other_way_to_store_a_mask(problem: Problem) -> None:
+    """Every block stored, each with a bitmask of its own, in any order, with bits set beyond the lengths."""
+    sizes, mask = sizes_of(problem), flat(problem.mask)
+    n_rows, n_cols = block_list.grid(**sizes)
+    keys = np.arange(len(mask) * n_rows * n_cols)
+    padded = np.ones((len(mask), n_rows * sizes["block_size"][0], n_cols * sizes["block_size"][1]), np.bool_)
+    padded[:, : sizes["q_len"], : sizes["kv_len"]] = mask
+    split = padded.reshape(len(mask), n_rows, sizes["block_size"][0], n_cols, sizes["block_size"][1])
+    words = block_list.pack(split.swapaxes(2, 3).reshape(len(keys), *sizes["block_size"]))
+    order = problem.random.permutation(len(keys))
+    ids = np.empty(len(keys), np.int32)
+    ids[order] = np.arange(len(keys))
+    expected = block_list.from_mask(mask, sizes["block_size"])
+    assert_same(block_list.canonical(keys, ids, words[order], **sizes), expected)
+    assert_same(block_list.canonical(*expected, **sizes), expected)
+
+
+@given(problems())
+def test_regrouping_changes_the_blocks_and_not_the_mask(problem: Problem) -> None:
+    mask, old, new = flat(problem.mask), problem.block_size, problem.new_block_size
+    sizes = {"q_len": problem.q_len, "kv_len": problem.kv_len}
+    found = block_list.from_mask(mask, old)
+    moved = block_list.regroup(*found, **sizes, old=old, new=new)
+    assert_same(moved, block_list.from_mask(mask, new))
+    assert_same(block_list.regroup(*moved, **sizes, old=new, new=old), found)
+
+
+# every pair of old and new side: which one divides the other, or neither (48 and 80 against 128)
+@pytest.mark.parametrize("old", dense_masks.SIDES)
+@pytest.mark.parametrize("new", [16, 48, 64, 128, 240, 256])
+def test_regrouping_is_exact_for_any_two_sides(old: int, new: int) -> None:
+    random = np.random.default_rng(old * 1000 + new)
+    # 300 and 333: both tails ragged for every side
+    mask = random.random((1, 300, 333)) < 0.5
+    mask[:, 32:160, 64:320] = True
+    mask[:, 160:, :200] = False
+    found = block_list.regroup(
+        *block_list.from_mask(mask, (old, 64)), q_len=300, kv_len=333, old=(old, 64), new=(64, new)
+    )
+    assert_same(found, block_list.from_mask(mask, (64, new)))
+
+
+@given(problems(n_masks=2, axes_differ=True))
+def test_broadcasting_repeats_axes_of_size_1(problem: Problem) -> None:
+    mask, other = problem.masks
+    old = mask.shape[:2]
+    new = max(old[0], other.shape[0]), max(old[1], other.shape[1])
+    n_rows, n_cols = block_list.grid(**sizes_of(problem))
+    found = set_operations.broadcast(block_list.from_mask(flat(mask), problem.block_size), old, new, n_rows * n_cols)
+    repeated = np.broadcast_to(mask, (*new, *mask.shape[2:]))
+    assert_same(found, block_list.from_mask(flat(repeated), problem.block_size))
+
+
+def test_a_hash_collision_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equality is verified after hashing: with a first hash that maps everything to 0, a second one is used."""
+    random = np.random.default_rng(0)
+    mask = random.random((2, 200, 200)) < 0.5
+    expected = block_list.from_mask(mask, (32, 48)), block_list.from_mask(mask, (64, 64))
+    true_mix, seeds = block_list._mix, []
+
+    def weak_mix(values: np.ndarray, seed: int) -> np.ndarray:
+        seeds.append(seed)
+        return true_mix(values, seed) * np.uint64(seed > 1)
+
+    monkeypatch.setattr(block_list, "_mix", weak_mix)
+    assert_same(block_list.from_mask(mask, (32, 48)), expected[0])
+    assert_same(block_list.regroup(*expected[0], q_len=200, kv_len=200, old=(32, 48), new=(64, 64)), expected[1])
+    assert max(seeds) >= 2
+
+
+@given(problems(n_masks=2))
+def test_small_chunks_give_the_same_lists(problem: Problem) -> None:
+    sizes, a, b = sizes_of(problem), *map(flat, problem.masks)
+    old, new, size = problem.block_size, problem.new_block_size, {"q_len": problem.q_len, "kv_len": problem.kv_len}
+
+    def everything() -> list[BlockList]:
+        one, other = block_list.from_mask(a, old), block_list.from_mask(b, old)
+        return [
+            one,
+            set_operations.combine(one, other, "|", **sizes),
+            set_operations.transpose(*one, **sizes),
+            block_list.regroup(*one, **size, old=old, new=new),
+            BlockList(*(block_list.to_mask(one, leads=len(a), **sizes),) * 3),
+        ]
+
+    whole = everything()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_list, "_CHUNK_BYTES", 5000)
+        for actual, expected in zip(everything(), whole, strict=True):
+            assert_same(actual, expected)
+
+
+@given(st.lists(st.integers(0, 500)), st.sampled_from([501, 10**9]))
+def test_distinct_is_unique(codes: list[int], limit: int) -> None:
+    """10**9 codes are sorted, 501 are counted."""
+    values, inverse = block_list.distinct(np.array(codes, np.int64), limit)
+    np.testing.assert_array_equal(values, sorted(set(codes)))
+    np.testing.assert_array_equal(values[inverse], np.array(codes, np.int64))
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5))))
+def test_ranges_lie_one_after_another(pairs: list[tuple[int, int]]) -> None:
+    starts, counts = np.array(pairs, np.int64).reshape(-1, 2).T
+    expected = [start + step for start, count in pairs for step in range(count)]
+    np.testing.assert_array_equal(block_list.ranges(starts, counts), np.array(expected, np.int64))
+
+
+def test_settling_drops_what_is_empty_and_fills_what_is_full() -> None:
+    there = block_list.existing(20, 20, (16, 16))
+    words = np.stack([there[0] * 0, there[0], there[1], there[1]])
+    # a look that is full at the edge, and the same bits where they are only part of a block
+    found = block_list.settle(np.arange(5), np.array([0, 1, 2, 3, EMPTY]), words, np.array([0, 0, 1, 0]), there)
+    assert found.keys.tolist() == [1, 2, 3]
+    assert found.ids.tolist() == [FULL, FULL, 0]
+    np.testing.assert_array_equal(found.bitmasks, there[1:2])
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 5), (4, 3, 2), (2, 1, 7), (2, 0, 3), (3, 2, 0)])
+def test_full_blocks_by_rows(shape: tuple[int, int, int]) -> None:
+    """Each lead ends where the next one begins, rows and leads without blocks too."""
+    leads, n_rows, n_cols = shape
+    mask = np.random.default_rng(0).random(shape) < 0.4
+    mask[leads // 2 :, :1] = False
+    keys, frame = np.flatnonzero(mask), block_list.Frame(1, leads, 16 * n_rows, 32 * n_cols, (16, 32))
+    indptr, cols, ids, bitmasks = block_list.full_rows(keys, frame)
+    ends = mask.sum(axis=2).reshape(-1).cumsum().reshape(leads, n_rows)
+    firsts = np.append(0, ends[:-1, -1]) if n_rows else np.zeros(leads)
+    assert np.array_equal(indptr, np.column_stack([firsts, ends])) and np.array_equal(cols, mask.nonzero()[2])
+    assert indptr.dtype == cols.dtype == ids.dtype == np.int32 and (ids == FULL).all() and bitmasks.shape == (0, 16, 1)
+    found = block_list.by_rows(block_list.full_list(keys, (16, 32)), frame)
+    assert all(np.array_equal(one, other) for one, other in zip(found, (indptr, cols, ids, bitmasks), strict=True))
+
+
+def test_a_list_without_bitmasks_is_canonical_as_it_is() -> None:
+    """Full blocks on ragged edges too; the ids are new, for a list shares none with what it was made of."""
+    keys, ids = np.array([0, 3, 5]), np.full(3, FULL, np.int32)
+    found = block_list.canonical(keys, ids, block_list.no_bitmasks((16, 16)), q_len=20, kv_len=40, block_size=(16, 16))
+    assert_same(found, BlockList(keys, ids, block_list.no_bitmasks((16, 16))))
+    assert not np.shares_memory(found.ids, ids)

@@ -1,0 +1,170 @@
+"""Are messages and schemes chosen as times measured on H200s ask for? Against benchmarks/results/context_parallel.md."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.run import context_choices
+from benchmarks.run.context_choices import Cell
+from benchmarks.run.patterns import patterns
+from blocksparse_flash.distributed import costs, times
+from blocksparse_flash.distributed.costs import Costs
+from blocksparse_flash.distributed.ownership import Pairs
+from blocksparse_flash.distributed.times import Call, Work
+
+
+def costs_of(name: str, length: int, kv_heads: int, n_ranks: int, *, asked: str = "auto") -> Costs:
+    (pattern,) = (pattern for pattern in patterns(length) if pattern.name == name)
+    n_tiles = length // 128
+    owner = np.arange(n_tiles) * n_ranks // n_tiles
+    pairs = Pairs(*np.nonzero(pattern.blocks))
+    return costs.costs_of(pairs, owner, length, (16, kv_heads), n_ranks, asked=asked, whole_rows=False)
+
+
+def chunks(found: Costs, kv_heads: int) -> int:
+    return times.best_chunks(found.work, Call(1, 16, 16 // kv_heads, 128, 2), kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "kv_heads", "expected"),
+    [("local", 65536, 16, 1), ("local", 65536, 4, 1), ("butterfly", 65536, 4, 1), ("bigbird", 65536, 4, 1)],
+)
+def test_short_messages_and_long_walks_stay_whole(name: str, length: int, kv_heads: int, expected: int) -> None:
+    assert chunks(costs_of(name, length, kv_heads, 2, asked="exchange"), kv_heads) == expected
+
+
+def test_long_messages_are_cut_by_divisors_of_the_heads() -> None:
+    work = Work(received=4 << 20, tiles=12288, row=12, column=12)
+    call = Call(1, 16, 1, 128, 2)
+    assert times.best_chunks(work, call, 16) > 1
+    assert times.best_chunks(work, call, 7) == 1
+    assert times.best_chunks(work, call, 3) in (1, 3)
+    # the longest row is walked anew for each chunk
+    assert times.best_chunks(work._replace(row=1 << 17), call, 16) == 1
+    # of batches too
+    small = work._replace(received=1 << 15, tiles=96)
+    assert times.best_chunks(small, call, 16) == 1 < times.best_chunks(small, call._replace(batch=128), 16)
+
+
+# (name, tokens, key heads, exchange, all-gather): ms of a step on four GPUs
+MEASURED = [
+    ("butterfly", 262144, 16, 14.690, 22.561),
+    ("random", 262144, 16, 123.487, 127.305),
+    ("butterfly", 262144, 4, 8.292, 10.483),
+    ("random", 262144, 4, 118.318, 118.511),
+    ("random", 65536, 16, 9.304, 10.190),
+    ("butterfly", 65536, 16, 3.713, 5.593),
+    ("bigbird", 65536, 4, 2.627, 2.872),
+]
+
+
+@pytest.mark.parametrize(("name", "length", "kv_heads", "exchanges", "gathers"), MEASURED)
+def test_what_was_faster_is_taken(name: str, length: int, kv_heads: int, exchanges: float, gathers: float) -> None:
+    """Of exchange and the gather; without shipping, in about the time that it took."""
+    assert exchanges < gathers
+    found = costs_of(name, length, kv_heads, 4, asked="exchange")
+    assert not len(found.shipped)
+    predicted = times.exchange(found.work, Call(1, 16, 16 // kv_heads, 128, 2), chunks(found, kv_heads))
+    assert predicted == pytest.approx(exchanges / 1e3, rel=0.21)
+
+
+@pytest.mark.parametrize(
+    ("length", "kv_heads", "shipped", "whole"),
+    [(262144, 16, 10.802, 16.217), (262144, 4, 6.747, 10.085), (65536, 16, 3.194, 4.987), (65536, 4, 2.644, 2.581)],
+)
+def test_heavy_rows_are_shipped_where_that_was_faster(length: int, kv_heads: int, shipped: float, whole: float) -> None:
+    """bigbird on four GPUs, ms of a step."""
+    found = costs_of("bigbird", length, kv_heads, 4, asked="exchange")
+    assert (len(found.shipped) == 2) == (shipped < whole)
+
+
+@pytest.mark.parametrize(("name", "measured"), [("local", 27.354e-3), ("butterfly", 30.330e-3), ("random", 253.9e-3)])
+def test_ulysses_takes_about_what_was_measured(name: str, measured: float) -> None:
+    """Of several sequences, or shards with gaps."""
+    found = costs_of(name, 262144, 16, 2)
+    assert found.ulysses is not None
+    whole = Work(int(found.ulysses.max()), int(found.tiles.sum()), 1, 1)
+    assert times.ulysses(whole, Call(1, 16, 1, 128, 2), 2) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "kv_heads", "scheme"),
+    [
+        ("local", 262144, 16, "exchange"), ("butterfly", 262144, 16, "ulysses"), ("bigbird", 262144, 16, "ulysses"),
+        ("butterfly", 262144, 4, "exchange"), ("bigbird", 262144, 4, "exchange"), ("local", 65536, 16, "exchange"),
+        ("butterfly", 65536, 16, "exchange"), ("butterfly", 65536, 4, "exchange"),
+    ],
+)  # fmt: skip
+def test_whole_heads_travel_where_keys_are_much(name: str, length: int, kv_heads: int, scheme: str) -> None:
+    """A key head for each query head, and keys that most ranks need; from where they lie, which shards with gaps do not allow."""
+    assert costs_of(name, length, kv_heads, 4).scheme == scheme
+    (pattern,) = (pattern for pattern in patterns(length) if pattern.name == name)
+    with_gaps = np.arange(length // 128) % 4
+    pairs = Pairs(*np.nonzero(pattern.blocks))
+    found = costs.costs_of(pairs, with_gaps, length, (16, kv_heads), 4, asked="auto", whole_rows=False)
+    packed = times.ulysses(Work(int(found.ulysses.max()), len(pairs.row), 1, 1), Call(1, 16, 16 // kv_heads, 128, 2), 4)
+    assert found.scheme == "exchange" or f"{1e3 * packed:.3g} ms by ulysses" in found.reason
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Cell]:
+    found = context_choices.cells()
+    assert len(found) == 32
+    return found
+
+
+def test_auto_takes_what_was_fastest_or_nearly(measured: list[Cell]) -> None:
+    """In 26 of 32 cells the fastest. Of the others bigbird of 65,536 tokens, 4 key heads, four GPUs loses 12.7 %, the next 3.7 %."""
+    print(context_choices.report(measured))
+    losses = sorted(cell.loss for cell in measured)
+    assert sum(cell.chosen == cell.best for cell in measured) == 26
+    assert np.mean(losses) < 1.009 and losses[-1] < 1.13 and losses[-2] < 1.04
+    assert all(cell.is_as_measured for cell in measured), "what was measured is not what would run"
+    gathered = {cell[:4] for cell in measured if cell.chosen == "all_gather"}
+    assert gathered == {(2, length, kv_heads, "bigbird") for length in (65536, 262144) for kv_heads in (4, 16)}
+
+
+def test_the_speed_up_is_about_what_was_measured(measured: list[Cell]) -> None:
+    """Above 1 where it was, below 1 where it was not: bigbird of 16 key heads on two GPUs. At most 23 % off, but for bigbird of
+    4 key heads on two GPUs, by up to 32 %: its kernels did not yet split long rows, which one GPU waited for longer."""
+    slower = {cell[:4] for cell in measured if cell.speedup < 1}
+    assert slower == {(2, 65536, 16, "bigbird"), (2, 262144, 16, "bigbird")}
+    for cell in measured:
+        predicted = cell.costs.speedup
+        assert predicted is not None and (predicted < 1) == (cell[:4] in slower), cell[:4]
+        is_older = cell.ranks == 2 and cell.kv_heads == 4 and cell.pattern == "bigbird"
+        assert (0.68 if is_older else 0.77) < predicted / cell.speedup < 1.2, (cell[:4], predicted, cell.speedup)
+
+
+@pytest.mark.parametrize("scheme", ["exchange", "ulysses", "all_gather"])
+def test_what_was_never_timed_is_not_predicted(scheme: str) -> None:
+    """Few rows that reach most keys, by exchange on two ranks as it is today: auto leaves it, and by name it has no speed-up."""
+    found = costs_of("bigbird", 65536, 16, 2, asked=scheme)
+    assert (found.speedup is None) == (scheme == "exchange")
+    assert "was not timed on 2 ranks" in found.reason and found.reason.startswith("asked for by name; ")
+    assert costs_of("bigbird", 65536, 16, 4, asked=scheme).speedup is not None
+
+
+def test_other_machines_are_not_predicted() -> None:
+    here = (times.GPU, "host")
+    assert not times.unfitted([here] * 2) and not times.unfitted([here] * 4)
+    assert "not to 8" in times.unfitted([here] * 8)
+    assert "not to a link between 2 hosts" in times.unfitted([here, (times.GPU, "other")])
+    assert "not to NVIDIA H100 80GB HBM3" in times.unfitted([here, ("NVIDIA H100 80GB HBM3", "host")])
+
+
+def test_a_name_is_obeyed() -> None:
+    for scheme in ("ulysses", "all_gather"):
+        assert costs_of("local", 65536, 16, 2, asked=scheme).scheme == scheme
+    assert "ulysses" in costs_of("local", 65536, 16, 2).reason
+
+
+def test_a_slow_link_ships_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "LINK", 1e3)
+    assert len(costs_of("bigbird", 65536, 16, 2, asked="exchange").shipped) == 2
+
+
+def test_much_is_computed_apart_and_little_at_once() -> None:
+    assert times.splitting_pays(262144 // 2, 16, 128, 2) and times.splitting_pays(262144 // 4, 16, 128, 2)
+    assert not times.splitting_pays(65536 // 4, 16, 128, 2) and not times.splitting_pays(65536 // 2, 4, 128, 2)

@@ -1,0 +1,287 @@
+"""explanation.py, cost.py, advice.py: does explain count right, does it say what is known and no more, is its advice apt?"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import masks
+from blocksparse_flash import BlockLayout, explain, explanation
+from blocksparse_flash.explanation import cost, prediction
+from blocksparse_flash.explanation.call import Call
+from blocksparse_flash.explanation.prediction import Device
+from tests.support import cases
+
+H200 = Device("NVIDIA H200", (9, 0), 132, 1980.0, 4300.0)
+A100 = Device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1410.0, 1800.0)
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132, 1980.0, 2900.0)
+
+
+class OnGpu(Call):
+    """A call whose tensors, on the host, stand for tensors on a GPU."""
+
+    has_kernels = True  # type: ignore[assignment]
+
+
+def call(
+    q_shape: tuple[int, ...] = (1, 16, 16384, 128),
+    *,
+    layout: BlockLayout | None = None,
+    kv_heads: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **given: Any,
+) -> Call:
+    """A call on a GPU; its tensors are single numbers seen as whole tensors, and are readable."""
+    batch, heads, length, head_dim = q_shape
+    q = torch.empty(q_shape, dtype=dtype, device="meta")
+    k = torch.empty(batch, kv_heads or heads, length, head_dim, dtype=dtype, device="meta")
+    options = {
+        "q": q, "k": k, "v": k, "layout": layout, "causal": False, "has_kv_lengths": False, "dropout_p": 0.0,
+        "deterministic": False, "dtype": dtype, "backend": "triton",
+    }  # fmt: skip
+    return OnGpu(**{**options, **given})
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Explains a call as if it were on a GPU."""
+
+    def explained(asked: Call, device: Device | None = H200) -> explanation.Explanation:
+        monkeypatch.setattr(cost, "device_of", lambda _: device)
+        return explanation.explained(asked, reason="it is asked", others=(), determinism="none")
+
+    return explained
+
+
+@functools.cache
+def window(length: int = 16384, tokens: int = 512) -> BlockLayout:
+    return masks.local(length, window=tokens)
+
+
+# ---- counts ----
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
+def test_tiles_and_pairs_are_those_of_the_mask(case: cases.Case, causal: bool) -> None:
+    layout = case.build()
+    batch, heads = 2, 4
+    q, k = torch.zeros(batch, heads, layout.q_len, 16), torch.zeros(batch, heads, layout.kv_len, 16)
+    mask = layout.to_dense().expand(batch, heads, -1, -1)
+    if causal:
+        mask = mask.tril(layout.kv_len - layout.q_len)
+    n_tiles = n_partial = 0
+    for head in mask.flatten(0, 1):
+        for rows in head.split(128):
+            for tile in rows.split(128, dim=1):
+                n_tiles += bool(tile.any())
+                n_partial += bool(tile.any()) and int(tile.sum()) < 128 * 128
+    found = explain(q, k, k, layout, causal=causal)
+    grid = batch * heads * -(-layout.q_len // 128) * -(-layout.kv_len // 128)
+    assert found.tile_density == pytest.approx(n_tiles / grid)
+    assert found.partial_share == pytest.approx(n_partial / n_tiles if n_tiles else 0.0)
+    assert found.fill == pytest.approx(int(mask.sum()) / (n_tiles * 128 * 128) if n_tiles else 1.0)
+    assert found.flops == 4 * n_tiles * 128 * 128 * 16 and found.backward_flops == 10 * n_tiles * 128 * 128 * 16
+    every = explain(q, k, k, layout, causal=causal, backend="reference")
+    assert every.fill == pytest.approx(int(mask.sum()) / mask.numel()) and every.tile_density == 1.0
+
+
+@pytest.mark.parametrize(("q_len", "kv_len", "causal"), [(100, 300, False), (100, 300, True), (300, 100, True)])
+def test_pairs_without_a_layout(q_len: int, kv_len: int, causal: bool) -> None:
+    q, k = torch.zeros(1, 2, q_len, 16), torch.zeros(1, 2, kv_len, 16)
+    mask = torch.ones(q_len, kv_len, dtype=torch.bool)
+    mask = mask.tril(kv_len - q_len) if causal else mask
+    found = explain(q, k, k, causal=causal)
+    computed = found.tile_density * -(-q_len // 128) * -(-kv_len // 128) * 128 * 128
+    assert found.fill == pytest.approx(int(mask.sum()) / computed)
+
+
+def test_the_longest_lines_and_the_mean() -> None:
+    # 8 tile rows: the first attends to all 8, each other to itself
+    layout = BlockLayout.from_blocks([0] * 8 + [*range(1, 8)], [*range(8), *range(1, 8)], 1024, 1024, block_size=128)
+    q, k = torch.zeros(1, 4, 1024, 16), torch.zeros(1, 2, 1024, 16)
+    spread = explain(q, k, k, layout).balance
+    # a column is walked for both query heads of its key head; the first has one tile, the others two
+    assert spread == cost.Balance(8, 15 / 8, 4, 2 * 15 / 8, None, None, None)
+
+
+def test_selected_on_the_device_is_counted_too() -> None:
+    layout = BlockLayout.from_topk(torch.tensor([0, 1, 1, -1]).reshape(1, 1, 2, 2), 256, 256, block_size=128)
+    q = torch.zeros(1, 2, 256, 16)
+    found = explain(q, q, q, layout)
+    assert (found.tile_density, found.partial_share, found.fill) == (3 / 4, 0.0, 1.0)
+    assert found.balance[:4] == (2, 1.5, 2, 1.5)
+
+
+def test_of_tensors_without_data_everything_is_told_but_what_is_in_them() -> None:
+    q = torch.empty(1, 2, 1024, 16, device="meta")
+    found = explain(q, q, q, masks.local(1024, window=100), causal=True)
+    assert found.tile_density < 0.3 and "meta" in found.unpredicted
+
+
+# ---- time ----
+
+
+def test_a_measured_gpu_has_a_prediction_beside_dense(on: Any) -> None:
+    found = on(call(layout=window()))
+    said = found.prediction
+    assert said is not None and said.caveats == () and found.unpredicted == ""
+    assert 0.1 < said.forward_ms < said.backward_ms < 3 and said.dense_forward_ms > 8 * said.forward_ms
+    assert 1.0 <= found.balance.forward < 1.3 and found.balance.multiprocessors == 132
+    report = str(found)
+    assert f"time         forward {said.forward_ms:.2g} ms, backward {said.backward_ms:.2g} ms" in report
+    assert "forward      151.9 GFLOP, reads 201.4 MB, writes 68.16 MB, workspace 0 B" in report
+    assert "times as long" in report and "measurements on NVIDIA H200" in report and "not calibrated" not in report
+    assert "on 132 multiprocessors" in report
+
+
+def test_dense_is_not_compared_with_itself(on: Any) -> None:
+    found = on(call())
+    assert found.prediction.dense_forward_ms == found.prediction.forward_ms and "   dense" not in str(found)
+
+
+def test_where_nothing_was_measured_no_time_is_told(on: Any) -> None:
+    for asked, device, why in (
+        (call(layout=window()), A100, "compute capability 8.0"),
+        (call(), H100._replace(clock=0.0), "does not tell the clock and bandwidth"),
+        (call(), H100._replace(bandwidth=0.0), "does not tell the clock and bandwidth"),
+        (call((1, 16, 16384, 256)), H200, "head dimension of 256"),
+        (call(dtype=torch.float32), H200, "torch.float32 was not measured"),
+        (call(dropout_p=0.1), H200, "dropout was not measured"),
+        (call(backend="hopper", deterministic=True), H200, "launch for dq alone"),
+        (call((0, 16, 16384, 128)), H200, "nothing to compute"),
+        (call((1, 16, 64, 128)), H200, "few queries"),
+    ):
+        found = on(asked, device)
+        assert found.prediction is None and why in found.unpredicted
+        assert f"time         not predicted: {found.unpredicted}" in str(found)
+    q = torch.zeros(1, 2, 64, 16)
+    assert explain(q, q, q).unpredicted == '"eager" on cpu was not measured'
+
+
+def test_what_is_near_a_measurement_says_how_it_is_not_one(on: Any) -> None:
+    for asked, device, why in (
+        (call(layout=window()), H100, "nothing was fitted to this NVIDIA H100 80GB HBM3: scaled from NVIDIA H200"),
+        (call((1, 16, 16384, 32)), H200, "a head dimension of 32 was not measured: taken as 64"),
+        (call(has_kv_lengths=True), H200, "as if all were kv_len"),
+        (call((1, 16, 16384, 100)), H200, "the copy engine cannot read q and k and v"),
+    ):
+        found = on(asked, device)
+        assert any(why in caveat for caveat in found.prediction.caveats), found.prediction.caveats
+        assert f"not calibrated: {found.prediction.caveats[0]}" in str(found)
+
+
+def test_a_gpu_is_known_by_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, clock_rate=1_980_000, memory_clock_rate=3_201_000,
+        memory_bus_width=6144,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cost.device_of.cache_clear()
+    try:
+        found = cost.device_of(torch.device("cuda", 0))
+    finally:
+        cost.device_of.cache_clear()
+    assert found is not None and found[:4] == H200[:4] and found.bandwidth == pytest.approx(4300, rel=0.01)
+    assert cost.device_of(torch.device("cpu")) is None
+
+
+def test_a_gpu_may_tell_less_of_itself(monkeypatch: pytest.MonkeyPatch, on: Any) -> None:
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cost.device_of.cache_clear()
+    try:
+        found = cost.device_of(torch.device("cuda", 0))
+    finally:
+        cost.device_of.cache_clear()
+    assert found == H200._replace(clock=0.0, bandwidth=0.0)
+    # what was measured needs no more
+    assert on(call(), found).prediction == on(call(), H200).prediction
+
+
+# ---- advice ----
+
+
+def advised(words: str, advice: tuple[str, ...]) -> bool:
+    return any(words in sentence for sentence in advice)
+
+
+def scattered(length: int = 16384, density: float = 0.125) -> BlockLayout:
+    return masks.random(length, density=density, seed=0, block_size=16)
+
+
+def few_rows() -> BlockLayout:
+    """One block of 128 queries that attends to everything, and a diagonal."""
+    n = 16384 // 128
+    return BlockLayout.from_blocks([0] * n + [*range(1, n)], [*range(n), *range(1, n)], 16384, 16384, block_size=128)
+
+
+# words -> a call to which they are said
+SAID = {
+    "in blocks of 16 x 16": lambda: call((1, 16, 2048, 128), layout=scattered(2048)),
+    "dense attention is no slower": lambda: call((1, 16, 2048, 128), layout=scattered(2048)),
+    "the layout never attends to the future": lambda: call((1, 16, 2048, 128), layout=masks.causal(2048), causal=True),
+    "100% of the tiles of dense attention are computed": lambda: call(
+        (1, 16, 2048, 128), layout=masks.causal(2048), causal=True, dtype=torch.float32
+    ),
+    "head_dim 80 is computed as 128: 38%": lambda: call((1, 16, 2048, 80)),
+    "rows of q and k and v are no multiple of 16 bytes": lambda: call((1, 16, 2048, 100)),
+    "float32 products are computed exactly": lambda: call((1, 16, 2048, 64), dtype=torch.float32),
+    "8 blocks of 128 queries for 132 multiprocessors": lambda: call((1, 2, 512, 64)),
+    "the longest row has 128 tiles": lambda: call((1, 4, 16384, 128), layout=few_rows()),
+    "each head of k and v stands there 2 times": lambda: with_keys(repeated()),
+    "each head of k and v stands there 4 times": lambda: with_keys(torch.rand(1, 1, 2048, 64).half().expand(1, 4, -1, -1)),
+    "strides or the address of k and v": lambda: with_keys(torch.rand(1, 4, 2048, 68).half()[..., 1:65]),
+}  # fmt: skip
+
+
+def repeated() -> torch.Tensor:
+    return torch.rand(1, 2, 2048, 64).half().repeat_interleave(2, dim=1)
+
+
+def with_keys(k: torch.Tensor) -> Call:
+    q = torch.zeros(1, 4, 2048, 64, dtype=torch.float16)
+    return call(q=q, k=k, v=k, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("words", SAID)
+def test_advice_is_given_where_it_is_apt(on: Any, words: str) -> None:
+    found = on(SAID[words]())
+    assert advised(words, found.advice), found.advice
+    assert str(found).count("advice       ") == len(found.advice)
+
+
+def test_a_good_call_needs_no_advice(on: Any) -> None:
+    for asked in (
+        call(layout=window()),
+        call(layout=window(), causal=True),
+        call(causal=True),
+        call((4, 16, 4096, 64), kv_heads=4),
+        call((1, 16, 4096, 64), layout=masks.causal(4096)),
+    ):
+        assert on(asked).advice == ()
+
+
+# all differ; all zeros, of which nothing can be told; some agree, but not in groups
+@pytest.mark.parametrize("heads", [[0, 1, 2, 3], [4, 4, 4, 4], [0, 0, 1, 0], [0, 1, 1, 2]], ids=str)
+def test_heads_that_differ_are_no_repetition(on: Any, heads: list[int]) -> None:
+    k = torch.cat([torch.rand(1, 4, 2048, 64), torch.zeros(1, 1, 2048, 64)], dim=1).half()[:, heads]
+    assert not advised("stands there", on(with_keys(k)).advice)
+
+
+def test_advice_depends_on_the_gpu(on: Any) -> None:
+    strided = SAID["strides or the address of k and v"]()
+    # no copy engine before sm90
+    assert not advised("strides", on(strided, A100).advice)
+    assert advised("makes a copy of them", on(dataclasses.replace(strided, backend="hopper")).advice)
+    few = SAID["8 blocks of 128 queries for 132 multiprocessors"]()
+    assert not advised("multiprocessors", on(few, A100._replace(multiprocessors=8)).advice)
+
+
+def test_the_table_is_read_from_the_package() -> None:
+    assert {one.backend for one in prediction.calibrations()} <= {"triton", "hopper"}

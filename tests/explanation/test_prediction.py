@@ -1,0 +1,368 @@
+"""prediction.py and benchmarks/run/calibrate.py: is the model what its first lines say, and does it hold on every measurement?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import masks
+from benchmarks.report import lines as measurements
+from benchmarks.report import pages
+from benchmarks.run import calibrate, measure
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.explanation import cost, dispatch, memory, prediction
+from blocksparse_flash.explanation.call import Call
+from blocksparse_flash.explanation.dispatch import Lines, Sides
+from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel, Rates
+from blocksparse_flash.kernels.schedule import WHOLE
+
+# how far off a prediction may be
+ALLOWED = 0.20
+DEVICE = Device("GPU", (9, 0), 4, 2000.0, 1000.0)
+RATES = Rates((Kernel("rows", 1, 2.0), Kernel("cols", 2, 6.0)), program=1.0, masking=0.5, alone=1.5, launch_us=7.0)
+
+
+def calibration(**changes: Any) -> Calibration:
+    given = Calibration(DEVICE, "triton", 64, "fwd", RATES, 6, ("attention",), ("abc",), 0.02, 0.05, 0.1)
+    return given._replace(**changes)
+
+
+@pytest.fixture(scope="module")
+def groups() -> dict[tuple[str, str, int, str], list[measurements.Line]]:
+    return calibrate.usable(measurements.read(pages.RESULTS / "attention.jsonl"))
+
+
+# ---- against what was measured ----
+
+
+def test_every_measurement_is_predicted(groups: dict[Any, list[measurements.Line]]) -> None:
+    """By the committed table, each one within ALLOWED, of the grid of patterns and of the sweeps.
+
+    If this fails, `python -m benchmarks.run.calibrate` fits the table to the lines anew.
+    """
+    assert groups
+    sizes, bad = [], []
+    for (device, backend, head_dim, direction), lines in groups.items():
+        found = prediction.find(prediction.calibrations(), calibrate.DEVICES[device], backend, head_dim, direction)
+        assert found is not None and found.head_dim == head_dim, (backend, head_dim, direction)
+        for line in lines:
+            (error,) = calibrate.errors([calibrate.measured(line)], found.rates)
+            sizes.append(abs(error))
+            if abs(error) >= ALLOWED:
+                bad.append((backend, line["bench"], line["pattern"], line["n"], head_dim, direction, f"{error:+.0%}"))
+    print(f"{len(sizes)} lines: off by {statistics.median(sizes):.1%} in the median, {max(sizes):.1%} at most")
+    assert bad == []
+
+
+def test_another_gpu_is_predicted_by_scaling() -> None:
+    """Lines of GPUs to which nothing is fitted. With fewer tokens the host of the H100 took longer: local, forward, head_dim 128 at 2,048
+    tokens 0.13 ms and at 4,096 0.11."""
+    lines = [line for line in measurements.read(pages.RESULTS / "attention.jsonl") if line["n"] * line["batch"] >= 8192]
+    groups, every = calibrate.usable(lines, calibrate.SCALED), []
+    assert {key[1:] for key in groups} == calibrate.KERNELS.keys()
+    for (device, *rest), found in groups.items():
+        scaled = calibrate.SCALED[device]
+        near = prediction.find(prediction.calibrations(), scaled, *rest)
+        assert near is not None and near.device != scaled
+        rates = prediction.on_device(near, scaled)
+        sizes = [abs(error) for error in calibrate.errors([*map(calibrate.measured, found)], rates)]
+        assert statistics.median(sizes) < 0.04 and max(sizes) < 0.25, (device, rest, sizes)
+        every += sizes
+    print(f"{len(every)} lines: off by {statistics.median(every):.1%} in the median, {max(every):.1%} at most")
+
+
+def test_the_table_says_what_it_was_fitted_to(groups: dict[Any, list[measurements.Line]]) -> None:
+    table = {(one.device.name, one.backend, one.head_dim, one.direction): one for one in prediction.calibrations()}
+    assert table.keys() == groups.keys()
+    for key, lines in groups.items():
+        assert table[key].n_lines == len(lines) and set(table[key].commits) == {line["commit"] for line in lines}
+        off = [abs(error) for error in calibrate.errors([*map(calibrate.measured, lines)], table[key].rates)]
+        assert table[key].worst_error == pytest.approx(max(off))
+        assert table[key].median_error == pytest.approx(statistics.median(off))
+
+
+# in which of them of half a tile that attends to nothing half is left out
+@pytest.mark.parametrize(("head_dim", "is_halved"), [(128, (True, True)), (64, (True, False))])
+def test_whole_quarters_are_predicted_as_they_are_walked(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, is_halved: tuple[bool, bool]
+) -> None:
+    """Of every block of 128 x 128 the first 64 queries and keys attend."""
+    monkeypatch.setattr(Call, "has_kernels", True)
+    layout = BlockLayout.from_block_mask(
+        torch.tensor([[1, 0], [0, 0]]).bool().repeat(32, 32), 4096, 4096, block_size=64
+    )
+    q = torch.empty(1, 16, 4096, head_dim, dtype=torch.bfloat16, device="meta")
+    for backend in ("hopper", "triton"):
+        call = Call(q, q, q, layout, False, False, 0.0, False, q.dtype, backend)
+        forward, backward = cost.programs(call, 132)
+        for lines, half in zip((forward.rows, backward.cols), is_halved, strict=True):
+            by_quarters = backend == "hopper"
+            assert lines.tiles.tolist() == [16 if by_quarters and half else 32] * 32 * 16
+            assert lines.partial.tolist() == [0 if by_quarters else 32] * 32 * 16
+
+
+def test_long_lines_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column that all queries of 4 heads attend to: split it is not waited for. On `triton`, which splits none, it is."""
+    monkeypatch.setattr(Call, "has_kernels", True)
+    q = torch.empty(1, 16, 65536, 128, dtype=torch.bfloat16, device="meta")
+    k = q[:, :4]
+    layout = masks.bigbird(65536, seed=0)
+    calls = [Call(q, k, k, layout, False, False, 0.0, False, q.dtype, backend) for backend in ("hopper", "triton")]
+    device = calibrate.DEVICES["NVIDIA H200"]
+    split, whole = (cost.balance(call, device, prediction.calibrations()).backward for call in calls)
+    assert split is not None and whole is not None and split < 1.2 < 1.6 < whole
+    found, _ = cost.predict(calls[0], device, prediction.calibrations())
+    monkeypatch.setattr(memory, "split_of", lambda *_: WHOLE)
+    slow, _ = cost.predict(calls[0], device, prediction.calibrations())
+    assert found is not None and slow is not None
+    # H200: 4.1 and 9.7 ms
+    assert found.backward_ms == pytest.approx(4.08, rel=0.2) and slow.backward_ms > 2 * found.backward_ms
+
+
+def told(call: Call) -> prediction.Prediction:
+    """What explain tells on the GPU of the measurements."""
+    found, why = cost.predict(call, calibrate.DEVICES["NVIDIA H200"], prediction.calibrations())
+    assert found is not None, why
+    return found
+
+
+# columns that are served and that are not, for the same shape; lines that are split in parts
+@pytest.mark.parametrize(("pattern", "heads"), [("butterfly", 16), ("bigbird", 16), ("bigbird", 2)])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_the_fit_predicts_as_explain_does(
+    monkeypatch: pytest.MonkeyPatch, backend: str, pattern: str, heads: int
+) -> None:
+    """Lines hold tensors of nothing but a shape: which lines are split and what is served must be as on the GPU all the same."""
+    monkeypatch.setattr(Call, "has_kernels", True)
+    for direction in ("fwd", "bwd"):
+        said = line(backend=backend, pattern=pattern, n=65536, heads=heads, direction=direction)
+        (used,) = [one for one in prediction.calibrations() if one[1:4] == (backend, 128, direction)]
+        one = calibrate.measured(said)
+        found = told(one.call)
+        ms = found.forward_ms if direction == "fwd" else found.backward_ms
+        assert calibrate.predicted(one, used.rates) == pytest.approx(ms)
+
+
+def test_dense_beside_a_layout_is_the_call_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is served and which lists are read are those of the dense call: with long columns nothing is served."""
+    monkeypatch.setattr(Call, "has_kernels", True)
+    call = calibrate.measured(line(backend="hopper", pattern="bigbird", n=16384)).call
+    dense = told(dataclasses.replace(call, layout=None))
+    assert memory.service(call, 132) is None and memory.service(dataclasses.replace(call, layout=None), 132) is not None
+    found = told(call)
+    assert (found.dense_forward_ms, found.dense_backward_ms) == (dense.forward_ms, dense.backward_ms)
+
+
+def test_kernels_are_those_that_are_launched() -> None:
+    """Which side each kernel walks and how many programs share a line, against the launch tables of sm90.
+
+    One launch for dk, dv and dq is taken as two, one after the other.
+    """
+    pytest.importorskip("triton", reason="needs Triton")
+    from blocksparse_flash.kernels.triton import backward, forward
+
+    asked = {"major": 9, "tma": True, "dropout": False, "shared_memory": 232448}
+    for dim in (64, 128):
+        rows, cols = forward.config(dim, 2, **asked).block_q, backward.config_keys(dim, 2, **asked).block_kv
+        queries = backward.config_queries(dim, 2, **asked).block_q
+        if dim == 128:
+            of_keys, of_queries = backward.config_joint(dim, 2, major=9, tma=True, dropout=False)
+            assert (of_keys.block_kv, of_queries.block_q) == (cols, queries)
+        tile = dispatch.TILE
+        assert [kernel[:2] for kernel in calibrate.KERNELS["triton", dim, "fwd"]] == [("rows", tile // rows)]
+        assert [kernel[:2] for kernel in calibrate.KERNELS["triton", dim, "bwd"]] == [
+            ("cols", tile // cols),
+            ("rows", tile // queries),
+        ]
+
+
+@pytest.mark.parametrize("head_dim", [1, 16, 17, 64, 65, 128, 200, 256])
+def test_padded_dims_are_those_of_the_kernels(head_dim: int) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    from blocksparse_flash.kernels import arguments
+    from blocksparse_flash.kernels.hopper import device_functions
+
+    assert prediction.padded_dim("triton", head_dim) == arguments.padded_dim(head_dim)
+    assert prediction.padded_dim("hopper", head_dim) == device_functions.padded_dim(head_dim)
+
+
+# ---- the model ----
+
+
+def sides(rows: list[int], cols: list[int], partial: int = 0) -> Sides:
+    of_rows, of_cols = (
+        Lines(np.array(tiles), np.full(len(tiles), partial), *np.zeros((2, len(tiles)))) for tiles in (rows, cols)
+    )
+    return Sides(of_rows, of_cols)
+
+
+def test_a_direction_is_the_sum_of_its_parts() -> None:
+    # 1 kB a nanosecond. rows: 8 programs of 1 + 3 tiles on 4 multiprocessors, 2 us a tile: 2 waves of 8 us
+    # cols: 8 programs of 1 + 6 / 2 tiles, 6 us a tile: 2 waves of 24 us
+    assert prediction.direction_ms(RATES, sides([3] * 8, [6] * 4), DEVICE, beside=0, passes=5_000_000) == pytest.approx(
+        1e-3 * (7.0 + 5.0 + 2 * 8 + 2 * 24)
+    )
+    # masking costs half a tile each: rows 2 of 3, cols 2 of 6
+    assert prediction.direction_ms(RATES, sides([3] * 8, [6] * 4, 2), DEVICE, beside=0, passes=0) == pytest.approx(
+        1e-3 * (7.0 + 2 * 10 + 2 * 27)
+    )
+    # so many bytes take longer than the tiles
+    assert prediction.direction_ms(RATES, sides([3] * 8, [6] * 4), DEVICE, beside=10**9, passes=0) == pytest.approx(
+        1e-3 * (7.0 + 1e6 * 1e-3)
+    )
+    assert prediction.direction_ms(RATES, sides([], []), DEVICE, beside=0, passes=0) == pytest.approx(7e-3)
+
+
+def test_a_program_alone_does_not_have_the_rate_of_two() -> None:
+    one = RATES._replace(kernels=(Kernel("rows", 1, 2.0),))
+    # 99 tiles and its own cost, 1.5 times 2 us each, while all others are long done
+    assert prediction.kernel_us(one.kernels[0], one, sides([99, 1, 1, 1, 1], []), 4) == pytest.approx(1.5 * 2.0 * 100)
+
+
+def test_even_work_loses_nothing() -> None:
+    assert prediction.loss(RATES._replace(alone=1.0), sides([3] * 8, [6] * 4), 4) == pytest.approx(1.0)
+    one = RATES._replace(kernels=(Kernel("rows", 1, 2.0),), alone=1.0)
+    # 5 programs on 4 multiprocessors: two waves for what 1.25 would do
+    assert prediction.loss(one, sides([3] * 5, []), 4) == pytest.approx(2 / 1.25)
+    assert prediction.loss(one, sides([], []), 4) == 1.0
+
+
+def test_the_file_keeps_everything() -> None:
+    table = [calibration(), calibration(direction="bwd", device=DEVICE._replace(name="other"))]
+    assert prediction.from_json(prediction.to_json(table)) == table
+    assert prediction.to_json(list(prediction.calibrations())) == prediction.CALIBRATION.read_text(encoding="utf-8")
+
+
+# ---- which calibration? ----
+
+
+def test_nothing_is_guessed_of_another_architecture() -> None:
+    table = (calibration(),)
+    assert prediction.find(table, DEVICE, "triton", 64, "fwd") == table[0]
+    assert prediction.find(table, DEVICE._replace(capability=(8, 0)), "triton", 64, "fwd") is None
+    assert prediction.find(table, DEVICE, "hopper", 64, "fwd") is None
+    assert prediction.find(table, DEVICE, "triton", 128, "fwd") is None
+    assert prediction.caveats(table[0], DEVICE, 64) == ()
+
+
+def test_another_gpu_of_the_same_architecture_is_scaled_and_says_so() -> None:
+    smaller = Device("smaller", (9, 0), 2, 1000.0, 500.0)
+    table = (calibration(), calibration(head_dim=128, device=smaller))
+    # of this GPU, even if its heads are wider
+    assert prediction.find(table, smaller, "triton", 64, "fwd") == table[1]
+    assert prediction.find(table[:1], smaller, "triton", 64, "fwd") == table[0]
+    scaled = prediction.on_device(table[0], smaller)
+    assert [kernel.tile_us for kernel in scaled.kernels] == [4.0, 12.0] and scaled.launch_us == RATES.launch_us
+    assert prediction.on_device(table[0], DEVICE) == RATES and prediction.known(table[0], smaller) is smaller
+    (said,) = prediction.caveats(table[0], smaller, 64)
+    assert "nothing was fitted to this smaller: scaled from GPU by 2 multiprocessors at 1000 MHz" in said
+    assert "a head dimension of 32 was not measured: taken as 64" in prediction.caveats(table[0], DEVICE, 32)
+    # a part of the same GPU is another one
+    assert prediction.caveats(table[0], DEVICE._replace(multiprocessors=1), 64) != ()
+
+
+# ---- the fit ----
+
+
+def line(**given: Any) -> measurements.Line:
+    said = {
+        "bench": "attention", "provider": "blocksparse_flash", "backend": "triton", "pattern": "local", "density": 0.1,
+        "n": 4096, "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd", "ms": 1.0, "ms_p20": 1.0,
+        "ms_p80": 1.0, "tflops": 1.0, "peak_bytes": 0, "setup_ms": 1.0, "device": "NVIDIA H200", "torch": "2.11",
+        "triton": "3.6", "commit": "abc",
+    }  # fmt: skip
+    assert set(said) == set(measure.KEYS)
+    if given.keys() & {"bench", "pattern", "n"} and "density" not in given:
+        said["density"] = calibrate.asked(*({**said, **given}[key] for key in ("bench", "pattern", "n"))).density
+    return {**said, **given}
+
+
+TRUE = Rates((Kernel("rows", 1, 3.0),), program=2.0, masking=0.3, alone=1.2, launch_us=12.0)
+
+
+def made_lines(*patterns: tuple[str, int]) -> list[calibrate.Measured]:
+    """Lines which TRUE rates would give, exactly."""
+    found = [calibrate.measured(line(pattern=pattern, n=n)) for pattern, n in patterns]
+    return [one._replace(line={**one.line, "ms": calibrate.predicted(one, TRUE)}) for one in found]
+
+
+def test_the_fit_finds_the_rates_that_made_the_lines() -> None:
+    # short ones for the launch, many short programs for what a program costs, long ones for the tile
+    lines = made_lines(("local", 512), ("local", 8192), ("butterfly", 8192), ("dense", 4096), ("dense", 8192))
+    rates = calibrate.fit(lines, (Kernel("rows", 1, 1.0),), "triton")
+    assert rates.kernels[0].tile_us == pytest.approx(3.0, rel=0.05)
+    assert rates.program == pytest.approx(2.0, rel=0.2)
+    assert max(map(abs, calibrate.errors(lines, rates))) < 0.03
+
+
+def test_two_kernels_share_the_time_as_they_were_measured_to() -> None:
+    """Lines tell their sum alone; nothing of it may go from one to the other for the sake of noise."""
+    kernels = calibrate.KERNELS["triton", 128, "bwd"]
+    true = TRUE._replace(kernels=tuple(kernel._replace(tile_us=1.3 * kernel.tile_us) for kernel in kernels))
+    lines = []
+    for index, (pattern, n) in enumerate([("local", 512), ("local", 8192), ("butterfly", 8192), ("dense", 4096)]):
+        one = calibrate.measured(line(pattern=pattern, n=n, direction="bwd"))
+        noise = 1.05 if index % 2 else 0.95
+        lines.append(one._replace(line={**one.line, "ms": noise * calibrate.predicted(one, true)}))
+    keys, queries = calibrate.fit(lines, kernels, "triton").kernels
+    assert keys.tile_us / queries.tile_us == pytest.approx(kernels[0].tile_us / kernels[1].tile_us, rel=0.1)
+    assert keys.tile_us == pytest.approx(1.3 * kernels[0].tile_us, rel=0.1)
+
+
+def test_of_one_line_the_rest_is_the_prior() -> None:
+    (one,) = made_lines(("dense", 4096))
+    rates = calibrate.fit([one], (Kernel("rows", 1, 1.0),), "triton")
+    assert max(map(abs, calibrate.errors([one], rates))) < 0.02
+    assert rates.masking == pytest.approx(calibrate.MASKING.value) and 1.0 <= rates.alone < 2.0
+    assert all(math.isfinite(value) for value in rates[1:])
+
+
+def test_only_lines_of_ours_that_time_a_direction_are_used(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        line(), line(direction="mask"), line(provider="flex"), line(bench="change", direction="step", density=0.1),
+        line(dtype="fp32"), line(device="another"), line(backend="eager"),
+    ]  # fmt: skip
+    assert calibrate.usable(given) == {("NVIDIA H200", "triton", 128, "fwd"): [given[0]]}
+    said = capsys.readouterr().out
+    assert "another is not in DEVICES" in said and "eager" in said
+    with pytest.raises(ValueError, match="no pattern spiral of 4096 tokens in attention"):
+        calibrate.measured(line(pattern="spiral", density=0.1))
+    with pytest.raises(ValueError, match=r"has density 0.26\d*, but a line says 0.3: .* measure it again"):
+        calibrate.measured(line(density=0.3))
+
+
+# each sweep that times single directions, at its smallest
+@pytest.mark.parametrize(
+    ("bench", "pattern", "n", "density"),
+    [
+        ("attention", "neighborhood", 2048, 9 / 16),
+        ("length", "local", 4096, 268 / 1024),
+        ("length", "local", 512, 1.0),
+        ("density", "random, 0.2", 2048, 3 / 16),
+        ("block-size", "random, 32", 2048, 1 / 8),
+    ],
+)
+def test_lines_of_sweeps_are_found_again(bench: str, pattern: str, n: int, density: float) -> None:
+    layout = calibrate.measured(line(bench=bench, pattern=pattern, n=n, density=density)).call.layout
+    assert layout is not None and layout.q_len == n and layout.density == pytest.approx(density)
+
+
+def test_the_command_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [one.line for one in made_lines(("local", 4096), ("dense", 4096))]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    out = tmp_path / "table.json"
+    calibrate.main(["--lines", str(tmp_path / "lines.jsonl"), "--out", str(out)])
+    (found,) = prediction.from_json(out.read_text(encoding="utf-8"))
+    assert (found.backend, found.head_dim, found.direction, found.n_lines) == ("triton", 128, "fwd", 2)
+    assert found.worst_error < 0.02 and "worst unseen" in capsys.readouterr().out
+    (tmp_path / "none.jsonl").write_text("")
+    with pytest.raises(SystemExit, match="no line"):
+        calibrate.main(["--lines", str(tmp_path / "none.jsonl"), "--out", str(out)])

@@ -1,0 +1,786 @@
+"""Are the Hopper kernels right, whatever the order of events? On the simulator of gluon_simulator.py, which needs no GPU.
+
+The zoo's layouts and calls, held to the one tolerance, each under another order of events; then every launch configuration, and
+faults seeded in the source, all of which must be seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from blocksparse_flash import BlockLayout, attention_with_lse, functional, ops
+from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
+from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
+from blocksparse_flash.kernels.hopper.forward import wide_pays
+from tests import test_zoo as zoo
+from tests.kernels.triton import test_combine_splits
+from tests.support import cases
+from tests.support.closeness import assert_as_accurate
+from tests.support.gluon_machine import ProtocolError
+from tests.support.gluon_simulator import Change, Simulation
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter: a GPU runs the kernels")
+
+CPU = torch.device("cpu")
+LAYOUTS = [*cases.LAYOUTS, *zoo.DENSE]
+# beyond 128 only the forward is simulated: the portable backward answers, which the interpreter makes slow
+CALLS = [call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128]
+WIDE = [call for call in zoo.HOPPER_CALLS if call not in CALLS]
+(WINDOW,) = [case for case in cases.LAYOUTS if case.name == "window"]
+# has rows of several full tiles
+(TRIANGLE,) = [case for case in cases.LAYOUTS if case.name == "causal"]
+BFLOAT16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def statistics_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few columns there are."""
+    monkeypatch.setattr("blocksparse_flash.kernels.service.TELLING_COLUMNS", 1)
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """Raises where a call on simulated kernels is not as accurate as the reference."""
+
+    def check(
+        simulation: Simulation, layout: Any, call: zoo.Call, *, backward: bool = True, deterministic: bool = False
+    ) -> None:
+        gradients = functools.partial(simulation.backward, deterministic=deterministic)
+        monkeypatch.setattr(ops, "_kernels", lambda *_: (simulation.forward, gradients))
+        monkeypatch.setattr(functional, "_choose", lambda *arguments: "hopper")
+        tensors = zoo.inputs(layout, call)
+        tensors = {name: zoo.buried(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
+        if backward:
+            actual = zoo.run("hopper", layout, call, tensors, CPU)
+        else:
+            q, k, v = (tensors[name] for name in ("q", "k", "v"))
+            actual = attention_with_lse(
+                q,
+                k,
+                v,
+                layout.build() if isinstance(layout, cases.Case) else None,
+                causal=call.causal,
+                scale=call.scale,
+                kv_lengths=zoo.kv_lengths(layout, call, CPU) if call.has_kv_lengths else None,
+            )
+        for name, result, references in zip(zoo.NAMES, actual, zoo.expected(layout, call, CPU), strict=False):
+            assert_as_accurate(result, *references, name=name)
+
+    return check
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[zoo.name_of(layout) for layout in LAYOUTS])
+def test_every_layout(check, index):
+    # seven: prime to the number of calls, so that neighbours differ and each comes
+    assert len(CALLS) % 7
+    check(Simulation(seed=index), LAYOUTS[index], CALLS[7 * index % len(CALLS)])
+
+
+@pytest.mark.parametrize("layout", [zoo.PER_HEAD, (40, 50)], ids=zoo.name_of)
+def test_several_key_heads_have_a_group_each(check, layout):
+    check(Simulation(seed=4), layout, zoo.Call(head_dim=64, kv_heads=2, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("call", WIDE, ids=str)
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_a_wide_head_forward(check, layout, call):
+    check(Simulation(seed=1), layout, call, backward=False)
+
+
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_a_program_for_each_row(check, layout):
+    """None takes a second one, and there is no queue that could be left over."""
+    simulation = Simulation(seed=8, programs=99)
+    asked = []
+    prepare = simulation.hopper_forward.prepare
+    simulation.hopper_forward.prepare = lambda *facts: asked.append(prepare(*facts)) or asked[-1]
+    check(simulation, layout, CALLS[0], backward=False)
+    assert asked and not any(ready.is_queued for ready in asked)
+
+
+@pytest.mark.parametrize("call", [CALLS[0], CALLS[-1]], ids=str)
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_deterministic(check, layout, call):
+    check(Simulation(seed=2), layout, call, deterministic=True)
+
+
+def split(simulation: Simulation, n_parts: int, n_lines: int) -> Simulation:
+    """The same, which splits so many lines of a layout, and all without one."""
+    for module in (simulation.hopper_forward, simulation.hopper_backward):
+        module.split_of = test_combine_splits.forced(n_parts, n_lines)
+    return simulation
+
+
+def rounded(call: zoo.Call) -> zoo.Call:
+    """The call in float16: Triton's interpreter, which runs the kernels that merge, cuts bfloat16 off instead of rounding it."""
+    return dataclasses.replace(call, dtype=torch.float16)
+
+
+# every other one: a GPU runs them all, in test_parts.py
+@pytest.mark.parametrize("index", range(0, len(LAYOUTS), 2), ids=[zoo.name_of(layout) for layout in LAYOUTS[::2]])
+def test_layouts_split(check, index):
+    """One line of each head, so that whole ones follow, two, or all of them."""
+    # eleven: prime to the number of calls as well, and other calls than above
+    assert len(CALLS) % 11
+    simulation = split(Simulation(seed=index), (3, 2)[index // 2 % 2], (1, 99, 2)[index % 3])
+    check(simulation, LAYOUTS[index], rounded(CALLS[11 * index % len(CALLS)]))
+
+
+@pytest.mark.parametrize("n_lines", [1, 99])
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_more_parts_than_tiles(check, layout, n_lines):
+    """Some have nothing to do, with keys missing and query heads in groups."""
+    check(split(Simulation(seed=5), 7, n_lines), layout, rounded(LIMITED))
+
+
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_split_and_deterministic(check, layout):
+    check(split(Simulation(seed=6), 2, 2), layout, rounded(CALLS[0]), deterministic=True)
+
+
+@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
+def test_a_wide_head_forward_split(check, layout):
+    check(split(Simulation(seed=7), 2, 2), layout, rounded(WIDE[0]), backward=False)
+
+
+def test_split_lines_give_equal_bits_in_any_order(monkeypatch):
+    """Of events; dq apart, where it is added in the order of the events."""
+    results = []
+    for seed in range(3):
+        simulation = split(Simulation(seed=seed, programs=1 + seed), 3, 2)
+        monkeypatch.setattr(ops, "_kernels", lambda *_, s=simulation: (s.forward, s.backward))
+        monkeypatch.setattr(functional, "_choose", lambda *arguments: "hopper")
+        call = zoo.Call(head_dim=64, kv_heads=1, dtype=BFLOAT16)
+        out, lse, _, *rest = zoo.run("hopper", WINDOW, call, zoo.inputs(WINDOW, call), CPU)
+        results.append([out, lse, *rest])
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+CAUSAL = zoo.Call(head_dim=64, causal=True, dtype=BFLOAT16)
+LIMITED = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1)
+FORWARDS = [
+    ForwardConfig(stages=3),
+    ForwardConfig(stages=2, ping_pong=False, pin=True),
+    ForwardConfig(stages=2, block_kv=64),
+    ForwardConfig(stages=3, block_kv=64, out_in_q=True),
+    ForwardConfig(stages=3, block_kv=64, overlap=False, ping_pong=False),
+    ForwardConfig(stages=2),
+    ForwardConfig(stages=2, overlap=False),
+    ForwardConfig(stages=1, overlap=False),
+    ForwardConfig(stages=2, queries=2, slack=8.0),
+    ForwardConfig(stages=1, block_kv=64, out_in_q=True, queries=2, overlap=False, slack=8.0),
+]
+WIDE_FORWARDS = [
+    ForwardConfig(stages=2, warpgroups=3),
+    ForwardConfig(stages=2, block_kv=64, ping_pong=False, warpgroups=3, queries=2),
+    ForwardConfig(stages=1, out_in_q=True, warpgroups=3, slack=8.0, overlap=False),
+]
+# rows of 192 queries: one with a query past the end of the first warpgroup's 64, a whole one, one more with a query; keys of
+# whole steps and ragged, more and fewer than queries
+WIDE_LENGTHS = [(65, 65), (192, 256), (193, 130), (400, 203)]
+
+
+@pytest.mark.parametrize("call", [CAUSAL, LIMITED], ids=str)
+@pytest.mark.parametrize("layout", [WINDOW, (203, 400)], ids=zoo.name_of)
+@pytest.mark.parametrize("config", FORWARDS, ids=str)
+def test_every_configuration_of_the_forward(check, monkeypatch, config, layout, call):
+    simulation = Simulation(seed=3, programs=1)
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
+    check(simulation, layout, call, backward=False)
+
+
+@pytest.mark.parametrize("call", [zoo.Call(head_dim=40, kv_heads=1), CAUSAL], ids=str)
+@pytest.mark.parametrize("lengths", WIDE_LENGTHS, ids=str)
+@pytest.mark.parametrize("config", WIDE_FORWARDS, ids=str)
+def test_every_configuration_of_three_warpgroups(check, monkeypatch, config, lengths, call):
+    simulation = Simulation(seed=5)
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
+    monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: True)
+    check(simulation, lengths, call, backward=False)
+
+
+@pytest.mark.parametrize(("layout", "call"), [(WINDOW, CAUSAL), ((203, 400), LIMITED)], ids=str)
+def test_three_warpgroups_are_refused_where_two_are_needed(check, monkeypatch, layout, call):
+    simulation = Simulation()
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: WIDE_FORWARDS[0])
+    with pytest.raises(AssertionError, match="two warpgroups"):
+        check(simulation, layout, call, backward=False)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "axes", "expected"),
+    [
+        # as many rows of either side as one turn of 132 programs has place for, and as two have
+        (66 * 128, 1, False),
+        (66 * 128, 4, False),
+        # 132 rows of 192 in one turn, 198 of 128 in two
+        (66 * 192, 2, True),
+        (16384, 32, True),
+        # one row, and two, of either side; two for three
+        (128, 1000, False),
+        (256, 1000, False),
+        (384, 1000, True),
+    ],
+)
+def test_wide_rows_are_taken_where_they_are_done_first(q_len, axes, expected):
+    assert wide_pays(q_len, axes, 132) == expected
+
+
+STEEP = [zoo.Call(head_dim=64, scale=1.0, dtype=BFLOAT16), zoo.Call(head_dim=64, scale=-1.0, dtype=torch.float16)]
+
+
+@pytest.mark.parametrize("call", STEEP, ids=str)
+@pytest.mark.parametrize("layout", [TRIANGLE, (113, 600)], ids=zoo.name_of)
+def test_a_maximum_that_grows_by_less_than_the_slack_and_by_more(check, monkeypatch, layout, call):
+    simulation = Simulation(seed=6)
+    met = []
+
+    def soften(b_scores, b_max, b_sum, scale_log2, slack):
+        grew = b_scores.amax(1) * scale_log2 - b_max
+        met.extend(grew[(b_max > -1.0e38) & (grew > 0)].tolist())
+        return plain_soften(b_scores, b_max, b_sum, scale_log2, slack)
+
+    plain_soften = simulation.hopper_forward.soften
+    monkeypatch.setattr(simulation.hopper_forward, "soften", soften)
+    slack = ForwardConfig(stages=2, queries=2, slack=8.0)
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: slack)
+    check(simulation, layout, call, backward=False)
+    assert any(grew < 8.0 for grew in met)
+    assert any(grew > 8.0 for grew in met)
+
+
+@pytest.mark.parametrize("call", [CAUSAL, LIMITED], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        BackwardConfig(block_q=q, stages=n, sets=sets)
+        for q, n, sets in ((64, 1, 2), (64, 3, 1), (128, 1, 1), (128, 2, 2))
+    ],
+    ids=str,
+)
+def test_every_configuration_of_the_backward(check, monkeypatch, config, call):
+    simulation = Simulation(seed=4, programs=1)
+    monkeypatch.setattr(simulation.hopper_backward, "config", lambda *_: config)
+    check(simulation, WINDOW, call)
+
+
+# ---- can the simulator fail? ----
+
+PARTED = zoo.Call(head_dim=64, dtype=torch.float16, kv_heads=1)
+
+
+def mixed() -> BlockLayout:
+    """Lines of up to 5 tiles, of which some are partial and some full, others for each of 4 heads; one row has none."""
+    mask = (
+        torch.rand(1, 4, 10, 10, generator=torch.Generator().manual_seed(0))
+        < torch.tensor([0.5, 0.7, 0.85, 0.95])[:, None, None]
+    )
+    mask[:, :, 4:6] = False
+    return BlockLayout.from_block_mask(mask, 600, 640, block_size=64)
+
+
+MIXED = cases.Case("mixed", mixed)
+(QUARTERED,) = [case for case in cases.LAYOUTS if case.name == "quarters"]
+# one query head to a key head, and four
+QUARTER_CALLS = [zoo.Call(head_dim=64, dtype=torch.float16), PARTED]
+SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
+FORWARD, BACKWARD, SOFTMAX, SERVICE = (f"hopper.{name}" for name in ("forward", "backward", "softmax", "service"))
+ROWS, COLS = "hopper.forward_producer", "hopper.backward_producer"
+# seen where lines are split
+PART_FAULTS = {
+    "a part that begins where the line does": Change(ROWS, "            begin = begin + first\n", "            pass\n"),
+    "full steps masked as partial": Change(
+        "triton.tile", "tl.minimum(tl.maximum(n_front - begin, 0), end - begin)", "n_front"
+    ),
+    "parts of one line in the place of another": Change(
+        "triton.tile", "(i_part * n_split + i_launch) * n_axes + i_axis", "(i_part * n_split + i_launch) * n_axes"
+    ),
+    "long lines twice": Change("triton.tile", "i_work - n_more), tl", "i_work), tl"),
+    "a part handed in as a whole row": Change(
+        FORWARD, "        elif row[0] < n_axes:\n", "        elif row[0] >= 0:\n"
+    ),
+    "a part handed in as a whole column": Change(
+        BACKWARD, "        elif i_block < 0:\n", "        elif i_block >= -1:\n"
+    ),
+}
+FAULTS = {
+    "values released before they are read": Change(
+        FORWARD,
+        """        b_out = warpgroup_mma_wait(0, deps=(out_token,))
+        mbarrier.arrive(barriers[V_EMPTY].index(v_stage), count=1)
+    if not""",
+        """        mbarrier.arrive(barriers[V_EMPTY].index(v_stage), count=1)
+        b_out = warpgroup_mma_wait(0, deps=(out_token,))
+    if not""",
+    ),
+    "keys released by one warpgroup": Change(
+        FORWARD,
+        "new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS), new_barriers(STAGES, 1), new",
+        "new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1), new",
+    ),
+    "values not waited for": Change(
+        FORWARD, "mbarrier.wait(barriers[V_FULL].index(stage), (n_now // STAGES) & 1)", "stage = n_now % STAGES"
+    ),
+    "keys waited for in the wrong phase": Change(
+        FORWARD,
+        "wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1)",
+        "wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1 ^ 1)",
+    ),
+    "scores not waited for": Change(
+        FORWARD, "warpgroup_mma_wait(1 if BEFORE else 0,", "warpgroup_mma_wait(2 if BEFORE else 0,"
+    ),
+    "the last turn not taken": Change(FORWARD, "    end_turns(WHO, PING_PONG, WARPGROUPS)", "    pass"),
+    "the first turn not given": Change(FORWARD, "    begin_turns(WHO, PING_PONG, WARPGROUPS)", "    pass"),
+    "values cleared within a turn": Change(
+        FORWARD,
+        """        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)
+    wait_for_turn(WHO, PING_PONG, WARPGROUPS)""",
+        """        pass
+    wait_for_turn(WHO, PING_PONG, WARPGROUPS)
+    if BEFORE:
+        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)""",
+    ),
+    "out stored without a fence": Change(
+        FORWARD, "    fence_async_shared()\n    store_async(out_desc", "    store_async(out_desc"
+    ),
+    "out overwritten while it leaves": Change(
+        FORWARD,
+        "        # the row before has left the buffer\n        tma.store_wait(0)\n",
+        "        pass\n",
+    ),
+    "a row overwritten before it was taken": Change(
+        FORWARD, "new_barriers(2, 1), new_barriers(2, WARPGROUPS),", "new_barriers(2, 1), new_barriers(2, 1),"
+    ),
+    "the decay forgotten": Change(FORWARD, "    if not (OVERLAP and FIRST):", "    if False:"),
+    "a step left out": Change(
+        FORWARD, "for i_step in range(1 if OVERLAP else 0, n_mixed)", "for i_step in range(2, n_mixed)"
+    ),
+    "queries not waited for": Change(FORWARD, "        mbarrier.wait(barriers[Q_FULL].index(i_query), phase)\n", ""),
+    "the tail of the values not cleared": Change(
+        "hopper.device_functions", "gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0)", "b_tile"
+    ),
+    "ds read before the other half is there": Change(
+        BACKWARD, '        named_barrier("sync", 9)\n        if BY_ROWS:', "        if BY_ROWS:"
+    ),
+    "ds in one buffer": Change(BACKWARD, "ds_ring.index(n_now % 2)", "ds_ring.index(0)"),
+    "ds without a fence": Change(
+        BACKWARD,
+        '        fence_async_shared()\n        named_barrier("sync", 9)\n        if',
+        '        named_barrier("sync", 9)\n        if',
+    ),
+    "queries released before they are read": Change(
+        BACKWARD,
+        """    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))
+    mbarrier.arrive(barriers[Q_EMPTY].index(stage), count=1)""",
+        """    mbarrier.arrive(barriers[Q_EMPTY].index(stage), count=1)
+    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))""",
+    ),
+    "dq overwritten while it leaves": Change(
+        BACKWARD, "            tma.store_wait(0)\n            dq_tile = dq_ring", "            dq_tile = dq_ring"
+    ),
+    "dout counted without delta": Change(
+        COLS, "dout_desc.block_type.nbytes + delta_desc.block_type.nbytes", "dout_desc.block_type.nbytes"
+    ),
+    "dk over ds that is read": Change(
+        BACKWARD,
+        '    # the other warpgroup still reads ds, and its sum of dq may be on its way\n    named_barrier("sync", 9)\n',
+        "\n\n",
+    ),
+    "dv over the last sum of dq": Change(
+        BACKWARD,
+        "            # the last sum of dq has left, where dv will be\n            tma.store_wait(0)\n",
+        "            pass\n\n",
+    ),
+    "ds over dk that leaves": Change(
+        BACKWARD,
+        "        # dk and dv of the column before have left their places, which the steps write to\n        tma.store_wait(0)\n",
+        "\n\n",
+    ),
+    "ds over dk of the other warpgroup": Change(
+        BACKWARD,
+        '            wait_for_writes(1)\n        named_barrier("sync", 9)\n        if SERVED and',
+        "            wait_for_writes(1)\n\n        if SERVED and",
+    ),
+    "keys released before they are read": Change(
+        BACKWARD,
+        "        # nothing reads the keys and values any more\n        mbarrier.arrive(barriers[KV_EMPTY].index(i_set), count=1)\n",
+        "        pass\n\n",
+    ),
+    "a column's keys released by one warpgroup": Change(
+        BACKWARD,
+        "new_barriers(SETS, 1), new_barriers(SETS, 2),",
+        "new_barriers(SETS, 1), new_barriers(SETS, 1),",
+    ),
+    "a column's keys waited for in the wrong phase": Change(COLS, "((i_col // SETS) & 1) ^ 1", "(i_col // SETS) & 1"),
+    "a column overwritten before both took it": Change(
+        BACKWARD,
+        "new_barriers(2, 3 if SERVED else 2)",
+        "new_barriers(2, 2 if SERVED else 1)",
+    ),
+    "dp waited for too little": Change(
+        BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
+    ),
+    "a step masked as full": Change(
+        BACKWARD, "n_done + i_step, WHO, True, False,", "n_done + i_step, WHO, False, False,"
+    ),
+}
+# seen where tiles are made of whole quarters
+QUARTER_FAULTS = {
+    "quartered rows as full ones": Change(FORWARD, "WHO, False, True, SIGN", "WHO, False, False, SIGN"),
+    "quartered rows as part of a mask": Change(ROWS, "n_partial - gl.load(p_record + 5)", "n_partial - 1"),
+    "quarters of the first step forgotten": Change(
+        FORWARD, "    if QUARTERED:\n        b_scores =", "    if QUARTERED and not FIRST:\n        b_scores ="
+    ),
+    "a full first step by quarters": Change(
+        SOFTMAX,
+        "return gl.where(entry < 0, quarters, -1)",
+        "return quarters",
+    ),
+    "the other queries' quarters": Change(
+        SOFTMAX,
+        "quarters, others = entry >> (QUARTERS_BIT + 2 * WHO)",
+        "quarters, others = entry >> (QUARTERS_BIT + 2 - 2 * WHO)",
+    ),
+    "the other queries' quarters of a second half": Change(
+        SOFTMAX, "other >> (QUARTERS_BIT + 2 * WHO)", "other >> (QUARTERS_BIT + 2 - 2 * WHO)"
+    ),
+    "a pair of one tile": Change(
+        ROWS, "other = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))", "other = entry"
+    ),
+    "the other keys of a first half": Change(
+        ROWS,
+        "(is_pair & (((entry >> QUARTERS_BIT) & 5) == 0), HALF, 0)",
+        "(is_pair & (((entry >> QUARTERS_BIT) & 5) != 0), HALF, 0)",
+    ),
+    "the other keys of a second half": Change(
+        ROWS, "((other >> QUARTERS_BIT) & 5) != 0)", "((other >> QUARTERS_BIT) & 5) == 0)"
+    ),
+    "a half without a second one twice": Change(
+        SOFTMAX, "first + 2 * second * has_second.to(gl.int32)", "first + 2 * second"
+    ),
+    "the tiles of pairs as full ones": Change(ROWS, "gl.where(i_pair >= 0, n_single // 2, 0)", "0"),
+    "halves one by one": Change(ROWS, "n_partial - n_single // 2\n", "n_partial\n"),
+    "quartered columns as full ones": Change(
+        BACKWARD, "n_done + i_step, WHO, False, True,", "n_done + i_step, WHO, False, False,"
+    ),
+    "the other keys' quarters": Change(BACKWARD, "QUARTERS_BIT + WHO +", "QUARTERS_BIT + 1 - WHO +"),
+    "the first queries' quarters alone": Change(BACKWARD, "WHO + step % STEPS * 2", "WHO"),
+    "steps left out by those who compute alone": Change(
+        COLS,
+        "                if is_left_out(indices_ptr, first + i_step, BLOCK_Q, QUARTERS) == 0:\n",
+        "                if True:\n",
+    ),
+    "steps left out but counted": Change(BACKWARD, "n_done -= n_left_out", "n_done -= 0"),
+    "the last queries left out with the first": Change(
+        COLS, "(QUARTERS_BIT + step % (TILE // BLOCK_Q) * 2)", "(QUARTERS_BIT + 0)"
+    ),
+    "steps of full tiles left out": Change(COLS, "(entry < 0) & ((bits & 3) == 0)", "(bits & 3) == 0"),
+    "quarters of the heads of the first": Change(
+        COLS,
+        "            n_mixed = n_partial - gl.load(p_member + 5) if QUARTERS else n_partial\n",
+        "            pass\n",
+    ),
+}
+WIDE_FAULTS = {
+    "the first turn not given": FAULTS["the first turn not given"],
+    "the last turn not taken": FAULTS["the last turn not taken"],
+    "the last turn not given on": Change("hopper.device_functions", "range(WHO + 1, WARPGROUPS - 1)", "range(0)"),
+    "turns given to the next alone": Change(
+        "hopper.device_functions", "if other != WHO:", "if other == (WHO + 1) % WARPGROUPS:"
+    ),
+    "keys released by two": Change(
+        FORWARD,
+        "new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS), new_barriers(STAGES, 1), new",
+        "new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(STAGES, 1), new",
+    ),
+    "values released by two": Change(
+        FORWARD,
+        "new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS),\n",
+        "new_barriers(STAGES, 1), new_barriers(STAGES, 2),\n",
+    ),
+    "a row overwritten before all took it": Change(
+        FORWARD, "new_barriers(2, 1), new_barriers(2, WARPGROUPS),", "new_barriers(2, 1), new_barriers(2, 2),"
+    ),
+    "rows of 128 queries": Change(ROWS, "i_launch) * (WARPGROUPS * HALF)", "i_launch) * TILE"),
+    "keys of rows of 128 queries": Change(ROWS, "CAUSAL, WARPGROUPS * HALF, BLOCK_KV)", "CAUSAL, TILE, BLOCK_KV)"),
+}
+SET_FAULTS = {
+    "queries waited for in the wrong phase": Change(ROWS, "(i_row // SETS) & 1", "i_row & 1"),
+    "both sets in one place": Change(ROWS, "return i_row % SETS * WARPGROUPS + WHO,", "return WHO,"),
+    "queries not waited for": FAULTS["queries not waited for"],
+    "queries released before they are read": Change(
+        FORWARD,
+        "        # one is known when compiling, the other is not\n        if OVERLAP:",
+        "        mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)\n        if OVERLAP:",
+    ),
+    "out not rescaled": Change(FORWARD, "b_out = rescale(b_out, b_decay)", "pass"),
+    "the maximum forgotten": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
+}
+
+# seen where dq is cleared and converted beside the columns
+DQ_FAULTS = {
+    "the first column not waited for": Change(
+        COLS, "    mbarrier.wait(barriers[COL_DONE].index(0), 0)\n    while", "    while"
+    ),
+    "zeros not waited for": Change(SERVICE, "    if i_section >= n_cleared:\n", "    if False:\n"),
+    "the zeros of the section before waited for": Change(
+        SERVICE, "counts_ptr + FRONT + i_section, gl.cdiv", "counts_ptr + FRONT + (i_section - 1), gl.cdiv"
+    ),
+    "columns not waited for": Change(
+        SERVICE, "            wait_for_count(counts_ptr + FRONT + n_axes + i_round, n_work, 500)\n", ""
+    ),
+    "a column too few waited for": Change(SERVICE, "i_round, n_work, 500)", "i_round, n_work - 1, 500)"),
+    "a column counted before its sums are in memory": Change(
+        BACKWARD,
+        "            # its sums of dq are in memory, all but what was sent last: dk or dv\n            wait_for_writes(1)\n",
+        "            pass\n\n",
+    ),
+    "a column counted by one warpgroup": Change(
+        BACKWARD,
+        """        named_barrier("sync", 9)
+        if SERVED and WHO == 0:
+            # before data are waited for, whose section may be waiting for the column before
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+""",
+        """        if SERVED and WHO == 0:
+            # before both are there
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+        named_barrier("sync", 9)
+""",
+    ),
+    "a column counted when the next one has its keys": Change(
+        BACKWARD,
+        """        if SERVED and WHO == 0:
+            # before data are waited for, whose section may be waiting for the column before
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+        i_set = i_col % SETS
+        mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
+""",
+        """        i_set = i_col % SETS
+        mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
+        if SERVED and WHO == 0:
+            # not before
+            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+""",
+    ),
+    "a column counted as it begins": Change(
+        COLS, "        i_col += 1\n        mbarrier.wait(barriers[COL_DONE]", "        mbarrier.wait(barriers[COL_DONE]"
+    ),
+    "columns handed on before they are counted": Change(
+        BACKWARD, "new_barriers(2, 3 if SERVED else 2)", "new_barriers(2, 2)"
+    ),
+    "a chunk left out": Change(
+        SERVICE, "gl.minimum(first + PIECE, n_chunks)", "gl.minimum(first + PIECE - 1, n_chunks)"
+    ),
+    "all sections ahead of the first": Change(
+        SERVICE,
+        "n_cleared + i_item // n_pieces, n_ahead + i_round",
+        "n_cleared + i_item // n_pieces, n_ahead + 1 + i_round",
+    ),
+    "the first column not from the queue": Change(
+        COLS,
+        'pid = gl.atomic_add(queue_ptr, 1, sem="relaxed")\n        n_before_queue = 0',
+        "pid = gl.program_id(0)\n        n_before_queue = gl.num_programs(0)",
+    ),
+    "a column twice": Change(COLS, "        n_before_queue = 0\n", "        n_before_queue = -1\n"),
+    "statistics of another chunk": Change(
+        SERVICE, "tell(told, place, i_section * n_chunks + i_chunk,", "tell(told, place, i_section * n_chunks,"
+    ),
+    "statistics of what has not come": Change(
+        SERVICE, "        copy_wait()\n        for i_piece", "        for i_piece"
+    ),
+    "sums converted before they come": Change(SERVICE, "                copy_wait()\n", ""),
+    "a column's data before its section is prepared": Change(
+        COLS, "            wait_for_section(service, i_axis)\n        i_batch", "            pass\n        i_batch"
+    ),
+    "columns out of order": Change(
+        COLS, "pid // n_lines, pid % n_lines\n        if", "n_axes - 1 - pid // n_lines, pid % n_lines\n        if"
+    ),
+}
+
+
+@pytest.fixture
+def tight(monkeypatch):
+    """A simulation with few places in the rings, so that each is soon used again."""
+
+    def tight(
+        seed: int,
+        *changes: Change,
+        config: ForwardConfig | None = None,
+        programs: int = 1,
+        slow: str = "",
+        resident: int = 0,
+        is_direct: bool = False,
+    ) -> Simulation:
+        simulation = Simulation(seed=seed, changes=changes, programs=programs, slow=slow, resident=resident)
+        chosen = ForwardConfig(stages=2) if config is None else config
+        monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: chosen)
+        monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: chosen.warpgroups == 3)
+        monkeypatch.setattr(
+            simulation.hopper_backward, "config", lambda *_: BackwardConfig(stages=2, is_direct=is_direct)
+        )
+        return simulation
+
+    return tight
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_without_a_fault_none_is_seen(check, tight, seed):
+    check(tight(seed), (203, 400), SMALL)
+    check(tight(seed), (300, 400), SMALL)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_seen(check, tight, fault):
+    """Under one of a few orders of events."""
+    change = FAULTS[fault]
+    with pytest.raises((ProtocolError, AssertionError)):
+        # columns of an even number of steps, then of an odd one
+        for lengths, seed in itertools.product(((203, 400), (300, 400)), range(8)):
+            check(tight(seed, change), lengths, SMALL, backward=change.module in (BACKWARD, COLS))
+
+
+@pytest.mark.parametrize("fault", PART_FAULTS)
+def test_a_seeded_fault_of_parts_is_seen(check, tight, fault):
+    """Likewise, on rows and columns of several tiles, partial ones and full."""
+    change = PART_FAULTS[fault]
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed in range(8):
+            check(split(tight(seed, change), 2, 1), MIXED, PARTED, backward=change.module != FORWARD)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_without_a_fault_of_parts_none_is_seen(check, tight, seed):
+    check(split(tight(seed), 2, 1), MIXED, PARTED)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_without_a_fault_of_quarters_none_is_seen(check, tight, seed):
+    config = ForwardConfig(stages=2, block_kv=64) if seed % 2 else None
+    check(tight(seed, config=config), QUARTERED, QUARTER_CALLS[seed // 2])
+
+
+# none are made of parts of rows, nor where keys end somewhere
+UNPAIRED = {
+    "parts": Change(ROWS, "if parts_ptr is None and kv", "if kv"),
+    "lengths": Change(ROWS, " and kv_lengths_ptr is None:\n                n_single", ":\n                n_single"),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("what", UNPAIRED)
+def test_quarters_with_parts_or_lengths(check, tight, what, seed):
+    call = dataclasses.replace(PARTED, has_kv_lengths=what == "lengths")
+    simulation = tight(seed)
+    check(split(simulation, 2, 2) if what == "parts" else simulation, QUARTERED, call)
+
+
+@pytest.mark.parametrize("what", UNPAIRED)
+def test_pairs_with_parts_or_lengths_are_seen(check, tight, what):
+    call = dataclasses.replace(PARTED, has_kv_lengths=what == "lengths")
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed in range(4):
+            simulation = tight(seed, UNPAIRED[what])
+            check(split(simulation, 2, 2) if what == "parts" else simulation, QUARTERED, call, backward=False)
+
+
+@pytest.mark.parametrize("fault", QUARTER_FAULTS)
+def test_a_seeded_fault_of_quarters_is_seen(check, tight, fault):
+    change = QUARTER_FAULTS[fault]
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed in range(4):
+            check(tight(seed, change), QUARTERED, QUARTER_CALLS[seed % 2], backward=change.module in (BACKWARD, COLS))
+
+
+# of the sections of dq one is cleared before, and one converted behind
+SERVED = [(MIXED, zoo.Call(head_dim=64, dtype=torch.float16)), ((300, 400), SMALL)]
+SLOW = ["serve", "writes", ""]
+
+
+# programs, and how many run at a time: what is counted must do for fewer than there should be
+CROWDS = [(1, 1), (2, 2), (3, 2)]
+
+
+@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("crowd", CROWDS, ids=str)
+@pytest.mark.parametrize(("layout", "call"), SERVED, ids=str)
+def test_without_a_fault_of_dq_none_is_seen(check, tight, layout, call, crowd, slow):
+    programs, resident = crowd
+    check(tight(sum(crowd), programs=programs, resident=resident, slow=slow), layout, call)
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize(("layout", "call"), SERVED, ids=str)
+def test_few_columns_have_their_statistics_told_before(check, tight, monkeypatch, layout, call, is_direct):
+    monkeypatch.setattr("blocksparse_flash.kernels.service.TELLING_COLUMNS", 99)
+    simulation, prepared = tight(3, programs=2, is_direct=is_direct), []
+    prepare = simulation.hopper_backward.prepare
+    simulation.hopper_backward.prepare = lambda *facts: prepared.append(prepare(*facts)) or prepared[-1]
+    check(simulation, layout, call)
+    assert prepared and not any(ready.is_told for ready in prepared)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_without_a_fault_sums_are_added_without_the_copy_engine(check, tight, seed):
+    check(tight(seed, is_direct=True), (300, 400), SMALL)
+    layout, call = SERVED[seed % 2]
+    programs, resident = CROWDS[seed % 3]
+    check(tight(seed, programs=programs, resident=resident, slow=SLOW[seed // 2], is_direct=True), layout, call)
+
+
+# seen where those that compute add to the sum of dq themselves
+DIRECT_FAULTS = {
+    "columns not waited for": DQ_FAULTS["columns not waited for"],
+    "dv over dk": Change(BACKWARD, "place_of(ds_ring, dv_desc, bytes_of(", "place_of(ds_ring, dv_desc, 0 * bytes_of("),
+    "all of dq to one half": Change(BACKWARD, "i_line * DIM + WHO * HALF * DQ_DIM", "i_line * DIM"),
+}
+
+
+@pytest.mark.parametrize("fault", DIRECT_FAULTS)
+def test_a_seeded_fault_without_the_copy_engine_is_seen(check, tight, fault):
+    change = DIRECT_FAULTS[fault]
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, SERVED):
+            simulation = tight(seed, change, programs=programs, resident=resident, slow=slow, is_direct=True)
+            check(simulation, layout, call)
+
+
+@pytest.mark.parametrize("fault", DQ_FAULTS)
+def test_a_seeded_fault_of_dq_is_seen(check, tight, fault):
+    """Likewise, on columns of several tiles and on few, one program or several."""
+    change = DQ_FAULTS[fault]
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, SERVED):
+            check(tight(seed, change, programs=programs, resident=resident, slow=slow), layout, call)
+
+
+# the chosen configurations, few places in their rings: a call that each is launched for, and what can go wrong
+CHOSEN = {
+    "3 warpgroups": (ForwardConfig(stages=2, warpgroups=3), (577, 300), CAUSAL, WIDE_FAULTS),
+    "2 sets": (ForwardConfig(stages=2, queries=2, slack=8.0), (203, 600), STEEP[0], SET_FAULTS),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_without_a_fault_a_chosen_configuration_is_right(check, tight, chosen, seed):
+    config, lengths, call, _ = CHOSEN[chosen]
+    check(tight(seed, config=config), lengths, call, backward=False)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fault"), [(chosen, fault) for chosen, (*_, faults) in CHOSEN.items() for fault in faults]
+)
+def test_a_seeded_fault_of_a_chosen_configuration_is_seen(check, tight, chosen, fault):
+    config, lengths, call, faults = CHOSEN[chosen]
+    with pytest.raises((ProtocolError, AssertionError)):
+        for seed in range(24):
+            check(tight(seed, faults[fault], config=config), lengths, call, backward=False)

@@ -1,0 +1,340 @@
+"""Does every kernel compile for every architecture, without a GPU, into something fast? (compile_kernels.py)
+
+Each pair of a Triton and an architecture is a process of its own: Triton is read once, and this process interprets kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ARCHS = (80, 86, 90, 100)
+ROOT = Path(__file__).resolve().parents[2]
+# Tritons beside the pinned one, installed by `make test` beside the environment's packages: the one before, and those after,
+# where Gluon has other names
+BEFORE, *AFTER = OTHERS = ("3.6.0", "3.8.0", "3.9.0")
+# What can fall short with one Triton and one architecture alone? Spills, registers and shared memory of a row of the launch
+# tables: each row is compiled with both Tritons for each architecture. What an option or an odd head_dim makes of a row is
+# code, which a Triton either takes or not: the pinned one compiles all of it for all, the one before for sm90
+WHOLE = [*((arch, None) for arch in ARCHS), (90, BEFORE)]
+TABLES = [(arch, BEFORE) for arch in ARCHS if arch != 90]
+TARGETS = [*((str(arch), version) for arch, version in WHOLE), *((f"{arch}-few", version) for arch, version in TABLES)]
+# those after have the calls of `hopper` that are tuned
+HOPPER_TARGETS = [*(("hopper", version) for version in (None, BEFORE)), *(("hopper-few", version) for version in AFTER)]
+
+# what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths, whether lines are split).
+# Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
+KNOWN_SPILLS = {
+    # under Triton 3.6 to 3.8 at most 936, for the most part where warps prepare and convert sections; under 3.9, where nothing was
+    # run, the rest
+    ("hopper_backward_kernel", 64, False, False): 1340,
+    ("hopper_backward_kernel", 64, True, False): 1020,
+    ("hopper_backward_kernel", 64, False, True): 744,
+    # of tiles made of whole quarters, under Triton 3.6; under 3.7 136
+    ("hopper_backward_kernel", 64, True, True): 176,
+    ("hopper_backward_kernel", 128, False, False): 2292,
+    ("hopper_backward_kernel", 128, True, False): 1500,
+    ("hopper_backward_kernel", 128, False, True): 732,
+    ("hopper_backward_kernel", 128, True, True): 748,
+    # up to three words, stored once a program and loaded once a row
+    ("hopper_forward_kernel", 128, True, False): 44,
+    ("hopper_forward_kernel", 128, True, True): 44,
+}
+# instructions for it in loops that multiply, by Triton's minor version
+SPILLS_BESIDE_PRODUCTS = {
+    "hopper_backward_kernel": {6: 20, 7: 20, 8: 41, 9: 78},
+    "hopper_forward_kernel": {6: 1, 7: 1, 8: 6, 9: 8},
+}
+# what dk and dv of grouped heads spill at head_dim 128 on sm90, the most under Triton 3.6 and 3.7
+GROUPED_SPILLS = 32
+
+Record = dict[str, Any]
+
+
+def run_under(version: str | None, cache: Path, module: str, *arguments: str) -> str:
+    """What `python -m tests.<module>` prints under a version of Triton, None for the environment's own."""
+    folder = "" if version is None else Path(sys.prefix) / f"triton-{version}"
+    if folder and not folder.is_dir():
+        pytest.skip(f"needs Triton {version} in {folder.name} of the environment, where `make test` installs it")
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(cache)
+    env["PYTHONPATH"] = str(folder)
+    said = subprocess.run(
+        [sys.executable, "-m", f"tests.support.{module}", *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr
+    return said.stdout
+
+
+def compile_all(target: str, version: str | None, cache: Path) -> list[Record]:
+    """What tests/support/compile_kernels.py prints."""
+    records = [json.loads(line) for line in run_under(version, cache, "compile_kernels", target).splitlines()]
+    assert version is None or {record["triton"] for record in records} == {version}
+    return records
+
+
+def faults(record: Record) -> list[str]:
+    """What silently costs speed, or cannot launch."""
+    call = record["call"]
+    is_half = call["dtype"] in ("float16", "bfloat16")
+    said = []
+    options = bool(call.get("limited")), call.get("parts", 1) > 1
+    allowed = KNOWN_SPILLS.get((record["kernel"], call["head_dim"], *options), 0)
+    if (
+        record["kernel"] == "keys_kernel"
+        and call["head_dim"] == 128
+        and call.get("group", 1) > 1
+        and record["arch"] == 90
+    ):
+        allowed = GROUPED_SPILLS
+    if record["spills"] > allowed and is_half and call["head_dim"] in (64, 128):
+        said.append(f"spills {record['spills']} bytes")
+    most = SPILLS_BESIDE_PRODUCTS.get(record["kernel"], {}).get(int(record["triton"].split(".")[1]), math.inf)
+    if record["spills_beside_products"] > most and call["head_dim"] <= 128:
+        said.append(f"spills {record['spills_beside_products']} times in loops that multiply")
+    if record["shared"] > record["shared_limit"]:
+        said.append(f"takes {record['shared']} bytes of shared memory, {record['shared_limit']} are there")
+    if record["registers"] * 32 * record["warps"] > 65536:
+        said.append(f"takes {record['registers']} registers in {record['warps']} warps, more than 65536 in all")
+    if record["tensor_memory"] > 512:
+        said.append(f"takes {record['tensor_memory']} columns of tensor memory, 512 are there")
+    if record["early_arrivals"]:
+        said.append(f"arrives {record['early_arrivals']} times at an mbarrier before its other warps have met")
+    if record["unwritten_registers"]:
+        said.append(f"reads {record['unwritten_registers']} uniform registers that nothing has written")
+    if record["lost_operands"]:
+        said.append(f"loses {record['lost_operands']} operands that a loop keeps in registers")
+    if record["arch"] == 90 and is_half and record["products"]:
+        # which has 64 rows
+        if not record["wgmma"] and call.get("q_len", 64) * call.get("group", 1) >= 64:
+            said.append("has products without wgmma")
+        # head_dim 256, lengths and options of the scores are right but not tuned: ptxas gives up some of their overlap
+        is_tuned = call["head_dim"] <= 128 and not any(map(call.get, ("limited", "scores")))
+        is_tuned |= record["kernel"].startswith("hopper")
+        if record["serialised"] and is_tuned:
+            said.append(f"serialises wgmma: {', '.join(record['serialised'])}")
+        # healthy is a wait for at least 2 products
+        if record["wgmma_waits"] * 2 > record["wgmma"] and call["head_dim"] >= 64:
+            said.append(f"waits {record['wgmma_waits']} times for {record['wgmma']} wgmma")
+    return [f"{record['kernel']} {call}: {sentence}" for sentence in said]
+
+
+@pytest.mark.parametrize(("target", "version"), TARGETS)
+def test_kernels_compile_well(target: str, version: str | None, tmp_path: Path) -> None:
+    records = compile_all(target, version, tmp_path)
+    assert sum(record["products"] > 0 for record in records) >= 3
+    assert {record["arch"] for record in records} == {int(target.removesuffix("-few"))}
+    found = "\n".join(fault for record in records for fault in faults(record))
+    assert not found, f"\n{found}"
+
+
+@pytest.mark.parametrize(("target", "version"), HOPPER_TARGETS)
+def test_hopper_kernels_compile_well(target: str, version: str | None, tmp_path: Path) -> None:
+    records = compile_all(target, version, tmp_path)
+    assert {record["kernel"] for record in records} >= {"hopper_forward_kernel", "hopper_backward_kernel"}
+    # of the tuned head dimensions every kind of pattern, with and without lengths, with and without splits
+    calls = [record["call"] for record in records if record["kernel"] == "hopper_forward_kernel"]
+    for head_dim in (64, 128):
+        of_dim = [call for call in calls if call["head_dim"] == head_dim]
+        # under Triton 3.9 quarters have no loops of their own, and so no other kernel
+        quarters = set() if version == "3.9.0" else {"quarters"}
+        assert {call.get("mode", "layout") for call in of_dim} == {"layout", "dense", "causal"} | quarters
+        assert {call.get("limited", False) for call in of_dim} == {False, True}
+        assert {call.get("parts", 1) > 1 for call in of_dim} == {False, True}
+    found = "\n".join(fault for record in records for fault in faults(record))
+    assert not found, f"\n{found}"
+
+
+def test_make_installs_the_other_tritons() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"\nTRITONS = {' '.join(OTHERS)}\n" in makefile
+
+
+CALL = {"head_dim": 128, "dtype": "bfloat16"}
+GOOD = {
+    "kernel": "forward_kernel",
+    "arch": 90,
+    "registers": 255,
+    "spills": 0,
+    "spills_beside_products": 0,
+    "triton": "3.7.1",
+    "shared": 98336,
+    "shared_limit": 232448,
+    "products": 2,
+    "tensor_memory": 0,
+    "early_arrivals": 0,
+    "lost_operands": 0,
+    "unwritten_registers": 0,
+    "warps": 8,
+    "wgmma": 44,
+    "wgmma_waits": 4,
+    "serialised": [],
+    "call": CALL,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"spills": 4}, "spills"),
+        ({"spills": 2293, "kernel": "hopper_backward_kernel"}, "spills"),
+        ({"spills_beside_products": 21, "kernel": "hopper_backward_kernel"}, "loops that multiply"),
+        ({"spills_beside_products": 79, "kernel": "hopper_backward_kernel", "triton": "3.9.0"}, "loops that multiply"),
+        ({"spills": 32, "kernel": "hopper_forward_kernel"}, "spills"),
+        ({"spills": 4, "kernel": "hopper_forward_kernel", "call": {"head_dim": 64, "dtype": "bfloat16"}}, "spills"),
+        ({"spills": 1341, "kernel": "hopper_backward_kernel", "call": {"head_dim": 64, "dtype": "bfloat16"}}, "spills"),
+        (
+            {"serialised": ["C7510"], "kernel": "hopper_forward_kernel", "call": {**CALL, "limited": True}},
+            "serialises",
+        ),
+        ({"spills": 32, "kernel": "keys_kernel"}, "spills"),
+        ({"spills": 33, "kernel": "keys_kernel", "call": {**CALL, "group": 4}}, "spills"),
+        ({"spills": 32, "kernel": "keys_kernel", "call": {**CALL, "group": 4}, "arch": 80}, "spills"),
+        ({"shared": 232449}, "shared memory"),
+        ({"registers": 255, "warps": 16}, "registers"),
+        ({"tensor_memory": 1024}, "tensor memory"),
+        ({"early_arrivals": 1}, "before its other warps"),
+        ({"lost_operands": 8}, "keeps in registers"),
+        ({"unwritten_registers": 2}, "nothing has written"),
+        ({"wgmma": 0, "wgmma_waits": 0}, "without wgmma"),
+        ({"serialised": ["C7510"]}, "serialises"),
+        ({"wgmma_waits": 23}, "waits"),
+    ],
+)
+def test_each_fault_is_seen(change: dict[str, Any], word: str) -> None:
+    (fault,) = faults({**GOOD, **change})
+    assert word in fault
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"), [("bar.sync 0, 128;", 0), ("bar.warp.sync -1;", 0), ("add.s32 %r4, %r1, 1;", 1)]
+)
+def test_an_arrival_wants_a_barrier_behind_what_was_read(between: str, expected: int) -> None:
+    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    ptx = f"bar.sync 0, 128; ld.shared.b32 %r1, [%r2]; {between} @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+    assert compile_kernels.early_arrivals(ptx) == expected
+
+
+def test_spills_are_told_where_products_are() -> None:
+    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    code = ["STL [R1], R9", "LDL R9, [R1]", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT", "@P1 BRA 0x0010"]
+    code += ["STL [R1], R9", "@P1 BRA 0x0040", "BRA 0x0000"]
+    sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
+    assert compile_kernels.spills_beside_products(sass) == 1
+
+
+# a loop with a product whose left operand, %r1 to %r4, comes from before the loop
+KEPT_PTX = """
+    ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r2, %r3, %r4}, [%r9];
+$L__BB0_2:                              // =>This Inner Loop
+    .loc 1 8 15
+    // begin inline asm
+    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r5,%r6}, {%r1,%r2,%r3,%r4}, %rd1, %p1, 1, 1, 0;
+    // end inline asm
+    cvt.rn.bf16x2.f32 %r7, %r5, %r6;
+    @%p2 bra $L__BB0_2;
+"""
+
+
+@pytest.mark.parametrize(
+    ("ptx", "expected"),
+    [
+        (KEPT_PTX, 1),
+        # computed anew in each round, or handed to the next one
+        (KEPT_PTX.replace("%r7", "%r1"), 0),
+        (KEPT_PTX.replace("cvt.rn.bf16x2.f32 %r7, %r5, %r6", "mov.b32 %r4, %r7"), 0),
+        # no loop
+        (KEPT_PTX.replace("@%p2 bra $L__BB0_2;", ""), 0),
+        # from shared memory
+        (KEPT_PTX.replace("{%r1,%r2,%r3,%r4}, %rd1", "%rd2, %rd1"), 0),
+    ],
+)
+def test_operands_that_a_loop_keeps_are_read_off_ptx(ptx: str, expected: int) -> None:
+    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    assert compile_kernels.kept_operands(ptx) == expected
+
+
+@pytest.mark.parametrize(
+    "before", ["LDSM.16.M88.4 R180, [R3+UR22+0xe000]", "LOP3.LUT R181, R152, 0x80008000, RZ, 0x3c"]
+)
+@pytest.mark.parametrize(
+    ("writes", "expected"),
+    [
+        # what another product takes is its own
+        ("F2FP.BF16.F32.PACK_AB R184, R25, R24", 0),
+        ("F2FP.BF16.F32.PACK_AB R183, R25, R24", 1),
+        ("LDSM.16.M88.4 R178, [R3+UR22+0xe000]", 1),
+        ("STS.128 [R180], R184", 0),
+    ],
+)
+def test_what_a_loop_keeps_may_not_be_written_in_it(before: str, writes: str, expected: int) -> None:
+    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    code = [
+        before,
+        "MOV R9, RZ",
+        "HGMMA.64x64x16.F32.BF16 R24, R180, gdesc[UR16], RZ, !UPT",
+        writes,
+        "HGMMA.64x64x16.F32.BF16 R88, R184, gdesc[UR32].tnspB, R88",
+        "@P1 BRA 0x0010",
+        # another program's, and its own loop around all of these
+        before,
+        "BRA 0x0000",
+    ]
+    sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
+    assert compile_kernels.lost_operands(KEPT_PTX, sass) == expected
+    # an operand that each round hands to the next
+    assert compile_kernels.lost_operands(KEPT_PTX.replace("%r7", "%r1"), sass) == 0
+
+
+@pytest.mark.parametrize(
+    ("reads", "expected"),
+    [
+        ("UIADD3 UR18, UP0, UR18, 0x20, URZ", 1),
+        ("UIADD3 UR18, UP0, UR16, 0x20, URZ", 0),
+        ("STS.U16 [R68+UR17+0x8000], R35", 0),
+        ("STS.U16 [R68+UR18+0x8000], R35", 1),
+        # of which the last two are read
+        ("HGMMA.64x16x16.F32.BF16 R56, R28, gdesc[UR20].tnspB, R56", 0),
+    ],
+)
+def test_an_address_is_written_before_it_is_read(reads: str, expected: int) -> None:
+    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    code = ["ULDC.64 UR16, c[0x0][0x208]", "MOV R9, RZ", reads]
+    sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
+    assert compile_kernels.unwritten_registers(sass) == expected
+
+
+def test_what_is_no_fault() -> None:
+    """Nothing wrong with GOOD; few queries are no wgmma; spills of float32 and of other head dimensions are allowed, they are not fast paths."""
+    assert faults(GOOD) == []
+    few = {**GOOD, "kernel": "decode_kernel", "wgmma": 0, "wgmma_waits": 0}
+    assert faults({**few, "call": {**CALL, "q_len": 15, "group": 4}}) == []
+    (fault,) = faults({**few, "call": {**CALL, "q_len": 16, "group": 4}})
+    assert "without wgmma" in fault
+    spilled = {**GOOD, "call": {**GOOD["call"], "head_dim": 128}, "kernel": "hopper_backward_kernel"}
+    assert faults({**spilled, "spills": 2292}) == []
+    (fault,) = faults({**spilled, "spills": 2293})
+    assert "spills 2293 bytes" in fault
+    parted = {**spilled, "call": {**GOOD["call"], "head_dim": 128, "parts": 3}}
+    assert faults({**parted, "spills": 732}) == []
+    assert len(faults({**parted, "spills": 733})) == 1
+    assert faults({**GOOD, "kernel": "keys_kernel", "spills": 32, "call": {**CALL, "group": 4}}) == []
+    assert faults({**GOOD, "spills": 4, "call": {"head_dim": 256, "dtype": "bfloat16"}}) == []
+    assert (
+        faults({**GOOD, "spills": 4, "wgmma": 0, "call": {"head_dim": 64, "dtype": "float32"}, "wgmma_waits": 0}) == []
+    )

@@ -1,0 +1,589 @@
+"""What only a GPU shows: sizes past 2^31, memory, repeated bits, CUDA graphs, no synchronisation.
+
+The zoo of layouts (test_zoo.py) and the operators (test_ops.py) run on the GPU too where there is one.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import masks
+from benchmarks.run import measure
+from blocksparse_flash import BlockLayout, attention, attention_with_lse, explain
+from blocksparse_flash.plan import block_selection, device_builder
+from tests import test_zoo as zoo
+from tests.support import cases
+from tests.support.closeness import assert_as_accurate
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+Predicate = Callable[[Tensor, Tensor], Tensor]
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_every_backend = pytest.mark.parametrize("backend", ["triton", *(["hopper"] if HAS_HOPPER else [])])
+
+
+def rows_of_out_and_dq(
+    rows: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, attends: Predicate, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """out and dq of some queries from all keys, in `dtype`."""
+    mask = attends(rows[:, None], torch.arange(k.shape[2], device=k.device)[None, :])
+    picked = q[:, :, rows].detach().to(dtype).requires_grad_()
+    scores = picked @ k.detach().to(dtype).transpose(-1, -2) * q.shape[3] ** -0.5
+    out = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v.detach().to(dtype)
+    (dq,) = torch.autograd.grad(out, picked, dout[:, :, rows].to(dtype))
+    return out.detach(), dq
+
+
+def cols_of_dk_and_dv(
+    cols: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, attends: Predicate,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk and dv of some keys from all queries, given out and lse, in `dtype`."""
+    mask = attends(torch.arange(q.shape[2], device=q.device)[None, :], cols[:, None])
+    scale = q.shape[3] ** -0.5
+    q, dout, out = (t.detach().to(dtype) for t in (q, dout, out))
+    picked_k, picked_v = (t[:, :, cols].detach().to(dtype) for t in (k, v))
+    p = (picked_k @ q.transpose(-1, -2) * scale - lse[:, :, None].to(dtype)).exp().masked_fill(~mask, 0)
+    delta = (dout * out).sum(-1)[:, :, None]
+    ds = p * (picked_v @ dout.transpose(-1, -2) - delta)
+    return scale * ds @ q, p @ dout
+
+
+def check_sampled(
+    layout: BlockLayout, attends: Predicate, *, heads: int, head_dim: int, checked: list[int], backend: str
+) -> None:
+    """Forward and backward at full size; out, dq of sampled rows and dk, dv of sampled columns, some heads at a time."""
+    length = layout.q_len
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"
+    )
+    dout = torch.randn_like(q)
+    # the tests' poisoned memory asks for True, with which `hopper` has another backward
+    out, lse = attention_with_lse(q, k, v, layout, deterministic=False, backend=backend)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    sampled = torch.cat([torch.randint(length, (30,)), torch.tensor([0, 127, length - 128, length - 1])]).cuda()
+    for head in checked:
+        one = slice(head, head + 1)
+        inputs = [t.detach()[:, one] for t in (q, k, v, dout)]
+        found = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+        wanted: dict[torch.dtype, dict[str, Tensor]] = {}
+        for dtype in (torch.bfloat16, torch.float64):
+            expected = rows_of_out_and_dq(sampled, *inputs, attends, dtype)
+            forward = (out.detach()[:, one], lse.detach()[:, one])
+            expected += cols_of_dk_and_dv(sampled, *inputs, *forward, attends, dtype)
+            wanted[dtype] = dict(zip(found, expected, strict=True))
+        for name, tensor in found.items():
+            actual = tensor.detach()[:, one, sampled]
+            assert_as_accurate(actual, wanted[torch.bfloat16][name], wanted[torch.float64][name], name=name)
+
+
+@on_every_backend
+def test_butterfly_of_65536_tokens(backend: str) -> None:
+    layout = masks.butterfly(65536)
+
+    def attends(q_pos: Tensor, kv_pos: Tensor) -> Tensor:
+        stride = (q_pos // 128) ^ (kv_pos // 128)
+        return (stride & (stride - 1)) == 0
+
+    check_sampled(layout, attends, heads=4, head_dim=64, checked=[0, 3], backend=backend)
+
+
+@on_every_backend
+def test_a_million_tokens_with_offsets_past_2_to_the_31(backend: str) -> None:
+    """18 heads of 1,048,576 x 128: 2.4e9 elements a tensor; the last head lies past 2^31."""
+    length, heads, head_dim = 1 << 20, 18, 128
+    assert (heads - 1) * length * head_dim > 2**31
+    layout = masks.local(length, window=500)
+
+    def attends(q_pos: Tensor, kv_pos: Tensor) -> Tensor:
+        return (q_pos - kv_pos).abs() <= 500
+
+    check_sampled(layout, attends, heads=heads, head_dim=head_dim, checked=[0, 17], backend=backend)
+
+
+@on_every_backend
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_three_runs_give_equal_bits(head_dim: int, backend: str) -> None:
+    length = 2000
+    layout = masks.bigbird(length, seed=1) | masks.local(length, window=77)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, length, head_dim, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    dout = torch.randn_like(q)
+    dropout: dict[str, Any] = {"dropout_p": 0.1, "seed": 3} if backend == "triton" else {}
+
+    def run() -> list[Tensor]:
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        out, lse = attention_with_lse(*inputs, layout, deterministic=True, backend=backend, **dropout)
+        return [out, lse, *torch.autograd.grad((out * dout).sum() + lse.sum(), inputs)]
+
+    first = run()
+    for _ in range(2):
+        for again, before in zip(run(), first, strict=True):
+            assert torch.equal(again, before)
+
+
+# of a thousand: kernels of other shapes, whose compilation takes most of the time where none is cached, are compiled side by side
+@pytest.mark.parametrize("part", range(10))
+@on_every_backend
+def test_ten_thousand_launches_over_random_layouts_give_equal_bits(backend: str, part: int) -> None:
+    """A tenth of 500 layouts, 20 forwards and backwards each: none hangs, all give the bits of the first; but dq, where it is summed in no order."""
+    numbers = random.Random(part)
+    differing = torch.zeros(5, dtype=torch.int64, device="cuda")
+    for seed in range(50 * part, 50 * (part + 1)):
+        q_len, kv_len = (numbers.randint(1, 1500) for _ in range(2))
+        heads, group, head_dim = numbers.choice([1, 2, 6]), numbers.choice([1, 2]), numbers.choice([64, 128])
+        block_size, deterministic = numbers.choice([16, 64, 128]), seed % 3 == 0
+        layout = masks.random((q_len, kv_len), density=numbers.random(), block_size=block_size, seed=seed).to("cuda")
+        is_ordered = torch.tensor([True, True, deterministic or backend != "hopper", True, True], device="cuda")
+        q, k, v, dout = (
+            torch.randn(2, n_heads, length, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for n_heads, length in ((heads * group, q_len), (heads, kv_len), (heads, kv_len), (heads * group, q_len))
+        )
+        first: list[Tensor] = []
+        for _ in range(20):
+            # what is freed is used again: nobody may count on its zeros
+            torch.full((1 << 20,), torch.nan, device="cuda")
+            out, lse = attention_with_lse(
+                q, k, v, layout, causal=seed % 2 == 0, backend=backend, deterministic=deterministic
+            )
+            found = [out, lse, *torch.autograd.grad(out, (q, k, v), dout)]
+            first = first or found
+            differing += is_ordered * torch.stack([(a != b).sum() for a, b in zip(found, first, strict=True)])
+    assert differing.tolist() == [0] * 5
+
+
+@on_every_backend
+def test_memory_of_forward_and_backward_is_that_of_its_tensors(backend: str) -> None:
+    """Outputs, gradients, lse and delta, and at most 2 % of all tensors: no N x N, no copies. `hopper` sums dq in float32."""
+    length, heads, head_dim = 65536, 16, 64
+    layout = masks.butterfly(length).to("cuda")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    q, k, v = (
+        torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"
+    )
+    dout = torch.randn_like(q)
+    torch.autograd.grad(attention(q, k, v, layout, backend=backend), (q, k, v), dout)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(attention(q, k, v, layout, backend=backend), (q, k, v), dout)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    tensor, statistic = q.nbytes, 4 * heads * length
+    own = (4 if backend == "triton" else 6) * tensor + 2 * statistic
+    everything = own + 4 * tensor
+    print(f"peak {peak}, out + gradients + lse + delta {own}, over by {(peak - own) / everything:.2%} of all tensors")
+    assert peak <= own + 0.02 * everything
+    assert len(grads) == 3
+
+
+# the leaves were made on another stream than the capture's, which does not accumulate into them
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@on_every_backend
+def test_a_cuda_graph_replays_forward_and_backward(backend: str) -> None:
+    length = 1000
+    layout = masks.longformer(length, window=100, global_tokens=3).to("cuda")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    dout, seed = torch.randn_like(q), torch.tensor([7], device="cuda")
+
+    dropout: dict[str, Any] = {"dropout_p": 0.2, "seed": seed} if backend == "triton" else {}
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(q, k, v, layout, backend=backend, deterministic=True, **dropout)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for turn in (8, 9):
+        with torch.no_grad():
+            for tensor in (q, k, v, dout):
+                tensor.normal_()
+            seed.fill_(turn)
+        graph.replay()
+        for replayed, expected in zip(captured, step(), strict=True):
+            assert torch.equal(replayed, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("case", ["dense", "layout", "lengths", "dropout"])
+@on_every_backend
+def test_a_call_never_waits_for_the_gpu(case: str, backend: str) -> None:
+    length = 1000
+    dropout_p = 0.5 * (case == "dropout")
+    # the kernels of Hopper have no dropout
+    backend = "auto" if dropout_p else backend
+    layout = masks.local(length, window=100).to("cuda") if case != "dense" else None
+    q, k, v = (torch.randn(2, 2, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    lengths = torch.tensor([1000, 5], device="cuda") if case == "lengths" else None
+    dout = torch.randn_like(q)
+
+    def step() -> None:
+        out = attention(
+            q, k, v, layout, kv_lengths=lengths, dropout_p=dropout_p, causal=case == "dense", backend=backend
+        )
+        torch.autograd.grad(out, (q, k, v), dout)
+
+    step()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("block_size", [(128, 128), (256, 64), (64, 64), (16, 128)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_plan_of_a_selection_is_that_of_the_cpu(block_size: tuple[int, int], causal: bool) -> None:
+    """The sorts and sums of another device: more entries than one block of threads sorts, and few."""
+    for (batch, heads), q_len, kv_len, k in (((1, 1), 20_000, 20_000, 40), ((2, 3), 300, 700, 3)):
+        n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
+        generator = torch.Generator().manual_seed(0)
+        indices = torch.randint(-1, n_cols, (batch, heads, n_rows, k), generator=generator)
+        plans = []
+        for device in ("cpu", "cuda"):
+            layout = BlockLayout.from_topk(indices.to(device), q_len, kv_len, block_size=block_size)
+            plans.append([tensor.cpu() for tensor in layout.plan(device, causal=causal)])
+        n_tiles = int(plans[0][0][..., 2].sum())
+        assert n_tiles
+        # behind the tiles that are there nothing is told; words are told by the tiles which have them
+        for at in (0, 3):
+            assert torch.equal(plans[0][at], plans[1][at])
+            for more in (1, 2):
+                assert torch.equal(plans[0][at + more][:n_tiles], plans[1][at + more][:n_tiles])
+        used = plans[0][2][:n_tiles].long()
+        assert torch.equal(plans[0][6][used], plans[1][6][used])
+
+
+def test_a_layout_arrives_by_one_copy_as_it_was() -> None:
+    """Its tensors, and those of its plan, lie side by side on the GPU, each with a storage of its own that keeps the memory."""
+    layout = masks.local(3000, window=700) | masks.global_tokens(3000, tokens=5)
+    moved = layout.to("cuda")
+    assert moved == layout
+    tensors = [*moved.plan("cuda"), *moved._tensors]
+    wanted = [*layout.plan("cpu"), *layout._tensors]
+    for tensor, expected in zip(tensors, wanted, strict=True):
+        assert torch.equal(tensor.cpu(), expected) and tensor.data_ptr() % 16 == 0 and tensor.storage_offset() == 0
+    kept = moved.plan("cuda").words
+    del layout, moved, tensors
+    # memory that was given back would be written to here
+    junk = [torch.full((1 << 16,), 7, dtype=torch.int32, device="cuda") for _ in range(64)]
+    assert torch.equal(kept.cpu(), wanted[6]) and len(junk) == 64
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_plans_come_by_one_copy_each_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of partial blocks, and of full ones, which a GPU lists itself; the memory of a copy is not overwritten before it is made."""
+    monkeypatch.setattr(device_builder, "WORTH_SENDING", 1)
+    layouts = []
+    for seed in range(6):
+        full = masks.random(128 * 128, density=1 / 8, seed=seed)
+        layouts += [full, full & masks.local(128 * 128, window=1000 + seed)]
+
+    def plans(layouts: list[BlockLayout]) -> list[list[Tensor]]:
+        return [list(layout.plan("cuda", non_blocking=True)) for layout in layouts]
+
+    # compiles, and pins memory
+    plans([copy.deepcopy(layout) for layout in layouts])
+    busy = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(4):
+            busy = busy @ busy
+        found = plans(layouts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for layout, plan in zip(layouts, found, strict=True):
+        expected = list(copy.deepcopy(layout).plan("cpu"))
+        # how bitmasks are named is free
+        for at in (0, 1, 3, 4):
+            assert torch.equal(plan[at].cpu(), expected[at])
+        assert [len(ids) for ids in (plan[2], plan[5])] == [len(ids) for ids in (expected[2], expected[5])]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_a_selection_is_made_by_kernels_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by operations, of which there are many; without waiting."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("operations are used")
+
+    monkeypatch.setattr(block_selection, "sorted_rows", refused)
+    monkeypatch.setattr(block_selection, "_plan_by_operations", refused)
+    scores = torch.rand(1, 2, 64, 64, device="cuda")
+    cols = scores.topk(5, dim=3).indices
+
+    def both(causal: bool) -> None:
+        made = BlockLayout.from_scores(scores, 8192, 8192, k=5, causal=causal, block_size=128)
+        for layout in (made, BlockLayout.from_topk(cols, 8192, 8192, block_size=128)):
+            layout.plan("cuda", causal=causal)
+
+    for causal in (False, True):
+        both(causal)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            both(causal)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_a_selection_of_blocks_is_captured_with_its_attention() -> None:
+    """Select, plan, attend and differentiate without a look from the host; the graph follows new scores."""
+    length, block_size, k = 1100, 64, 4
+    n_rows = -(-length // block_size)
+    torch.manual_seed(0)
+    q, key, v = (torch.randn(2, 4, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    dout, scores = torch.randn_like(q), torch.randn(2, 4, n_rows, n_rows, device="cuda")
+
+    def step(causal: bool) -> tuple[Tensor, ...]:
+        layout = BlockLayout.from_scores(scores, length, length, k=k, causal=causal, block_size=block_size)
+        out = attention(q, key, v, layout, causal=causal)
+        return out, *torch.autograd.grad(out, (q, key, v), dout)
+
+    for causal in (False, True):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(causal)
+        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            step(causal)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step(causal)
+        for _ in range(2):
+            with torch.no_grad():
+                for tensor in (q, key, v, dout, scores):
+                    tensor.normal_()
+            graph.replay()
+            on_host = BlockLayout.from_scores(
+                scores.cpu(), length, length, k=k, causal=causal, block_size=block_size
+            ).to("cuda")
+            out = attention(q, key, v, on_host, causal=causal)
+            for replayed, expected in zip(captured, (out, *torch.autograd.grad(out, (q, key, v), dout)), strict=True):
+                assert torch.equal(replayed, expected)
+
+
+def test_lengths_on_the_gpu_are_clamped() -> None:
+    q, k, v = (torch.randn(3, 1, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    wild, clamped = (torch.tensor(values, device="cuda") for values in ([-5, 10**6, 70], [0, 300, 70]))
+    for layout in (None, masks.local(300, window=9)):
+        actual = attention(q, k, v, layout, kv_lengths=wild)
+        assert torch.equal(actual, attention(q, k, v, layout, kv_lengths=clamped))
+
+
+def test_a_host_layout_is_copied_once() -> None:
+    layout = masks.local(512, window=9)
+    q = torch.randn(1, 1, 512, 64, device="cuda", dtype=torch.bfloat16)
+    attention(q, q, q, layout)
+    assert layout.plan(q.device) is layout.plan(q.device)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize(
+    "call",
+    [
+        zoo.Call(head_dim=64, dtype=torch.bfloat16),
+        zoo.Call(head_dim=64, dtype=torch.float16, causal=True, kv_heads=1),
+        zoo.Call(head_dim=40, v_dim=16, dtype=torch.bfloat16, scale=-0.3),
+        zoo.Call(head_dim=64, dtype=torch.bfloat16, causal=True, scale=1.0),
+    ],
+    ids=str,
+)
+# rows of 192: one of few queries, whole ones, a query more and less, many; keys more and fewer
+@pytest.mark.parametrize("lengths", [(65, 65), (384, 256), (193, 700), (575, 130), (3001, 3001)], ids=str)
+def test_rows_of_192_queries(lengths: tuple[int, int], call: zoo.Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small calls would not have them."""
+    from blocksparse_flash.kernels.hopper import forward as hopper_forward
+
+    monkeypatch.setattr(hopper_forward, "wide_pays", lambda *_: True)
+    hopper_forward.prepare.cache_clear()
+    try:
+        zoo.assert_backend_is_accurate("hopper", lengths, call, torch.device("cuda"))
+    finally:
+        hopper_forward.prepare.cache_clear()
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", cases.LAYOUTS, ids=str)
+def test_maxima_that_grow_by_less_than_the_slack_and_by_more(layout: cases.Case, dtype: torch.dtype) -> None:
+    """Scores of a standard deviation of 11.4 in base 2; a maximum that grows by less than 8 is not followed."""
+    call = zoo.Call(head_dim=128, dtype=dtype, scale=0.7)
+    zoo.assert_backend_is_accurate("hopper", layout, call, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_explain_tells_what_a_call_allocates_and_how_long_it_takes(backend: str, head_dim: int) -> None:
+    """Bytes as the allocator counts them; times where this GPU was measured, with room for one that is warm or shared."""
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    torch.use_deterministic_algorithms(False)
+    layout = masks.local(8192, window=512)
+    q = torch.randn(1, 16, 8192, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(1, 4, 8192, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+    found = explain(q, k, v, layout, backend=backend)
+    assert found.backend == backend and found.balance.multiprocessors is not None
+
+    out = attention(q, k, v, layout, backend=backend)
+    dout = torch.randn_like(out)
+    calls = {
+        "forward": lambda: attention(q, k, v, layout, backend=backend),
+        "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+    }
+    for name, call in calls.items():
+        call()
+        said = getattr(found, name)
+        # each tensor takes a multiple of 512 bytes
+        assert measure.peak_bytes(call) == pytest.approx(said.writes + said.workspace, rel=1e-3), name
+        predicted = found.prediction
+        if predicted is not None and not predicted.caveats:
+            took = measure.milliseconds(call)["ms"]
+            print(f"{backend} {head_dim} {name}: {took:.3f} ms, predicted {getattr(predicted, f'{name}_ms'):.3f}")
+            assert took / 2 < getattr(predicted, f"{name}_ms") < 2 * took, name
+
+
+# ---- decoding: a few queries, whose keys are split among programs ----
+
+
+def decoding(
+    q_len: int, kv_len: int, *, batch: int = 1, heads: int = 32, kv_heads: int = 8, head_dim: int = 128
+) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q = torch.randn(batch, heads, q_len, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(batch, kv_heads, kv_len, head_dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    return q, k, v
+
+
+def sparse(q_len: int, kv_len: int) -> BlockLayout:
+    """Bitmasks in the sinks, on both sides of the window and on the diagonal; full blocks at random."""
+    lengths = q_len, kv_len
+    return (
+        masks.sink_window(lengths, sinks=20, window=1000) | masks.random(lengths, density=0.1, seed=0)
+    ) & masks.causal(lengths)
+
+
+def assert_heads_are_right(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None,
+    sampled: list[tuple[int, int]],
+) -> None:
+    mask = None if layout is None else layout.to_dense()[0, 0].cuda()
+    group = q.shape[1] // k.shape[1]
+    for batch, head in sampled:
+        found = {}
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            one_q = q[batch, head].to(dtype)
+            one_k, one_v = (t[batch, head // group].to(dtype) for t in (k, v))
+            scores = (one_q @ one_k.T) * q.shape[3] ** -0.5
+            if mask is not None:
+                scores = scores.masked_fill(~mask, float("-inf"))
+            found[dtype] = scores.softmax(-1) @ one_v, scores.logsumexp(-1)
+        half, single, truth = (found[dtype] for dtype in (torch.bfloat16, torch.float32, torch.float64))
+        one = (slice(batch, batch + 1), slice(head, head + 1))
+        assert_as_accurate(out[one], half[0][None, None], truth[0][None, None], name=f"out of head {head}")
+        assert_as_accurate(lse[one], single[1][None, None], truth[1][None, None], name=f"lse of head {head}")
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 16, 64])
+@pytest.mark.parametrize("case", ["sparse", "dense"])
+def test_decoding_over_131072_keys(q_len: int, case: str) -> None:
+    q, k, v = decoding(q_len, 1 << 17, batch=2)
+    layout = sparse(q_len, 1 << 17) if case == "sparse" else None
+    out, lse = attention_with_lse(q, k, v, layout, backend="triton")
+    assert_heads_are_right(out, lse, q, k, v, layout, [(0, 0), (0, 13), (1, 31)])
+
+
+def test_decoding_with_offsets_past_2_to_the_31() -> None:
+    """17 kv heads of 1,048,576 x 128: 2.3e9 elements; the last head lies past 2^31."""
+    q, k, v = decoding(1, 1 << 20, heads=34, kv_heads=17)
+    assert k[0, :16].numel() >= 2**31
+    layout = sparse(1, 1 << 20)
+    out, lse = attention_with_lse(q, k, v, layout, backend="triton")
+    assert_heads_are_right(out, lse, q, k, v, layout, [(0, 0), (0, 33)])
+
+
+@pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_decoding_gives_equal_bits_every_time(head_dim: int, dtype: torch.dtype) -> None:
+    q, k, v = (t.to(dtype) for t in decoding(2, 20_000, batch=3, head_dim=head_dim))
+    lengths = torch.tensor([20_000, 0, 777], device="cuda")
+    layout = sparse(2, 20_000)
+    first = attention_with_lse(q, k, v, layout, kv_lengths=lengths, deterministic=True, backend="triton")
+    assert not first[0][1].any() and first[1][1].isneginf().all()
+    for _ in range(20):
+        again = attention_with_lse(q, k, v, layout, kv_lengths=lengths, deterministic=True, backend="triton")
+        assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("case", ["sparse", "dense"])
+def test_a_cuda_graph_replays_decoding(case: str) -> None:
+    """Into a cache with room, whose length the graph reads when it is replayed; and nothing waits for the GPU."""
+    q, k, v = decoding(1, 30_000, batch=2)
+    layout = sparse(1, 30_000).to("cuda") if case == "sparse" else None
+    lengths = torch.tensor([30_000, 20], device="cuda")
+
+    def step() -> tuple[Tensor, Tensor]:
+        return attention_with_lse(q, k, v, layout, kv_lengths=lengths, backend="triton")
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for turn in (1, 2):
+        for tensor in (q, k, v):
+            tensor.normal_()
+        lengths.copy_(torch.tensor([turn * 1000, 30_000 - turn]))
+        graph.replay()
+        assert all(map(torch.equal, captured, step()))
+
+
+def test_gradients_of_a_single_query() -> None:
+    q, k, v = (t.requires_grad_() for t in decoding(1, 5000, heads=4, kv_heads=2, head_dim=64))
+    layout = sparse(1, 5000)
+    dout = torch.randn_like(q)
+    found = torch.autograd.grad(attention(q, k, v, layout, backend="triton"), (q, k, v), dout)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    for name, actual, plain, truth in zip(
+        ("dq", "dk", "dv"),
+        found,
+        torch.autograd.grad(attention(q, k, v, layout, backend="reference"), (q, k, v), dout),
+        torch.autograd.grad(attention(*wide, layout, backend="reference"), wide, dout.double()),
+        strict=True,
+    ):
+        assert_as_accurate(actual, plain, truth, name=name)

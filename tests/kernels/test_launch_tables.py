@@ -1,0 +1,58 @@
+"""Every configuration that a launch table can choose is reached by a call, and that call is right on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.support import launch_tables
+from tests.support.launch_runs import assert_is_accurate, run
+from tests.support.launch_tables import A10, A100, B200, H200, Call, Gpu
+
+HAS_CUDA = torch.cuda.is_available()
+CALLS = launch_tables.cover(launch_tables.this_gpu()) if HAS_CUDA else ()
+
+
+@pytest.mark.parametrize("gpu", [A100, A10, H200, B200], ids=["A100", "A10", "H200", "B200"])
+def test_calls_reach_every_configuration_with_every_sign_of_the_scale(gpu: Gpu) -> None:
+    known = launch_tables.known(gpu)
+    signs: dict[launch_tables.Key, set[int]] = {}
+    for call in launch_tables.cover(gpu):
+        assert call.scale is not None
+        for key in launch_tables.chosen(call, gpu):
+            signs.setdefault(key, set()).add((call.scale > 0) - (call.scale < 0))
+    print(
+        f"{len(known)} configurations known, {len(known & set(signs))} reached by {len(launch_tables.cover(gpu))} calls"
+    )
+    assert known - set(signs) == set(), "no call reaches these: delete them, or add a call to launch_tables.candidates"
+    assert set(signs) - known == set(), "launch_tables.known does not list these"
+    assert {key for key, met in signs.items() if met != {-1, 0, 1}} == set()
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_a_configuration_is_accurate(call: Call, record_property: Callable[[str, object], None]) -> None:
+    gpu = launch_tables.this_gpu()
+    with launch_tables.recorded(runs=True) as found:
+        actual = run(call)
+    # what was run is what the search for calls counted on
+    assert found == launch_tables.chosen(call, gpu)
+    assert_is_accurate(call, actual)
+    record_property("configurations", sorted(map(str, found)))
+    if call == CALLS[0]:
+        record_property("configurations known", sorted(map(str, launch_tables.known(gpu))))
+
+
+@pytest.mark.parametrize("variant", [launch_tables.ALL[i] for i in (4, 12)], ids=lambda variant: variant.name)
+def test_a_wrong_result_is_found(variant: launch_tables.Variant) -> None:
+    call = Call("eager", (2, 2, 70, 90), 16, torch.bfloat16, variant, scale=-0.2)
+    actual = run(call)
+    assert_is_accurate(call, actual)
+    for i in range(len(actual)):
+        # the largest number of a result, off by a third
+        wrong = [tensor.clone() for tensor in actual]
+        wrong[i].view(-1)[actual[i].nan_to_num(neginf=0.0).abs().argmax()] *= 1.3
+        with pytest.raises(AssertionError, match="too far"):
+            assert_is_accurate(call, wrong)

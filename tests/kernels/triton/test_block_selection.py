@@ -1,0 +1,237 @@
+"""Do the kernels that select blocks and list them give what PyTorch's operations give, number for number?"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.blocks.block_list import Frame
+from blocksparse_flash.plan import block_selection
+from blocksparse_flash.plan.host_builder import Plan
+
+pytest.importorskip("triton", reason="needs Triton")
+
+# batch, heads, q_len, kv_len, block_size: ragged or not, blocks of several tiles, tiles of several blocks, more keys than queries
+FRAMES = [
+    Frame(1, 1, 512, 512, (128, 128)),
+    Frame(2, 3, 300, 700, (128, 128)),
+    Frame(1, 2, 700, 260, (256, 128)),
+    Frame(2, 1, 513, 1025, (64, 64)),
+    Frame(1, 2, 448, 600, (64, 256)),
+    Frame(2, 1, 600, 448, (128, 64)),
+    Frame(1, 2, 640, 300, (32, 256)),
+    Frame(1, 1, 100, 5000, (128, 32)),
+    # a last query sees one key of a tile, all but one, all
+    Frame(1, 1, 383, 384, (128, 128)),
+    Frame(1, 1, 130, 256, (128, 128)),
+    Frame(1, 1, 129, 256, (128, 128)),
+    # the same of a quarter
+    Frame(1, 2, 768, 897, (64, 64)),
+    Frame(1, 2, 512, 703, (64, 64)),
+]
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels even on the CPU, where Triton interprets them; operations are refused."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("operations are used")
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(block_selection, "sorted_rows", refused)
+    monkeypatch.setattr(block_selection, "_plan_by_operations", refused)
+
+
+@pytest.fixture
+def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Programs that need many turns for what they do in one."""
+    from blocksparse_flash.kernels.triton import block_selection, plan_builder
+
+    caches = (
+        block_selection._mark_indices,
+        block_selection._mark_scores,
+        block_selection._list_rows,
+        plan_builder.prepare,
+    )
+    for module, name, value in (
+        *((module, name, 2) for module in (block_selection, plan_builder) for name in ("LINES", "MINORS")),
+        *((module, "CHUNK", 4) for module in (block_selection, plan_builder)),
+        (block_selection, "ELEMENTS", 16),
+        (plan_builder, "AXES", 2),
+    ):
+        monkeypatch.setattr(module, name, value)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def random_indices(frame: Frame, k: int, device: torch.device, *, dtype: torch.dtype = torch.int64) -> Tensor:
+    """With duplicates and -1."""
+    shape = (frame.batch, frame.heads, frame.n_rows, k)
+    return torch.randint(-1, frame.n_cols, shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
+def random_scores(frame: Frame, device: torch.device) -> Tensor:
+    """No two alike; some are NaN or infinite."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (frame.batch, frame.heads, frame.n_rows, frame.n_cols)
+    scores = torch.randn(shape, generator=generator)
+    what = torch.rand(shape, generator=generator)
+    scores[what < 0.1], scores[what > 0.8] = torch.nan, -torch.inf
+    scores[:, :, ::3, 0] = torch.inf
+    return scores.to(device)
+
+
+def assert_same_plan(actual: Plan, expected: Plan) -> None:
+    """Every number, but for what stands behind the tiles, which nothing tells: there the kernels write zeros."""
+    n_tiles = int(expected.row_items[..., 2].sum())
+    for name, mine, wanted in zip(Plan._fields, actual, expected, strict=True):
+        assert mine.shape == wanted.shape and mine.dtype == wanted.dtype == torch.int32 and mine.is_contiguous()
+        if name.endswith(("indices", "ids")):
+            assert torch.equal(mine[:n_tiles], wanted[:n_tiles]) and not mine[n_tiles:].any(), name
+        else:
+            assert torch.equal(mine, wanted), name
+
+
+def assert_same(
+    made: BlockLayout, expected: block_selection.Selection, frame: Frame, causals: tuple[bool, ...]
+) -> None:
+    """A layout that kernels made against a selection that operations made, and their plans."""
+    for name in ("indptr", "indices", "bitmask_ids"):
+        assert torch.equal(getattr(made, name), getattr(expected, name)), name
+    for causal in causals:
+        # not through selection, where operations are refused
+        plan = PLAN_BY_OPERATIONS(expected.indptr, expected.indices, **frame.sizes, causal=causal)
+        assert_same_plan(made.plan(made.device, causal=causal), plan)
+
+
+SORTED_ROWS, PLAN_BY_OPERATIONS = block_selection.sorted_rows, block_selection._plan_by_operations
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("frame", FRAMES, ids=str)
+def test_selected_by_index(frame: Frame, device: torch.device) -> None:
+    indices = random_indices(frame, 5, device)
+    expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
+    assert_same(BlockLayout.from_topk(indices, **frame.sizes), expected, frame, (False, True))
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("frame", FRAMES, ids=str)
+def test_selected_by_score(frame: Frame, causal: bool, device: torch.device) -> None:
+    scores, k = random_scores(frame, device), min(3, frame.n_cols)
+    scores[:, :, ::3, 0] = 50
+    highest = block_selection.highest(scores, frame, k, causal=causal)
+    expected = block_selection.Selection(*SORTED_ROWS(highest, frame.n_cols), None)
+    assert_same(BlockLayout.from_scores(scores, **frame.sizes, k=k, causal=causal), expected, frame, (causal,))
+
+
+@pytest.mark.usefixtures("by_kernels", "in_small_pieces")
+@pytest.mark.parametrize(("block_size", "is_lonely"), [((128, 128), True), ((64, 64), False)], ids=str)
+def test_programs_that_take_many_turns(block_size: tuple[int, int], is_lonely: bool, device: torch.device) -> None:
+    frame = Frame(3, 1, 300, 400, block_size)
+    indices = random_indices(frame, 20, device)
+    indices[:, :, 1] = -1
+    if is_lonely:
+        # long lines are in the axes of the first turn
+        indices[0, :, 1:] = indices[1:] = -1
+    expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
+    assert_same(BlockLayout.from_topk(indices, **frame.sizes), expected, frame, (not is_lonely,))
+
+
+@pytest.mark.usefixtures("by_kernels")
+def test_where_every_line_of_a_head_is_long(device: torch.device) -> None:
+    """One is left that is not counted so: kernels divide by how many are."""
+    frame = Frame(3, 1, 250, 100, (128, 128))
+    indices = torch.full((3, 1, 2, 1), -1, device=device)
+    indices[0] = 0
+    expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
+    layout = BlockLayout.from_topk(indices, **frame.sizes)
+    assert_same(layout, expected, frame, (False,))
+    plan = layout.plan(device)
+    assert plan.row_items[..., 7].unique().tolist() == [1] and plan.col_items[..., 7].unique().tolist() == [0]
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_types_of_indices_and_what_is_not_a_col(dtype: torch.dtype, device: torch.device) -> None:
+    """What a GPU does not look at: numbers that are no cols are ignored; strides too."""
+    frame = FRAMES[0]
+    indices = random_indices(frame, 4, device, dtype=dtype)
+    layout = BlockLayout.from_topk(indices.mT.contiguous().mT.clamp(max=3), **frame.sizes)
+    mask = torch.zeros(1, 1, 4, 4, dtype=torch.bool, device=device)
+    for row, entry in itertools.product(range(4), range(4)):
+        if 0 <= (col := int(indices[0, 0, row, entry].clamp(max=3))) < 4:
+            mask[0, 0, row, col] = True
+    assert layout == BlockLayout.from_block_mask(mask, **frame.sizes)
+    for col in (frame.n_cols, 100):
+        beyond = block_selection.by_indices(torch.full((1, 1, 4, 2), col, dtype=dtype, device=device), frame)
+        assert not beyond.indptr.any() and not beyond.indices.any()
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_types_of_scores(dtype: torch.dtype, device: torch.device) -> None:
+    scores = torch.tensor([[5, -1, 3, 0.5], [0, -0.5, -2, -7], [-torch.inf, 1, torch.nan, torch.inf], [1, 2, 3, 4]])
+    layout = BlockLayout.from_scores(scores.to(device, dtype)[None, None], 512, 512, k=2, block_size=128)
+    rows, cols = [0, 0, 1, 1, 2, 2, 3, 3], [0, 2, 0, 1, 1, 3, 2, 3]
+    assert layout == BlockLayout.from_blocks(rows, cols, 512, 512, block_size=128)
+
+
+@pytest.mark.usefixtures("by_kernels")
+def test_of_equal_scores_the_first_are_selected(device: torch.device) -> None:
+    """More cols than one word of bits has, and fewer finite scores than k in the last row."""
+    scores = torch.zeros(1, 1, 3, 70)
+    scores[0, 0, 1, 40:] = 1
+    scores[0, 0, 2] = -torch.inf
+    scores[0, 0, 2, 69] = 0
+    layout = BlockLayout.from_scores(scores.to(device), 3 * 128, 70 * 128, k=35, block_size=128)
+    cols = [*range(35), *range(5), *range(40, 70), 69]
+    assert layout.indptr.flatten().tolist() == [0, 35, 70, 71] and layout.indices.tolist()[:71] == cols
+    assert not layout.indices[71:].any() and layout.capacity == 105
+
+
+def test_operations_take_what_is_too_large_for_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
+    tensor, frame = torch.zeros(1, dtype=torch.int64), Frame(1, 1, 1 << 20, 1 << 20, (128, 128))
+    assert block_selection._has_kernels(tensor, frame, 100)
+    # more words of bits than entries repay, more lines, none
+    assert not block_selection._has_kernels(tensor, frame, 8)
+    assert block_selection._has_kernels(tensor, Frame(1, 1, 1 << 18, 1 << 18, (128, 128)), 1)
+    for q_len, kv_len in (((1 << 20) + 1, 128), (128, (1 << 20) + 1), (0, 128), (128, 0)):
+        assert not block_selection._has_kernels(tensor, Frame(1, 1, q_len, kv_len, (128, 128)), 10_000)
+
+
+def test_kernels_are_not_launched_where_something_watches(device: torch.device) -> None:
+    """Of a compiled function operations are part, which compilers see."""
+    scores = random_scores(FRAMES[0], device)
+
+    def indices(scores: Tensor) -> Tensor:
+        return BlockLayout.from_scores(scores, **FRAMES[0].sizes, k=2).indices
+
+    compiled = torch.compile(indices, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(scores), indices(scores))
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert not block_selection._is_on_gpu(scores)
+    assert block_selection._is_on_gpu(scores) == (device.type == "cuda")
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(128, 1024), (1024, 128), (1024, 1024)])
+def test_kernels_take_no_more_rows_of_all_heads_than_they_can_number(
+    q_len: int, kv_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2^21 programs or more fill places past 2^31, which wrapped around: the loop of fill_behind then had a step of 0."""
+    monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
+    frame = Frame(1 << 10, 1 << 7, q_len, kv_len, (128, 128))
+    assert block_selection._has_kernels(torch.empty(0), frame, 4)
+    assert not block_selection._has_kernels(torch.empty(0), frame._replace(batch=1 << 18), 4)

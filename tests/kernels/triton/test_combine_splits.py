@@ -1,0 +1,207 @@
+"""parts.py: do the parts of split lines become one? The kernels that merge, and on a GPU whole calls whose lines are split."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs Triton")
+
+import masks
+from blocksparse_flash import attention_with_lse
+from blocksparse_flash.kernels.schedule import WHOLE, Split
+from blocksparse_flash.kernels.triton import combine_splits
+from blocksparse_flash.runtime.tensor_spec import spec_of
+from tests import test_zoo as zoo
+
+TILE = 128
+needs_hopper = pytest.mark.skipif(not zoo.HAS_HOPPER, reason="needs compute capability 9.0")
+
+
+def forced(n_parts: int, n_lines: int) -> Any:
+    """A choice of so many parts: of so many lines of each head with a layout, of all lines without."""
+
+    def choose(plan: list[Tensor], first: int, q_shape: torch.Size, k_shape: torch.Size, *_: Any) -> Split:
+        lines = -(-(k_shape if first else q_shape)[2] // TILE)
+        return Split(min(n_lines, lines) if plan else lines, n_parts)
+
+    return choose
+
+
+# ---- the kernels that merge ----
+
+
+def records(batch: int, heads: int, n_lines: int, seed: int) -> Tensor:
+    """Records of a plan that name the lines of each head in an order of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    items = torch.zeros(batch, heads, n_lines, 8, dtype=torch.int32)
+    for b, h in itertools.product(range(batch), range(heads)):
+        items[b, h, :, 0] = torch.randperm(n_lines, generator=generator)
+    return items
+
+
+@pytest.mark.parametrize("kind", ["layout", "shared", "dense"])
+def test_rows_are_merged_by_their_weight(kind: str, device: torch.device) -> None:
+    """Parts without keys, rows without any, and lse so far apart that only the largest counts; the last row is ragged."""
+    batch, heads, q_len, v_dim, dim_v, split = 2, 2, 300, 24, 64, Split(2, 5)
+    n_lines, n_axes = 3, batch * heads
+    items = {"layout": records(batch, heads, n_lines, 0), "shared": records(1, 1, n_lines, 1), "dense": None}[kind]
+    generator = torch.Generator().manual_seed(2)
+    outs = torch.randn(split.parts, split.n_lines, n_axes, TILE, dim_v, generator=generator)
+    lses = 3 * torch.randn(split.parts, split.n_lines, n_axes, TILE, generator=generator)
+    lses[::2, :, :, 5::7] = -torch.inf
+    lses[:, :, :, 3::11] = -torch.inf
+    lses[-1, :, :, 4::13] = 10_000.0
+    outs[lses.isneginf()] = 0.0
+    blocks = torch.cat([outs.flatten(3), lses], dim=3)
+    assert blocks.numel() == split.floats(dim_v + 1, n_axes)
+    # rows of more memory than they have columns, as the copy engine wants them
+    out = torch.full((batch, heads, q_len, 32), 7.0, device=device)[..., :v_dim]
+    lse = torch.full((batch, heads, q_len), 7.0, device=device)
+    rest = {"n_heads": heads, "n_axes": n_axes, "n_lines": n_lines, "q_len": q_len}
+    rest |= {"n_split": split.n_lines, "n_parts": split.parts}
+    launch = combine_splits.merge_rows(split, items if items is None else items.shape, spec_of(out), rest, dim_v)
+    assert launch is not None
+    launch(blocks.to(device).flatten(), None if items is None else items.to(device), out, lse)
+    out, lse = out.cpu(), lse.cpu()
+
+    met = 0
+    for axis, i in itertools.product(range(n_axes), range(n_lines)):
+        b, h = divmod(axis, heads)
+        # without a layout the last lines come first
+        line = n_lines - 1 - i if items is None else int(items[b % items.shape[0], h % items.shape[1], i, 0])
+        rows = slice(line * TILE, min((line + 1) * TILE, q_len))
+        n = rows.stop - rows.start
+        if i >= split.n_lines:
+            assert (out[b, h, rows] == 7.0).all() and (lse[b, h, rows] == 7.0).all()
+            continue
+        logs = lses[:, i, axis, :n].double() * math.log(2)
+        weights = logs.softmax(0).nan_to_num(0.0)
+        expected = (weights[..., None] * outs[:, i, axis, :n, :v_dim]).sum(0)
+        torch.testing.assert_close(out[b, h, rows].double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse[b, h, rows].double(), logs.logsumexp(0), rtol=1e-6, atol=1e-6)
+        met += int((lse[b, h, rows].isneginf() & (out[b, h, rows] == 0).all(-1)).sum())
+    assert met
+
+
+@pytest.mark.parametrize("kind", ["layout", "dense"])
+def test_columns_are_added_up(kind: str, device: torch.device) -> None:
+    """Of 4 query heads on 2 key heads: the first head of a group names the lines, in its own order."""
+    batch, heads, group, kv_len, split = 2, 4, 2, 300, Split(2, 3)
+    n_lines, kv_heads, dims, padded, scale = 3, heads // group, (40, 24), (64, 128), 0.3
+    n_axes = batch * kv_heads
+    items = records(batch, heads, n_lines, 3) if kind == "layout" else None
+    blocks = torch.randn(split.parts, split.n_lines, n_axes, TILE * sum(padded))
+    assert blocks.numel() == split.floats(sum(padded), n_axes)
+    dk, dv = (torch.full((batch, kv_heads, kv_len, dim + 8), 7.0, device=device)[..., :dim] for dim in dims)
+    rest = {"n_heads": kv_heads, "n_axes": n_axes, "kv_len": kv_len, "scale": scale, "GROUP": group}
+    rest |= {"n_split": split.n_lines, "n_parts": split.parts}
+    launch = combine_splits.sum_cols(
+        split, items if items is None else items.shape, spec_of(dk), spec_of(dv), rest, padded
+    )
+    assert launch is not None
+    launch(blocks.to(device).flatten(), None if items is None else items.to(device), dk, dv)
+
+    for axis, i in itertools.product(range(n_axes), range(n_lines)):
+        b, h = divmod(axis, kv_heads)
+        line = i if items is None else int(items[b, h * group, i, 0])
+        rows = slice(line * TILE, min((line + 1) * TILE, kv_len))
+        if i >= split.n_lines:
+            assert (dk[b, h, rows] == 7.0).all() and (dv[b, h, rows] == 7.0).all()
+            continue
+        both = blocks[:, i, axis].double().sum(0).split([TILE * padded[0], TILE * padded[1]])
+        for found, summed, factor, dim in zip((dk, dv), both, (scale, 1.0), padded, strict=True):
+            expected = factor * summed.view(TILE, dim)[: rows.stop - rows.start, : found.shape[3]]
+            torch.testing.assert_close(found[b, h, rows].cpu().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_whole_lines_need_no_launch() -> None:
+    assert combine_splits.merge_rows(WHOLE, None, None, {}, 64) is None  # type: ignore[arg-type]
+    assert combine_splits.sum_cols(WHOLE, None, None, None, {}, (64, 64)) is None  # type: ignore[arg-type]
+
+
+# ---- whole calls, where there is a GPU ----
+
+
+@pytest.fixture
+def split_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Makes `hopper` split lines as a function of that name says."""
+    from blocksparse_flash.kernels.hopper import backward, forward
+
+    def split_lines(choose: Any) -> None:
+        for module in (forward, backward):
+            monkeypatch.setattr(module, "split_of", choose)
+
+    return split_lines
+
+
+@needs_hopper
+@pytest.mark.parametrize("n_lines", [2, 99])
+@pytest.mark.parametrize(("backend", "layout", "call"), [entry for entry in zoo.zoo("spread") if entry[0] == "hopper"])
+def test_split_lines_are_as_accurate_as_the_reference(
+    backend: str, layout: Any, call: zoo.Call, n_lines: int, split_lines: Any, device: torch.device
+) -> None:
+    split_lines(forced(3, n_lines))
+    zoo.assert_backend_is_accurate(backend, layout, call, device)
+
+
+@needs_hopper
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(("n_parts", "n_lines"), [(5, 2), (16, 99)])
+def test_split_lines_give_equal_bits(
+    n_parts: int, n_lines: int, deterministic: bool, split_lines: Any, device: torch.device
+) -> None:
+    """Three times; dq only where equal bits are asked for."""
+    length = 2000
+    layout = masks.bigbird(length, seed=1) | masks.local(length, window=77)
+    torch.manual_seed(0)
+    q, dout = (torch.randn(2, 8, length, 128, device=device, dtype=torch.bfloat16) for _ in "qo")
+    k, v = (torch.randn(2, 2, length, 128, device=device, dtype=torch.bfloat16) for _ in "kv")
+    split_lines(forced(n_parts, n_lines))
+
+    def run() -> list[Tensor]:
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        out, lse = attention_with_lse(*inputs, layout, deterministic=deterministic, backend="hopper")
+        dq, *rest = torch.autograd.grad((out * dout).sum() + lse.sum(), inputs)
+        return [out, lse, *rest, *([dq] if deterministic else [])]
+
+    first = run()
+    for _ in range(2):
+        assert all(map(torch.equal, first, run()))
+
+
+@needs_hopper
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_a_call_whose_lines_are_split_by_choice(kv_heads: int, device: torch.device) -> None:
+    """Nobody forces it: global rows and columns of 8,192 tokens, and few heads; held to the same call without."""
+    from blocksparse_flash.kernels.hopper import backward, forward
+    from blocksparse_flash.kernels.schedule import split_of
+
+    length, chosen = 8192, list[Split]()
+    layout = masks.bigbird(length, seed=1)
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, 4, length, 128, device=device, dtype=torch.float16) for _ in "qo")
+    k, v = (torch.randn(1, kv_heads, length, 128, device=device, dtype=torch.float16) for _ in "kv")
+
+    def run() -> list[Tensor]:
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        out, lse = attention_with_lse(*inputs, layout, deterministic=False, backend="hopper")
+        return [out, lse, *torch.autograd.grad((out * dout).sum() + lse.sum(), inputs)]
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (forward, backward):
+            patched.setattr(module, "split_of", lambda *given: chosen.append(split_of(*given)) or chosen[-1])
+        split = run()
+        assert all(one.parts > 1 for one in chosen) and len(chosen) == 2
+        for module in (forward, backward):
+            patched.setattr(module, "split_of", lambda *_: WHOLE)
+        whole = run()
+    for name, one, other in zip(zoo.NAMES, split, whole, strict=True):
+        # a rounding or two of float16, of the largest number
+        assert (one - other).abs().max() <= 2**-9 * other.abs().max(), name

@@ -1,0 +1,34 @@
+"""Sums of products over many steps, as every kernel of kernels/tile.py adds them up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+import triton.language as tl  # noqa: E402
+
+from blocksparse_flash.kernels.triton.tile import add_product  # noqa: E402
+
+
+@triton.jit
+def long_sum_kernel(x_ptr, out_ptr, n_steps, PRECISION: tl.constexpr, N: tl.constexpr):
+    o_x = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    b_x = tl.load(x_ptr + o_x)
+    b_sum, b_lost = tl.zeros([N, N], tl.float32), tl.zeros([N, N], tl.float32)
+    for _ in tl.range(0, n_steps):
+        b_sum, b_lost = add_product(b_x, b_x, b_sum, b_lost, PRECISION)
+    tl.store(out_ptr + o_x, b_sum)
+
+
+def test_a_long_sum_of_ieee_products_is_rounded_about_once(device: torch.device) -> None:
+    """300 plain additions of one number lose ten times as much."""
+    x = torch.rand(16, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    found = torch.empty_like(x)
+    long_sum_kernel[(1,)](x, found, 300, "ieee", 16)
+    step = (x @ x).double()
+    plain = torch.zeros_like(x)
+    for _ in range(300):
+        plain += step.float()
+    errors = [((each.double() - 300 * step).abs() / (300 * step)).max() for each in (found, plain)]
+    assert errors[0] < 3e-7 and errors[1] > 3e-6, errors

@@ -1,0 +1,119 @@
+"""Do packed documents stay apart, to the token?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import masks
+from tests.support.double_loop import assert_attends
+
+# one; aligned to blocks; ragged; many in a block; without tokens at the start, in between and at the end; of one token; that
+# end one token into a block
+CASES = [
+    [0, 130],
+    [0, 64, 192, 256],
+    [0, 5, 100, 163, 203],
+    [0, 3, 7, 8, 20, 21, 30, 150],
+    [0, 0, 40, 40, 40, 97, 97],
+    list(range(51)),
+    [0, 17, 49, 65, 100],
+]
+BLOCK_SIZES = [16, 48, 64, (32, 64), (64, 32)]
+
+
+def document_of(cu_seqlens: list[int], position: int) -> int:
+    holders = [i for i, begin in enumerate(cu_seqlens[:-1]) if begin <= position < cu_seqlens[i + 1]]
+    (document,) = holders
+    return document
+
+
+def attends(q_pos: int, kv_pos: int, cu_seqlens: list[int], causal: bool) -> bool:
+    is_same = document_of(cu_seqlens, q_pos) == document_of(cu_seqlens, kv_pos)
+    return is_same and (kv_pos <= q_pos or not causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("cu_seqlens", CASES, ids=str)
+def test_double_loop(cu_seqlens, block_size, causal):
+    layout = masks.documents(cu_seqlens, causal=causal, block_size=block_size)
+    assert layout.shape == (1, 1, cu_seqlens[-1], cu_seqlens[-1])
+    assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos, kv_pos, cu_seqlens, causal))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 60), max_size=8),
+    causal=st.booleans(),
+    block_size=st.tuples(st.sampled_from([16, 48, 64, 128]), st.sampled_from([16, 48, 64, 128])),
+)
+@settings(deadline=None, max_examples=40)
+def test_any_documents(lengths, causal, block_size):
+    cu_seqlens = [0, *np.cumsum(lengths, dtype=int).tolist()]
+    layout = masks.documents(cu_seqlens, causal=causal, block_size=block_size)
+    assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos, kv_pos, cu_seqlens, causal))
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor, lambda bounds: torch.tensor(bounds).int()])
+def test_bounds_come_in_any_container(make):
+    assert masks.documents(make([0, 100, 250])) == masks.documents([0, 100, 250])
+
+
+def test_closed_form_counts():
+    # documents of 2, 1 and 4 whole blocks
+    layout = masks.documents([0, 256, 384, 896])
+    assert layout.nnz == 2 * 2 + 1 + 4 * 4
+    assert len(layout.bitmasks) == 0
+    layout = masks.documents([0, 256, 384, 896], causal=True)
+    assert layout.nnz == 3 + 1 + 10
+    assert len(layout.bitmasks) == 1
+
+
+def test_one_document_is_everything():
+    assert masks.documents([0, 1000]).density == 1.0
+    assert masks.documents([0, 1000], causal=True) == masks.causal(1000)
+
+
+def test_equal_documents_share_their_bitmasks():
+    # 200 = 128 + 72: places repeat after 16 documents, however many there are
+    few, many = (masks.documents(np.arange(n + 1) * 200) for n in (32, 512))
+    assert len(few.bitmasks) == len(many.bitmasks)
+
+
+def test_causal_is_the_causal_half():
+    bounds = [0, 77, 77, 300, 411]
+    assert masks.documents(bounds, causal=True) == masks.documents(bounds) & masks.causal(411)
+
+
+def test_no_documents_have_no_blocks():
+    assert masks.documents([0]).shape == (1, 1, 0, 0)
+    assert masks.documents([0, 0, 0], causal=True).nnz == 0
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "error", "message"),
+    [
+        ([], ValueError, "cu_seqlens: expected at least one entry, 0, got none"),
+        ([5, 10], ValueError, "cu_seqlens: expected 0 as the first entry, got 5"),
+        ([0, 10, 7, 20], ValueError, "cu_seqlens: .* never decrease, got 10 at place 1 and 7 after it"),
+        ([0, -1], ValueError, "cu_seqlens: .* never decrease, got 0 at place 0 and -1 after it"),
+        ([0, 10.0], TypeError, "cu_seqlens: expected ints, got 10.0"),
+        ([False, 10], TypeError, "cu_seqlens: expected ints, got False"),
+        (torch.tensor([0.0, 1.0]), TypeError, "cu_seqlens: expected ints, got Tensor of torch.float32"),
+        (np.zeros((1, 2), dtype=int), ValueError, "cu_seqlens: expected one axis"),
+        (10, TypeError, "cu_seqlens: expected ints in a sequence"),
+        (None, TypeError, "cu_seqlens: expected ints in a sequence"),
+    ],
+    ids=str,
+)
+def test_refused(cu_seqlens, error, message):
+    with pytest.raises(error, match=message):
+        masks.documents(cu_seqlens)
+
+
+def test_refused_causal():
+    with pytest.raises(TypeError, match="causal: expected a bool, got 1"):
+        masks.documents([0, 10], causal=1)

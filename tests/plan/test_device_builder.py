@@ -1,0 +1,100 @@
+"""Is the plan that a GPU makes of the blocks which the host lists the one that the host makes?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import masks
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.blocks.block_list import Frame
+from blocksparse_flash.plan import device_builder
+from blocksparse_flash.plan.host_builder import TILE
+from blocksparse_flash.runtime import tracing
+
+pytest.importorskip("triton", reason="needs Triton")
+
+
+def drawn(batch: int, heads: int, q_len: int, kv_len: int, density: float, *, is_long: bool = False) -> BlockLayout:
+    """Random full blocks, with empty rows; is_long: and a row and a column of the last head that are much longer."""
+    shape = batch, heads, -(-q_len // TILE), -(-kv_len // TILE)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < density
+    mask[:, :, 1] = False
+    if is_long:
+        mask[-1, -1, 0] = mask[-1, -1, :, 2] = True
+    return BlockLayout.from_block_mask(mask, q_len, kv_len, block_size=TILE)
+
+
+def looks(layout: BlockLayout, device: torch.device, side: str) -> torch.Tensor:
+    """What each listed tile of a plan attends to: int32 (tiles, 128, 4), all bits for a full one."""
+    plan = layout.plan(device)
+    indices, ids = (getattr(plan, f"{side}_{name}")[: layout.nnz] for name in ("indices", "ids"))
+    return torch.where((indices < 0)[:, None, None], plan.words[ids.long()], -1).cpu()
+
+
+@pytest.mark.parametrize(
+    ("axes", "q_len", "kv_len", "is_long"),
+    [((1, 1), 512, 512, False), ((2, 2), 300, 1100, False), ((1, 2), 3000, 2000, True)],
+)
+def test_the_plan_is_that_of_the_host(
+    axes: tuple[int, int], q_len: int, kv_len: int, is_long: bool, device: torch.device
+) -> None:
+    """Number for number, but for how bitmasks are named; and for how many lines are split, which stands in lengths."""
+    layout = drawn(*axes, q_len, kv_len, 0.1 if is_long else 0.4, is_long=is_long)
+    expected = layout.plan("cpu")
+    frame = Frame(*layout.shape, layout.block_size)
+    plan = device_builder.build_plan(layout._rows(), frame, device, non_blocking=False)
+    if is_long:
+        assert min(len(expected.row_ids), len(expected.col_ids)) > len(expected.row_indices) + 8
+    for name in ("row_items", "row_indices", "col_items", "col_indices"):
+        assert torch.equal(getattr(plan, name).cpu(), getattr(expected, name)), name
+    assert len(plan.row_ids) == len(expected.row_ids) and len(plan.col_ids) == len(expected.col_ids)
+    other = BlockLayout.from_state_dict(layout.state_dict())
+    other._cache["plans"][device, False] = plan
+    for side in ("row", "col"):
+        assert torch.equal(looks(other, device, side), looks(layout, torch.device("cpu"), side))
+
+
+def test_layouts_that_suit_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame, gpu = Frame(1, 1, 65536, 65536, (128, 128)), torch.device("cuda", 0)
+    monkeypatch.setattr(tracing, "runs_triton", lambda _: True)
+    assert device_builder.suits(frame, 32768, 0, gpu) and device_builder.suits(frame, 2048, 0, gpu)
+    # partial blocks; few; other devices and sizes; a grid that is large for what is stored
+    assert not device_builder.suits(frame, 32768, 1, gpu)
+    assert not device_builder.suits(frame, 2047, 0, gpu)
+    assert not device_builder.suits(frame, 32768, 0, torch.device("cpu"))
+    assert not device_builder.suits(frame._replace(block_size=(64, 128)), 32768, 0, gpu)
+    assert not device_builder.suits(frame._replace(q_len=1 << 20, kv_len=1 << 20), 32768, 0, gpu)
+    assert not device_builder.suits(frame._replace(q_len=1 << 21), 1 << 20, 0, gpu)
+    # rows of all axes: 2^20, and more
+    assert device_builder.suits(frame._replace(heads=1 << 11), 1 << 20, 0, gpu)
+    assert not device_builder.suits(frame._replace(heads=1 << 15), 1 << 24, 0, gpu)
+    monkeypatch.setattr(tracing, "runs_triton", lambda _: False)
+    assert not device_builder.suits(frame, 32768, 0, gpu)
+
+
+def test_of_a_selection_on_the_host_only_what_is_used_is_sent(device: torch.device) -> None:
+    indices = torch.tensor([[[[3, 3, -1], [0, 1, 1], [-1, -1, -1]]]])
+    layout = BlockLayout.from_topk(indices, 300, 512, block_size=TILE)
+    expected = BlockLayout.from_blocks([0, 1, 1], [3, 0, 1], 300, 512, block_size=TILE).plan("cpu")
+    frame = Frame(*layout.shape, layout.block_size)
+    plan = device_builder.build_plan(layout._rows(), frame, device, non_blocking=True)
+    for name in ("row_items", "row_indices", "col_items", "col_indices"):
+        assert torch.equal(getattr(plan, name).cpu(), getattr(expected, name)), name
+
+
+def test_a_layout_asks_for_it(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Full blocks on the host go to the kernels; what a selection or a diagonal leaves does not."""
+    asked: list[bool] = []
+
+    def suits(*given: object) -> bool:
+        asked.append(True)
+        return given[2] == 0
+
+    monkeypatch.setattr(device_builder, "suits", suits)
+    layout = drawn(1, 1, 512, 640, 0.5)
+    assert len(layout.plan(device).words) == 8 and asked == [True]
+    assert len(masks.local(512, window=100).plan(device).words) != 8
+    causal = layout.plan(device, causal=True)
+    expected = (layout & masks.causal((512, 640))).plan(device)
+    assert all(map(torch.equal, causal, expected))

@@ -1,0 +1,46 @@
+"""launcher.py: is the compiled function handed what Triton's own launcher would hand it, release by release?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.test_compile import OTHERS, run_under
+
+pytest.importorskip("triton", reason="needs Triton")
+
+
+# 3.6 compiles a function for each kernel, 3.7 has one for all, 3.8 expands descriptors elsewhere
+@pytest.mark.parametrize("version", [None, *OTHERS])
+def test_compiled_functions_are_handed_what_triton_hands_them(version: str | None, tmp_path: Path) -> None:
+    said = run_under(version, tmp_path, "launch_again")
+    assert said.rstrip().endswith("every launch is handed on alike")
+    assert version is None or f"Triton {version}:" in said
+
+
+def test_an_unknown_launcher_launches_by_itself() -> None:
+    from blocksparse_flash.runtime import launcher
+
+    class Compiled:
+        """Of a release to come."""
+
+        run = object()
+        given: Any = None
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*arguments: Any) -> None:
+                self.given = (grid, arguments)
+
+            return run
+
+    class Describer:
+        def describe(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+            return "described", tensor
+
+    compiled, tensor, other = Compiled(), torch.zeros(1), torch.zeros(1)
+    run = launcher.bind(compiled, (4, 1, 1), (tensor, None, tensor), (None, None, Describer()), (3,))
+    run((other, None, other))
+    assert compiled.given == ((4, 1, 1), (other, None, ("described", other), 3))

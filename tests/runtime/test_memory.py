@@ -1,0 +1,52 @@
+"""launch.py: is new memory what it would be from PyTorch?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blocksparse_flash.runtime import launch
+from blocksparse_flash.runtime.tensor_spec import spec_of
+
+pytest.importorskip("triton", reason="needs Triton")
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 64), (1, 1, 7, 1), (4, 2, 9)], ids=str)
+def test_memory_is_contiguous(shape: tuple[int, ...], device: torch.device) -> None:
+
+    memory = launch.contiguous(torch.bfloat16, *shape)
+    there = torch.empty(1, device=device)
+    # in tests new memory is filled, which only PyTorch's own does
+    before = torch.are_deterministic_algorithms_enabled()
+    for is_deterministic in (True, False):
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
+        try:
+            made = launch.allocator(there)(*memory)
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=True)
+        expected = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        assert made.device == there.device and not made.requires_grad
+        assert memory.seen == spec_of(made)
+        assert not is_deterministic or bool(made.isnan().all())
+
+
+def test_rows_are_padded(device: torch.device) -> None:
+
+    memory = launch.contiguous(torch.float16, 2, 3, 5, 60, row=64)
+    made = launch.allocator(torch.empty(1, device=device))(*memory)
+    expected = torch.empty(2, 3, 5, 64)[..., :60]
+    assert (made.shape, made.stride()) == (expected.shape, expected.stride())
+    assert memory.seen == spec_of(made)
+    # every number of it can be written
+    assert made.fill_(1.0).sum() == made.numel()
+
+
+def test_rows_for_the_copy_engine_are_whole() -> None:
+    """The last one too: dq, dk and dv are written as whole rows."""
+    hopper = pytest.importorskip("blocksparse_flash.kernels.hopper.device_functions", reason="needs Gluon")
+    for head_dim, row in ((60, 64), (64, 64), (1, 8)):
+        memory = hopper.writable(torch.float32, (2, 3, 5, head_dim))
+        made = torch.empty_strided(memory.shape, memory.strides, dtype=memory.dtype)
+        assert made.stride() == (15 * row, 5 * row, row, 1)
+        assert made.untyped_storage().nbytes() == 4 * 30 * row

@@ -1,0 +1,269 @@
+"""What must hold of shared attention on GPUs, over NCCL? Checks that every rank of a crew.Crew runs.
+
+The truth of each is the reference in float64 on the whole sequence, which every rank computes for itself; equal bits are
+those of the same kernels in one process. Without GPUs the same checks run over gloo, to try them out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import masks
+from benchmarks.run import train_context_parallel
+from blocksparse_flash import attention
+from blocksparse_flash import distributed as bd
+from blocksparse_flash.distributed import times
+from tests.support import closeness, crew
+from tests.support.context_cases import near_apart, raised, slow_link
+from tests.support.context_truth import NAMES, Whole, called, layout_of, orders, sharded
+
+IS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if IS_GPU else "cpu"
+# 33 tiles, the last one ragged: no even number of ranks divides them. Large enough that one process and each rank
+# read through the copy engine alike, and launch the same kernels
+LENGTH = 4200 if IS_GPU else 1000
+HEADS, HEAD_DIM = 4, 128 if IS_GPU else 8
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty is full of NaN, so that reading what nobody wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@cache
+def whole(name: str, heads: tuple[int, int], length: int = LENGTH) -> Whole:
+    """Inputs in bfloat16; the truth from them in float64, and in `same` the reference's own in bfloat16."""
+    generator = torch.Generator().manual_seed(len(name) + heads[1])
+    sizes = ((heads[0], HEAD_DIM), (heads[1], HEAD_DIM), (heads[1], HEAD_DIM), (heads[0], HEAD_DIM))
+    q, k, v, dout = (torch.randn(1, n, length, dim, generator=generator).bfloat16().to(DEVICE) for n, dim in sizes)
+    dlse = torch.randn(1, heads[0], length, generator=generator).to(DEVICE)
+    layout = layout_of(name, length)
+    wide = called(layout, [t.double() for t in (q, k, v)], [dout.double(), dlse.double()], "reference")
+    plain = called(layout, [q, k, v], [dout, dlse], "reference")
+    return Whole(q, k, v, dout, dlse, wide, plain)
+
+
+def assert_as_one_process(
+    plan: bd.ContextPlan, case: Whole, layout: str, bitwise: tuple[str, ...], backend: str = "auto", **options
+) -> None:
+    """As accurate as one process, in these results equal to it bit by bit, and equal in every run."""
+    options["backend"] = backend
+    # deterministic, as the plan is
+    with poisoned():
+        found = sharded(plan, case, **options)
+        same = called(layout_of(layout, plan.length), list(case[:3]), list(case[3:5]), backend)
+    for name, actual, truth, plain, one in zip(NAMES, found, case.truth, case.same, same, strict=True):
+        if name in bitwise:
+            assert torch.equal(actual, plan.shard(one, dim=2)), f"{name} is not bitwise that of one process"
+        if actual.numel():
+            closeness.assert_as_accurate(actual, [plan.shard(plain, dim=2)], plan.shard(truth, dim=2), name=name)
+    for name, first, second in zip(NAMES, found, sharded(plan, case, **options), strict=True):
+        assert torch.equal(first, second), f"{name} differs between two runs"
+
+
+def exchange_equals_one_process(layout: str, order: str, kv_heads: int, backend: str = "auto") -> None:
+    order_of = orders(dist.get_world_size(), -(-LENGTH // 128))[order]
+    options = {"order": order_of, "scheme": "exchange", "deterministic": True}
+    with near_apart():
+        plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=(HEADS, kv_heads), **options)
+    # one message: chunks of heads may be too small for the copy engine, and then are summed in another order
+    case = whole(layout, (HEADS, kv_heads))
+    assert_as_one_process(plan, case, layout, ("out", "lse", "dq"), backend=backend, chunks=1)
+
+
+def ships_rows(layout: str, order: str, kv_heads: int) -> None:
+    heads = HEADS, kv_heads
+    with slow_link():
+        plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order, scheme="exchange")
+    assert len(plan.layers[0].costs.shipped), "no row is shipped: the check tests nothing"
+    assert_as_one_process(plan, whole(layout, heads), layout, ())
+
+
+def ulysses_equals_one_process(layout: str, order: str, kv_heads: int) -> None:
+    order_of = orders(dist.get_world_size(), -(-LENGTH // 128))[order]
+    heads = HEADS * dist.get_world_size(), kv_heads * dist.get_world_size()
+    # so many heads that "auto" may be `hopper`, whose sums of dq have no order unless equal bits are asked for
+    options = {"order": order_of, "scheme": "ulysses", "deterministic": True}
+    plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, **options)
+    # `hopper` splits bigbird's rows and columns that reach everywhere into parts, by how many heads a process has
+    bitwise = () if layout == "bigbird" else NAMES
+    assert_as_one_process(plan, whole(layout, heads), layout, bitwise, chunks=1)
+    if order == "contiguous":
+        # columns of few heads, of whatever layout, so that programs fill a GPU
+        rows = tuple(name for name in bitwise if name not in ("dk", "dv"))
+        with mock.patch.object(times, "WORTH_STRETCHES", 1):
+            assert_as_one_process(plan, whole(layout, heads), layout, rows, chunks=kv_heads)
+
+
+def nothing_moves() -> None:
+    """Blocks on the diagonal alone: every message is empty, on every rank, and arrives."""
+    layout = masks.local(LENGTH, window=0)
+    plan = bd.plan(layout, dist.group.WORLD, heads=2, scheme="exchange", deterministic=True)
+    assert not plan.layers[0].costs.exchange.any()
+    q, k, v = (torch.randn(1, 2, plan.local_length, 64, device=DEVICE).bfloat16().requires_grad_() for _ in "qkv")
+    out = bd.attention(q, k, v, plan)
+    assert torch.equal(out, v)
+    assert torch.equal(torch.autograd.grad(out, v, q.detach())[0], q)
+
+
+def runs_over_and_over(layout: str, group: int, n_runs: int) -> None:
+    """Whatever the chunks, whether received keys are kept, and whatever else takes and frees memory: equal bits."""
+    length = 16384 if IS_GPU else LENGTH
+    n_heads = 16 if IS_GPU else 4
+    heads = n_heads, n_heads // group
+    generator = torch.Generator(DEVICE).manual_seed(dist.get_rank())
+    expected = None
+    for keep in (True, False):
+        plan = bd.plan(
+            layout_of(layout, length), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True, order="zigzag",
+            keep_received=keep,
+        )  # fmt: skip
+        if expected is None:
+            leaves = [
+                torch.randn(1, n, plan.local_length, HEAD_DIM, generator=generator, device=DEVICE).bfloat16()
+                for n in (heads[0], heads[1], heads[1])
+            ]
+            q, k, v = (leaf.requires_grad_() for leaf in leaves)
+        for chunks in (1, None):
+            for _ in range(n_runs):
+                out = bd.attention(q, k, v, plan, chunks=chunks)
+                # what was freed too early is now overwritten
+                spoil = torch.full((1 << 24 if IS_GPU else 1 << 10,), torch.nan, device=DEVICE)
+                del spoil
+                found = out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())
+                expected = found if expected is None else expected
+                for name, first, second in zip(("out", "dq", "dk", "dv"), expected, found, strict=True):
+                    assert torch.equal(first, second), (name, keep, chunks)
+
+
+def never_waits_on_the_host(scheme: str) -> None:
+    """Neither the forward nor the backward makes the host wait for the GPU, but the first call, which compiles."""
+    heads = (HEADS, HEADS)
+    with slow_link():
+        plan = bd.plan(layout_of("bigbird", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme, order="zigzag")
+    case = whole("bigbird", heads)
+    sharded(plan, case)
+    leaves = [plan.shard(tensor, dim=2).requires_grad_() for tensor in case[:3]]
+    if IS_GPU:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        bd.attention(*leaves, plan).sum().backward()
+    finally:
+        if IS_GPU:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@mock.patch.object(times, "WORTH_STRETCHES", 1)
+def compiles(scheme: str, backend: str) -> None:
+    """In one graph, and checkpointed, compiled or not: the same bits."""
+    heads = (HEADS, HEADS)
+    plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme, deterministic=True)
+    case = whole("butterfly", heads)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        # work that a compiler fuses, before and after
+        out, lse = bd.attention_with_lse(q * 2, k + k, v * 2, plan)
+        return out * 2, lse * 2
+
+    def found(call: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        leaves = [plan.shard(tensor, dim=2).requires_grad_() for tensor in case[:3]]
+        out, lse = call(*leaves)
+        grads = torch.autograd.grad([out, lse], leaves, [plan.shard(x, dim=2) for x in (case.dout, case.dlse)])
+        return out.detach(), lse.detach(), *grads
+
+    expected = found(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for name, call in {
+        "compiled": compiled,
+        "checkpointed": partial(checkpoint, layer, use_reentrant=False),
+        "both": partial(checkpoint, compiled, use_reentrant=False),
+    }.items():
+        for what, actual, wanted in zip(NAMES, found(call), expected, strict=True):
+            # all factors are powers of two: nothing rounds
+            assert torch.equal(actual, wanted), (what, name)
+
+
+def takes_dtensors() -> None:
+    n_ranks = dist.get_world_size()
+    length, heads = 2048 * n_ranks, (HEADS, HEADS)
+    mesh = init_device_mesh(DEVICE, (n_ranks,), mesh_dim_names=("context",))
+    plan = bd.plan(layout_of("local", length), mesh["context"], heads=heads, deterministic=True)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    inputs = [torch.randn(1, HEADS, length, HEAD_DIM, generator=generator, device=DEVICE).bfloat16() for _ in "qkv"]
+    leaves = [distribute_tensor(tensor, mesh, [Shard(2)]).requires_grad_() for tensor in inputs]
+    out = bd.attention(*leaves, plan, chunks=1)
+    grads = torch.autograd.grad(out, leaves, out.detach())
+    plain = [tensor.clone().requires_grad_() for tensor in inputs]
+    expected = attention(*plain, layout_of("local", length))
+    (dq,) = torch.autograd.grad(expected, plain[:1], expected.detach())
+    assert torch.equal(out.full_tensor(), expected)
+    assert torch.equal(grads[0].full_tensor(), dq)
+
+
+def trains(arguments: str) -> None:
+    """FSDP2 on a mesh of (data, context): the loss falls, and is the same on every rank."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = train_context_parallel.train(train_context_parallel.parsed(arguments.split()))
+    assert losses[-1] < 0.95 * losses[0], losses
+    said = torch.tensor(losses, device=DEVICE)
+    first = said.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, said)
+
+
+# ---- failures ----
+
+
+def differences_are_named() -> None:
+    """What a rank plans or calls otherwise raises on every rank at once, and the group works on."""
+    rank, odd = dist.get_rank(), dist.get_world_size() - 1
+    window = 101 if rank == odd else 100
+    said = raised(ValueError, lambda: bd.plan(masks.local(LENGTH, window=window), dist.group.WORLD, heads=2))
+    assert "differs in layouts" in said
+    plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=2, scheme="exchange", check_calls=True)
+    q, k, v = (torch.randn(1, 2, plan.local_length, 64, device=DEVICE).bfloat16() for _ in "qkv")
+    short = q[:, :, 1:] if rank == odd else q
+    said = raised(ValueError, lambda: bd.attention(short, k, v, plan))
+    assert f"tokens of rank {odd}" in said, said
+    assert bd.attention(q, k, v, plan).isfinite().all()
+
+
+def misses_a_rank(what: str) -> None:
+    """The last rank fails, "nothing": none; every other one is to end with an error, which only a GPU's own work may show."""
+    odd = dist.get_world_size() - 1
+    plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=HEADS, scheme="exchange")
+    q, k, v = (torch.randn(1, HEADS, plan.local_length, HEAD_DIM, device=DEVICE).bfloat16() for _ in "qkv")
+    # connections are built, kernels compiled
+    bd.attention(q, k, v, plan)
+    if what == "nothing":
+        return
+    if dist.get_rank() == odd:
+        if what == "killed":
+            crew.kill_this_rank()
+        if what == "never comes":
+            time.sleep(600)
+        # "wrong length": refused here, before anything is sent
+        bd.attention(q[:, :, 1:], k, v, plan)
+    bd.attention(q, k, v, plan)
+    if IS_GPU:
+        torch.cuda.synchronize()

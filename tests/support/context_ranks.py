@@ -1,0 +1,83 @@
+"""What do several ranks compute together? `python -m tests.support.context_ranks N` runs every case of context_cases.py on N ranks.
+
+This process imports torch once and forks the ranks, which meet through a file. It prints one JSON object: case -> what went
+wrong on each rank, "" for nothing. Every wait ends: a message's after TIMEOUT, the whole run's after DEADLINE.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# seconds that a rank waits for another one; the machine may be busy
+TIMEOUT = 60
+DEADLINE = 240
+
+Cases = dict[str, Callable[[], None]]
+
+
+def _rank(rank: int, n_ranks: int, folder: str, cases: Cases, timeout: float) -> None:
+    said: dict[str, str] = {}
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", n_ranks)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=n_ranks, timeout=datetime.timedelta(seconds=timeout)
+    )
+    for name, case in cases.items():
+        begin = time.perf_counter()
+        try:
+            case()
+            said[name] = ""
+        except Exception:  # noqa: BLE001  whatever it is, it is told
+            said[name] = traceback.format_exc()
+        Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
+        if "-v" in sys.argv and rank == 0:
+            print(f"{name}: {time.perf_counter() - begin:.2f} s {said[name]}", file=sys.stderr, flush=True)
+        if said[name]:
+            # the ranks may have lost step: what comes next would say nothing
+            break
+    dist.destroy_process_group()
+
+
+def run(n_ranks: int, cases: Cases, timeout: float = TIMEOUT) -> dict[str, list[str]]:
+    """Case -> error of each rank, "" for none. Cases run in their order, until one fails."""
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            fork.Process(target=_rank, args=(rank, n_ranks, folder, cases, timeout), daemon=True)
+            for rank in range(n_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        end = time.monotonic() + DEADLINE
+        for process in ranks:
+            process.join(max(0.0, end - time.monotonic()))
+        for process in ranks:
+            process.kill()
+        files = [Path(f"{folder}/{rank}.json") for rank in range(n_ranks)]
+        said = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    return {name: [of_rank.get(name, "did not come that far") for of_rank in said] for name in cases}
+
+
+if __name__ == "__main__":
+    # read when Triton is imported: its kernels run without a GPU
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tests.support import context_cases, interpreter
+
+    interpreter.patch_once_a_launch()
+
+    n_ranks = int(sys.argv[1])
+    only = sys.argv[2] if len(sys.argv) > 2 and sys.argv[2] != "-v" else ""
+    chosen = {name: case for name, case in context_cases.cases(n_ranks).items() if only in name}
+    print(json.dumps(run(n_ranks, chosen)))

@@ -1,0 +1,275 @@
+"""Does a launch hand the compiled function what Triton's own does, without a GPU? `python -m tests.support.launch_again`.
+
+A stand-in for the driver writes down what would have reached the GPU. Must run in a process of its own: the test process
+interprets the kernels.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+
+from blocksparse_flash.kernels import arguments as launch
+from blocksparse_flash.kernels import service
+from blocksparse_flash.kernels.hopper import backward as hopper_backward
+from blocksparse_flash.kernels.hopper import forward as hopper_forward
+from blocksparse_flash.kernels.schedule import WHOLE, Split
+from blocksparse_flash.kernels.triton import (
+    backward,
+    backward_preprocess,
+    block_selection,
+    forward,
+    gather_scatter,
+    plan_builder,
+    split_kv,
+)
+from blocksparse_flash.runtime import launcher
+from blocksparse_flash.runtime.tensor_spec import specs_of
+from blocksparse_flash.score_mods import Scores
+
+LIMITS = (9, 232448)
+
+
+class PyCUtensorMap:
+    """What a descriptor becomes; here what it was made from."""
+
+    def __init__(self, *made_from: Any) -> None:
+        self.made_from = made_from
+
+
+class Recorder:
+    """The compiled function."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *given: Any) -> None:
+        self.calls.append(given)
+
+
+def install(recorder: Recorder) -> None:
+    """Make Triton launch on the recorder; the driver's streams count up."""
+    utils = SimpleNamespace(
+        launch=recorder,
+        fill_tma_descriptor=PyCUtensorMap,
+        fill_tma_descriptor_tiled=PyCUtensorMap,
+        load_binary=lambda *_: (1, 2, 100, 0, 1024),
+        unload_module=lambda _: None,
+        build_signature_metadata=lambda types: ", ".join(types).encode(),
+        get_device_properties=lambda _: {"max_shared_mem": LIMITS[1]},
+    )
+    names = {"PyCUtensorMap": PyCUtensorMap, "PyKernelArg": SimpleNamespace, "ARG_CONSTEXPR": 0, "ARG_KERNEL": 1}
+    vars(nvidia).update(
+        names, ARG_TUPLE=2, library_dirs=list, compile_module_from_src=lambda **_: SimpleNamespace(launch=recorder)
+    )
+    streams = iter(range(1000, 10**6))
+    active: Any = SimpleNamespace(
+        utils=utils,
+        launcher_cls=nvidia.CudaLauncher,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: next(streams),
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    driver.set_active(active)
+
+
+def flat(given: Any) -> Any:
+    """What was handed on, comparable: tensors as addresses, maps as what they were made from."""
+    if isinstance(given, (list, tuple)):
+        return [flat(each) for each in given]
+    if isinstance(given, torch.Tensor):
+        return given.data_ptr()
+    if isinstance(given, PyCUtensorMap):
+        return flat(given.made_from)
+    return given
+
+
+def check(recorder: Recorder, run: launch.Launch, first: tuple[Any, ...], others: list[tuple[Any, ...]]) -> None:
+    """Launch on the first arguments and then on others: Triton's own launch is handed the same."""
+    knobs = triton.knobs.runtime
+    run(*first)
+    assert len(recorder.calls) == 1
+    bound = run._run
+    assert isinstance(bound, launcher.Bound), "Triton's launcher has changed: see blocksparse_flash/runtime/launcher.py"
+    compiled, grid, describers, values = bound._compiled, bound._grid, bound._describers, bound._values
+    for arguments in others:
+        recorder.calls.clear()
+        run(*arguments)
+        # neither a chain of hooks nor what they would be told
+        with mock.patch.multiple(knobs, launch_enter_hook=None, launch_exit_hook=None):
+            compiled[grid](*launcher.described(arguments, describers), *values)
+        ours, theirs = (flat(call) for call in recorder.calls)
+        # the stream is asked for at each launch
+        assert theirs[3] == ours[3] + 1
+        ours[3] = theirs[3] = None
+        assert ours == theirs, f"\n{ours}\n{theirs}"
+    told: list[Any] = []
+    with mock.patch.object(knobs, "launch_enter_hook", told.append):
+        run(*first)
+    assert told.append in recorder.calls[-1], "the hook of a profiler must be handed on"
+
+
+def check_holds_nothing(run: launch.Launch, shape: tuple[int, ...], rest: tuple[Any, ...]) -> None:
+    """A launch on tensors that it has not met lets go of them, without the collector of garbage."""
+    gc.disable()
+    tensors = [torch.empty(shape, dtype=torch.bfloat16) for _ in "qkv"]
+    out, lse = torch.empty_like(tensors[0]), torch.empty(shape[:3])
+    refs = [weakref.ref(tensor) for tensor in (*tensors, out, lse)]
+    run(*tensors, *rest, out, lse)
+    del tensors, out, lse
+    assert all(ref() is None for ref in refs), "a launch holds its tensors"
+    gc.enable()
+
+
+def kinds(shape: tuple[int, ...], n: int) -> list[tuple[torch.Tensor, ...]]:
+    """n times q, k, v at other addresses, the last time one tensor for all."""
+    made = [tuple(torch.empty(shape, dtype=torch.bfloat16) for _ in "qkv") for _ in range(n - 1)]
+    one = torch.empty(shape, dtype=torch.bfloat16)
+    return [*made, (one, one, one)]
+
+
+def main() -> None:
+    if triton.knobs.runtime.interpret:
+        raise SystemExit("TRITON_INTERPRET=1 interprets the kernels; unset it to compile them")
+    recorder = Recorder()
+    install(recorder)
+    shape = (1, 2, 256, 64)
+    out, lse = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[:3])
+    # more than are kept
+    calls = kinds(shape, 6)
+    items = torch.zeros(1, 1, 2, 8, dtype=torch.int32)
+    indices = torch.zeros(9, dtype=torch.int32)
+    plan = [items, indices, indices, items, indices, indices, torch.zeros(3, 128, 4, dtype=torch.int32)]
+    with (
+        mock.patch.object(launch, "device_limits", lambda _: LIMITS),
+        mock.patch.object(split_kv, "multiprocessors", lambda _: 132),
+        mock.patch.object(launcher, "KEPT", 2),
+    ):
+        options = launch.options_of(out, 0.125, False, 0.0, None)
+        kind = specs_of(out, out, out)
+        (seen,) = specs_of(out).tensors
+        walks = launch.walk(plan, 0)
+
+        for worth in (1 << 40, 0):
+            with mock.patch.object(launch, "WORTH_DESCRIBING", worth):
+                run = forward.prepare.__wrapped__(kind, launch.see_walk(walks), options)[-1]
+            assert any(run._describers) == (worth == 0)
+            rest = (*walks, None, None, None, None, None, out, lse)
+            given = [(*call, *rest) for call in calls]
+            check(recorder, run, given[0], given)
+            # which holds what it was handed
+            with mock.patch.object(Recorder, "__call__", lambda *_: None):
+                check_holds_nothing(run, shape, rest[:-2])
+            recorder.calls.clear()
+
+        told = backward_preprocess.prepare_statistics(seen, 256)
+        given = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None, None) for call in calls]
+        check(recorder, told, given[0], given)
+        recorder.calls.clear()
+
+        with mock.patch.object(backward, "multiprocessors", lambda _: 132):
+            joint = backward.prepare.__wrapped__(
+                specs_of(*[out] * 4), launch.see_walk(walks), launch.see_walk(walks), options
+            ).joint
+        assert joint is not None
+        pairs = torch.empty(2, 256, 2)
+        given = [(*call, call[0], pairs, *walks[:3], *walks, call[0], *call[1:]) for call in calls]
+        check(recorder, joint, given[0], given)
+        recorder.calls.clear()
+
+        # of a few queries; sinks go to the merge
+        q, added = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(2)
+        scored = options._replace(scores=launch.see_scores(Scores(added, added, None, [], 30.0), None))
+        split_keys = split_kv.prepare.__wrapped__(specs_of(q, out, out), (None, ()), 0, scored)
+        assert split_keys.merge is not None and not any(split_keys.decode._describers)
+        parts, lses = torch.empty(split_keys.n_chunks, 2, 64), torch.empty(split_keys.n_chunks, 2)
+        dense = (None,) * 6
+        given = [(q, *call[1:], *dense, added, None, parts, lses) for call in calls]
+        check(recorder, split_keys.decode, given[0], given)
+        recorder.calls.clear()
+        given = [(parts, lses, added, call[0], lse) for call in calls]
+        check(recorder, split_keys.merge, given[0], given)
+        recorder.calls.clear()
+
+        # with more rows than programs, which have a queue, and without
+        for split, multiprocessors, is_quartered in ((WHOLE, 132, True), (WHOLE, 3, False), (Split(1, 3), 132, False)):
+            with mock.patch.object(hopper_forward, "multiprocessors", lambda _, n=multiprocessors: n):
+                hopper = hopper_forward.prepare.__wrapped__(
+                    kind, launch.see_walk(walks), None, split, is_quartered, 0.125, False, None
+                )
+            assert hopper.is_queued == (multiprocessors == 3)
+            queue = torch.zeros(1, dtype=torch.int32) if hopper.is_queued else None
+            parts = torch.empty(hopper.n_floats) if hopper.merge else None
+            given = [(*call, *walks, None, queue, torch.empty_like(out), lse, parts) for call in calls]
+            check(recorder, hopper.launch, given[0], given)
+            recorder.calls.clear()
+        # few columns on fewer multiprocessors, beside which statistics are told too
+        with (
+            mock.patch.object(hopper_backward, "multiprocessors", lambda _: 1),
+            mock.patch.object(service, "TELLING_COLUMNS", 1),
+        ):
+            lines, sums = torch.empty(2, 512), [torch.empty(shape) for _ in calls]
+            chosen = service.service_of(plan, shape, shape, WHOLE, 1)
+            assert chosen is not None
+            served = hopper_backward.prepare.__wrapped__(
+                specs_of(*[out] * 4),
+                launch.see_walk(walks),
+                WHOLE,
+                chosen,
+                False,
+                True,
+                options._replace(others=(launch.tell(out),)),
+            )
+        queue = served.workspaces[2]
+        assert queue is not None and served.is_told and not served.is_sent
+        counts, dk, dq = torch.empty(queue.shape, dtype=queue.dtype), torch.empty_like(out), torch.empty_like(out)
+        given = [
+            (*call, dk, *lines, *walks, None, counts, None, dk, dk, None, dq_sum, dq, call[0], dk, lse, None, lines)
+            for call, dq_sum in zip(calls, sums, strict=True)
+        ]
+        check(recorder, served.keys, given[0], given)
+        recorder.calls.clear()
+        assert hopper.merge is not None
+        given = [(parts, items, call[0], lse) for call in calls]
+        check(recorder, hopper.merge, given[0], given)
+        recorder.calls.clear()
+    # a message is given once for each of its parts
+    lists = [torch.zeros(shape[2], dtype=torch.int64) for _ in calls]
+    messages = [torch.empty(shape[2], *shape[:2], 2 * shape[3], dtype=torch.bfloat16) for _ in calls]
+    pack = gather_scatter._move_launch.__wrapped__(specs_of(out, out), "pack", shape[2], ())
+    given = [
+        (*call[:2], None, None, taken, None, message, message, None, None)
+        for call, taken, message in zip(calls, lists, messages, strict=True)
+    ]
+    check(recorder, pack, given[0], given)
+    recorder.calls.clear()
+    table = torch.zeros(2, shape[2], dtype=torch.int32)
+    add = gather_scatter._add_launch.__wrapped__(specs_of(*[out] * 6), 2, 1, shape[2], 0, 2, ())
+    given = [
+        (*call[:2], *call[1:], None, None, message, table, None, *call[1:])
+        for call, message in zip(calls, messages, strict=True)
+    ]
+    check(recorder, add, given[0], given)
+    recorder.calls.clear()
+    # numbers among the tensors, 1 and multiples of 16 too
+    grid = plan_builder.Grid(block_selection.Rows(2, 3, 3, 384, 384, (128, 128)), causal=False)
+    bits, counts = torch.zeros(2, 3, 1, dtype=torch.int32), torch.zeros(24, dtype=torch.int32)
+    given = [
+        (bits, counts, *(torch.empty(8 * n, dtype=torch.int32) for _ in range(6)), n, 16 * n, n + 2)
+        for n in (9, 1, 16, 33)
+    ]
+    check(recorder, plan_builder.prepare.__wrapped__(grid, torch.device("cpu")).lists, given[0], given)
+    print(f"Triton {triton.__version__}: every launch is handed on alike")
+
+
+if __name__ == "__main__":
+    main()

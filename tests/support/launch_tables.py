@@ -1,0 +1,412 @@
+"""Calls that reach every configuration of the launch tables, and which configurations a call chooses.
+
+`known` asks the tables themselves, over every argument that they can be given on a GPU; `cover` chooses calls until each
+configuration is met by each kind of call that reaches it. What a call chooses is read off its launches, which need not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import masks
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.kernels import arguments
+from blocksparse_flash.kernels.hopper import backward as hopper_backward
+from blocksparse_flash.kernels.hopper import forward as hopper_forward
+from blocksparse_flash.kernels.triton import backward, forward, split_kv
+from blocksparse_flash.runtime import launch
+from blocksparse_flash.score_mods import TILE, Scores
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+# padded head dimensions; `hopper` pads to 64 at least
+DIMS, HOPPER_DIMS = (16, 32, 64, 128, 256), (64, 128, 256)
+Key = tuple[Any, ...]
+
+
+class Gpu(NamedTuple):
+    """What launch tables ask of a device."""
+
+    major: int
+    shared_memory: int
+    n_sms: int
+
+
+A100, A10, H200, B200 = Gpu(8, 166912, 108), Gpu(8, 101376, 72), Gpu(9, 232448, 132), Gpu(10, 232448, 148)
+
+
+def this_gpu() -> Gpu:
+    """The current CUDA device."""
+    return Gpu(
+        *arguments.device_limits(torch.cuda.current_device()), launch.multiprocessors(torch.cuda.current_device())
+    )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a call asks for besides its shape.
+
+    mode   "dense"; "causal"; "blocks": blocks of 128 and a window; "heads": blocks of 64, other ones for each head; "long":
+           global tokens, whose rows and columns are split among programs; "fine": blocks of 16; "blocks-causal"
+    group  query heads of a key head
+    """
+
+    name: str
+    mode: str = "blocks"
+    group: int = 1
+    has_lengths: bool = False
+    dropout_p: float = 0.0
+    has_sinks: bool = False
+    softcap: float | None = None
+    has_slopes: bool = False
+    has_bias: bool = False
+    deterministic: bool = False
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether it has an option of the scores."""
+        return self.has_sinks or self.softcap is not None or self.has_slopes or self.has_bias
+
+
+PLAIN = [
+    Variant("dense", "dense"),
+    Variant("causal", "causal"),
+    Variant("blocks"),
+    Variant("heads-group", "heads", group=2),
+    Variant("blocks-lengths", has_lengths=True),
+    Variant("dense-lengths-group", "dense", group=2, has_lengths=True),
+    Variant("causal-lengths", "causal", has_lengths=True),
+    Variant("causal-group", "causal", group=2),
+    Variant("blocks-sinks", has_sinks=True),
+]
+CHANGED = [
+    Variant("softcap", softcap=3.0),
+    Variant("slopes-causal", "causal", has_slopes=True),
+    Variant("bias", has_bias=True),
+    Variant("everything", "heads", group=2, has_lengths=True, has_sinks=True, softcap=4.0, has_slopes=True, has_bias=True),
+]  # fmt: skip
+DROPOUT = [
+    Variant("dropout", dropout_p=0.2),
+    Variant("dropout-causal-lengths-group", "causal", group=2, has_lengths=True, dropout_p=0.3),
+    Variant("dropout-softcap-dense", "dense", dropout_p=0.2, softcap=3.0),
+]
+ALL = [*PLAIN, *CHANGED, *DROPOUT]
+# of the head dimensions that are padded copies of others: each part of a kernel once
+FEW = [ALL[i] for i in (1, 2, 5, 12, 14)]
+OF_HOPPER = [
+    *(each for each in PLAIN if not each.has_sinks),
+    Variant("long", "long"),
+    Variant("long-lengths-group", "long", group=2, has_lengths=True),
+    Variant("deterministic", deterministic=True),
+    Variant("deterministic-dense", "dense", deterministic=True),
+    Variant("deterministic-causal-group", "causal", group=2, deterministic=True),
+    Variant("deterministic-heads-lengths", "heads", has_lengths=True, deterministic=True),
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a backend, forward and backward."""
+
+    backend: str
+    # batch, heads, q_len, kv_len
+    shape: tuple[int, int, int, int]
+    head_dim: int
+    dtype: torch.dtype
+    variant: Variant
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        words = [self.backend, "x".join(map(str, self.shape)), f"d{self.head_dim}", str(self.dtype).split(".")[1]]
+        return "-".join([*words, self.variant.name, f"scale{self.scale}"])
+
+    @property
+    def kv_heads(self) -> int:
+        return self.shape[1] // self.variant.group
+
+    @property
+    def causal(self) -> bool:
+        return self.variant.mode.endswith("causal")
+
+    def layout(self) -> BlockLayout | None:
+        _, heads, q_len, kv_len = self.shape
+        return _layout(self.variant.mode, heads if self.variant.mode == "heads" else 1, q_len, kv_len)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(mode: str, heads: int, q_len: int, kv_len: int) -> BlockLayout | None:
+    lengths = (q_len, kv_len)
+    if mode in ("dense", "causal"):
+        return None
+    if mode == "fine":
+        return masks.random(lengths, density=0.2, block_size=16, seed=q_len)
+    if mode == "long":
+        return masks.local(lengths, window=40) | masks.global_tokens(lengths, tokens=3)
+    if mode == "heads":
+        chosen = torch.rand(heads, -(-q_len // 64), -(-kv_len // 64), generator=torch.Generator().manual_seed(q_len))
+        # some rows have no block
+        chosen[:, ::5] = 1.0
+        return BlockLayout.from_block_mask(chosen < 0.4, q_len, kv_len, block_size=64)
+    return masks.local(lengths, window=40) | masks.random(lengths, density=0.4, seed=q_len)
+
+
+# ---- what a call chooses ----
+
+
+def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
+    """The configurations that one launch stands for."""
+    rest, name = each._rest, each._kernel.fn.__name__.removesuffix("_kernel")
+    names = [argument for argument in each._kernel.arg_names if argument not in rest]
+    given = dict(zip(names, tensors, strict=True))
+    steps = tuple(rest[word] for word in ("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages") if word in rest)
+    dim = max(rest.get("DIM", 0), rest.get("DIM_V", 0))
+    if name in ("forward", "keys", "queries"):
+        yield name, dim, given["q_ref"].element_size(), rest["TMA"], *steps
+    elif name == "joint":
+        blocks = (f"{of}_BLOCK_{side}" for of in ("KEYS", "QUERIES") for side in ("Q", "KV"))
+        yield name, dim, rest["TMA"], *(rest[word] for word in blocks), *steps
+    elif name == "decode":
+        yield name, dim, given["q_ptr"].element_size(), *steps
+        yield name, dim, "split" if rest["SPLIT"] else "whole"
+    elif name == "statistics":
+        wanted = tuple(given[word] is not None for word in ("pairs_ptr", "lines_ptr", "cleared_ptr", "queue_ptr"))
+        yield name, *wanted
+    elif name == "hopper_forward":
+        dim = dim or max(each._describers[i]._arguments[2][-1] for i in (0, 2))
+        has = tuple(given[word] is not None for word in ("items_ptr", "kv_lengths_ptr"))
+        words = ("WARPGROUPS", "QUERIES", "SLACK", "BLOCK_KV", "STAGES", "OUT_IN_Q", "PIN", "EARLY_WORDS")
+        yield name, dim, *has, *(rest[word] for word in words)
+        yield from ((name, dim, word) for word in _features(rest, given))
+    elif name == "hopper_backward":
+        dim = max(each._describers[i]._arguments[2][-1] for i in (0, 2))
+        has = tuple(given[word] is not None for word in ("items_ptr", "kv_lengths_ptr"))
+        yield name, dim, *has, rest["STAGES"], rest["SETS"]
+        yield from ((name, dim, word) for word in _features(rest, given))
+        if given["sum_ptr"] is None:
+            yield name, dim, "dq in a launch of its own"
+        if rest["n_converted"]:
+            n_axes = rest["n_axes"]
+            yield name, dim, "converts, long columns" if rest["n_cleared"] == rest["n_ahead"] == n_axes else "converts"
+        if given["out_ptr"] is not None:
+            yield name, dim, "tells statistics"
+    elif name in ("merge", "merge_rows", "sum_cols", "scale"):
+        yield name, dim
+
+
+def _features(rest: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
+    if rest["QUARTERS"]:
+        yield "quarters"
+    if rest["n_parts"] > 1:
+        yield "split"
+    yield "queued" if given["queue_ptr"] is not None else "one round"
+
+
+@contextlib.contextmanager
+def recorded(*, runs: bool) -> Iterator[set[Key]]:
+    """The configurations of all launches inside; runs: whether they are launched too."""
+    found: set[Key] = set()
+    original = launch.Launch.__call__
+
+    def record(self: launch.Launch, *tensors: Any) -> None:
+        found.update(keys_of(self, tensors))
+        if runs:
+            original(self, *tensors)
+
+    with mock.patch.object(launch.Launch, "__call__", record):
+        yield found
+
+
+@contextlib.contextmanager
+def _unfilled_memory() -> Iterator[None]:
+    """Nothing is read: memory that is never touched takes no time."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+@functools.lru_cache(maxsize=8192)
+def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
+    """What a call would choose on a GPU. Nothing is launched."""
+    batch, heads, q_len, kv_len = call.shape
+    variant, dim = call.variant, call.head_dim
+    modules = (forward, backward, split_kv, hopper_forward, hopper_backward)
+    for module in modules:
+        module.prepare.cache_clear()
+    with contextlib.ExitStack() as stack, recorded(runs=False) as found:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "multiprocessors", lambda _: gpu.n_sms))
+        stack.enter_context(mock.patch.object(arguments, "device_limits", lambda _: gpu[:2]))
+        stack.enter_context(_unfilled_memory())
+        q, k, v, dout = (
+            torch.empty(batch, n, length, dim, dtype=call.dtype)
+            for n, length in ((heads, q_len), (call.kv_heads, kv_len), (call.kv_heads, kv_len), (heads, q_len))
+        )
+        layout = call.layout()
+        plan = [] if layout is None else list(layout.plan("cpu", causal=call.causal))
+        lengths = torch.empty(batch, dtype=torch.int32) if variant.has_lengths else None
+        scale = 0.125 if call.scale is None else call.scale
+        seed = torch.empty(1, dtype=torch.int64) if variant.dropout_p else None
+        options: tuple[Any, ...] = (plan, lengths, seed, scale, call.causal and not plan, variant.dropout_p)
+        if call.backend == "hopper":
+            out, lse = hopper_forward.forward(q, k, v, *options)
+            hopper_backward.backward(
+                dout, torch.empty_like(lse), q, k, v, out, lse, *options, deterministic=variant.deterministic
+            )
+            return frozenset(found)
+        wanted: tuple[Any, ...] = ()
+        if variant.has_scores:
+            options = (*options, _scores(call, plan))
+            wanted = ([variant.has_sinks, variant.has_slopes, variant.has_bias],)
+        out, lse = forward.forward(q, k, v, *options)
+        backward.backward(dout, torch.empty_like(lse), q, k, v, out, lse, *options, *wanted)
+    return frozenset(found)
+
+
+def _scores(call: Call, plan: list[Tensor]) -> Scores:
+    """Options of the scores, none of which is read."""
+    heads, variant = call.shape[1], call.variant
+    sinks, slopes = (torch.empty(heads) if has else None for has in (variant.has_sinks, variant.has_slopes))
+    bias, index = None, list[Tensor]()
+    if variant.has_bias:
+        pieces, n_tiles = TILE // (64 if variant.mode == "heads" else 128), plan[1].shape[0]
+        of_tiles = torch.zeros(n_tiles, pieces, pieces, dtype=torch.int32)
+        places = torch.zeros(n_tiles, 1, dtype=torch.int64)
+        bias, index = torch.empty(1, heads, n_tiles), [of_tiles, of_tiles, places]
+    return Scores(sinks, slopes, bias, index, variant.softcap or 0.0)
+
+
+# ---- what the tables know ----
+
+
+def known(gpu: Gpu) -> set[Key]:
+    """Every configuration that the tables can choose on a GPU."""
+    return {*_known_portable(gpu), *(_known_hopper() if gpu.major == 9 else ())}
+
+
+def _known_portable(gpu: Gpu) -> Iterator[Key]:
+    flags = (False, True)
+    on = {"major": gpu.major, "shared_memory": gpu.shared_memory}
+    for dim, size in itertools.product(DIMS, (2, 4)):
+        for tma, dropout, changed in itertools.product(flags[: 1 + (size == 2 and gpu.major >= 9)], flags, flags):
+            asked = {"tma": tma, "dropout": dropout, "changed": changed}
+            for narrow in flags:
+                yield (
+                    "forward",
+                    dim,
+                    size,
+                    tma,
+                    *forward.config(dim, size, **asked, **on, narrow=narrow).arguments.values(),
+                )
+            yield "keys", dim, size, tma, *backward.config_keys(dim, size, **asked, **on).arguments.values()
+            yield "queries", dim, size, tma, *backward.config_queries(dim, size, **asked, **on).arguments.values()
+            for group in (1, 2):
+                both = backward.config_joint(dim, size, major=gpu.major, group=group, **asked)
+                if both:
+                    keys, queries = both
+                    blocks = keys.block_q, keys.block_kv, queries.block_q, queries.block_kv
+                    yield "joint", dim, tma, *blocks, keys.num_warps, keys.num_stages
+        for n_rows, changed in itertools.product((1, 17, 33, 65), flags):
+            of_rows = split_kv.config(
+                n_rows, dim, size, shared_memory=gpu.shared_memory, major=gpu.major, changed=changed
+            )
+            yield "decode", dim, size, *of_rows.config.arguments.values()
+        yield from (("decode", dim, word) for word in ("split", "whole"))
+        yield "merge", dim
+    yield "statistics", True, False, False, False
+
+
+def _known_hopper() -> Iterator[Key]:
+    flags = (False, True)
+    for dim, has_layout, has_lengths, is_wide in itertools.product(HOPPER_DIMS, flags, flags, flags):
+        if is_wide and (has_layout or has_lengths):
+            continue
+        of_rows = hopper_forward.config(dim, has_layout, has_lengths, is_wide)
+        words = ("warpgroups", "queries", "slack", "block_kv", "stages", "out_in_q", "pin", "early_words")
+        yield "hopper_forward", dim, has_layout, has_lengths, *(getattr(of_rows, word) for word in words)
+    for dim in HOPPER_DIMS:
+        yield from (("hopper_forward", dim, word) for word in ("quarters", "split", "queued", "one round"))
+        yield "merge_rows", dim
+        if dim > hopper_backward.MAX_HEAD_DIM:
+            continue
+        of_cols = hopper_backward.config(dim)
+        for has in itertools.product(flags, flags):
+            yield "hopper_backward", dim, *has, of_cols.stages, of_cols.sets
+        words = (
+            "quarters",
+            "split",
+            "queued",
+            "one round",
+            "dq in a launch of its own",
+            "converts",
+            "tells statistics",
+        )
+        yield from (("hopper_backward", dim, word) for word in words)
+        if dim <= 64:
+            yield "hopper_backward", dim, "converts, long columns"
+        yield from (("sum_cols", dim), ("scale", dim))
+    yield from (("statistics", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
+
+
+# ---- calls that reach them ----
+
+
+def candidates(gpu: Gpu) -> Iterator[Call]:
+    """Calls of every kind, the cheap ones first."""
+    # few rows of tiles and many; many keys, with which small heads are large enough for descriptors; enough rows for causal ones
+    shapes = [(2, 20, 300, 300), (2, 20, 300, 900), (2, 20, 300, 1600), (4, 12, 300, 1100), (8, 50, 300, 300)]
+    for dim, dtype in itertools.product(DIMS, (HALF, SINGLE)):
+        variants = ALL if dim in (64, 128) and dtype == HALF else FEW
+        # rows of which a descriptor takes none
+        for odd, shape, variant in itertools.product((0, dim // 2 - 1), shapes, variants):
+            yield Call("triton", shape, dim - odd, dtype, variant)
+        # a few queries: rows of 16, 32, 64 and 128 queries of all heads of a group; keys in one chunk and in many
+        for q_len, kv_len, variant in itertools.product((3, 12, 30, 60), (1100, 5000), variants):
+            # enough rows for the reference's own error in float32 not to be an accident
+            for heads in (8, 48):
+                yield Call("triton", (2, heads, q_len, kv_len), dim, dtype, variant)
+    if gpu.major != 9:
+        return
+    # one round of programs and many; rows of 192 queries; sections that are converted beside others, and told
+    small = [
+        (2, 4, 300, 300),
+        (4, 40, 300, 500),
+        (2, 66, 190, 700),
+        (1, 4, 300, 17000),
+        (1, 4, 4096, 4096),
+        (2, 20, 2048, 2048),
+    ]
+    for dim, shape, variant in itertools.product((16, *HOPPER_DIMS), small, OF_HOPPER):
+        yield Call("hopper", shape, dim, HALF, variant)
+
+
+@functools.lru_cache(maxsize=4)
+def cover(gpu: Gpu) -> tuple[Call, ...]:
+    """Calls that meet every configuration which a candidate reaches, each with every variant that reaches it.
+
+    With a negative and a positive scale, and where a configuration is met first with 0 too.
+    """
+    met: set[tuple[Key, str]] = set()
+    calls: list[Call] = []
+    for call in candidates(gpu):
+        # any scale chooses the same
+        keys = chosen(call, gpu)
+        pairs = {(key, call.variant.name) for key in keys}
+        if pairs <= met:
+            continue
+        scales = [-0.2, 0.15]
+        if not keys <= {key for key, _ in met}:
+            scales.append(0.0)
+        met |= pairs
+        calls += [replace(call, scale=scale) for scale in scales]
+    return tuple(calls)

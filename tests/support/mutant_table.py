@@ -1,0 +1,878 @@
+"""Table of single-line faults for tests/support/mutants.py, by area, with the tests that must see each.
+
+A fault is an off-by-one, a wrong comparison, swapped axes, a missing term, a wrong head or rank, never a mere crash. `old` must
+occur once in its file: who changes such a line changes it here too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One fault: in `file` the text `old` becomes `new`, and `tests`, arguments of pytest, must fail.
+
+    why  for a fault that no test can see: the reason
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.old.strip()} -> {self.new.strip()}"
+
+
+def _of(folder: str, *rows: tuple[str, ...]) -> list[Mutant]:
+    """Mutants of the files of a folder."""
+    return [Mutant(f"{folder}/{row[0]}", *row[1:]) for row in rows]
+
+
+OURS = "blocksparse_flash"
+
+
+def _zoo(*cases: str) -> str:
+    """Cases of the zoo on Triton's interpreter."""
+    return f'tests/test_zoo.py -k "{" or ".join(f"triton-{case}" for case in cases)}"'
+
+
+RANKS = 'tests/distributed/test_distributed.py -k "every_case and 2"'
+GROUPS = 'tests/test_zoo.py -k "several_key and triton"'
+LISTED = "tests/kernels/triton/test_block_selection.py -k test_selected_by_index"
+SCORED = "tests/kernels/triton/test_block_selection.py -k 'test_selected_by_score or of_equal_scores'"
+OPERATIONS = "tests/plan/test_block_selection.py -k 'host and not triton or bitmasks or scores'"
+DENSE = _zoo("dense-113x203-float32-gqa-16", "dense-203x113")
+DIAGONAL = "tests/test_zoo.py -k a_diagonal_about"
+LENGTHS, DECODED = _zoo("causal-tall"), _zoo("dense-7x300-float32-gqa")
+
+MUTANTS: dict[str, list[Mutant]] = {
+    "masks": _of(
+        "masks",
+        (
+            "local.py",
+            "np.maximum(highest - high, 0)",
+            "np.maximum(highest - high - 1, 0)",
+            "tests/masks/test_local.py -k 'double_loop or edges'",
+        ),
+        (
+            "local.py",
+            "np.minimum(lowest - low, 0)",
+            "np.minimum(lowest - low + 1, 0)",
+            "tests/masks/test_local.py -k 'double_loop or edges'",
+        ),
+        ("local.py", "(low <= distance)", "(low < distance)", "tests/masks/test_local.py -k 'double_loop or edges'"),
+        (
+            "local.py",
+            "return first_query - high, last_query - low",
+            "return first_query - high + 1, last_query - low",
+            "tests/masks/test_local.py -k 'double_loop or edges'",
+        ),
+        (
+            "sinks.py",
+            "highest - window + 1, 0,",
+            "highest - window, 0,",
+            "tests/masks/test_sinks.py -k 'double_loop or edges'",
+        ),
+        (
+            "sinks.py",
+            "(distance < window)",
+            "(distance <= window)",
+            "tests/masks/test_sinks.py -k 'double_loop or edges'",
+        ),
+        (
+            "sinks.py",
+            "first_query - window + 1], axis=1)",
+            "first_query - window + 2], axis=1)",
+            "tests/masks/test_sinks.py -k 'double_loop or edges'",
+        ),
+        (
+            "sinks.py",
+            "np.minimum(last_query, sinks - 1)",
+            "np.minimum(last_query, sinks - 2)",
+            "tests/masks/test_sinks.py -k 'double_loop or edges'",
+        ),
+        (
+            "sinks.py",
+            "(n_last == canvas.block_q)",
+            "(n_last >= canvas.block_q - 1)",
+            "tests/masks/test_sinks.py -k 'double_loop or edges'",
+        ),
+        (
+            "sinks.py",
+            "is_kept = (n_sinks == canvas.block_kv)",
+            "is_kept = (n_sinks >= canvas.block_kv - 1)",
+            "tests/masks/test_sinks.py -k 'double_loop or edges'",
+        ),
+        (
+            "canvas.py",
+            "np.clip(last_key // self.block_kv + 1, 0",
+            "np.clip(-(-last_key // self.block_kv), 0",
+            "tests/masks/test_local.py -k 'double_loop or edges'",
+        ),
+        (
+            "canvas.py",
+            "corner - (self.block_kv - 1), corner + (self.block_q - 1)",
+            "corner - (self.block_q - 1), corner + (self.block_kv - 1)",
+            "tests/masks/test_local.py -k 'double_loop or edges'",
+        ),
+        (
+            "butterfly.py",
+            "partners = cells[:, None] ^ flips",
+            "partners = cells[:, None] + flips",
+            "tests/masks/test_butterfly.py -k 'double_loop or stretched'",
+        ),
+        (
+            "butterfly.py",
+            "(bounds[1:] - 1) // side + 1",
+            "bounds[1:] // side + 1",
+            "tests/masks/test_butterfly.py -k 'double_loop or stretched'",
+        ),
+        (
+            "global_tokens.py",
+            "is_global_key[canvas.kv_len - shared :]",
+            "is_global_key[:shared]",
+            "tests/masks/test_global_tokens.py -k double_loop",
+        ),
+        ("strided.py", "else lowest > -stride)", "else lowest > -stride - 2)", "tests/masks/test_strided.py -k edges"),
+        ("strided.py", "& (highest < stride)", "& (highest < stride + 2)", "tests/masks/test_strided.py -k edges"),
+        ("dilated.py", "(highest <= high)", "(highest <= high + 1)", "tests/masks/test_dilated.py -k edges"),
+        ("prefix.py", "(lowest >= 0)", "(lowest >= -1)", "tests/masks/test_prefix.py -k double_loop"),
+        (
+            "chunks.py",
+            "(last_kv_chunk < q_chunk)",
+            "(last_kv_chunk <= q_chunk)",
+            "tests/masks/test_sparse_transformer.py -k double_loop",
+        ),
+        (
+            "block_diagonal.py",
+            "np.minimum(canvas.distances(row, col)[0], 0)",
+            "np.minimum(canvas.distances(row, col)[0] + 1, 0)",
+            "tests/masks/test_block_diagonal.py -k double_loop",
+        ),
+        (
+            "hierarchical.py",
+            "np.minimum(canvas.distances(row, col)[0], 0)",
+            "np.minimum(canvas.distances(row, col)[0] + 1, 0)",
+            "tests/masks/test_hierarchical.py -k edges",
+        ),
+        (
+            "longnet.py",
+            "np.minimum(lowest, 0)",
+            "np.minimum(lowest + 1, 0)",
+            "tests/masks/test_longnet.py -k double_loop",
+        ),
+        (
+            "sparse_transformer.py",
+            "np.minimum(canvas.distances(row, col)[0], 0)",
+            "np.minimum(canvas.distances(row, col)[0] + 1, 0)",
+            "tests/masks/test_sparse_transformer.py -k double_loop",
+        ),
+        (
+            "vertical_slash.py",
+            "np.minimum(lowest, 0)",
+            "np.minimum(lowest + 1, 0)",
+            "tests/masks/test_vertical_slash.py -k edges",
+        ),
+        (
+            "grid.py",
+            "np.minimum(begin + width, side) - 1",
+            "np.minimum(begin + width, side - 1)",
+            "tests/masks/test_grid.py -k any_swin",
+        ),
+        (
+            "documents.py",
+            "packed.ends[packed.numbers[last_query]] - 1",
+            "packed.ends[packed.numbers[last_query]] - 2",
+            "tests/masks/test_documents.py -k double_loop",
+        ),
+        (
+            "shared_prefix.py",
+            "n_full_cols = prefix // own",
+            "n_full_cols = (prefix + 1) // own",
+            "tests/masks/test_shared_prefix.py",
+        ),
+        ("tree.py", "n_full_cols = prompt //", "n_full_cols = (prompt + 1) //", "tests/masks/test_tree.py"),
+        (
+            "block_diffusion.py",
+            "(across.last[col] < down.first[row] + down.is_clean[row])",
+            "(across.last[col] <= down.first[row] + down.is_clean[row])",
+            "tests/masks/test_block_diffusion.py",
+        ),
+    ),
+    "blocks": _of(
+        OURS,
+        (
+            "blocks/block_list.py",
+            'packbits(bits, axis=-1, bitorder="little")',
+            'packbits(bits, axis=-1, bitorder="big")',
+            "tests/blocks/test_block_list.py",
+        ),
+        ("blocks/block_list.py", "bits[1::2, :, (kv_len", "bits[1:, :, (kv_len", "tests/blocks/test_block_list.py"),
+        (
+            "blocks/block_list.py",
+            "(keys // n_cols % n_rows == n_rows - 1)",
+            "(keys // n_cols == n_rows - 1)",
+            "tests/blocks/test_block_list.py",
+        ),
+        (
+            "blocks/block_list.py",
+            'order = used[np.argsort(first[used], kind="stable")]',
+            "order = used",
+            "tests/blocks/test_block_list.py",
+        ),
+        (
+            "blocks/block_list.py",
+            "if np.array_equal(codes[twins], codes):",
+            "if True:",
+            "tests/blocks/test_block_list.py",
+        ),
+        ("blocks/block_list.py", "looks + self._n_words, looks)", "looks, looks)", "tests/blocks/test_block_list.py"),
+        (
+            "blocks/block_list.py",
+            "down = place // n_across * SIDE_UNIT - old[0]",
+            "down = place // n_across * SIDE_UNIT - new[0]",
+            "tests/blocks/test_block_list.py",
+        ),
+        (
+            "blocks/block_list.py",
+            "words &= there[kinds[first]]",
+            "words &= there[0]",
+            "tests/blocks/test_block_list.py",
+        ),
+        (
+            "blocks/block_list.py",
+            "values = values[n_full:] - 1",
+            "values = values - 1",
+            "tests/blocks/test_block_list.py",
+        ),
+        (
+            "blocks/set_operations.py",
+            "(np.arange(len(leads)) - leads) * n_blocks",
+            "np.arange(len(leads)) * n_blocks",
+            "tests/blocks/test_block_list.py",
+        ),
+        (
+            "blocks/set_operations.py",
+            "hit = blocks.keys[where] == keys",
+            "hit = blocks.keys[where] >= keys",
+            "tests/blocks/test_block_list.py",
+        ),
+        (
+            "blocks/set_operations.py",
+            "turned = (leads * n_cols + keys",
+            "turned = (leads * n_rows + keys",
+            "tests/blocks/test_block_list.py",
+        ),
+        (
+            "blocks/set_operations.py",
+            "found.ids + n_words, found.ids)",
+            "found.ids, found.ids)",
+            "tests/blocks/test_set_operations.py",
+        ),
+        (
+            "blocks/set_operations.py",
+            "lead = batch * total + before + head if",
+            "lead = batch * frame.heads + before + head if",
+            "tests/blocks/test_set_operations.py",
+        ),
+        (
+            "blocks/set_operations.py",
+            "counts = in_edge[edge_kinds(found.keys, **frame.sizes)]",
+            "counts = in_edge[0 * found.keys]",
+            "tests/blocks/test_set_operations.py",
+        ),
+        (
+            "blocks/set_operations.py",
+            "there[values % 4] & ~blocks.bitmasks",
+            "there[0] & ~blocks.bitmasks",
+            "tests/blocks/test_block_list.py",
+        ),
+        (
+            "blocks/reindexing.py",
+            "codes = position % block_q * block_q + token % block_q",
+            "codes = token % block_q * block_q + position % block_q",
+            "tests/blocks/test_reindexing.py -k 'shifting or permuting or crops'",
+        ),
+        (
+            "blocks/reindexing.py",
+            "(first <= col) & (col < stop)",
+            "(first <= col) & (col <= stop)",
+            "tests/blocks/test_reindexing.py -k 'shifting or permuting or crops'",
+        ),
+        (
+            "blocks/reindexing.py",
+            "min(stop * block_kv, frame.kv_len) - first * block_kv",
+            "(stop - first) * block_kv",
+            "tests/blocks/test_reindexing.py -k 'shifting or permuting or crops'",
+            "no key beyond those of the crop is read, however long the frame says that the keys are",
+        ),
+    ),
+    "plan": _of(
+        OURS,
+        # on the host
+        (
+            "plan/host_builder.py",
+            "edge = 2 * (q_is_ragged",
+            "edge = 1 * (q_is_ragged",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan/host_builder.py",
+            "np.array([1, 2, 4, 8], np.int32)",
+            "np.array([1, 4, 2, 8], np.int32)",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan/host_builder.py",
+            "(2, 0b0011) if of_rows else (1, 0b0101)",
+            "(1, 0b0101) if of_rows else (2, 0b0011)",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan/host_builder.py",
+            "PARTIAL + ((ALL_QUARTERS - quarters) << QUARTERS_BIT)",
+            "PARTIAL + (quarters << QUARTERS_BIT)",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan/host_builder.py",
+            "begin[n_of_rows:] -= len(by_rows.line)",
+            "begin[n_of_rows:] -= 0",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan/host_builder.py",
+            "is_long = work * work.size > 2 * n_tiles",
+            "is_long = work * work.size >= 2 * n_tiles",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan/host_builder.py",
+            "int(is_long.sum(axis=1).max()), work.shape[1] - 1)",
+            "int(is_long.sum(axis=1).max()), work.shape[1])",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan/host_builder.py",
+            "range(16, (limit - 1).bit_length(), 16)",
+            "range(32, (limit - 1).bit_length(), 16)",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan/host_builder.py",
+            "length + 8 * n_long +",
+            "length + 8 * min(n_long, 1) +",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan/host_builder.py",
+            "(n_cols * np.arange(leads)).repeat",
+            "(frame.n_rows * np.arange(leads)).repeat",
+            "tests/plan/test_host_builder.py",
+        ),
+        # on the device, by kernels
+        (
+            "kernels/triton/plan_builder.py",
+            "- 1 + kv_len - q_len >= b_first_kv",
+            "- 1 + kv_len - q_len > b_first_kv",
+            LISTED,
+        ),
+        (
+            "kernels/triton/plan_builder.py",
+            "b_first_q + kv_len - q_len >= b_first_kv + HALF - 1",
+            "b_first_q + kv_len - q_len > b_first_kv + HALF - 1",
+            LISTED,
+        ),
+        ("kernels/triton/plan_builder.py", "4 * (behind < 0)", "4 * (behind <= 0)", LISTED),
+        (
+            "kernels/triton/plan_builder.py",
+            "(last_q + kv_len - q_len >= first_kv)",
+            "(last_q + kv_len - q_len > first_kv)",
+            LISTED,
+        ),
+        (
+            "kernels/triton/plan_builder.py",
+            "(o_other[None, :] < o_line[:, None])",
+            "(o_other[None, :] > o_line[:, None])",
+            LISTED,
+        ),
+        (
+            "kernels/triton/plan_builder.py",
+            "tl.minimum(n_long, n_major - 1)",
+            "tl.minimum(n_long, n_major)",
+            "tests/kernels/triton/test_block_selection.py -k every_line_of_a_head",
+        ),
+        ("kernels/triton/plan_builder.py", "- TILE * (b_diagonal - 1)", "- TILE * b_diagonal", LISTED),
+        (
+            "kernels/triton/plan_builder.py",
+            "b_next_both = b_next_full - b_quartered",
+            "b_next_both = b_next_full - b_single",
+            LISTED,
+        ),
+        # selection: kernels, operations
+        ("kernels/triton/block_selection.py", "(o_col * block_kv <= last_kv)", "(o_col * block_kv < last_kv)", SCORED),
+        ("kernels/triton/block_selection.py", "(b_place <= k - n_above)", "(b_place < k - n_above)", SCORED),
+        (
+            "kernels/triton/block_selection.py",
+            "b_key ^ ((b_key >> 31) & 0x7FFFFFFF)",
+            "b_key ^ ((b_key >> 31) & 0)",
+            SCORED,
+        ),
+        (
+            "kernels/triton/block_selection.py",
+            "(b_col >= 0) & (b_col < n_cols)",
+            "(b_col >= 0) & (b_col <= n_cols)",
+            "tests/kernels/triton/test_block_selection.py -k not_a_col",
+        ),
+        ("plan/block_selection.py", "first = ahead + block_q - 1", "first = ahead + block_q", OPERATIONS),
+        ("plan/block_selection.py", "(cols[:, 1:] != cols[:, :-1])", "(cols[:, 1:] >= cols[:, :-1])", OPERATIONS),
+        ("plan/block_selection.py", "indptr[1:, 0] = indptr[:-1, -1]", "indptr[1:, 0] = indptr[:-1, 0]", OPERATIONS),
+        ("plan/block_selection.py", "row % parts[0] * parts[1] + col", "row % parts[0] * parts[0] + col", OPERATIONS),
+        ("plan/block_selection.py", "- TILE * (diagonal - 1)", "- TILE * diagonal", OPERATIONS),
+        ("plan/block_selection.py", "for least in (TILE - 1, 0):", "for least in (TILE, 0):", LISTED),
+    ),
+    "eager": _of(
+        f"{OURS}/kernels",
+        (
+            "eager/attention.py",
+            "head_idx // (sizes.heads // sizes.kv_heads)",
+            "head_idx % sizes.kv_heads",
+            "tests/kernels/eager/test_attention.py",
+        ),
+        (
+            "eager/attention.py",
+            "(batch_idx * sizes.heads + head_idx) * sizes.n_rows",
+            "(head_idx * sizes.batch + batch_idx) * sizes.n_rows",
+            "tests/kernels/eager/test_attention.py",
+        ),
+        (
+            "eager/attention.py",
+            "(row * TILE + offset + 1) // TILE",
+            "(row * TILE + offset + 2) // TILE",
+            "tests/kernels/eager/test_attention.py",
+        ),
+        (
+            "eager/attention.py",
+            "(last_query + offset) // TILE + 1)",
+            "(last_query + offset - 1) // TILE + 1)",
+            "tests/kernels/eager/test_attention.py",
+        ),
+        (
+            "eager/attention.py",
+            "kv_pos <= q_pos + offset",
+            "kv_pos < q_pos + offset",
+            "tests/kernels/eager/test_attention.py",
+        ),
+        (
+            "eager/attention.py",
+            "kv_pos < self.kv_lengths[batch_idx]",
+            "kv_pos <= self.kv_lengths[batch_idx]",
+            "tests/kernels/eager/test_attention.py",
+        ),
+        ("eager/attention.py", "delta = delta - dlse", "delta = delta + dlse", "tests/kernels/eager/test_attention.py"),
+        (
+            "eager/attention.py",
+            "dscores.sub_(delta_chunk)",
+            "dscores.sub_(0 * delta_chunk)",
+            "tests/kernels/eager/test_attention.py",
+        ),
+        (
+            "eager/attention.py",
+            "b.total.mul_(decay_b).addcmul_(a.total, decay_a)",
+            "b.total.mul_(decay_b).add_(a.total)",
+            "tests/kernels/eager/test_attention.py",
+        ),
+        (
+            "eager/attention.py",
+            "1 / philox.kept_share(self.dropout_p)",
+            "1 / (1 - self.dropout_p)",
+            "tests/kernels/eager/test_attention.py",
+        ),
+        (
+            "eager/attention.py",
+            "device=tensor.device) >= kv_lengths[:, None]",
+            "device=tensor.device) > kv_lengths[:, None]",
+            "tests/kernels/eager/test_attention.py",
+        ),
+        (
+            "eager/attention.py",
+            "highest = sinks[index // sizes.n_rows % sizes.heads]",
+            "highest = sinks[index % sizes.heads]",
+            "tests/test_score_mods.py -k eager",
+        ),
+        (
+            "eager/attention.py",
+            "(q_pos + (self.sizes.kv_len - self.sizes.q_len) - kv_pos).abs()",
+            "(q_pos - kv_pos).abs()",
+            "tests/test_score_mods.py -k eager",
+        ),
+        (
+            "eager/attention.py",
+            "dscores.view(span.shape).mul_(span.keep)",
+            "dscores.view(span.shape).mul_(1)",
+            "tests/kernels/eager/test_attention.py",
+        ),
+    ),
+    "kernels": _of(
+        f"{OURS}/kernels",
+        (
+            "triton/forward.py",
+            "i_kv_head = i_head // GROUP",
+            "i_kv_head = i_head % (n_heads // GROUP)",
+            GROUPS,
+        ),
+        ("triton/forward.py", "b_sum = b_sum * b_decay + tl.sum(b_p, 1)", "b_sum = b_sum + tl.sum(b_p, 1)", DENSE),
+        ("triton/forward.py", "b_out = b_out * b_decay[:, None]", "b_out = b_out * 1.0", DENSE),
+        ("triton/forward.py", "if LIMITED and HAS_LAYOUT:", "if False:", LENGTHS),
+        ("triton/forward.py", "tl.load(kv_lengths_ptr + i_batch)", "tl.load(kv_lengths_ptr)", LENGTHS),
+        ("triton/forward.py", "(keep_scale / b_sum)[:, None]", "(1.0 / b_sum)[:, None]", _zoo("global-float32")),
+        (
+            "triton/forward.py",
+            'tl.where(sink == float("-inf"), 0.0, 1.0)',
+            'tl.where(sink == float("-inf"), 1.0, 1.0)',
+            "tests/test_score_mods.py -k triton",
+        ),
+        (
+            "triton/tile.py",
+            "n_full = tl.maximum(tl.minimum(diagonal, limit), 0)",
+            "n_full = tl.maximum(tl.minimum(diagonal + 1, limit), 0)",
+            DIAGONAL,
+        ),
+        (
+            "triton/tile.py",
+            "tl.minimum(diagonal + BLOCK_Q - 1, limit)",
+            "tl.minimum(diagonal + BLOCK_Q - 2, limit)",
+            DIAGONAL,
+        ),
+        (
+            "triton/tile.py",
+            "full = tl.cdiv(tl.maximum(kv_start + BLOCK_KV - 1 - (kv_len - q_len), 0), BLOCK_Q)",
+            "full = tl.maximum(kv_start + BLOCK_KV - 1 - (kv_len - q_len), 0) // BLOCK_Q",
+            DIAGONAL,
+        ),
+        (
+            "triton/tile.py",
+            "first = tl.maximum(kv_start - (kv_len - q_len), 0) // BLOCK_Q",
+            "first = tl.cdiv(tl.maximum(kv_start - (kv_len - q_len), 0), BLOCK_Q)",
+            DIAGONAL,
+        ),
+        ("triton/tile.py", "(o_kv <= o_q + (kv_len - q_len))", "(o_kv < o_q + (kv_len - q_len))", DIAGONAL),
+        (
+            "triton/tile.py",
+            "return ((b_bits >> (o_col % 32)[None, :]) & 1) != 0",
+            "return ((b_bits >> (31 - o_col % 32)[None, :]) & 1) != 0",
+            GROUPS,
+        ),
+        (
+            "triton/tile.py",
+            "o_word = (q_start + tl.arange(0, ROWS)) * (TILE // 32)",
+            "o_word = tl.arange(0, ROWS) * (TILE // 32)",
+            GROUPS,
+        ),
+        (
+            "triton/tile.py",
+            "m_kept.permute(0, 5, 1, 2, 6, 4, 3)",
+            "m_kept.permute(0, 5, 1, 2, 4, 6, 3)",
+            _zoo("global-float32"),
+        ),
+        (
+            "triton/tile.py",
+            "(i_axis % n_heads * GROUP)",
+            "(i_axis % n_heads)",
+            "tests/kernels/triton/test_combine_splits.py -k columns_are_added",
+        ),
+        (
+            "triton/tile.py",
+            "i_chunk * size + tl.minimum(i_chunk, n_larger)",
+            "i_chunk * size",
+            "tests/kernels/triton/test_split_kv.py -k test_any_number_of_queries",
+        ),
+        ("triton/tile.py", "(b_new - b_sum) - b_step", "b_step - (b_new - b_sum)", "tests/kernels/triton/test_tile.py"),
+        (
+            "triton/tile.py",
+            "tl.load(p_items + i_line * RECORD + 4)",
+            "tl.load(p_items + i_line * RECORD)",
+            GROUPS,
+        ),
+        (
+            "triton/backward_kernels.py",
+            "i_head = i_kv_head * GROUP + i_member",
+            "i_head = i_member * n_heads + i_kv_head",
+            GROUPS,
+        ),
+        (
+            "triton/backward_kernels.py",
+            "b_kept_p = tl.where(m_kept, b_p * keep_scale, 0.0)",
+            "b_kept_p = tl.where(m_kept, b_p, 0.0)",
+            _zoo("global-float32"),
+        ),
+        ("triton/backward_kernels.py", "b_ds = b_p * (b_dp - b_delta[None, :])", "b_ds = b_p * b_dp", DENSE),
+        ("triton/backward_kernels.py", "b_ds = b_p * (b_dp - b_delta[:, None])", "b_ds = b_p * b_dp", DENSE),
+        (
+            "triton/backward_kernels.py",
+            "b_p = tl.where(m_kv[:, None], b_p, 0.0)",
+            "b_p = tl.where(m_kv[:, None], b_p, b_p)",
+            LENGTHS,
+        ),
+        (
+            "triton/backward_kernels.py",
+            "i_batch, i_head, kv_start // TILE)",
+            "i_batch, i_kv_head, kv_start // TILE)",
+            GROUPS,
+        ),
+        (
+            "triton/backward_kernels.py",
+            "b_dslope -= tl.sum(",
+            "b_dslope += tl.sum(",
+            _zoo("causal-float16-mha-32-causal-has_slopes"),
+        ),
+        ("triton/backward_preprocess.py", "b_delta -= tl.where(b_lse", "b_delta += tl.where(b_lse", DENSE),
+        (
+            "triton/split_kv.py",
+            "(o_kv[None, :] <= o_q[:, None] + (kv_len - q_len))",
+            "(o_kv[None, :] < o_q[:, None] + (kv_len - q_len))",
+            DECODED,
+        ),
+        (
+            "triton/split_kv.py",
+            "o_q // PIECE_Q * (TILE // PIECE_KV)",
+            "o_q // PIECE_Q * (TILE // PIECE_Q)",
+            "tests/kernels/triton/test_split_kv.py -k split_rows",
+        ),
+        (
+            "triton/combine_splits.py",
+            "b_out = b_out * b_decay + tl.sum(b_part",
+            "b_out = b_out + tl.sum(b_part",
+            "tests/kernels/triton/test_split_kv.py -k merged_by_their_weight",
+        ),
+        (
+            "triton/combine_splits.py",
+            "i_tile = n_lines - 1 - i_line // n_axes",
+            "i_tile = i_line // n_axes",
+            "tests/kernels/triton/test_combine_splits.py -k rows_are_merged",
+        ),
+        (
+            "triton/combine_splits.py",
+            "tl.load(p_part + TILE * DIM + o_row[:, None]",
+            "tl.load(p_part + TILE * DIM_V + o_row[:, None]",
+            "tests/kernels/triton/test_combine_splits.py -k columns_are_added",
+        ),
+        (
+            "triton/score_mods.py",
+            "p_table, kv_start % TILE, q_start % TILE, 1, TILE // PIECE_KV, BLOCK_KV, PIECE_KV, BLOCK_Q, PIECE_Q",
+            "p_table, kv_start % TILE, q_start % TILE, 1, TILE // PIECE_Q, BLOCK_KV, PIECE_KV, BLOCK_Q, PIECE_Q",
+            _zoo("blocks-of-64x32-float16"),
+        ),
+        (
+            "triton/score_mods.py",
+            "p_sums += q_start % TILE // GRAIN_Q * (TILE // GRAIN_KV)",
+            "p_sums += q_start % TILE // GRAIN_Q * (TILE // GRAIN_Q)",
+            _zoo("blocks-of-64x32-float16", "blocks-of-48-float32"),
+        ),
+        (
+            "triton/score_mods.py",
+            "q_start + ahead - kv_start, BLOCK_KV, T)",
+            "q_start - kv_start, BLOCK_KV, T)",
+            _zoo("dense-113x203-float32-gqa-16-has_kv_lengths"),
+        ),
+    ),
+    "interop": _of(
+        f"{OURS}/interop",
+        (
+            "runs.py",
+            "is_full = crossing == heights",
+            "is_full = crossing >= heights - 1",
+            "tests/interop/test_runs.py -k 'runs or few_pairs or from_flashmask'",
+        ),
+        (
+            "runs.py",
+            "np.minimum(block_size[0], q_len - rows % n_rows * block_size[0])",
+            "np.minimum(block_size[0], q_len - rows * block_size[0])",
+            "tests/interop/test_runs.py -k 'runs or few_pairs or from_flashmask'",
+        ),
+        (
+            "flashmask.py",
+            "np.minimum(bounds, q_len).reshape",
+            "np.asarray(bounds).reshape",
+            "tests/interop/test_runs.py -k flashmask",
+        ),
+        (
+            "flashmask.py",
+            "is_suffix = end == q_len",
+            "is_suffix = end >= q_len - 1",
+            "tests/interop/test_runs.py -k flashmask",
+        ),
+        (
+            "flashmask.py",
+            "(columns[0], end), (np.zeros_like(end), columns[1])",
+            "(columns[1], end), (np.zeros_like(end), columns[0])",
+            "tests/interop/test_runs.py -k flashmask",
+        ),
+        (
+            "flashmask.py",
+            "bounds = np.repeat(bounds, group, axis=1)",
+            "bounds = np.tile(bounds, (1, group, 1, 1))",
+            "tests/interop/test_runs.py -k flashmask",
+        ),
+        ("magi.py", "q1[which] - 1 - lines, 0)", "q1[which] - lines, 0)", "tests/interop/test_runs.py -k from_magi"),
+        (
+            "kv_lists.py",
+            "batch_step = heads * n_rows * n_cols",
+            "batch_step = n_rows * n_cols",
+            "tests/interop/test_kv_lists.py -k 'attention_and_back or taken_apart'",
+        ),
+        (
+            "kv_lists.py",
+            "(word >> (key % 32))",
+            "(word >> (31 - key % 32))",
+            "tests/interop/test_kv_lists.py -k 'attention_and_back or taken_apart'",
+        ),
+        (
+            "kv_lists.py",
+            "np.minimum(down, n_fine_rows - rows * down)",
+            "np.full_like(rows, down)",
+            "tests/interop/test_kv_lists.py -k 'attention_and_back or taken_apart'",
+        ),
+        (
+            "block_masks.py",
+            "(col >= ends - local) & (col < ends)",
+            "(col > ends - local) & (col < ends)",
+            "tests/interop/test_block_masks.py",
+        ),
+        (
+            "block_masks.py",
+            "q_pos + kv_len - q_len - kv_pos < locals_[head]",
+            "q_pos + kv_len - q_len - kv_pos <= locals_[head]",
+            "tests/interop/test_block_masks.py",
+        ),
+        (
+            "block_masks.py",
+            "-(-max(kv_len - q_len, 0) // _MIT_BLOCK) + 1",
+            "max(kv_len - q_len, 0) // _MIT_BLOCK + 1",
+            "tests/interop/test_block_masks.py",
+        ),
+        (
+            "stored.py",
+            "found.leads == batch * layout.shape[1] + head",
+            "found.leads == head * layout.shape[0] + batch",
+            "tests/interop/test_bsr.py",
+        ),
+        ("stored.py", "-block_q, block_kv),", "-block_q, block_kv - 2),", "tests/interop/test_block_masks.py"),
+        (
+            "bsr.py",
+            "row.reshape(sides[0], end - begin, sides[1]).swapaxes(0, 1)",
+            "row.reshape(end - begin, sides[0], sides[1])",
+            "tests/interop/test_bsr.py",
+        ),
+        (
+            "bsr.py",
+            "[pairs[begin:end].swapaxes(0, 1).reshape(-1)",
+            "[pairs[begin:end].reshape(-1)",
+            "tests/interop/test_bsr.py",
+        ),
+        (
+            "attention_masks.py",
+            "misplaced = (is_token[:, 1:] & ~is_token[:, :-1])",
+            "misplaced = (is_token[:, 1:] & ~is_token[:, :1])",
+            "tests/interop/test_attention_masks.py",
+        ),
+    ),
+    "distributed": _of(
+        OURS,
+        (
+            "distributed/traffic.py",
+            "np.lexsort((tile, sender, receiver))",
+            "np.lexsort((tile, receiver, sender))",
+            "tests/distributed/test_traffic.py",
+            "a rank reads the moves that it sends, or those that come to it, alone: either order leaves these as they are",
+        ),
+        (
+            "distributed/traffic.py",
+            "return np.minimum(length - tiles * TILE, TILE)",
+            "return np.full_like(tiles, TILE)",
+            "tests/distributed/test_traffic.py",
+        ),
+        (
+            "distributed/traffic.py",
+            "tokens_by(found.sender[comes]",
+            "tokens_by(found.receiver[comes]",
+            "tests/distributed/test_traffic.py",
+        ),
+        (
+            "distributed/ownership.py",
+            "np.bincount(rank[owner[tile] != rank]",
+            "np.bincount(rank[owner[tile] >= rank]",
+            "tests/distributed/test_ownership.py",
+        ),
+        (
+            "distributed/ownership.py",
+            "np.argsort(-work, kind=",
+            "np.argsort(work, kind=",
+            "tests/distributed/test_ownership.py",
+        ),
+        (
+            "distributed/rows.py",
+            "given = own if i_rank == rank else part",
+            "given = part",
+            "tests/kernels/triton/test_gather_scatter.py -k sum",
+        ),
+        (
+            "distributed/rows.py",
+            "torch.where((places >= 0)[:, None], found, otherwise)",
+            "found",
+            "tests/kernels/triton/test_gather_scatter.py -k 'sum or merged'",
+        ),
+        (
+            "kernels/triton/gather_scatter.py",
+            "b_lse = ((b_high << 16) | b_low)",
+            "b_lse = ((b_low << 16) | b_high)",
+            "tests/kernels/triton/test_gather_scatter.py -k merged",
+        ),
+        (
+            "kernels/triton/gather_scatter.py",
+            "b_out += b_share[:, None] * b_part.to(tl.float32)",
+            "b_out += b_part.to(tl.float32)",
+            "tests/kernels/triton/test_gather_scatter.py -k merged",
+        ),
+        ("merging.py", "pivot + divisor.log())", "divisor.log())", "tests/test_merging.py"),
+        (
+            "distributed/exchange.py",
+            "messages.sent(back, keys.receive, keys.send, walk.group)",
+            "messages.sent(back.flip(0), keys.receive, keys.send, walk.group)",
+            RANKS,
+        ),
+        (
+            "distributed/exchange.py",
+            "items[:, of_q] if items.shape[1] > 1 else items",
+            "items[:, of_kv] if items.shape[1] > 1 else items",
+            RANKS,
+        ),
+        (
+            "distributed/exchange.py",
+            "rows.unpack(flight.arrived(), [k_all, v_all], slots, backend)",
+            "rows.unpack(flight.arrived(), [k_all, v_all], slots.flip(0), backend)",
+            RANKS,
+        ),
+        (
+            "distributed/context_plan.py",
+            "needs[row[mine & (owner[col] != rank)]] = True",
+            "needs[row[mine & (owner[col] > rank)]] = True",
+            RANKS,
+        ),
+        ("distributed/context_plan.py", "range(rank * share, (rank + 1) * share)", "range(rank, rank + share)", RANKS),
+        (
+            "distributed/context_plan.py",
+            "np.append(row[owner[col] == rank], shipped[owner[shipped] == rank])",
+            "row[owner[col] == rank]",
+            RANKS,
+        ),
+        (
+            "distributed/packed_heads.py",
+            "x.view(len(x), n_ranks, heads, n_local, dim).permute(1, 3, 0, 2, 4)",
+            "x.view(len(x), heads, n_ranks, n_local, dim).permute(2, 3, 0, 1, 4)",
+            RANKS,
+        ),
+    ),
+}
