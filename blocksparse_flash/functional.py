@@ -86,14 +86,14 @@ def _unfit_on_gpu(
     dtype: torch.dtype,
     dropout_p: float,
     scores: ScoreOptions | None,
-    kind: TensorSpecs | None,
+    specs: TensorSpecs | None,
 ) -> str | None:
     """The same of tensors on a GPU. torch.compile traces this."""
     if dropout_p > 0:
         return NO_DROPOUT
     if scores is not None:
         return NO_SCORES
-    if kind is not None and kind.is_tma_loadable:
+    if specs is not None and specs.is_tma_loadable:
         return None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         # of rows that are no multiple of 16 bytes the kernels make a copy, autocast of another type: those fit
@@ -258,25 +258,25 @@ def _attend(
     scores: ScoreOptions | None,
 ) -> tuple[Tensor, Tensor]:
     # asked once, for all that follows
-    kind = specs_of(q, k, v) if tracing.can_launch_directly(q, k, v, kv_lengths, seed) else None
-    autocast = None if kind is not None and tracing.is_without_autocast(q) else _autocast(q)
+    specs = specs_of(q, k, v) if tracing.can_launch_directly(q, k, v, kv_lengths, seed) else None
+    autocast = None if specs is not None and tracing.is_without_autocast(q) else _autocast(q)
     dtype, scale = validation.check(
-        q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast, kind
+        q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast, specs
     )
     if scores is not None:
         scores = validation.check_scores(scores, q, layout)
     if backend == "hopper":
-        unfit_for_hopper = _unfit_on_gpu(q, k, v, dtype, dropout_p, scores, kind) if q.is_cuda else None
+        unfit_for_hopper = _unfit_on_gpu(q, k, v, dtype, dropout_p, scores, specs) if q.is_cuda else None
     else:
         unfit_for_hopper = NO_DROPOUT if dropout_p > 0 else NO_SCORES if scores is not None else None
-    backend = _for_operator(backend, q.device, dtype, unfit_for_hopper, deterministic, q.is_cuda and kind is not None)
+    backend = _for_operator(backend, q.device, dtype, unfit_for_hopper, deterministic, q.is_cuda and specs is not None)
     if autocast is None:
-        return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores, kind)
+        return _run(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores, specs)
     # operators and reference choose the type of each product themselves
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = (tensor.to(validation.under_autocast(tensor.dtype, autocast)) for tensor in (q, k, v))
         return _run(
-            q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores, kind and specs_of(q, k, v)
+            q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, backend, scores, specs and specs_of(q, k, v)
         )
 
 
@@ -292,10 +292,10 @@ def _run(
     seed: int | Tensor | None,
     backend: str,
     scores: ScoreOptions | None,
-    kind: TensorSpecs | None,
+    specs: TensorSpecs | None,
 ) -> tuple[Tensor, Tensor]:
     """Layout to plan, seed to tensor, and on to the operator."""
-    if kind is None and backend != "reference" and tracing.is_transformed(q, k, v, kv_lengths, seed, *(scores or ())):
+    if specs is None and backend != "reference" and tracing.is_transformed(q, k, v, kv_lengths, seed, *(scores or ())):
         raise RuntimeError(
             f'backend "{backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and what is made of them: '
             'torch.autograd.grad differentiates it, batch and heads may be as many as are mapped, and backend="reference" '
@@ -314,7 +314,7 @@ def _run(
         seed = seed.reshape(1)
     else:
         seed = torch.tensor([seed], dtype=torch.int64, device="cpu")
-    if seed is not None and kind is None:
+    if seed is not None and specs is None:
         (seed,) = tracing.as_graph_constants([seed], q)
     if kv_lengths is not None:
         kv_lengths = kv_lengths.contiguous()
@@ -325,14 +325,14 @@ def _run(
     plan: list[Tensor] = []
     bias_index: list[Tensor] = []
     if scores is not None and scores.block_bias is not None and layout is not None:
-        bias_index = _constants(layout.bias_index(_where(q), causal=causal), q, kind)
+        bias_index = _constants(layout.bias_index(_where(q), causal=causal), q, specs)
     if layout is not None:
-        plan, causal = _constants(layout.plan(_where(q), causal=causal), q, kind), False
+        plan, causal = _constants(layout.plan(_where(q), causal=causal), q, specs), False
     if scores is None:
         options = (plan, kv_lengths, seed, scale, causal, dropout_p, backend)
-        if kind is None:
+        if specs is None:
             return ops.attention_forward(q, k, v, *options)
-        return ops.attention_directly(kind, q, k, v, *options)
+        return ops.attention_directly(specs, q, k, v, *options)
     sinks, softcap, alibi_slopes, block_bias = scores
     given = (q, k, v, sinks, alibi_slopes, block_bias, plan, bias_index, kv_lengths, seed, scale, causal, dropout_p)
     return ops.scored_attention_forward(*given, 0.0 if softcap is None else softcap, backend)
@@ -375,9 +375,9 @@ def _where(q: Tensor) -> torch.device:
     return device
 
 
-def _constants(tensors: Iterable[Tensor], q: Tensor, kind: TensorSpecs | None) -> list[Tensor]:
+def _constants(tensors: Iterable[Tensor], q: Tensor, specs: TensorSpecs | None) -> list[Tensor]:
     """Tensors of a layout as an operator takes them beside q."""
-    if kind is not None or torch.compiler.is_compiling():
+    if specs is not None or torch.compiler.is_compiling():
         return list(tensors)
     return [tensor.to(q.device) for tensor in tracing.as_graph_constants(tensors, q)]
 

@@ -153,9 +153,9 @@ def _agree(q: Facts, k: Facts, v: Facts, autocast: torch.dtype | None) -> Agreed
 
 
 @functools.lru_cache(maxsize=4096)
-def _agree_by_kind(kind: TensorSpecs, autocast: torch.dtype | None) -> Agreed:
-    """The same, found again: a kind and its answer do not change. What is refused is not kept."""
-    q, k, v = (seen[:3] for seen in kind.tensors)
+def _agree_by_specs(specs: TensorSpecs, autocast: torch.dtype | None) -> Agreed:
+    """The same, found again: specs and their answer do not change. What is refused is not kept."""
+    q, k, v = (seen[:3] for seen in specs.tensors)
     return _agree(q, k, v, autocast)
 
 
@@ -344,12 +344,12 @@ def check(
     seed: int | Tensor | None,
     deterministic: bool | None,
     autocast: torch.dtype | None,
-    kind: TensorSpecs | None = None,
+    specs: TensorSpecs | None = None,
 ) -> tuple[torch.dtype, float]:
     """The type in which the call computes, and its scale as a float; TypeError or ValueError if an argument does not fit.
 
     The arguments are those of `attention`; autocast is the type to which autocast converts, None where it is off.
-    kind is that of q, k and v, by which what was found of them is found again, None where they are not plain (see watchers).
+    specs are those of q, k and v, by which what was found of them is found again, None where they are not plain (see watchers).
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         for name, value in (("q", q), ("k", k), ("v", v)):
@@ -358,8 +358,8 @@ def check(
                     f"{name} must be a torch.Tensor, got {type(value).__name__}; torch.as_tensor({name}) makes one"
                 )
     _check_devices(q, k, v)
-    if kind is not None:
-        agreed = _agree_by_kind(kind, autocast)
+    if specs is not None:
+        agreed = _agree_by_specs(specs, autocast)
     else:
         for name, value in (("q", q), ("k", k), ("v", v)):
             _check_dense(name, value, q)

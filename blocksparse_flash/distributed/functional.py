@@ -100,7 +100,7 @@ def _checked(asked: _Asked) -> _Call:
 
 
 def _checked_again(asked: _Asked) -> _Call:
-    """`_checked`, found again with the plan for tensors of one kind. What is refused is not kept."""
+    """`_checked`, found again with the plan for equal tensor specs. What is refused is not kept."""
     q, k, v, plan, layer, scale, chunks, backend = asked
     # True equals 1, and so does 1.0: of other types is looked at anew
     is_usual = (

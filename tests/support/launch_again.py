@@ -155,13 +155,13 @@ def main() -> None:
         mock.patch.object(launcher, "KEPT", 2),
     ):
         options = launch.options_of(out, 0.125, False, 0.0, None)
-        kind = specs_of(out, out, out)
+        specs = specs_of(out, out, out)
         (seen,) = specs_of(out).tensors
         walks = launch.walk(plan, 0)
 
         for worth in (1 << 40, 0):
             with mock.patch.object(launch, "WORTH_DESCRIBING", worth):
-                run = forward.prepare.__wrapped__(kind, launch.see_walk(walks), options)[-1]
+                run = forward.prepare.__wrapped__(specs, launch.see_walk(walks), options)[-1]
             assert any(run._describers) == (worth == 0)
             rest = (*walks, None, None, None, None, None, out, lse)
             given = [(*call, *rest) for call in calls]
@@ -204,7 +204,7 @@ def main() -> None:
         for split, multiprocessors, is_quartered in ((WHOLE, 132, True), (WHOLE, 3, False), (Split(1, 3), 132, False)):
             with mock.patch.object(hopper_forward, "multiprocessors", lambda _, n=multiprocessors: n):
                 hopper = hopper_forward.prepare.__wrapped__(
-                    kind, launch.see_walk(walks), None, split, is_quartered, 0.125, False, None
+                    specs, launch.see_walk(walks), None, split, is_quartered, 0.125, False, None
                 )
             assert hopper.is_queued == (multiprocessors == 3)
             queue = torch.zeros(1, dtype=torch.int32) if hopper.is_queued else None

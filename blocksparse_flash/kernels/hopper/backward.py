@@ -600,7 +600,7 @@ class Prepared(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def prepare(
-    kind: TensorSpecs,
+    specs: TensorSpecs,
     walked: Walk,
     split: Split,
     service: Service | None,
@@ -616,7 +616,7 @@ def prepare(
     is_separate  whether dq is left to a launch of its own, of the portable backward
     is_quartered whether tiles made of whole quarters are listed
     """
-    q, k, v, dout = kind.tensors
+    q, k, v, dout = specs.tensors
     out_told = options.others[0]
     assert out_told is not None
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -734,16 +734,16 @@ def backward(
     if widest > MAX_HEAD_DIM:
         return portable.backward(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, scale, causal, dropout_p)
     # what autograd hands on may have strides of 0
-    (q, k, v, dout), kind = readable(q, k, v, dout)
+    (q, k, v, dout), specs = readable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
     by_cols, empty, n_multiprocessors = walk(plan, 3), allocator(q), multiprocessors(options.device)
-    q_shape, k_shape = kind.tensors[0].shape, kind.tensors[1].shape
+    q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
     split = split_of(plan, 3, q_shape, k_shape, causal, n_multiprocessors)
     is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
     service = None if is_separate else service_of(plan, q_shape, k_shape, split, n_multiprocessors)
     is_quartered = bool(plan) and has_quarters(plan[4].shape[0], plan[5].shape[0])
-    ready = prepare(kind, see_walk(by_cols), split, service, is_separate, is_quartered, options)
+    ready = prepare(specs, see_walk(by_cols), split, service, is_separate, is_quartered, options)
     dq, dk, dv, lines = [empty(*memory) for memory in ready.outputs]
     dq_sum, pairs, queue, parts = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lines.unbind()
@@ -761,7 +761,7 @@ def backward(
         ready.scale(dq_sum, dq)
     else:
         by_rows = walk(plan, 0)
-        other = portable.prepare(kind, see_walk(by_rows), see_walk(by_cols), options)
+        other = portable.prepare(specs, see_walk(by_rows), see_walk(by_cols), options)
         assert other.queries is not None
         # neither slopes nor tables, and no sums for them
         other.queries(q, k, v, dout, pairs, *by_rows, kv_lengths, seed, None, None, dq, None, None)

@@ -395,11 +395,11 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def readable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], TensorSpecs]:
-    """(the tensors, each as it is where the copy engine can read it, else as a copy; their kind)."""
+    """(the tensors, each as it is where the copy engine can read it, else as a copy; their specs)."""
     # asked of all at once, which saves the host questions
-    kind = specs_of(*tensors)
-    if kind.is_tma_loadable:
-        return tensors, kind
+    specs = specs_of(*tensors)
+    if specs.is_tma_loadable:
+        return tensors, specs
     tensors = tuple(tensor if specs_of(tensor).is_tma_loadable else _copy(tensor) for tensor in tensors)
     return tensors, specs_of(*tensors)
 

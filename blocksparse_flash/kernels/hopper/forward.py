@@ -478,7 +478,7 @@ class Prepared(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def prepare(
-    kind: TensorSpecs,
+    specs: TensorSpecs,
     walked: Walk,
     lengths: tuple[torch.dtype, bool] | None,
     split: Split,
@@ -494,7 +494,7 @@ def prepare(
     is_quartered  whether tiles made of whole quarters are listed
     index    of the device
     """
-    q, k, v = kind.tensors
+    q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
@@ -567,7 +567,7 @@ def forward(
     scale: float,
     causal: bool,
     dropout_p: float,
-    kind: TensorSpecs | None = None,
+    specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous.
 
@@ -576,14 +576,14 @@ def forward(
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
-    if kind is None or not kind.is_tma_loadable:
-        (q, k, v), kind = readable(q, k, v)
-    q_seen, k_seen, _ = kind.tensors
+    if specs is None or not specs.is_tma_loadable:
+        (q, k, v), specs = readable(q, k, v)
+    q_seen, k_seen, _ = specs.tensors
     device, walked, empty = q.device, walk(plan, 0), allocator(q)
     index = device.index
     split = split_of(plan, 0, q_seen.shape, k_seen.shape, causal, multiprocessors(index))
     is_quartered = bool(plan) and has_quarters(plan[1].shape[0], plan[2].shape[0])
-    ready = prepare(kind, see_walk(walked), tell(kv_lengths), split, is_quartered, scale, causal, index)
+    ready = prepare(specs, see_walk(walked), tell(kv_lengths), split, is_quartered, scale, causal, index)
     out, lse = empty(*ready.out), empty(*ready.lse)
     # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
     queue = torch.zeros(1, dtype=torch.int32, device=device) if ready.is_queued else None

@@ -193,9 +193,9 @@ def lines_and_programs(items: Shape | None, length: int, block: int, n_axes: int
     return n_lines, n_lines * (TILE_SIDE // block if items else 1) * n_axes
 
 
-def describers_of(kind: TensorSpecs, chosen: Config, dim: int, dim_v: int) -> dict[str, Describer]:
+def describers_of(specs: TensorSpecs, chosen: Config, dim: int, dim_v: int) -> dict[str, Describer]:
     """Of q, k, v and dout, by blocks of a configuration."""
-    q, k, v, dout = kind.tensors
+    q, k, v, dout = specs.tensors
     block_q, block_kv = chosen.block_q, chosen.block_kv
     return {
         "q_ref": Describer(q, (1, 1, block_q, dim)),
@@ -206,9 +206,9 @@ def describers_of(kind: TensorSpecs, chosen: Config, dim: int, dim_v: int) -> di
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(kind: TensorSpecs, rows: Walk, cols: Walk, options: Options) -> Prepared:
+def prepare(specs: TensorSpecs, rows: Walk, cols: Walk, options: Options) -> Prepared:
     """How a call on such q, k, v and dout is launched."""
-    q, k, v, dout = kind.tensors
+    q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     tma = wants_descriptors(options.major, q, k, v, dout)
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
@@ -252,7 +252,7 @@ def prepare(kind: TensorSpecs, rows: Walk, cols: Walk, options: Options) -> Prep
             **added,
             **chosen.arguments,
         }
-        return Launch(kernel, (n_programs,), rest, describers_of(kind, chosen, dim, dim_v) if tma else None)
+        return Launch(kernel, (n_programs,), rest, describers_of(specs, chosen, dim, dim_v) if tma else None)
 
     keys = queries = None
     shape = bias_sums_shape(batch, heads, rows[0], queries_config, options)
@@ -269,19 +269,24 @@ def prepare(kind: TensorSpecs, rows: Walk, cols: Walk, options: Options) -> Prep
     memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
     joint = None
     if keys is not None and queries is not None:
-        joint = prepare_joint(kind, (rows[0], cols[0]), common, options, tma=tma)
+        joint = prepare_joint(specs, (rows[0], cols[0]), common, options, tma=tma)
     return Prepared(statistics, keys, queries, joint, tuple(memory), shape)
 
 
 def prepare_joint(
-    kind: TensorSpecs, walked: tuple[Shape | None, Shape | None], common: dict[str, Any], options: Options, *, tma: bool
+    specs: TensorSpecs,
+    walked: tuple[Shape | None, Shape | None],
+    common: dict[str, Any],
+    options: Options,
+    *,
+    tma: bool,
 ) -> Launch | None:
     """The launch of joint_kernel, for calls without lengths; None where two launches are taken.
 
     walked  the shapes of the records of rows and columns
     common  the arguments that the kernels share
     """
-    q, k, _, _ = kind.tensors
+    q, k, _, _ = specs.tensors
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q.shape, k.shape
     dim, dim_v = common["DIM"], common["DIM_V"]
     chosen = config_joint(
@@ -316,7 +321,7 @@ def prepare_joint(
         "num_warps": of_keys.num_warps,
         "num_stages": of_keys.num_stages,
     }
-    describers = describers_of(kind, of_keys, dim, dim_v) if tma else None
+    describers = describers_of(specs, of_keys, dim, dim_v) if tma else None
     return Launch(joint_kernel, (n_keys + n_queries,), rest, describers)
 
 

@@ -234,9 +234,9 @@ def forward_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(kind: TensorSpecs, walked: Walk, options: Options) -> tuple[Memory, Memory, Launch]:
+def prepare(specs: TensorSpecs, walked: Walk, options: Options) -> tuple[Memory, Memory, Launch]:
     """The memory of the results of a call on such q, k and v, and how it is launched."""
-    q, k, v = kind.tensors
+    q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
     tma = wants_descriptors(options.major, q, k, v)
@@ -293,14 +293,14 @@ def forward(
     causal: bool,
     dropout_p: float,
     scores: Scores | None = None,
-    kind: TensorSpecs | None = None,
+    specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous.
 
     kind  that of q, k and v, where it is known already
     """
     if split_kv.takes(q.shape, k.shape[2], dropout_p):
-        return split_kv.forward(q, k, v, plan, kv_lengths, scale, causal, scores, kind)
+        return split_kv.forward(q, k, v, plan, kv_lengths, scale, causal, scores, specs)
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
     seed = device_seed(seed, q.device)
@@ -310,7 +310,7 @@ def forward(
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
         options = options._replace(scores=see_scores(scores, added[2]))
     walked = walk(plan, 0)
-    out_memory, lse_memory, launch = prepare(kind or specs_of(q, k, v), see_walk(walked), options)
+    out_memory, lse_memory, launch = prepare(specs or specs_of(q, k, v), see_walk(walked), options)
     empty = allocator(q)
     out, lse = empty(*out_memory), empty(*lse_memory)
     launch(q, k, v, *walked, kv_lengths, seed, *added, out, lse)

@@ -257,13 +257,13 @@ def _is_aligned(tensor: torch.Tensor | None) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _move_launch(
-    kind: TensorSpecs,
+    specs: TensorSpecs,
     way: str,
     n_rows: int,
     others: tuple[Any, ...],  # noqa: ARG001  type and alignment of a message, which lists there are, the device
 ) -> Launch:
-    """kind: of the sources of "move" and then its targets, of the sources of "pack", of the targets of "unpack"."""
-    seen = kind.tensors
+    """specs: of the sources of "move" and then its targets, of the sources of "pack", of the targets of "unpack"."""
+    seen = specs.tensors
     n_pairs = len(seen) // 2 if way == "move" else len(seen)
     features = [of.shape[3] for of in seen[:n_pairs]]
     shape = seen[0].shape
@@ -320,7 +320,7 @@ def unpack(message: torch.Tensor, targets: Sequence[torch.Tensor], put: torch.Te
 
 @functools.lru_cache(maxsize=1024)
 def _add_launch(
-    kind: TensorSpecs,
+    specs: TensorSpecs,
     n_sums: int,
     n_bases: int,
     n_rows: int,
@@ -328,8 +328,8 @@ def _add_launch(
     n_ranks: int,
     others: tuple[Any, ...],  # noqa: ARG001  likewise
 ) -> Launch:
-    """kind: of the totals, of what this rank gave, of each base of every total."""
-    seen = kind.tensors
+    """specs: of the totals, of what this rank gave, of each base of every total."""
+    seen = specs.tensors
     features = [of.shape[3] for of in seen[:n_sums]]
     n_programs, sizes = _sizes(seen[0].shape, n_rows, features, MOST_SUMS)
     strides = _strides("others", _message_strides(seen[0].shape, features), MOST_SUMS)
@@ -359,9 +359,9 @@ def add(
     if n_rows == 0 or totals[0].numel() == 0:
         return
     n_sums = len(totals)
-    kind = specs_of(*totals, *mine, *itertools.chain(*bases))
+    specs = specs_of(*totals, *mine, *itertools.chain(*bases))
     rest = others.dtype, _is_aligned(others), rows is None, _is_aligned(rows), _is_aligned(table), totals[0].device
-    launch = _add_launch(kind, n_sums, len(bases), n_rows, rank, n_ranks, rest)
+    launch = _add_launch(specs, n_sums, len(bases), n_rows, rank, n_ranks, rest)
     missing = (None,) * (MOST_SUMS - n_sums)
     columns = [*bases, *[(None,) * n_sums] * (2 - len(bases))]
     launch(
@@ -371,13 +371,13 @@ def add(
 
 @functools.lru_cache(maxsize=1024)
 def _merge_launch(
-    kind: TensorSpecs,
+    specs: TensorSpecs,
     n_rows: int,
     rank: int,
     n_ranks: int,
     others: tuple[Any, ...],  # noqa: ARG001  likewise
 ) -> Launch:
-    out, lse, mine, mine_lse = kind.tensors
+    out, lse, mine, mine_lse = specs.tensors
     halves = out.dtype.itemsize == 2
     features = [out.shape[3], 2 if halves else 1]
     n_programs, sizes = _sizes(out.shape, n_rows, features[:1], 1)

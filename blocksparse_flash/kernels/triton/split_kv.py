@@ -300,12 +300,12 @@ class Prepared(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(kind: TensorSpecs, walked: Walk, n_listed: int, options: Options) -> Prepared:
+def prepare(specs: TensorSpecs, walked: Walk, n_listed: int, options: Options) -> Prepared:
     """How a call on such q, k and v is launched.
 
     n_listed  tiles that all records of the plan list, or a little more
     """
-    q, k, v = kind.tensors
+    q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
     assert items is None or items[2] == 1, items
@@ -374,7 +374,7 @@ def forward(
     scale: float,
     causal: bool,
     scores: Scores | None = None,
-    kind: TensorSpecs | None = None,
+    specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous.
 
@@ -390,7 +390,7 @@ def forward(
         options = options._replace(scores=see_scores(scores, tables))
     n_listed = plan[1].shape[0] if plan else 0
     walked = walk(plan, 0)
-    ready = prepare(kind or specs_of(q, k, v), see_walk(walked), n_listed, options)
+    ready = prepare(specs or specs_of(q, k, v), see_walk(walked), n_listed, options)
     inputs = (q, k, v, *walked, kv_lengths)
     if ready.merge is None:
         ready.decode(*inputs, sinks, slopes, tables, out, lse)
