@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from blocksparse_flash.distributed import costs
-from blocksparse_flash.distributed.costs import Costs
+from blocksparse_flash.distributed import cost_model
+from blocksparse_flash.distributed.cost_model import Costs
 from blocksparse_flash.distributed.ownership import Pairs
 
 from ..report import context_parallel
@@ -77,7 +77,7 @@ def costs_of(pattern: Pattern, heads: tuple[int, int], n_ranks: int) -> Costs:
     n_tiles = len(pattern.blocks)
     owner = np.arange(n_tiles) * n_ranks // n_tiles
     pairs = Pairs(*np.nonzero(pattern.blocks))
-    return costs.costs_of(pairs, owner, pattern.length, heads, n_ranks, asked="auto", whole_rows=False)
+    return cost_model.costs_of(pairs, owner, pattern.length, heads, n_ranks, requested="auto", without_pass_q=False)
 
 
 def cells(path: Path = RESULTS) -> list[Cell]:

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention, distributed, functional
-from blocksparse_flash.distributed import exchange, rows
 from blocksparse_flash.distributed import functional as shared
-from blocksparse_flash.distributed.local import attend
-from blocksparse_flash.distributed.shipping import Walk
-from blocksparse_flash.distributed.side import sides
+from blocksparse_flash.distributed import gather_scatter, pass_kv
+from blocksparse_flash.distributed.exchange_plan import unflatten
+from blocksparse_flash.distributed.local_attention import attend
+from blocksparse_flash.distributed.pass_q import RankContext
 
 from .patterns import BLOCK, Pattern
 
@@ -157,27 +157,27 @@ def parts(
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The forward of exchange in two: (its messages alone, attention to what has arrived already)."""
     layer = plan.layers[0]
-    (keys, *_), near = sides(layer.tensors, layer.counts, plan.n_ranks)
+    (keys, *_), near = unflatten(layer.tensors, layer.counts, plan.n_ranks)
     backend = functional._choose("auto", q.device, q.dtype)
     n_chunks = shared.n_chunks(chunks, plan, 0, k, v, k.dtype)
-    pieces = exchange.chunked(n_chunks, plan.heads, keys.plan)
-    walk, scale = Walk(backend, plan.group, plan.rank), q.shape[3] ** -0.5
+    pieces = pass_kv.head_chunks(n_chunks, plan.heads, keys.plan)
+    ranks, scale = RankContext(backend, plan.group, plan.rank), q.shape[3] ** -0.5
 
     def travel() -> list[Tensor]:
-        return [flight.arrived() for flight in exchange.send_keys(k, v, keys, pieces, walk)]
+        return [flight.wait() for flight in pass_kv.send_kv(k, v, keys, pieces, ranks)]
 
     arrived = travel()
 
     def compute() -> None:
         if near:
             attend(q, k, v, near, scale, backend)
-        every = exchange.beside(k, v, keys, backend)
+        every = pass_kv.own_kv_in_slots(k, v, keys, backend)
         for piece, part in zip(pieces, arrived, strict=True):
-            k_all, v_all = (exchange.of_heads(x, piece.kv) for x in every)
-            rows.unpack(part, [k_all, v_all], keys.slots, backend)
-            mine = exchange.of_heads(q, piece.q)
+            k_all, v_all = (pass_kv.select_heads(x, piece.kv) for x in every)
+            gather_scatter.unpack(part, [k_all, v_all], keys.slots, backend)
+            mine = pass_kv.select_heads(q, piece.q)
             if near:
-                (mine,) = rows.picked([mine], keys.rows, backend)
+                (mine,) = gather_scatter.picked([mine], keys.rows, backend)
             attend(mine, k_all, v_all, piece.plan, scale, backend)
 
     return travel, compute

@@ -32,7 +32,7 @@ def agreed(make: Callable[[], tuple[Made, Mapping[str, str]]], group: Any, name:
     except (TypeError, ValueError) as refused:
         error, facts = refused, {_REFUSED: str(refused)}
     # a fixed collective whatever happened before, so that all ranks meet here
-    said = said_by_all(dict(facts), group)
+    said = gather_objects(dict(facts), group)
     if error is not None:
         raise error
     complaint = _difference(said)
@@ -42,7 +42,7 @@ def agreed(make: Callable[[], tuple[Made, Mapping[str, str]]], group: Any, name:
     return made
 
 
-def said_by_all(what: Said, group: Any) -> list[Said]:
+def gather_objects(what: Said, group: Any) -> list[Said]:
     """What each rank says, rank after rank. Every rank of the group must call it."""
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, what, group=group)

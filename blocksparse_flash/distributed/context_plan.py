@@ -23,13 +23,13 @@ from ..blocks import checks
 from ..blocks.block_list import Array
 from ..layout import BlockLayout
 from ..plan.host_builder import TILE
-from . import ownership, times, traffic
-from .agreement import agreed, said_by_all
-from .costs import ELEMENT_BYTES, HEAD_DIM, Costs, costs_of, report, slower_than_one
-from .messages import redistribute
+from . import ownership, routing, time_model
+from .agreement import agreed, gather_objects
+from .communication import redistribute
+from .cost_model import ELEMENT_BYTES, HEAD_DIM, Costs, costs_of, report, slower_than_one
+from .exchange_plan import ExchangePlan
 from .ownership import ORDERS, Pairs
-from .side import Side
-from .times import Work
+from .time_model import Work
 
 SCHEMES = ("auto", "exchange", "ulysses", "all_gather")
 # share of a rank's tiles in rows that need nothing from others, from which on these rows are computed apart
@@ -46,7 +46,7 @@ class LayerPlan:
     tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
     work     what the rank with most of it does, as costs.Costs has it
     costs    of every scheme, and why this one
-    memo     what earlier calls have worked out: by times.Call the number of messages, by its options a Prepared of exchange.py or
+    cache     what earlier calls have worked out: by time_model.Call the number of messages, by its options a Prepared of exchange.py or
              whole_heads.py
     """
 
@@ -56,7 +56,7 @@ class LayerPlan:
     counts: list[int]
     work: Work
     costs: Costs
-    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,8 +243,8 @@ def _pairs(tiles: BlockLayout) -> Pairs:
     return Pairs(*np.divmod(np.unique(row * max(tiles.n_cols, 1) + indices[: len(row)]), max(tiles.n_cols, 1)))
 
 
-def _table(found: traffic.Lists, touched: Array, n_tokens: int, rank: int) -> Array:
-    """As in Side: whose gradients are those of a token, and where."""
+def _table(found: routing.TokenIndices, touched: Array, n_tokens: int, rank: int) -> Array:
+    """As in ExchangePlan: whose gradients are those of a token, and where."""
     place: Array = np.full(n_tokens, -1, np.int64)
     place[touched] = np.arange(len(touched))
     table: Array = np.full((len(found.send_counts), len(touched)), -1, np.int32)
@@ -256,18 +256,20 @@ def _table(found: traffic.Lists, touched: Array, n_tokens: int, rank: int) -> Ar
     return table
 
 
-def _side(
-    tiles: BlockLayout, walked: traffic.Lists, lists: Sequence[Array], rows: Array | None, cols: Array | None,
+def _exchange_plan(
+    tiles: BlockLayout, indices: routing.TokenIndices, lists: Sequence[Array], rows: Array | None, cols: Array | None,
     device: torch.device,
-) -> Side:  # fmt: skip
-    """A Side whose kernels walk rows x cols of a layout in tiles, None: walked.tiles."""
-    plan = tiles.select(rows=walked.tiles if rows is None else rows, cols=walked.tiles if cols is None else cols)
-    arrays = (walked.own, walked.own_slots, walked.sent, walked.slots, *lists)
+) -> ExchangePlan:  # fmt: skip
+    """A ExchangePlan whose kernels kernel_plan rows x cols of a layout in tiles, None: indices.tiles."""
+    plan = tiles.select(rows=indices.tiles if rows is None else rows, cols=indices.tiles if cols is None else cols)
+    arrays = (indices.own, indices.own_slots, indices.sent, indices.slots, *lists)
     own, own_slots, sent, slots, mine, touched, table = (
         torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays
     )
-    walk = list(plan.plan(device))
-    return Side(own, own_slots, sent, slots, mine, touched, table, walk, walked.send_counts, walked.receive_counts)
+    kernel_plan = list(plan.plan(device))
+    return ExchangePlan(
+        own, own_slots, sent, slots, mine, touched, table, kernel_plan, indices.send_counts, indices.receive_counts
+    )
 
 
 def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
@@ -288,7 +290,7 @@ def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
     return BlockLayout(indptr, indices, ids, tiles.bitmasks, q_len=length, kv_len=length, block_size=TILE)
 
 
-def _far(row: Array, col: Array, owner: Array, rank: int, length: int, kv_heads: int) -> Array:
+def _remote_rows(row: Array, col: Array, owner: Array, rank: int, length: int, kv_heads: int) -> Array:
     """Which tiles of rows of a rank are computed with what it receives: those that need it, or all.
 
     Rows that need nothing from others are computed where keys lie, while messages travel. That pays if they are much of the
@@ -299,13 +301,13 @@ def _far(row: Array, col: Array, owner: Array, rank: int, length: int, kv_heads:
     needs[row[mine & (owner[col] != rank)]] = True
     held = np.flatnonzero(owner == rank)
     is_near = ~needs[row[mine]]
-    n_tokens = int(traffic.tokens_of(held, length).sum())
+    n_tokens = int(routing.tokens_of(held, length).sum())
     if not is_near.sum() > LEAST_NEAR * len(is_near):
         return held
-    return held[needs[held]] if times.splitting_pays(n_tokens, kv_heads, HEAD_DIM, ELEMENT_BYTES) else held
+    return held[needs[held]] if time_model.splitting_pays(n_tokens, kv_heads, HEAD_DIM, ELEMENT_BYTES) else held
 
 
-def _lie_together(found: traffic.Lists, n_tokens: int) -> int:
+def _in_place_slot(found: routing.TokenIndices, n_tokens: int) -> int:
     """The slot of a rank's first token, if the others follow it and few have gradients from elsewhere: sums are in place. Else -1."""
     if not 0 < len(found.own) == n_tokens or len(np.unique(found.sent)) > MOST_TOUCHED * n_tokens:
         return -1
@@ -313,57 +315,57 @@ def _lie_together(found: traffic.Lists, n_tokens: int) -> int:
     return first if np.array_equal(found.own_slots, first + np.arange(n_tokens)) else -1
 
 
-def _gathered(
+def _all_gather_plan(
     tiles: BlockLayout, owner: Array, rank: int, n_ranks: int, device: torch.device
 ) -> tuple[list[Tensor], list[int]]:
     """The flat side of one layer on one rank that receives all keys. Gradients come to every token, and none is summed in place."""
     length, n_tiles, held = tiles.q_len, len(owner), np.flatnonzero(owner == rank)
     every = np.arange(n_tiles)
-    keys = traffic.moves(np.repeat(np.arange(n_ranks), n_tiles), np.tile(every, n_ranks), owner)
-    found = traffic.lists(every, keys, owner, length, rank, n_ranks)
+    keys = routing.transfers(np.repeat(np.arange(n_ranks), n_tiles), np.tile(every, n_ranks), owner)
+    found = routing.token_indices(every, keys, owner, length, rank, n_ranks)
     tokens = np.arange(len(found.own))
-    tensors, counts = _side(
+    tensors, counts = _exchange_plan(
         tiles, found, (tokens, tokens, _table(found, tokens, len(tokens), rank)), held, None, device
-    ).flat()
+    ).flatten()
     return tensors, [*counts, -1]
 
 
-def _exchanged(
-    tiles: BlockLayout, pairs: Pairs, shipped: Array, owner: Array, kv_heads: int, rank: int, n_ranks: int,
+def _pass_kv_plan(
+    tiles: BlockLayout, pairs: Pairs, pass_q_rows: Array, owner: Array, kv_heads: int, rank: int, n_ranks: int,
     device: torch.device,
 ) -> tuple[list[Tensor], list[int]]:  # fmt: skip
-    """The flat sides of one layer on one rank: of keys, of shipped queries if there are any; then the plan of near rows.
+    """The flat sides of one layer on one rank: of keys, of pass_q_rows queries if there are any; then the plan of near rows.
 
     The last of the counts is the slot of the first own token if gradients are summed in place, or -1.
     """
-    length, held, ships = tiles.q_len, np.flatnonzero(owner == rank), np.isin(pairs.row, shipped)
-    n_tokens = int(traffic.tokens_of(held, length).sum())
-    row, col = pairs.row[~ships], pairs.col[~ships]
-    far, stays = _far(row, col, owner, rank, length, kv_heads), _without(tiles, shipped)
-    keys = traffic.moves(owner[row], col, owner)
-    found = traffic.lists(col[np.isin(row, far)], keys, owner, length, rank, n_ranks)
-    splits = len(far) < len(held)
-    first = _lie_together(found, n_tokens) if not splits and not len(shipped) else -1
+    length, held, is_pass_q = tiles.q_len, np.flatnonzero(owner == rank), np.isin(pairs.row, pass_q_rows)
+    n_tokens = int(routing.tokens_of(held, length).sum())
+    row, col = pairs.row[~is_pass_q], pairs.col[~is_pass_q]
+    remote, stays = _remote_rows(row, col, owner, rank, length, kv_heads), _without(tiles, pass_q_rows)
+    keys = routing.transfers(owner[row], col, owner)
+    found = routing.token_indices(col[np.isin(row, remote)], keys, owner, length, rank, n_ranks)
+    splits = len(remote) < len(held)
+    first = _in_place_slot(found, n_tokens) if not splits and not len(pass_q_rows) else -1
     if first >= 0:
         touched = np.unique(found.sent)
-    elif splits and not len(shipped):
+    elif splits and not len(pass_q_rows):
         touched = np.union1d(found.own, found.sent)
     else:
         # gradients from elsewhere come to every token
         touched = np.arange(n_tokens)
-    lists = (traffic.places(far, held, length), touched, _table(found, touched, n_tokens, rank))
-    tensors, counts = _side(stays, found, lists, far, None, device).flat()
-    if len(shipped):
-        row, col = pairs.row[ships], pairs.col[ships]
-        queries = traffic.moves(owner[col], row, owner)
+    lists = (routing.places(remote, held, length), touched, _table(found, touched, n_tokens, rank))
+    tensors, counts = _exchange_plan(stays, found, lists, remote, None, device).flatten()
+    if len(pass_q_rows):
+        row, col = pairs.row[is_pass_q], pairs.col[is_pass_q]
+        queries = routing.transfers(owner[col], row, owner)
         # own ones even if no key here is theirs: this is where they are merged
-        wanted = np.append(row[owner[col] == rank], shipped[owner[shipped] == rank])
-        found = traffic.lists(wanted, queries, owner, length, rank, n_ranks)
+        wanted = np.append(row[owner[col] == rank], pass_q_rows[owner[pass_q_rows] == rank])
+        found = routing.token_indices(wanted, queries, owner, length, rank, n_ranks)
         lists = (found.own, found.own, _table(found, found.own, n_tokens, rank))
-        more = _side(tiles, found, lists, None, held, device).flat()
+        more = _exchange_plan(tiles, found, lists, None, held, device).flatten()
         tensors, counts = tensors + more[0], counts + more[1]
     if splits:
-        near = _without(stays, far).select(rows=held, cols=held)
+        near = _without(stays, remote).select(rows=held, cols=held)
         tensors = tensors + list(near.plan(device))
     return tensors, [*counts, first]
 
@@ -383,19 +385,19 @@ def _layer(
     if costs.scheme == "ulysses":
         return LayerPlan("ulysses", _heads_of(layout, heads[0], rank, n_ranks).to(device), [], [], costs.work, costs)
     if costs.scheme == "all_gather":
-        return LayerPlan("all_gather", None, *_gathered(tiles, owner, rank, n_ranks, device), costs.work, costs)
-    flat = _exchanged(tiles, pairs, costs.shipped, owner, heads[1], rank, n_ranks, device)
+        return LayerPlan("all_gather", None, *_all_gather_plan(tiles, owner, rank, n_ranks, device), costs.work, costs)
+    flat = _pass_kv_plan(tiles, pairs, costs.pass_q_rows, owner, heads[1], rank, n_ranks, device)
     return LayerPlan("exchange", None, *flat, costs.work, costs)
 
 
-def _orders(owner: Array, length: int, n_ranks: int) -> tuple[Array, list[int]]:
+def _token_order(owner: Array, length: int, n_ranks: int) -> tuple[Array, list[int]]:
     """The tokens of the sequence, rank after rank, and how many each rank has."""
     stable = np.argsort(owner, kind="stable")
-    sizes = traffic.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
-    return traffic.positions(stable, length), sizes.tolist()
+    sizes = routing.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
+    return routing.positions(stable, length), sizes.tolist()
 
 
-def _built(
+def _build(
     layouts: object,
     members: Any,
     device: torch.device,
@@ -424,13 +426,14 @@ def _built(
         **{name: str(flag) for name, flag in flags.items()},
     }
     costs = [
-        costs_of(pair, owner, length, sides, n_ranks, asked=asked, whole_rows=flags["deterministic"]) for pair in pairs
+        costs_of(pair, owner, length, sides, n_ranks, requested=asked, without_pass_q=flags["deterministic"])
+        for pair in pairs
     ]
     layers = tuple(
         _layer(layout, tile, pair, cost, owner, sides, rank, n_ranks, device)
         for layout, tile, pair, cost in zip(found, tiles, pairs, costs, strict=True)
     )
-    tokens, sizes = _orders(owner, length, n_ranks)
+    tokens, sizes = _token_order(owner, length, n_ranks)
     rearrange = None if np.array_equal(tokens, np.arange(length)) else torch.from_numpy(tokens).to(device)
     plan = ContextPlan(
         group=members,
@@ -440,7 +443,7 @@ def _built(
         length=length,
         heads=sides,
         order=name_of_order,
-        positions=torch.from_numpy(traffic.positions(np.flatnonzero(owner == rank), length)).to(device),
+        positions=torch.from_numpy(routing.positions(np.flatnonzero(owner == rank), length)).to(device),
         restore=None if rearrange is None else rearrange.argsort(),
         rearrange=rearrange,
         sizes=sizes,
@@ -490,8 +493,8 @@ def plan(
     """
     members, device = _members(group)
     flags = {"deterministic": deterministic, "keep_received": keep_received, "check_calls": check_calls}
-    made = agreed(lambda: _built(layouts, members, device, heads, order, scheme, flags), members, "plan")
-    made = replace(made, unfitted=times.unfitted(said_by_all(_machine(device), members)))
+    made = agreed(lambda: _build(layouts, members, device, heads, order, scheme, flags), members, "plan")
+    made = replace(made, unfitted=time_model.unfitted(gather_objects(_machine(device), members)))
     complaint = slower_than_one(made)
     if complaint and made.rank == 0:
         warnings.warn(complaint, UserWarning, stacklevel=2)

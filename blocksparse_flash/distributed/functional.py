@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import functional, ops, validation
 from ..runtime import tracing
 from ..runtime.tensor_spec import specs_of
-from . import dtensors, exchange, times, ulysses
+from . import dtensors, pass_kv, time_model, ulysses
 from .agreement import agreed
 from .context_plan import ContextPlan
 
@@ -48,24 +48,24 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
     dtype  of what is sent: that of k and v, or what autocast makes of them
     """
     (q_heads, kv_heads), found = plan.heads, plan.layers[layer]
-    of_whom, seconds = "", times.exchange
+    of_whom, seconds = "", time_model.pass_kv
     if found.scheme == "ulysses":
         if not ulysses.is_direct(plan, k.shape[3], dtype):
             # one message, or none that could be cut
             q_heads, kv_heads, of_whom = 1, 1, " that are sent together"
         else:
             q_heads, kv_heads, of_whom = q_heads // plan.n_ranks, kv_heads // plan.n_ranks, " of a rank"
-        seconds = times.whole_heads
+        seconds = time_model.direct_ulysses
     if chunks is None and found.scheme == "all_gather":
         # as it was timed
         return 1
     if chunks is None:
-        call = times.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, dtype.itemsize)
+        call = time_model.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, dtype.itemsize)
         if torch.compiler.is_compiling():
-            return times.best_chunks(found.work, call, kv_heads, seconds)
-        if call not in found.memo:
-            found.memo[call] = times.best_chunks(found.work, call, kv_heads, seconds)
-        return found.memo[call]
+            return time_model.best_chunks(found.work, call, kv_heads, seconds)
+        if call not in found.cache:
+            found.cache[call] = time_model.best_chunks(found.work, call, kv_heads, seconds)
+        return found.cache[call]
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         raise TypeError(f"chunks must be an int or None, got {chunks!r}")
     if chunks < 1 or kv_heads % chunks:
@@ -74,7 +74,7 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
 
 
 # q, k, v, plan, layer, scale, chunks, backend: the arguments of `attention`, in its order
-_Asked = tuple[Tensor, Tensor, Tensor, ContextPlan, int, float | None, int | None, str]
+_Arguments = tuple[Tensor, Tensor, Tensor, ContextPlan, int, float | None, int | None, str]
 
 
 class _Call(NamedTuple):
@@ -84,7 +84,7 @@ class _Call(NamedTuple):
     autocast: torch.dtype | None
 
 
-def _checked(asked: _Asked) -> _Call:
+def _checked(asked: _Arguments) -> _Call:
     """What the call comes to, if its arguments fit the contract of attention and the plan."""
     q, k, v, plan, layer, scale, chunks, backend = asked
     autocast = functional._autocast(q)
@@ -99,7 +99,7 @@ def _checked(asked: _Asked) -> _Call:
     return _Call(factor, n_chunks(chunks, plan, layer, k, v, dtype), chosen, autocast)
 
 
-def _checked_again(asked: _Asked) -> _Call:
+def _checked_cached(asked: _Arguments) -> _Call:
     """`_checked`, found again with the plan for equal tensor specs. What is refused is not kept."""
     q, k, v, plan, layer, scale, chunks, backend = asked
     # True equals 1, and so does 1.0: of other types is looked at anew
@@ -121,7 +121,7 @@ def _checked_again(asked: _Asked) -> _Call:
     return found
 
 
-def _agreed(asked: _Asked) -> _Call:
+def _checked_on_all_ranks(asked: _Arguments) -> _Call:
     """`_checked` on all ranks alike: none goes on unless all can, with calls that belong together."""
     q, k, v, plan, layer, *_ = asked
     if torch.compiler.is_compiling():
@@ -152,13 +152,13 @@ def _run(
     """lse may be there if it is not wanted."""
     found = plan.layers[layer]
     if found.layout is not None:
-        facts = plan, found.layout, call.scale, call.n_chunks, call.backend, found.memo
-        return ulysses.attend(q, k, v, *facts, wants_lse=wants_lse)
+        facts = plan, found.layout, call.scale, call.n_chunks, call.backend, found.cache
+        return ulysses.attention(q, k, v, *facts, wants_lse=wants_lse)
     backend = call.backend
     if backend == "hopper":
         backend = functional._promising(backend, plan.is_deterministic or None)
     options = call.n_chunks, plan.keeps_received, found.scheme == "all_gather", plan.group_name, backend
-    return exchange.attention(q, k, v, found.tensors, found.counts, call.scale, options, found.memo)
+    return pass_kv.attention(q, k, v, found.tensors, found.counts, call.scale, options, found.cache)
 
 
 def _attend(
@@ -178,7 +178,7 @@ def _attend(
         out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
         return dtensors.like(out, whole), None if lse is None else dtensors.like(lse, whole)
     checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
-    call = (_agreed if checks_calls else _checked_again)((q, k, v, plan, layer, scale, chunks, backend))
+    call = (_checked_on_all_ranks if checks_calls else _checked_cached)((q, k, v, plan, layer, scale, chunks, backend))
     if call.autocast is None:
         return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
     # the operators choose the type of each product themselves

@@ -73,10 +73,10 @@ def test_calls_that_are_alike_are_checked_once(alone: distributed.ContextPlan, m
     ]  # fmt: skip
     for i, call in enumerate(calls):
         for _ in range(2):
-            assert shared._checked_again(call) == inner(call)
+            assert shared._checked_cached(call) == inner(call)
         assert len(checked) == 2 + i
     with torch.autocast("cpu", torch.bfloat16):
-        assert shared._checked_again(calls[1]).autocast == torch.bfloat16
+        assert shared._checked_cached(calls[1]).autocast == torch.bfloat16
 
 
 @pytest.mark.parametrize(

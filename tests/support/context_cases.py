@@ -28,8 +28,8 @@ import masks
 from benchmarks.run import train_context_parallel
 from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
-from blocksparse_flash.distributed import context_plan, times
-from blocksparse_flash.distributed.side import sides
+from blocksparse_flash.distributed import context_plan, time_model
+from blocksparse_flash.distributed.exchange_plan import unflatten
 from blocksparse_flash.nn import SelfAttention
 from tests.support import closeness
 from tests.support.context_truth import (
@@ -57,7 +57,7 @@ Cases = dict[str, Callable[[], None]]
 
 def near_apart() -> contextlib.AbstractContextManager[object]:
     """Rows that need no messages are computed apart, few as they are."""
-    return mock.patch.object(times, "SPLITTING", -1.0)
+    return mock.patch.object(time_model, "SPLITTING", -1.0)
 
 
 def equals_one_process(layout: str, order: str, kv_heads: int, scheme: str) -> None:
@@ -91,7 +91,7 @@ def sums_gradients_in_place(layout: str, kv_heads: int) -> None:
 
 def slow_link() -> contextlib.AbstractContextManager[object]:
     """Bytes alone decide what a plan takes."""
-    return mock.patch.multiple(times, LINK=1e3, ULYSSES_COPIES=0, EXCHANGE_COPIES=0, STRETCHES=0)
+    return mock.patch.multiple(time_model, LINK=1e3, ULYSSES_COPIES=0, EXCHANGE_COPIES=0, DIRECT_COPIES=0)
 
 
 def ships_rows(layout: str, order: str, kv_heads: int) -> None:
@@ -103,7 +103,7 @@ def ships_rows(layout: str, order: str, kv_heads: int) -> None:
     with slow_link():
         plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="exchange")
     costs = plan.layers[0].costs
-    assert len(costs.shipped), "no row is shipped: the case tests nothing"
+    assert len(costs.pass_q_rows), "no row is shipped: the case tests nothing"
     assert costs.exchange.max() < costs.bound.max()
     assert_equal_to_one_process(plan, whole(layout, LENGTH, heads), rows_are_whole=False)
 
@@ -165,7 +165,7 @@ def gathers_every_key(order: str, n_chunks: int) -> None:
 
 def as_if_fitted() -> contextlib.AbstractContextManager[object]:
     """The ranks count as those GPUs to which the model of times was fitted."""
-    return mock.patch.object(times, "unfitted", lambda machines: "")
+    return mock.patch.object(time_model, "unfitted", lambda machines: "")
 
 
 def plans_say_what_they_gain() -> None:
@@ -226,13 +226,13 @@ def ulysses_equals_one_process(layout: str, order: str) -> None:
     case = whole(layout, LENGTH, heads)
     # packed, and from where they lie if they may
     for worth in (1 << 40, 1):
-        with mock.patch.object(times, "WORTH_STRETCHES", worth):
+        with mock.patch.object(time_model, "DIRECT_MIN_BYTES", worth):
             assert_equal_to_one_process(plan, case, rows_are_whole=True)
             for name, actual, same in zip(NAMES, sharded(plan, case), case.same, strict=True):
                 assert torch.equal(actual, plan.shard(same, dim=2)), name
 
 
-@mock.patch.object(times, "WORTH_STRETCHES", 1)
+@mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
 def whole_heads_are_cut(order: str) -> None:
     """Into messages: the bits of one process, whatever their number, and no byte but those of q, k, v, out and gradients."""
     n_ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -310,14 +310,14 @@ def layouts_of_heads_and_batches() -> None:
                 assert torch.equal(actual, wanted), name
 
 
-@mock.patch.object(times, "WORTH_STRETCHES", 1)
+@mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
 def half_types(scheme: str) -> None:
     """bfloat16 travels as it is; sums over ranks are float32. Keys, values and shipped rows."""
     n_ranks = dist.get_world_size()
     heads = (n_ranks, n_ranks)
     with slow_link():
         plan = bd.plan(layout_of("global", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme)
-    assert scheme != "exchange" or len(plan.layers[0].costs.shipped)
+    assert scheme != "exchange" or len(plan.layers[0].costs.pass_q_rows)
     case = in_half("global", heads)
     for name, actual, truth, same in zip(NAMES, sharded(plan, case), case.truth, case.same, strict=True):
         wide = plan.shard(truth, dim=2)
@@ -333,7 +333,7 @@ def kernels_give_the_same_bits() -> None:
     for scheme in ("exchange", "all_gather"):
         with near_apart():
             plan = bd.plan(layout_of("narrow", 560), dist.group.WORLD, heads=(2, 1), scheme=scheme, deterministic=True)
-        _, near = sides(plan.layers[0].tensors, plan.layers[0].counts, 2)
+        _, near = unflatten(plan.layers[0].tensors, plan.layers[0].counts, 2)
         is_apart = scheme == "exchange" and dist.get_rank() == 0
         assert bool(near) == is_apart, "rows are to be computed apart on the first rank alone"
         for name, actual, same in zip(NAMES, sharded(plan, case, backend="triton"), case.same, strict=True):
@@ -348,7 +348,7 @@ def kernels_ship_rows() -> None:
     length, layout = 300, layout_of("wide", 300)
     with slow_link():
         plan = bd.plan(layout, dist.group.WORLD, heads=(2, 1), order=[1, 0, 0], scheme="exchange")
-    assert len(plan.layers[0].costs.shipped) == 1
+    assert len(plan.layers[0].costs.pass_q_rows) == 1
     generator = torch.Generator().manual_seed(1)
     wholes = [torch.randn(1, n, length, 8, generator=generator).requires_grad_() for n in (2, 1, 1)]
     leaves = [plan.shard(tensor, dim=2).detach().requires_grad_() for tensor in wholes]
@@ -376,7 +376,7 @@ def autocast_converts() -> None:
     n_ranks = dist.get_world_size()
     plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=2 * n_ranks, scheme="ulysses")
     leaves = [torch.randn(1, 2 * n_ranks, plan.local_length, HEAD_DIM) for _ in range(3)]
-    with mock.patch.object(times, "WORTH_STRETCHES", LENGTH // n_ranks * HEAD_DIM * 4):
+    with mock.patch.object(time_model, "DIRECT_MIN_BYTES", LENGTH // n_ranks * HEAD_DIM * 4):
         assert bd.attention(*leaves, plan, chunks=2).dtype == torch.float32
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert "sent together" in raised(ValueError, lambda: bd.attention(*leaves, plan, chunks=2))
@@ -397,7 +397,7 @@ def gathers_what_it_shards() -> None:
         assert torch.equal(plan.gather(plan.shard(x[0] > 7, dim=0), dim=0), x[0] > 7)
 
 
-@mock.patch.object(times, "WORTH_STRETCHES", 1)
+@mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
 def compiles_and_checkpoints(scheme: str) -> None:
     """On two ranks; on three one of them holds no token."""
     n_ranks = dist.get_world_size()

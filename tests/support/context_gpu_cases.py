@@ -25,7 +25,7 @@ import masks
 from benchmarks.run import train_context_parallel
 from blocksparse_flash import attention
 from blocksparse_flash import distributed as bd
-from blocksparse_flash.distributed import times
+from blocksparse_flash.distributed import time_model
 from tests.support import closeness, crew
 from tests.support.context_cases import near_apart, raised, slow_link
 from tests.support.context_truth import NAMES, Whole, called, layout_of, orders, sharded
@@ -94,7 +94,7 @@ def ships_rows(layout: str, order: str, kv_heads: int) -> None:
     heads = HEADS, kv_heads
     with slow_link():
         plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order, scheme="exchange")
-    assert len(plan.layers[0].costs.shipped), "no row is shipped: the check tests nothing"
+    assert len(plan.layers[0].costs.pass_q_rows), "no row is shipped: the check tests nothing"
     assert_as_one_process(plan, whole(layout, heads), layout, ())
 
 
@@ -110,7 +110,7 @@ def ulysses_equals_one_process(layout: str, order: str, kv_heads: int) -> None:
     if order == "contiguous":
         # columns of few heads, of whatever layout, so that programs fill a GPU
         rows = tuple(name for name in bitwise if name not in ("dk", "dv"))
-        with mock.patch.object(times, "WORTH_STRETCHES", 1):
+        with mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1):
             assert_as_one_process(plan, whole(layout, heads), layout, rows, chunks=kv_heads)
 
 
@@ -172,7 +172,7 @@ def never_waits_on_the_host(scheme: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-@mock.patch.object(times, "WORTH_STRETCHES", 1)
+@mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
 def compiles(scheme: str, backend: str) -> None:
     """In one graph, and checkpointed, compiled or not: the same bits."""
     heads = (HEADS, HEADS)

@@ -17,7 +17,7 @@ from torch import Tensor
 import masks
 from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
-from blocksparse_flash.distributed import messages
+from blocksparse_flash.distributed import communication
 from tests.support import closeness
 
 # seven tiles of 128, the last one ragged; no number of ranks divides them
@@ -134,16 +134,16 @@ class Traffic:
 
     def __init__(self) -> None:
         self.n_bytes, self.n_calls, self._inner, self._isend = 0, 0, dist.all_to_all_single, dist.isend
-        self._gathers = messages._all_gather
+        self._gathers = communication._all_gather
 
     def __enter__(self) -> Traffic:
         dist.all_to_all_single, dist.isend = self._counting, self._counting_one
-        messages._all_gather = self._counting_gather
+        communication._all_gather = self._counting_gather
         return self
 
     def __exit__(self, *_: object) -> None:
         dist.all_to_all_single, dist.isend = self._inner, self._isend
-        messages._all_gather = self._gathers
+        communication._all_gather = self._gathers
 
     def _counting_gather(self, into, message, group=None, async_op=False):
         self.n_bytes += message.numel() * message.element_size()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocksparse_flash.distributed import rows
+from blocksparse_flash.distributed import gather_scatter as rows
 
 pytest.importorskip("triton")
 

@@ -14,7 +14,7 @@ from ..blocks.block_list import Array, ranges
 from ..plan.host_builder import TILE
 
 
-class Moves(NamedTuple):
+class Transfers(NamedTuple):
     """Tiles that go from rank to rank, ordered by receiver, sender and tile, so that both sides know the order."""
 
     receiver: Array
@@ -22,7 +22,7 @@ class Moves(NamedTuple):
     tile: Array
 
 
-class Lists(NamedTuple):
+class TokenIndices(NamedTuple):
     """What one rank does with its tokens and with messages. int64; `tiles` are numbers of tiles, the others of tokens.
 
     tiles      the tiles that this rank works on, its own and received ones, ascending: slots are counted along them
@@ -52,7 +52,7 @@ def positions(tiles: Array, length: int) -> Array:
     return ranges(tiles * TILE, tokens_of(tiles, length))
 
 
-def moves(rank: Array, tile: Array, owner: Array) -> Moves:
+def transfers(rank: Array, tile: Array, owner: Array) -> Transfers:
     """What moves when rank[i] works on tile[i], for every i: each tile once to each rank that does not own it.
 
     No set of messages moves less while tiles stay where they are owned: a rank needs every tile it works on.
@@ -63,10 +63,10 @@ def moves(rank: Array, tile: Array, owner: Array) -> Moves:
     is_moved = sender != receiver
     receiver, sender, tile = receiver[is_moved], sender[is_moved], tile[is_moved]
     order = np.lexsort((tile, sender, receiver))
-    return Moves(receiver[order], sender[order], tile[order])
+    return Transfers(receiver[order], sender[order], tile[order])
 
 
-def lists(wanted: Array, found: Moves, owner: Array, length: int, rank: int, n_ranks: int) -> Lists:
+def token_indices(wanted: Array, found: Transfers, owner: Array, length: int, rank: int, n_ranks: int) -> TokenIndices:
     """The lists of one rank. wanted: the tiles that it works on, its own and received ones."""
     held = np.flatnonzero(owner == rank)
     tiles = np.unique(wanted)
@@ -74,7 +74,7 @@ def lists(wanted: Array, found: Moves, owner: Array, length: int, rank: int, n_r
     comes, goes = found.receiver == rank, found.sender == rank
     # messages are ordered by receiver for the sender, by sender for the receiver
     received, sent = found.tile[comes], found.tile[goes]
-    return Lists(
+    return TokenIndices(
         tiles,
         places(mine, held, length),
         places(mine, tiles, length),

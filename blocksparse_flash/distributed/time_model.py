@@ -23,41 +23,41 @@ FORWARD_RATE, BACKWARD_RATE = 563e12, 500e12
 BACKWARD_TILE = 2e-6 / 16
 # it computes five products of a tile where a forward has two
 FORWARD_TILE = 0.4 * BACKWARD_TILE
-# packing and joining, over the time on the link. Of Ulysses: local, 262,144 tokens. Of exchange it is fitted, with HOST, to 28 measured
+# packing and joining, over the time on the link. Of Ulysses: local, 262,144 tokens. Of exchange it is fitted, with HOST_OVERHEAD, to 28 measured
 # steps, which are 0.79 to 1.18 times what was measured
 EXCHANGE_COPIES, ULYSSES_COPIES = 0.26, 1.55
-# of messages that are sent from where tensors lie. With this and CUT, whole heads of 262,144 tokens on four ranks, ms a step in 1 and
+# of messages that are sent from where tensors lie. With this and ULYSSES_CHUNK, whole heads of 262,144 tokens on four ranks, ms a step in 1 and
 # 2 messages: bigbird 11.2 and 9.4, butterfly 12.1 and 10.3, butterfly on 4 key heads 9.7. Measured were 11.2 and 9.5, 11.3 and 9.6, 10.3
-STRETCHES = 0.1
-# an all-gather joins all keys and values, and cuts up as many gradients: seconds a byte. With HOST 30 measured steps of PyTorch's
+DIRECT_COPIES = 0.1
+# an all-gather joins all keys and values, and cuts up as many gradients: seconds a byte. With HOST_OVERHEAD 30 measured steps of PyTorch's
 # collectives and the same kernels are off by 11 % at most, but for random blocks of 65,536 tokens, by 18 %. The other two are bigbird
 # of 4 key heads on two, of kernels that did not yet split long rows. Our own all-gather, which copies less, was not timed yet
 GATHER_COPY = 1.14e-12
 # what the host adds to a step of exchange or of an all-gather: fitted to each alone it is 0.45 and 0.41 ms. Where rows are shipped
-# SHIPPING holds it
-HOST = 0.43e-3
+# PASS_Q_OVERHEAD holds it
+HOST_OVERHEAD = 0.43e-3
 # bytes of one head of a rank's tokens from which on it is sent by itself: butterfly took, ms a step, by itself and packed, 9.6 and 16.4
 # with 16 MiB, 5.3 and 4.2 with 4, where the host was busy for 3.4 ms of a forward in 4 messages
-WORTH_STRETCHES = 8 << 20
+DIRECT_MIN_BYTES = 8 << 20
 # what the host takes for a further message and its launches: local of 262,144 tokens, where messages are short, on four ranks 4.31, 4.55
 # and 4.91 ms a step with 1, 2 and 4; butterfly 16.2, 14.4 and 13.6. And for rows that are shipped, forward or backward: see BACKWARD_TILE
-CHUNK, SHIPPING = 120e-6, 0.45e-3
+CHUNK, PASS_Q_OVERHEAD = 120e-6, 0.45e-3
 # what a further message of whole heads adds where it hides behind others: in 4 messages bigbird took 9.6 ms, butterfly 10.1
-CUT = 200e-6
-MOST_CHUNKS = 4
+ULYSSES_CHUNK = 200e-6
+MAX_CHUNKS = 4
 # fewest ranks on which these were timed as they are today: few rows that reach most keys, which travel or not, and heads that are
 # sent from where they lie. On two, where both were older, bigbird by exchange took 1.2 to 3.1 times as long as an all-gather
 TIMED_RANKS = 4
 # the machines that were timed: this GPU, up to so many of one host
-GPU, MOST_RANKS = "NVIDIA H200", 4
+GPU, MAX_RANKS = "NVIDIA H200", 4
 # tokens that were timed: the least and the most
 TIMED_TOKENS = 65536, 262144
 # bytes a second of copies: joining 2 GiB, butterfly of 262,144 tokens
-MEMORY = 4.05e12
+COPY_RATE = 4.05e12
 # what the host takes, forward and backward, to compute rows that need no messages apart: an assumption
 SPLITTING = 400e-6
 # of the time with fewer messages, assumed: messages and attention compete for multiprocessors, which the model leaves out
-CONVINCING = 0.95
+CHUNKING_MARGIN = 0.95
 
 
 class Work(NamedTuple):
@@ -97,7 +97,7 @@ def attention(work: Work, call: Call, q_heads: float) -> tuple[float, float]:
     return forward, backward
 
 
-def exchange(work: Work, call: Call, n_chunks: int) -> float:
+def pass_kv(work: Work, call: Call, n_chunks: int) -> float:
     """Seconds of a step whose heads are cut into so many messages, each of which travels while another is computed."""
     message = LATENCY + link(work.received, call, EXCHANGE_COPIES) / n_chunks
     total = 0.0
@@ -106,27 +106,27 @@ def exchange(work: Work, call: Call, n_chunks: int) -> float:
     return total
 
 
-def shipping(work: Work, call: Call) -> float:
+def pass_q(work: Work, call: Call) -> float:
     """Seconds of a step that shipped rows add: their queries, attended to before the messages back can leave."""
-    return 2 * (SHIPPING + 2 * LATENCY) + sum(attention(work, call, call.q_heads))
+    return 2 * (PASS_Q_OVERHEAD + 2 * LATENCY) + sum(attention(work, call, call.q_heads))
 
 
-def ulysses(work: Work, call: Call, n_ranks: int) -> float:
+def packed_ulysses(work: Work, call: Call, n_ranks: int) -> float:
     """Seconds of a step; work.tiles are those of all ranks."""
     return 2 * (2 * LATENCY + link(work.received, call, ULYSSES_COPIES)) + sum(
         attention(work, call, call.q_heads / n_ranks)
     )
 
 
-def whole_heads(work: Work, call: Call, n_chunks: int) -> float:
+def direct_ulysses(work: Work, call: Call, n_chunks: int) -> float:
     """Seconds of a step of Ulysses, cut into so many messages which are sent from where tensors lie.
 
     call.q_heads are those of a rank, work.tiles those of all ranks.
     """
-    message = 2 * LATENCY + link(work.received, call, STRETCHES) / n_chunks
+    message = 2 * LATENCY + link(work.received, call, DIRECT_COPIES) / n_chunks
     total = 0.0
     for compute in attention(work, call, call.q_heads / n_chunks):
-        total += message + compute + (n_chunks - 1) * (max(message, compute) + CUT)
+        total += message + compute + (n_chunks - 1) * (max(message, compute) + ULYSSES_CHUNK)
     return total
 
 
@@ -142,17 +142,17 @@ def unfitted(machines: Sequence[tuple[str, str]]) -> str:
     """Why no speed-up is predicted for these ranks, each (name of its GPU or "cpu", name of its host); empty if one is."""
     others = sorted({device for device, _ in machines} - {GPU})
     n_hosts = len({host for _, host in machines})
-    what = f"the model is fitted to up to {MOST_RANKS} {GPU} of one host"
+    what = f"the model is fitted to up to {MAX_RANKS} {GPU} of one host"
     if others:
         return f"{what}, not to {', '.join(others)}"
     if n_hosts > 1:
         return f"{what}, not to a link between {n_hosts} hosts"
-    return f"{what}, not to {len(machines)}" if len(machines) > MOST_RANKS else ""
+    return f"{what}, not to {len(machines)}" if len(machines) > MAX_RANKS else ""
 
 
-def goes_by_itself(n_tokens: int, head_dim: float, element_bytes: int) -> bool:
+def sends_heads_directly(n_tokens: int, head_dim: float, element_bytes: int) -> bool:
     """Whether a head of a rank's tokens is worth a message of its own."""
-    return n_tokens * head_dim * element_bytes >= WORTH_STRETCHES
+    return n_tokens * head_dim * element_bytes >= DIRECT_MIN_BYTES
 
 
 def splitting_pays(n_tokens: int, kv_heads: int, head_dim: int, element_bytes: int) -> bool:
@@ -161,16 +161,16 @@ def splitting_pays(n_tokens: int, kv_heads: int, head_dim: int, element_bytes: i
     It saves joining own keys and values with received ones, and adding up gradients: each is read and written.
     """
     n_bytes = 2 * n_tokens * kv_heads * head_dim * element_bytes
-    return 2 * 2 * n_bytes / MEMORY > SPLITTING
+    return 2 * 2 * n_bytes / COPY_RATE > SPLITTING
 
 
-def best_chunks(work: Work, call: Call, kv_heads: int, seconds: Callable[[Work, Call, int], float] = exchange) -> int:
+def best_chunks(work: Work, call: Call, kv_heads: int, seconds: Callable[[Work, Call, int], float] = pass_kv) -> int:
     """Into how many messages to cut, a divisor of the key heads: more of them only if that is faster beyond doubt.
 
     seconds  `exchange`, or `whole_heads` with the heads of a rank
     """
     best = 1
-    for n_chunks in range(2, MOST_CHUNKS + 1):
-        if kv_heads % n_chunks == 0 and seconds(work, call, n_chunks) < CONVINCING * seconds(work, call, best):
+    for n_chunks in range(2, MAX_CHUNKS + 1):
+        if kv_heads % n_chunks == 0 and seconds(work, call, n_chunks) < CHUNKING_MARGIN * seconds(work, call, best):
             best = n_chunks
     return best

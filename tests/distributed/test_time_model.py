@@ -8,22 +8,22 @@ import pytest
 from benchmarks.run import context_choices
 from benchmarks.run.context_choices import Cell
 from benchmarks.run.patterns import patterns
-from blocksparse_flash.distributed import costs, times
-from blocksparse_flash.distributed.costs import Costs
+from blocksparse_flash.distributed import cost_model, time_model
+from blocksparse_flash.distributed.cost_model import Costs
 from blocksparse_flash.distributed.ownership import Pairs
-from blocksparse_flash.distributed.times import Call, Work
+from blocksparse_flash.distributed.time_model import Call, Work
 
 
-def costs_of(name: str, length: int, kv_heads: int, n_ranks: int, *, asked: str = "auto") -> Costs:
+def costs_of(name: str, length: int, kv_heads: int, n_ranks: int, *, requested: str = "auto") -> Costs:
     (pattern,) = (pattern for pattern in patterns(length) if pattern.name == name)
     n_tiles = length // 128
     owner = np.arange(n_tiles) * n_ranks // n_tiles
     pairs = Pairs(*np.nonzero(pattern.blocks))
-    return costs.costs_of(pairs, owner, length, (16, kv_heads), n_ranks, asked=asked, whole_rows=False)
+    return cost_model.costs_of(pairs, owner, length, (16, kv_heads), n_ranks, requested=requested, without_pass_q=False)
 
 
 def chunks(found: Costs, kv_heads: int) -> int:
-    return times.best_chunks(found.work, Call(1, 16, 16 // kv_heads, 128, 2), kv_heads)
+    return time_model.best_chunks(found.work, Call(1, 16, 16 // kv_heads, 128, 2), kv_heads)
 
 
 @pytest.mark.parametrize(
@@ -31,20 +31,20 @@ def chunks(found: Costs, kv_heads: int) -> int:
     [("local", 65536, 16, 1), ("local", 65536, 4, 1), ("butterfly", 65536, 4, 1), ("bigbird", 65536, 4, 1)],
 )
 def test_short_messages_and_long_walks_stay_whole(name: str, length: int, kv_heads: int, expected: int) -> None:
-    assert chunks(costs_of(name, length, kv_heads, 2, asked="exchange"), kv_heads) == expected
+    assert chunks(costs_of(name, length, kv_heads, 2, requested="exchange"), kv_heads) == expected
 
 
 def test_long_messages_are_cut_by_divisors_of_the_heads() -> None:
     work = Work(received=4 << 20, tiles=12288, row=12, column=12)
     call = Call(1, 16, 1, 128, 2)
-    assert times.best_chunks(work, call, 16) > 1
-    assert times.best_chunks(work, call, 7) == 1
-    assert times.best_chunks(work, call, 3) in (1, 3)
+    assert time_model.best_chunks(work, call, 16) > 1
+    assert time_model.best_chunks(work, call, 7) == 1
+    assert time_model.best_chunks(work, call, 3) in (1, 3)
     # the longest row is walked anew for each chunk
-    assert times.best_chunks(work._replace(row=1 << 17), call, 16) == 1
+    assert time_model.best_chunks(work._replace(row=1 << 17), call, 16) == 1
     # of batches too
     small = work._replace(received=1 << 15, tiles=96)
-    assert times.best_chunks(small, call, 16) == 1 < times.best_chunks(small, call._replace(batch=128), 16)
+    assert time_model.best_chunks(small, call, 16) == 1 < time_model.best_chunks(small, call._replace(batch=128), 16)
 
 
 # (name, tokens, key heads, exchange, all-gather): ms of a step on four GPUs
@@ -63,9 +63,9 @@ MEASURED = [
 def test_what_was_faster_is_taken(name: str, length: int, kv_heads: int, exchanges: float, gathers: float) -> None:
     """Of exchange and the gather; without shipping, in about the time that it took."""
     assert exchanges < gathers
-    found = costs_of(name, length, kv_heads, 4, asked="exchange")
-    assert not len(found.shipped)
-    predicted = times.exchange(found.work, Call(1, 16, 16 // kv_heads, 128, 2), chunks(found, kv_heads))
+    found = costs_of(name, length, kv_heads, 4, requested="exchange")
+    assert not len(found.pass_q_rows)
+    predicted = time_model.pass_kv(found.work, Call(1, 16, 16 // kv_heads, 128, 2), chunks(found, kv_heads))
     assert predicted == pytest.approx(exchanges / 1e3, rel=0.21)
 
 
@@ -75,8 +75,8 @@ def test_what_was_faster_is_taken(name: str, length: int, kv_heads: int, exchang
 )
 def test_heavy_rows_are_shipped_where_that_was_faster(length: int, kv_heads: int, shipped: float, whole: float) -> None:
     """bigbird on four GPUs, ms of a step."""
-    found = costs_of("bigbird", length, kv_heads, 4, asked="exchange")
-    assert (len(found.shipped) == 2) == (shipped < whole)
+    found = costs_of("bigbird", length, kv_heads, 4, requested="exchange")
+    assert (len(found.pass_q_rows) == 2) == (shipped < whole)
 
 
 @pytest.mark.parametrize(("name", "measured"), [("local", 27.354e-3), ("butterfly", 30.330e-3), ("random", 253.9e-3)])
@@ -85,7 +85,7 @@ def test_ulysses_takes_about_what_was_measured(name: str, measured: float) -> No
     found = costs_of(name, 262144, 16, 2)
     assert found.ulysses is not None
     whole = Work(int(found.ulysses.max()), int(found.tiles.sum()), 1, 1)
-    assert times.ulysses(whole, Call(1, 16, 1, 128, 2), 2) == pytest.approx(measured, rel=0.1)
+    assert time_model.packed_ulysses(whole, Call(1, 16, 1, 128, 2), 2) == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,10 @@ def test_whole_heads_travel_where_keys_are_much(name: str, length: int, kv_heads
     (pattern,) = (pattern for pattern in patterns(length) if pattern.name == name)
     with_gaps = np.arange(length // 128) % 4
     pairs = Pairs(*np.nonzero(pattern.blocks))
-    found = costs.costs_of(pairs, with_gaps, length, (16, kv_heads), 4, asked="auto", whole_rows=False)
-    packed = times.ulysses(Work(int(found.ulysses.max()), len(pairs.row), 1, 1), Call(1, 16, 16 // kv_heads, 128, 2), 4)
+    found = cost_model.costs_of(pairs, with_gaps, length, (16, kv_heads), 4, requested="auto", without_pass_q=False)
+    packed = time_model.packed_ulysses(
+        Work(int(found.ulysses.max()), len(pairs.row), 1, 1), Call(1, 16, 16 // kv_heads, 128, 2), 4
+    )
     assert found.scheme == "exchange" or f"{1e3 * packed:.3g} ms by ulysses" in found.reason
 
 
@@ -140,31 +142,33 @@ def test_the_speed_up_is_about_what_was_measured(measured: list[Cell]) -> None:
 @pytest.mark.parametrize("scheme", ["exchange", "ulysses", "all_gather"])
 def test_what_was_never_timed_is_not_predicted(scheme: str) -> None:
     """Few rows that reach most keys, by exchange on two ranks as it is today: auto leaves it, and by name it has no speed-up."""
-    found = costs_of("bigbird", 65536, 16, 2, asked=scheme)
+    found = costs_of("bigbird", 65536, 16, 2, requested=scheme)
     assert (found.speedup is None) == (scheme == "exchange")
-    assert "was not timed on 2 ranks" in found.reason and found.reason.startswith("asked for by name; ")
-    assert costs_of("bigbird", 65536, 16, 4, asked=scheme).speedup is not None
+    assert "was not timed on 2 ranks" in found.reason and found.reason.startswith("requested by name; ")
+    assert costs_of("bigbird", 65536, 16, 4, requested=scheme).speedup is not None
 
 
 def test_other_machines_are_not_predicted() -> None:
-    here = (times.GPU, "host")
-    assert not times.unfitted([here] * 2) and not times.unfitted([here] * 4)
-    assert "not to 8" in times.unfitted([here] * 8)
-    assert "not to a link between 2 hosts" in times.unfitted([here, (times.GPU, "other")])
-    assert "not to NVIDIA H100 80GB HBM3" in times.unfitted([here, ("NVIDIA H100 80GB HBM3", "host")])
+    here = (time_model.GPU, "host")
+    assert not time_model.unfitted([here] * 2) and not time_model.unfitted([here] * 4)
+    assert "not to 8" in time_model.unfitted([here] * 8)
+    assert "not to a link between 2 hosts" in time_model.unfitted([here, (time_model.GPU, "other")])
+    assert "not to NVIDIA H100 80GB HBM3" in time_model.unfitted([here, ("NVIDIA H100 80GB HBM3", "host")])
 
 
 def test_a_name_is_obeyed() -> None:
     for scheme in ("ulysses", "all_gather"):
-        assert costs_of("local", 65536, 16, 2, asked=scheme).scheme == scheme
+        assert costs_of("local", 65536, 16, 2, requested=scheme).scheme == scheme
     assert "ulysses" in costs_of("local", 65536, 16, 2).reason
 
 
 def test_a_slow_link_ships_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "LINK", 1e3)
-    assert len(costs_of("bigbird", 65536, 16, 2, asked="exchange").shipped) == 2
+    monkeypatch.setattr(time_model, "LINK", 1e3)
+    assert len(costs_of("bigbird", 65536, 16, 2, requested="exchange").pass_q_rows) == 2
 
 
 def test_much_is_computed_apart_and_little_at_once() -> None:
-    assert times.splitting_pays(262144 // 2, 16, 128, 2) and times.splitting_pays(262144 // 4, 16, 128, 2)
-    assert not times.splitting_pays(65536 // 4, 16, 128, 2) and not times.splitting_pays(65536 // 2, 4, 128, 2)
+    assert time_model.splitting_pays(262144 // 2, 16, 128, 2) and time_model.splitting_pays(262144 // 4, 16, 128, 2)
+    assert not time_model.splitting_pays(65536 // 4, 16, 128, 2) and not time_model.splitting_pays(
+        65536 // 2, 4, 128, 2
+    )

@@ -16,9 +16,9 @@ import numpy as np
 
 from ..blocks.block_list import Array
 from ..plan.host_builder import TILE
-from . import times, traffic
+from . import routing, time_model
 from .ownership import Pairs
-from .times import Call, Work
+from .time_model import Call, Work
 
 # what a plan is chosen for
 HEAD_DIM, ELEMENT_BYTES = 128, 2
@@ -47,10 +47,10 @@ class Costs:
     ulysses: Array | None
     all_gather: Array
     tiles: Array
-    shipped: Array
+    pass_q_rows: Array
     work: Work
     seconds: dict[str, float | None]
-    one: float
+    one_gpu: float
     scheme: str
     reason: str
 
@@ -58,20 +58,18 @@ class Costs:
     def speedup(self) -> float | None:
         """How many times as fast as one GPU a step should be, on H200s; None where that was never timed."""
         seconds = self.seconds[self.scheme]
-        return None if seconds is None else self.one / seconds
+        return None if seconds is None else self.one_gpu / seconds
 
 
-def _received(
-    pairs: Pairs, is_shipped: Array, owner: Array, length: int, heads: tuple[int, int], n_ranks: int
-) -> Array:
+def _received(pairs: Pairs, is_pass_q: Array, owner: Array, length: int, heads: tuple[int, int], n_ranks: int) -> Array:
     """What each rank receives when these rows are shipped: keys and values, queries, and outputs of its own queries."""
-    ships = is_shipped[pairs.row]
-    row, col = pairs.row[~ships], pairs.col[~ships]
-    keys = traffic.moves(owner[row], col, owner)
-    queries = traffic.moves(owner[pairs.col[ships]], pairs.row[ships], owner)
-    received = 2 * heads[1] * traffic.tokens_by(keys.receiver, keys.tile, length, n_ranks)
+    travels = is_pass_q[pairs.row]
+    row, col = pairs.row[~travels], pairs.col[~travels]
+    keys = routing.transfers(owner[row], col, owner)
+    queries = routing.transfers(owner[pairs.col[travels]], pairs.row[travels], owner)
+    received = 2 * heads[1] * routing.tokens_by(keys.receiver, keys.tile, length, n_ranks)
     for rank in (queries.receiver, queries.sender):
-        received += heads[0] * traffic.tokens_by(rank, queries.tile, length, n_ranks)
+        received += heads[0] * routing.tokens_by(rank, queries.tile, length, n_ranks)
     return received
 
 
@@ -88,17 +86,17 @@ def _work(pairs: Pairs, rank: Array, received: int) -> Work:
 
 
 def _exchange(
-    pairs: Pairs, is_shipped: Array, owner: Array, length: int, heads: tuple[int, int], n_ranks: int
+    pairs: Pairs, is_pass_q: Array, owner: Array, length: int, heads: tuple[int, int], n_ranks: int
 ) -> tuple[float, Work, Array]:
     """Seconds of a step when these rows are shipped; the work without them; what each rank receives."""
-    received = _received(pairs, is_shipped, owner, length, heads, n_ranks)
-    ships = is_shipped[pairs.row]
-    stay, travel = Pairs(pairs.row[~ships], pairs.col[~ships]), Pairs(pairs.row[ships], pairs.col[ships])
+    received = _received(pairs, is_pass_q, owner, length, heads, n_ranks)
+    travels = is_pass_q[pairs.row]
+    stay, travel = Pairs(pairs.row[~travels], pairs.col[~travels]), Pairs(pairs.row[travels], pairs.col[travels])
     call = _call(heads)
     work = _work(stay, owner[stay.row], int(received.max()))
-    seconds = times.exchange(work, call, times.best_chunks(work, call, heads[1]))
+    seconds = time_model.pass_kv(work, call, time_model.best_chunks(work, call, heads[1]))
     if len(travel.row):
-        seconds += times.shipping(_work(travel, owner[travel.col], 0), call)
+        seconds += time_model.pass_q(_work(travel, owner[travel.col], 0), call)
     return seconds, work, received
 
 
@@ -107,66 +105,77 @@ def _call(heads: tuple[int, int]) -> Call:
 
 
 def costs_of(
-    pairs: Pairs, owner: Array, length: int, heads: tuple[int, int], n_ranks: int, *, asked: str, whole_rows: bool
+    pairs: Pairs,
+    owner: Array,
+    length: int,
+    heads: tuple[int, int],
+    n_ranks: int,
+    *,
+    requested: str,
+    without_pass_q: bool,
 ) -> Costs:
-    """What a layer costs, and the scheme for it: asked, or the fastest one for "auto". whole_rows: none is shipped.
+    """What a layer costs, and the scheme for it: requested, or the fastest one for "auto". without_pass_q: none is shipped.
 
     Rows that reach most tiles are shipped if that is faster than sending every rank the keys it needs.
     """
     q_heads, kv_heads = heads
-    held = traffic.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
-    is_shipped = np.zeros(len(owner), np.bool_)
-    exchanged, work, bound = _exchange(pairs, is_shipped, owner, length, heads, n_ranks)
+    held = routing.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
+    is_pass_q = np.zeros(len(owner), np.bool_)
+    exchanged, work, bound = _exchange(pairs, is_pass_q, owner, length, heads, n_ranks)
     exchange, gathered = bound, 2 * kv_heads * (length - held)
     reaches_most = 2 * np.bincount(pairs.row, minlength=len(owner)) > len(owner)
-    if not whole_rows and reaches_most.any():
+    if not without_pass_q and reaches_most.any():
         found = _exchange(pairs, reaches_most, owner, length, heads, n_ranks)
         if found[0] < exchanged:
-            is_shipped, (exchanged, work, exchange) = reaches_most, found
-    if not is_shipped.any():
-        exchanged += times.HOST
+            is_pass_q, (exchanged, work, exchange) = reaches_most, found
+    if not is_pass_q.any():
+        exchanged += time_model.HOST_OVERHEAD
     few_reach_most = 0 < reaches_most.sum() <= FEW * len(owner)
-    was_timed = not few_reach_most or n_ranks >= times.TIMED_RANKS or n_ranks == 1
+    was_timed = not few_reach_most or n_ranks >= time_model.TIMED_RANKS or n_ranks == 1
     work_of = {"exchange": work, "all_gather": _work(pairs, owner[pairs.row], int(gathered.max()))}
-    gather = times.HOST + times.all_gather(work_of["all_gather"], _call(heads), 2 * kv_heads * length)
+    gather = time_model.HOST_OVERHEAD + time_model.all_gather(
+        work_of["all_gather"], _call(heads), 2 * kv_heads * length
+    )
     seconds = {"exchange": exchanged if was_timed else None, "ulysses": None, "all_gather": gather}
     ulysses, whole = None, _work(pairs, np.zeros(len(pairs.row), np.int64), 0)
-    one = sum(times.attention(whole, _call(heads), q_heads))
+    one_gpu = sum(time_model.attention(whole, _call(heads), q_heads))
     if kv_heads % n_ranks == 0:
         # q, k and v of others' tokens for own heads, out of others' heads for own tokens
         ulysses = ((length - held) * (q_heads + 2 * kv_heads) + held * q_heads * (n_ranks - 1)) // n_ranks
         work_of["ulysses"] = whole = whole._replace(received=int(ulysses.max()))
-        seconds["ulysses"] = _whole_heads(whole, owner, length, heads, n_ranks)
+        seconds["ulysses"] = _ulysses(whole, owner, length, heads, n_ranks)
     known = {name: found for name, found in seconds.items() if found is not None}
     # the first of equals
-    scheme = min(known, key=lambda name: known[name]) if asked == "auto" else asked
-    reason = ("" if asked == "auto" else "asked for by name; ") + _reason(seconds, scheme, kv_heads, n_ranks)
+    scheme = min(known, key=lambda name: known[name]) if requested == "auto" else requested
+    reason = ("" if requested == "auto" else "requested by name; ") + _reason(seconds, scheme, kv_heads, n_ranks)
     if scheme != "exchange":
-        is_shipped = np.zeros(len(owner), np.bool_)
-    tiles = np.bincount(owner[np.where(is_shipped[pairs.row], pairs.col, pairs.row)], minlength=n_ranks)
+        is_pass_q = np.zeros(len(owner), np.bool_)
+    tiles = np.bincount(owner[np.where(is_pass_q[pairs.row], pairs.col, pairs.row)], minlength=n_ranks)
     return Costs(
         bound,
         exchange,
         ulysses,
         gathered,
         tiles,
-        np.flatnonzero(is_shipped),
+        np.flatnonzero(is_pass_q),
         work_of[scheme],
         seconds,
-        one,
+        one_gpu,
         scheme,
         reason,
     )
 
 
-def _whole_heads(whole: Work, owner: Array, length: int, heads: tuple[int, int], n_ranks: int) -> float:
+def _ulysses(whole: Work, owner: Array, length: int, heads: tuple[int, int], n_ranks: int) -> float:
     """Seconds of a step of Ulysses: from where heads lie if they do and that was timed on so many ranks, else packed."""
-    goes_direct = np.all(np.diff(owner) >= 0) and times.goes_by_itself(length // n_ranks, HEAD_DIM, ELEMENT_BYTES)
-    if not goes_direct or n_ranks < times.TIMED_RANKS:
-        return times.ulysses(whole, _call(heads), n_ranks)
+    goes_direct = np.all(np.diff(owner) >= 0) and time_model.sends_heads_directly(
+        length // n_ranks, HEAD_DIM, ELEMENT_BYTES
+    )
+    if not goes_direct or n_ranks < time_model.TIMED_RANKS:
+        return time_model.packed_ulysses(whole, _call(heads), n_ranks)
     of_rank = _call((heads[0] // n_ranks, heads[1] // n_ranks))
-    n_chunks = times.best_chunks(whole, of_rank, heads[1] // n_ranks, times.whole_heads)
-    return times.whole_heads(whole, of_rank, n_chunks)
+    n_chunks = time_model.best_chunks(whole, of_rank, heads[1] // n_ranks, time_model.direct_ulysses)
+    return time_model.direct_ulysses(whole, of_rank, n_chunks)
 
 
 def _reason(seconds: dict[str, float | None], scheme: str, kv_heads: int, n_ranks: int) -> str:
@@ -189,9 +198,9 @@ def _against_one(plan: Any, costs: Costs) -> str:
         return f"no speed-up over one GPU is predicted: {plan.unfitted}"
     if costs.speedup is None:
         return f'no speed-up over one GPU is predicted: "{costs.scheme}" was not timed on {plan.n_ranks} ranks for such a layout'
-    least, most = times.TIMED_TOKENS
+    least, most = time_model.TIMED_TOKENS
     is_far = "" if least <= plan.length <= most else f"; timed were {least} to {most} tokens"
-    return f"predicted {costs.speedup:.2f} times as fast as one {times.GPU}, {1e3 * costs.one:.3g} ms a step{is_far}"
+    return f"predicted {costs.speedup:.2f} times as fast as one {time_model.GPU}, {1e3 * costs.one_gpu:.3g} ms a step{is_far}"
 
 
 def slower_than_one(plan: Any) -> str:
@@ -208,7 +217,7 @@ def slower_than_one(plan: Any) -> str:
     schemes = "" if is_fastest else ', scheme="auto", which is faster here'
     orders = "" if plan.order == "tuned" else ', order="tuned", which moves least'
     return (
-        f"attention shared by {plan.n_ranks} ranks is predicted to be slower than on one {times.GPU}: "
+        f"attention shared by {plan.n_ranks} ranks is predicted to be slower than on one {time_model.GPU}: "
         f"{', '.join(said for said, _ in slow)} as fast. Fewer ranks, a longer sequence, fewer key heads{orders}{schemes}, or a mask whose "
         "blocks lie nearer to the diagonal may help; print(plan) shows what each scheme should take"
     )
@@ -229,7 +238,7 @@ def report(plan: Any, head_dim: int = 128, element_bytes: int = 2) -> str:
     for i_layer, layer in enumerate(plan.layers):
         costs = layer.costs
         ulysses = [None] * plan.n_ranks if costs.ulysses is None else costs.ulysses
-        travels = f"; {len(costs.shipped)} tiles of queries travel" if len(costs.shipped) else ""
+        travels = f"; {len(costs.pass_q_rows)} tiles of queries travel" if len(costs.pass_q_rows) else ""
         lines += [f'layer {i_layer}: "{layer.scheme}": {costs.reason}{travels}']
         lines += filter(None, [_against_one(plan, costs)])
         rows = [("rank", "tokens", "tiles", "exchange", "lower bound", "ulysses", "all-gather")]

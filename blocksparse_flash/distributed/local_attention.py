@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 
 
-def statistics(q: Tensor) -> torch.dtype:
+def accumulator_dtype(q: Tensor) -> torch.dtype:
     """The type of lse, and of sums over ranks."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
@@ -19,7 +19,7 @@ def statistics(q: Tensor) -> torch.dtype:
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], scale: float, backend: str) -> tuple[Tensor, Tensor]:
     """out and lse of the tiles of a plan."""
     if q.numel() == 0 or k.numel() == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=statistics(q))
+        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=accumulator_dtype(q))
     # within an operator already: nothing else is to see it
     return ops._forward(q, k, v, plan, None, None, scale, False, 0.0, backend)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import merging
-from .local import statistics
+from .local_attention import accumulator_dtype
 
 # tensors of a launch
 TOGETHER = 4
@@ -109,7 +109,7 @@ def add(
         return
     received = parts(others, [x.shape[3] for x in totals])
     for total, own, part, *of_total in zip(totals, mine, received, *bases, strict=True):
-        found = total.new_zeros(*total.shape[:2], table.shape[1], total.shape[3], dtype=statistics(total))
+        found = total.new_zeros(*total.shape[:2], table.shape[1], total.shape[3], dtype=accumulator_dtype(total))
         for i_rank in range(len(table)):
             if i_rank == rank:
                 for base in of_total:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blocksparse_flash.distributed import traffic
+from blocksparse_flash.distributed import routing
 
 TILE = 128
 
@@ -19,8 +19,10 @@ def test_messages_fit_and_bring_what_is_needed(seed: int) -> None:
     owner = random.integers(0, n_ranks, n_tiles)
     mask = random.random((n_tiles, n_tiles)) < 0.3
     row, col = np.nonzero(mask)
-    moves = traffic.moves(owner[row], col, owner)
-    found = [traffic.lists(col[owner[row] == rank], moves, owner, length, rank, n_ranks) for rank in range(n_ranks)]
+    moves = routing.transfers(owner[row], col, owner)
+    found = [
+        routing.token_indices(col[owner[row] == rank], moves, owner, length, rank, n_ranks) for rank in range(n_ranks)
+    ]
 
     tokens = [
         np.array([token for token in range(length) if owner[token // TILE] == rank], np.int64)
@@ -45,12 +47,12 @@ def test_messages_fit_and_bring_what_is_needed(seed: int) -> None:
 
 
 def test_positions_of_a_ragged_tile() -> None:
-    assert traffic.tokens_of(np.array([0, 1]), 130).tolist() == [128, 2]
-    assert traffic.positions(np.array([1, 0]), 130).tolist() == [128, 129, *range(128)]
+    assert routing.tokens_of(np.array([0, 1]), 130).tolist() == [128, 2]
+    assert routing.positions(np.array([1, 0]), 130).tolist() == [128, 129, *range(128)]
 
 
 def test_no_tiles() -> None:
     nothing = np.zeros(0, np.int64)
-    moves = traffic.moves(nothing, nothing, nothing)
-    lists = traffic.lists(nothing, moves, nothing, 0, 0, 2)
+    moves = routing.transfers(nothing, nothing, nothing)
+    lists = routing.token_indices(nothing, moves, nothing, 0, 0, 2)
     assert lists.send_counts == [0, 0] and not len(lists.tiles)

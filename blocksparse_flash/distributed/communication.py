@@ -20,20 +20,20 @@ from torch import Tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Flight:
+class PendingAllToAll:
     """A message under way. The tensors live until it has arrived."""
 
     def __init__(self, message: Tensor, into: Tensor, send: list[int], receive: list[int], group: Any) -> None:
         self.message, self.into = message, into
         self.work = dist.all_to_all_single(into, message, receive, send, group=group, async_op=True)
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
         """The received message; on a GPU the current stream waits, not the host."""
         self.work.wait()
         return self.into
 
 
-class Gathering:
+class PendingAllGather:
     """A message of every rank under way to all ranks, each sent once. The tensors live until it has arrived."""
 
     def __init__(self, message: Tensor, sizes: list[int], group: Any) -> None:
@@ -47,7 +47,7 @@ class Gathering:
         self.into = message.new_empty(len(sizes) * self.longest, *message.shape[1:])
         self.work = _all_gather(self.into, message, group=group, async_op=True)
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
         """The tokens of all ranks, rank after rank; on a GPU the current stream waits, not the host."""
         self.work.wait()
         if min(self.sizes) == self.longest:
@@ -55,7 +55,7 @@ class Gathering:
         return torch.cat([part[:size] for part, size in zip(self.into.split(self.longest), self.sizes, strict=True)])
 
 
-class Stretches:
+class GroupedAllToAll:
     """Some lists of tensors under way at once: sent[i][r] goes to rank r, received[i][r] is written where it lies.
 
     Nothing is copied before or behind: every tensor is contiguous, a part of a larger one. They live until they have arrived.
@@ -85,30 +85,33 @@ class Stretches:
                 if to.numel():
                     self.works.append(dist.isend(to, group=group, group_dst=rank))
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """On a GPU the current stream waits, not the host."""
         for work in self.works:
             work.wait()
 
 
-def group_of(name: str) -> Any:
+Pending = PendingAllToAll | PendingAllGather
+
+
+def process_group_of(name: str) -> Any:
     """The process group of this name."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
-def sent(message: Tensor, send: list[int], receive: list[int], group: Any) -> Flight:
+def all_to_all(message: Tensor, send: list[int], receive: list[int], group: Any) -> PendingAllToAll:
     """Set a message on its way: send[r] tokens to each rank r, receive[r] tokens from it."""
-    return Flight(message, message.new_empty(sum(receive), *message.shape[1:]), send, receive, group)
+    return PendingAllToAll(message, message.new_empty(sum(receive), *message.shape[1:]), send, receive, group)
 
 
-def gathered(message: Tensor, sizes: list[int], group: Any) -> Gathering:
+def all_gather(message: Tensor, sizes: list[int], group: Any) -> PendingAllGather:
     """Set a message on its way to every rank; sizes[r] are the tokens of rank r."""
-    return Gathering(message, sizes, group)
+    return PendingAllGather(message, sizes, group)
 
 
 def sender(group: Any) -> Callable[[Tensor, list[int], list[int]], Tensor]:
-    """Sends a message to the ranks of this group, and waits as `Flight.arrived` does for the one that comes."""
-    return lambda message, send, receive: sent(message.contiguous(), send, receive, group).arrived()
+    """Sends a message to the ranks of this group, and waits as `PendingAllToAll.arrived` does for the one that comes."""
+    return lambda message, send, receive: all_to_all(message.contiguous(), send, receive, group).wait()
 
 
 # ---- what autograd sees ----
@@ -117,7 +120,7 @@ def sender(group: Any) -> Callable[[Tensor, list[int], list[int]], Tensor]:
 @torch.library.custom_op("blocksparse_flash::redistribute", mutates_args=())
 def redistribute(message: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     """The message (tokens, ...) which the ranks send each other; its gradient goes the same way back."""
-    return sender(group_of(group))(message, send, receive)
+    return sender(process_group_of(group))(message, send, receive)
 
 
 @redistribute.register_fake

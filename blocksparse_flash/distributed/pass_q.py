@@ -1,0 +1,104 @@
+"""How does a row that reaches everywhere attend? Its queries travel to the keys, and partial results come back.
+
+What vLLM's decode context parallelism does for every row, and BigBird's global rows need: fetching their keys would bring all
+of them to one rank. Each rank attends to its own keys with the queries that reach it; the owner merges by lse. The backward
+sends q, dout, out and lse of the merged row, from which every rank finds its share of dq, dk and dv.
+Knows tensors and a ExchangePlan of exchange.py; sums over ranks are in their order, in float32. Must not know layouts.
+
+Either direction is an object with two steps, so that other work can be launched between them while messages travel: made, it
+has sent; `attend` awaits that message, computes and sends what came out; `finish` awaits the answer of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import communication, gather_scatter
+from .exchange_plan import ExchangePlan
+from .local_attention import attend, attend_backward
+
+
+class RankContext(NamedTuple):
+    """What the ranks have in common in every call of a layer."""
+
+    backend: str
+    group: Any
+    rank: int
+
+
+class _QueryExchange:
+    """These tensors of own queries on their way to the ranks whose keys they attend to, and beside those that come here."""
+
+    def __init__(self, mine: list[Tensor], queries: ExchangePlan, ranks: RankContext) -> None:
+        message = gather_scatter.pack(mine, queries.sent, ranks.backend)
+        self.pending = communication.all_to_all(message, queries.send, queries.receive, ranks.group)
+        self.slots, self.backend = queries.slots, ranks.backend
+        n_slots = queries.own_slots.shape[0] + queries.slots.shape[0]
+        self.tensors = [x.new_empty(*x.shape[:2], n_slots, x.shape[3]) for x in mine]
+        # while the message travels
+        gather_scatter.move(mine, self.tensors, ranks.backend, taken=queries.own, put=queries.own_slots)
+
+    def wait(self) -> list[Tensor]:
+        gather_scatter.unpack(self.pending.wait(), self.tensors, self.slots, self.backend)
+        return self.tensors
+
+
+class Forward:
+    """Attention of shipped rows."""
+
+    def __init__(self, q: Tensor, queries: ExchangePlan, ranks: RankContext) -> None:
+        """q of all tokens of this rank."""
+        self.queries, self.ranks = queries, ranks
+        self.exchange = _QueryExchange([q], queries, ranks)
+
+    def attend(self, k: Tensor, v: Tensor, scale: float) -> None:
+        """Of every query that came, to the keys of this rank."""
+        queries, ranks = self.queries, self.ranks
+        (q,) = self.exchange.wait()
+        self.mine = out, lse = attend(q, k, v, queries.plan, scale, ranks.backend)
+        message = gather_scatter.pack([out, lse[..., None].view(out.dtype)], queries.slots, ranks.backend)
+        self.pending = communication.all_to_all(message, queries.receive, queries.send, ranks.group)
+
+    def finish(self, out: Tensor, lse: Tensor) -> None:
+        """Writes the shipped tokens of this rank, queries.touched, to out and lse of all its tokens."""
+        queries, ranks = self.queries, self.ranks
+        others = self.pending.wait()
+        gather_scatter.merge(out, lse, self.mine, others, queries.table, queries.touched, ranks.rank, ranks.backend)
+
+
+class Backward:
+    """Gradients of shipped rows."""
+
+    def __init__(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        douts: tuple[Tensor, Tensor | None],
+        queries: ExchangePlan,
+        ranks: RankContext,
+    ) -> None:
+        """inputs (q, out, lse), douts (dout, dlse or None), of all tokens of this rank."""
+        self.queries, self.ranks = queries, ranks
+        q, out, lse = inputs
+        of_rows = lse[..., None] if douts[1] is None else torch.stack([lse, douts[1]], dim=3)
+        self.exchange = _QueryExchange([q, douts[0], out, of_rows.view(q.dtype)], queries, ranks)
+        self.dtype = lse.dtype
+
+    def attend(self, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """dk and dv, which the queries that came give to the keys of this rank."""
+        queries, ranks = self.queries, self.ranks
+        q, dout, out, bits = self.exchange.wait()
+        lse, *dlse = bits.view(self.dtype).unbind(dim=3)
+        douts = dout, dlse[0] if dlse else None
+        self.dq, dk, dv = attend_backward(douts, (q, k, v), (out, lse), queries.plan, scale, ranks.backend)
+        message = gather_scatter.pack([self.dq], queries.slots, ranks.backend)
+        self.pending = communication.all_to_all(message, queries.receive, queries.send, ranks.group)
+        return dk, dv
+
+    def finish(self, dq: Tensor) -> None:
+        """Writes the shipped tokens of this rank, queries.touched, to dq of all its tokens."""
+        queries, ranks = self.queries, self.ranks
+        others = self.pending.wait()
+        gather_scatter.add([dq], [self.dq], others, [], queries.table, queries.touched, ranks.rank, ranks.backend)
