@@ -8,7 +8,7 @@ from __future__ import annotations
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..nn import rotated
+from ..nn.positions import rotate_at
 from .context_plan import ContextPlan
 from .functional import attention
 
@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
         heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
         q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
         if self.rope is not None:
-            q, k = (rotated(part, self.rope, self.plan.positions[:, None]) for part in (q, k))
+            q, k = (rotate_at(part, self.rope, self.plan.positions[:, None]) for part in (q, k))
         out = attention(q, k, v, self.plan, layer=self.layer)
         return self.out(rearrange(out, "batch heads length d -> batch length (heads d)"))
 

@@ -1,4 +1,4 @@
-"""Which part of a layout does one forward of a model need? Built, bounded, cropped, planned, and remembered.
+"""Which crop of a layout does one forward of a model need? Built, bounded, cropped, planned, and remembered.
 
 Knows: layouts and their specifications, lengths, positions, which slots of a sequence are padding. Must not know: models,
 backends, or that transformers exists.
@@ -18,7 +18,7 @@ from ..layout import BlockLayout, number_of, numbered
 BLOCK = 128
 
 
-class Whole(NamedTuple):
+class FullLayout(NamedTuple):
     """A layout of length x length, before it is made.
 
     layout       a BlockLayout, a specification for `masks.build`, or None: every pair
@@ -32,7 +32,7 @@ class Whole(NamedTuple):
     right: int | None = None
 
 
-class Part(NamedTuple):
+class Crop(NamedTuple):
     """Queries q_start .. q_start + q_len - 1 and keys kv_start .. kv_start + kv_len - 1, on a device."""
 
     q_start: int
@@ -52,9 +52,9 @@ def _near(length: int, left: int | None, right: int | None) -> BlockLayout:
 
 
 @functools.lru_cache(maxsize=16)
-def built(whole: Whole) -> BlockLayout:
+def built(full: FullLayout) -> BlockLayout:
     """The layout; of equal arguments the same object."""
-    layout, length, left, right = whole
+    layout, length, left, right = full
     if isinstance(layout, str):
         import masks
 
@@ -80,11 +80,11 @@ def built(whole: Whole) -> BlockLayout:
 
 
 @functools.lru_cache(maxsize=256)
-def _cropped(whole: Whole, part: Part) -> BlockLayout:
-    layout = built(whole)
-    if part[:4] != (0, whole.length, 0, whole.length):
-        layout = layout.crop(part.q_start, part.q_start + part.q_len, part.kv_start, part.kv_start + part.kv_len)
-    layout._planned(part.device)
+def _cropped(full: FullLayout, crop: Crop) -> BlockLayout:
+    layout = built(full)
+    if crop[:4] != (0, full.length, 0, full.length):
+        layout = layout.crop(crop.q_start, crop.q_start + crop.q_len, crop.kv_start, crop.kv_start + crop.kv_len)
+    layout._planned(crop.device)
     return layout
 
 
@@ -105,7 +105,7 @@ def _compiled(
 ) -> int:
     """The key of a crop in _COMPILED. A layout comes as its number, as torch 2.11 makes no constant of a layout."""
     given = numbered(layout) if isinstance(layout, int) else layout
-    crop = _cropped(Whole(given, length, left, right), Part(q_start, q_len, kv_start, kv_len, device))
+    crop = _cropped(FullLayout(given, length, left, right), Crop(q_start, q_len, kv_start, kv_len, device))
     _COMPILED[id(crop)] = crop
     return id(crop)
 
@@ -114,30 +114,30 @@ def _compiled(
 _compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def cropped(whole: Whole, part: Part) -> BlockLayout:
-    """The layout of a part, planned on its device, also while torch.compile traces. Made once, then remembered."""
+def cropped(full: FullLayout, crop: Crop) -> BlockLayout:
+    """The layout of a crop, planned on its device, also while torch.compile traces. Made once, then remembered."""
     if torch.compiler.is_compiling():
-        layout, length, left, right = whole
+        layout, length, left, right = full
         known = number_of(layout) if isinstance(layout, BlockLayout) else layout
-        return _COMPILED[_compiled(known, length, left, right, *part[:4], part.device)]
-    return _cropped(whole, part)
+        return _COMPILED[_compiled(known, length, left, right, *crop[:4], crop.device)]
+    return _cropped(full, crop)
 
 
-def in_slots(layout: BlockLayout, is_token: Tensor, part: Part) -> BlockLayout:
+def in_slots(layout: BlockLayout, is_token: Tensor, crop: Crop) -> BlockLayout:
     """The layout of one sequence for slots, some of which hold padding, which attends to nothing.
 
     layout    of positions, which count tokens only
     is_token  bool (slots,), on the host
-    part      of the slots, up to the last
+    crop      of the slots, up to the last
     """
-    q_stop = part.q_start + part.q_len
+    q_stop = crop.q_start + crop.q_len
     n_tokens = int(is_token.sum())
     behind = (0, len(is_token) - n_tokens)
     # tokens in their order, then padding
     position = torch.where(is_token, is_token.cumsum(0), n_tokens + (~is_token).cumsum(0)) - 1
-    if is_token[part.q_start : q_stop].all():
-        first = int(position[part.q_start])
-        moved = layout.crop(first, first + part.q_len, 0, n_tokens).pad(kv=behind).permute(kv_order=position)
-        return moved.crop(kv_start=part.kv_start)
+    if is_token[crop.q_start : q_stop].all():
+        first = int(position[crop.q_start])
+        moved = layout.crop(first, first + crop.q_len, 0, n_tokens).pad(kv=behind).permute(kv_order=position)
+        return moved.crop(kv_start=crop.kv_start)
     moved = layout.crop(0, n_tokens, 0, n_tokens).pad(behind, behind).permute(position, position)
-    return moved.crop(part.q_start, q_stop, part.kv_start)
+    return moved.crop(crop.q_start, q_stop, crop.kv_start)

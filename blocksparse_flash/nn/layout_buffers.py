@@ -1,7 +1,4 @@
-"""Where does a module keep its layout? With its weights: on their device, planned there, and not among them.
-
-Knows torch.nn.Module and layouts. Must not know attention or projections.
-"""
+"""Modules that hold a layout: it moves to the device of their weights, and is planned there."""
 
 from __future__ import annotations
 
@@ -11,35 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..layout import BlockLayout
-
-Layout = BlockLayout | Callable[[int], BlockLayout] | None
-
-
-def checked_layout(layout: Any) -> Layout:
-    """The layout, or a TypeError."""
-    if layout is not None and not isinstance(layout, BlockLayout) and not callable(layout):
-        raise TypeError(
-            f"layout must be a BlockLayout, a function from a length to one, or None, got {type(layout).__name__}"
-        )
-    return layout
-
-
-def checked_causal(causal: Any) -> bool:
-    """The switch, or a TypeError."""
-    if causal is not True and causal is not False:
-        raise TypeError(
-            f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
-        )
-    return causal
-
-
-def checked_probability(name: str, value: Any) -> float:
-    """The probability to drop an attention weight, or an error that names it."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}); 0.0 drops nothing")
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {value}; 0.0 drops nothing")
-    return value
+from .arguments import Layout
 
 
 class HoldsLayout(nn.Module):

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..functional import attention
-from .layout_buffers import HoldsLayout, Layout, checked_causal, checked_layout, checked_probability
+from .arguments import Layout, attention_dropout, boolean_causal, checked_layout
+from .layout_buffers import HoldsLayout
 
 
 def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
@@ -75,9 +76,9 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if value:
                 raise ValueError(f"{name} must be False, got {value!r}: it adds a key that no layout names")
-        checked_probability("dropout", dropout)
+        attention_dropout("dropout", dropout)
         super().__init__(embed_dim, num_heads, dropout, bias, False, False, *others, **named)
-        self.layout, self.causal = checked_layout(layout), checked_causal(causal)
+        self.layout, self.causal = checked_layout(layout), boolean_causal(causal)
         self._is_packed = self._qkv_same_embed_dim
         # torch's encoders ask for this before they compute a layer without calling its attention, which would be dense
         self._qkv_same_embed_dim = False

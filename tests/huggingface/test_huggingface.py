@@ -16,7 +16,7 @@ from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout, huggingface
-from blocksparse_flash.huggingface import layout_crops
+from blocksparse_flash.huggingface import attention, layout_crops, mask_builder, model_hooks
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
@@ -287,7 +287,7 @@ def test_a_forward_that_fails_keeps_its_error() -> None:
     made = model("Llama", "blocksparse", LAYOUT)
     with pytest.raises(IndexError):
         made(ids() + VOCABULARY)
-    assert not huggingface._running.forwards
+    assert not model_hooks._running.forwards
     made(ids())
 
 
@@ -618,7 +618,7 @@ def test_sliding_windows_are_kept(layout: BlockLayout | None, is_padded: bool) -
 
 def test_windows_are_known_and_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not looked up pair by pair, forward by forward."""
-    monkeypatch.setattr(huggingface, "_by_pairs", lambda *arguments: pytest.fail("pairs were looked up"))
+    monkeypatch.setattr(mask_builder, "_by_pairs", lambda *arguments: pytest.fail("pairs were looked up"))
     layout_crops.built.cache_clear()
     made = model("Mistral", "blocksparse", sliding_window=20)
     cache = transformers.DynamicCache(config=made.config)
@@ -758,8 +758,8 @@ def test_dropout_and_scale_are_those_of_the_model(monkeypatch: pytest.MonkeyPatc
         asked.append(options)
         return real(*arguments, **options)
 
-    real = huggingface.attention
-    monkeypatch.setattr(huggingface, "attention", spy)
+    real = attention.attention
+    monkeypatch.setattr(attention, "attention", spy)
     made = model("Llama", "blocksparse", LAYOUT, attention_dropout=0.3)
     for layer in made.model.layers:
         layer.self_attn.scaling = 0.125
@@ -810,7 +810,7 @@ def test_what_one_graph_cannot_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     """Without padding mask and cache transformers takes a traced batch for a packed one; the mask is made between graphs."""
     made, looked = model("Llama", "blocksparse", LAYOUT, num_hidden_layers=1), []
     expected = made(ids(), use_cache=False).logits
-    monkeypatch.setattr(huggingface, "_by_pairs", lambda *arguments: looked.append(arguments))
+    monkeypatch.setattr(mask_builder, "_by_pairs", lambda *arguments: looked.append(arguments))
     torch.testing.assert_close(torch.compile(made, backend="aot_eager")(ids(), use_cache=False).logits, expected)
     assert not looked
     torch._dynamo.reset()

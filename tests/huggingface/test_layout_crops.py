@@ -38,35 +38,35 @@ def test_bounds_are_kept(layout: BlockLayout | None, bounds: tuple[int | None, i
             for q in range(LENGTH)
         ]
     )
-    assert torch.equal(layout_crops.built(layout_crops.Whole(layout, LENGTH, left, right)).to_dense()[0, 0], expected)
+    assert torch.equal(layout_crops.built(layout_crops.FullLayout(layout, LENGTH, left, right)).to_dense()[0, 0], expected)
 
 
 def test_bounds_without_a_layout_cost_what_they_keep() -> None:
-    found = layout_crops.built(layout_crops.Whole(None, 1_000_000, 100, 0))
+    found = layout_crops.built(layout_crops.FullLayout(None, 1_000_000, 100, 0))
     assert found.nnz == 2 * found.n_rows - 1
 
 
 def test_specifications_are_built() -> None:
     text = "butterfly - local(window=20)"
-    assert layout_crops.built(layout_crops.Whole(text, 500)) == masks.build(text, 500)
+    assert layout_crops.built(layout_crops.FullLayout(text, 500)) == masks.build(text, 500)
     with pytest.raises(ValueError, match="butterfly"):
-        layout_crops.built(layout_crops.Whole("buterfly", 500))
+        layout_crops.built(layout_crops.FullLayout("buterfly", 500))
 
 
 @pytest.mark.parametrize("part", [(0, 150, 0, 150), (149, 1, 0, 150), (60, 20, 33, 47), (0, 40, 0, 40)], ids=str)
 def test_a_part_is_planned_and_made_once(part: tuple[int, int, int, int]) -> None:
     q_start, q_len, kv_start, kv_len = part
-    whole = layout_crops.Whole(LAYOUT, LENGTH)
-    found = layout_crops.cropped(whole, layout_crops.Part(*part, CPU))
+    whole = layout_crops.FullLayout(LAYOUT, LENGTH)
+    found = layout_crops.cropped(whole, layout_crops.Crop(*part, CPU))
     expected = DENSE[q_start : q_start + q_len, kv_start : kv_start + kv_len]
     assert torch.equal(found.to_dense()[0, 0], expected)
     # of a layout that is equal, if not the same
-    again = layout_crops.Whole(BlockLayout.from_dense(DENSE, block_size=(16, 32)), LENGTH)
-    assert layout_crops.cropped(again, layout_crops.Part(*part, CPU)) is found
+    again = layout_crops.FullLayout(BlockLayout.from_dense(DENSE, block_size=(16, 32)), LENGTH)
+    assert layout_crops.cropped(again, layout_crops.Crop(*part, CPU)) is found
 
 
 def test_parts_are_planned_before_a_graph_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = layout_crops.cropped(layout_crops.Whole(LAYOUT, LENGTH), layout_crops.Part(0, 77, 0, 77, CPU))
+    found = layout_crops.cropped(layout_crops.FullLayout(LAYOUT, LENGTH), layout_crops.Crop(0, 77, 0, 77, CPU))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     found.plan("cpu")
 
@@ -83,5 +83,5 @@ def test_padding_has_no_position(part: tuple[int, int, int, int], padding: tuple
         return is_token[q] and is_token[kv] and attends(position[q], position[kv])
 
     rows = [[bool(expected(q_start + q, kv_start + kv)) for kv in range(kv_len)] for q in range(q_len)]
-    found = layout_crops.in_slots(LAYOUT, is_token, layout_crops.Part(*part, CPU))
+    found = layout_crops.in_slots(LAYOUT, is_token, layout_crops.Crop(*part, CPU))
     assert torch.equal(found.to_dense()[0, 0], torch.tensor(rows))

@@ -1,0 +1,138 @@
+"""The attention function of transformers: one layer's attention under the Mask of its forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..functional import attention
+from .mask import Mask
+from .mask_builder import mask_of_layer
+from .model_hooks import record_attention
+from .names import KEY, NAME, WAY_OUT, running_layer
+
+# arguments that transformers passes to attention functions and that do not change the result
+_HARMLESS = {
+    "cache_position",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+_WAYS_OUT = {
+    "position_bias": "a bias of pairs has no place in blocks",
+    "output_attentions": "attention weights are never stored",
+    "cache": "continuous batching keeps its cache in pages; model.generate does not",
+    **dict.fromkeys(
+        ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+        "packed sequences are told apart by position_ids that restart, where there is no attention_mask",
+    ),
+}
+
+
+def _refuse(unread: dict[str, Any]) -> None:
+    """ValueError for what would change the result, and for what is not known."""
+    for name, value in unread.items():
+        if value is not None and value is not False and name not in _HARMLESS:
+            way_out = _WAYS_OUT.get(name, "it is not known what that means")
+            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"attn_implementation='{NAME}' cannot attend with {name}, which is {given}: {way_out}; "
+                "attn_implementation='eager' is transformers' own"
+            )
+
+
+def _check(mask: Any, q_len: int, kv_len: int, is_causal: bool | None, sliding_window: int | None) -> None:
+    """Whether a mask is ours, and does not contradict what its layer says."""
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"attention_mask must be (batch, length), of which transformers makes what layers take, but "
+            f"{running_layer()} attends with a {type(mask).__name__} of shape {tuple(getattr(mask, 'shape', ()))}: a mask of "
+            f"pairs is a layout, config.{KEY} = blocksparse_flash.interop.from_huggingface(mask, block_size=128); if none was "
+            f"given, the model makes a mask of its own: {WAY_OUT}"
+        )
+    if mask.shape is not None and mask.shape[2:] != (q_len, kv_len):
+        raise ValueError(
+            f"{running_layer()} attends with {q_len} queries to {kv_len} keys, but its model asked for a mask of "
+            f"{mask.shape[2]} x {mask.shape[3]}, in which the others have no position: {WAY_OUT}"
+        )
+    if mask.kind == "other":
+        return
+    if is_causal is not None and is_causal != (mask.kind == "causal"):
+        raise ValueError(
+            f"is_causal={is_causal} contradicts the mask that the model made, which is {mask.kind}, in {running_layer()}: "
+            f"{WAY_OUT}"
+        )
+    if sliding_window is not None and mask.window is None and kv_len > sliding_window:
+        raise ValueError(
+            f"sliding_window={sliding_window} contradicts the mask that the model made, which has no window over its "
+            f"{kv_len} keys"
+        )
+
+
+def attention_function(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    **unread: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers: `attention`, with the mask that `attention_mask` made. Its names are theirs.
+
+    module      the layer, whose config is asked where there is no mask
+    query       (batch, heads, q_len, head_dim)
+    key, value  (batch, kv_heads, kv_len, ...), as the cache keeps them, not repeated for grouped heads
+    attention_mask  what `attention_mask` made; None where transformers asked for none
+    dropout, scaling, deterministic  dropout_p, scale and deterministic of `attention`
+    is_causal, sliding_window  must agree with the mask
+    s_aux, softcap  sinks and softcap of `attention`
+    returns     (batch, q_len, heads, v_head_dim), and no weights
+    raises      ValueError for every argument among `unread` that would change the result, by name
+    """
+    _refuse(unread)
+    mask = attention_mask
+    if mask is None:
+        mask = mask_of_layer(module, query.shape[2], key.shape[2], is_causal, query.device)
+    _check(mask, query.shape[2], key.shape[2], is_causal, sliding_window)
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"{running_layer()} attends with keys of {key.shape[1]} heads and {key.shape[2]} positions, but values of "
+            f"{value.shape[1]} and {value.shape[2]}: {WAY_OUT}"
+        )
+    record_attention(mask.owner)
+    if mask.order is not None:
+        order = mask.order[:, None, :, None]
+        key, value = torch.take_along_dim(key, order, dim=2), torch.take_along_dim(value, order, dim=2)
+        if mask.back is not None:
+            query = torch.take_along_dim(query, order, dim=2)
+    out = attention(
+        query,
+        key,
+        value,
+        mask.layout,
+        causal=mask.is_causal,
+        scale=scaling,
+        kv_lengths=mask.kv_lengths,
+        dropout_p=dropout,
+        deterministic=deterministic,
+        sinks=s_aux,
+        softcap=softcap,
+    )
+    if mask.back is not None:
+        out = torch.take_along_dim(out, mask.back[:, None, :, None], dim=2)
+    return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,93 @@
+"""Mask: what passes through a model in place of its attention mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..layout import BlockLayout
+from .names import NAME, WAY_OUT, running_layer
+
+
+class _Fields(NamedTuple):
+    """The fields of `Mask`, which says what they are."""
+
+    layout: BlockLayout | None
+    is_causal: bool
+    kind: str
+    window: int | None = None
+    kv_lengths: Tensor | None = None
+    order: Tensor | None = None
+    back: Tensor | None = None
+    owner: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
+class Mask(_Fields):
+    """What goes through a model in the place of its attention mask.
+
+    layout      of the queries and keys of this forward, causality included; None attends everywhere
+    is_causal   True: also kv_pos <= q_pos + (kv_len - q_len); where there is a layout, it says so itself
+    kind        what transformers asked for: "causal", "bidirectional" or "other"
+    window      of sliding attention, as transformers counts it, or None
+    kv_lengths  int64 (batch,): how many keys are tokens, which `order` brings to the front; None is all
+    order       int64 (batch, kv_len): slots of the tokens, then those of the padding; None leaves them
+    back        int64 (batch, q_len): where `order` has each slot, if queries have the same order; None leaves them
+    owner       name of the class of the config that holds the layout
+    shape       (batch, 1, q_len, kv_len), as of the mask of pairs that it stands for
+
+    Where a model hands the mask to another, that one takes it for a mask of pairs, by `ndim` and `shape`, and keeps it. A
+    model that computes with it gets an error that names the layer: its attributes are no tensor's, and torch and operators
+    refuse it.
+    """
+
+    __slots__ = ()
+
+    ndim = 4
+
+    # hashable, although __eq__ is its own
+    __hash__ = tuple.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            raise TypeError(_computed_with("=="))
+        return tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(_computed_with(f"torch's {getattr(function, '__name__', function)}"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # hasattr must be able to say no
+        raise AttributeError(_computed_with(f".{name}"))
+
+
+def _computed_with(what: str) -> str:
+    """The message of whatever takes a mask for a tensor."""
+    return (
+        f"{running_layer()} computes with the attention mask itself ({what}), but attn_implementation='{NAME}' has a Mask in its "
+        f"place, which only its own attention reads: {WAY_OUT}"
+    )
+
+
+def _refuses(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise TypeError(_computed_with(name))
+
+    return refuse
+
+
+_OPERATORS = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "and": "&", "or": "|", "xor": "^",
+    "radd": "+", "rsub": "-", "rmul": "*", "rtruediv": "/", "rand": "&", "ror": "|", "rxor": "^",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "invert": "~", "getitem": "[...]",
+}  # fmt: skip
+for _name, _sign in _OPERATORS.items():
+    setattr(Mask, f"__{_name}__", _refuses(_sign))

@@ -1,0 +1,334 @@
+"""The mask function of transformers: builds the Mask that all layers of one forward share.
+
+A slot is a position in the tensors of a forward, padding included. A layout counts tokens only, so each sequence of a padded
+batch gives the same result as on its own. The sliding windows of transformers count slots, as transformers does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout
+from . import layout_crops
+from .mask import Mask
+from .names import KEY, owner_of
+
+MaskFunction = Callable[..., Tensor]
+
+STATIC_CACHE = (
+    "past_key_values is a static cache, with room for keys to come and a length that only the device knows, but a layout is "
+    "chosen on the host: use DynamicCache, in generate cache_implementation='dynamic'"
+)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two functions are the same code over the same values: transformers makes its masks as closures."""
+    if isinstance(a, FunctionType) and isinstance(b, FunctionType):
+        held = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (a, b)]
+        return a.__code__ is b.__code__ and _is_same(*held)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
+    return type(a) is type(b) and isinstance(a, int) and a == b
+
+
+def _packed_alone(function: MaskFunction, batch: int, q_len: int) -> MaskFunction:
+    """What transformers makes of a mask function where each pack holds one document, as while torch.compile traces."""
+    from transformers import masking_utils
+
+    known: Any = masking_utils
+    document = torch.zeros(batch, q_len, dtype=torch.int64, device="cpu")
+    if not hasattr(known, "packed_sequence_compatibility_function"):
+        # transformers 5.10 to 5.16
+        return known.and_masks(function, known.packed_sequence_mask_function(document))
+    return known.packed_sequence_compatibility_function(
+        function, torch.arange(q_len, device="cpu").expand(batch, -1), document
+    )
+
+
+def _meaning(mask_function: MaskFunction, local_size: int | None, batch: int, q_len: int) -> tuple[str, int | None]:
+    """(kind, window), as in `Mask`, of a mask function of transformers' own; ("other", None) of all else."""
+    from transformers import masking_utils
+
+    # whose annotations speak of single numbers
+    known: Any = masking_utils
+    meanings: dict[tuple[str, int | None], MaskFunction] = {
+        ("causal", None): known.causal_mask_function,
+        ("bidirectional", None): known.bidirectional_mask_function,
+    }
+    if local_size is not None:
+        meanings["causal", local_size] = known.sliding_window_causal_mask_function(local_size)
+        meanings["bidirectional", local_size] = known.sliding_window_bidirectional_mask_function(local_size)
+    for meaning, function in meanings.items():
+        if _is_same(mask_function, function) or _is_same(mask_function, _packed_alone(function, batch, q_len)):
+            return meaning
+    return "other", None
+
+
+def _layout_of(config: Any) -> BlockLayout | str | None:
+    """What a config holds, checked."""
+    layout = getattr(config, KEY, None)
+    if layout is None:
+        return None
+    if not isinstance(layout, BlockLayout | str):
+        raise TypeError(
+            f"config.{KEY} must be a BlockLayout, a specification such as 'butterfly | local(window=512)', or None for "
+            f"attention to all, got {type(layout).__name__}"
+        )
+    if isinstance(layout, BlockLayout) and (layout.q_len != layout.kv_len or layout.shape[0] != 1):
+        raise ValueError(
+            f"config.{KEY} must have shape (1, heads | 1, length, length), of which each forward takes what it needs, got "
+            f"{layout.shape}"
+        )
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ValueError(
+            f"config.{KEY} cannot say for which attentions of a model with cross-attention it is: set it to None, and all "
+            "of them are dense"
+        )
+    return layout
+
+
+class _Request(NamedTuple):
+    """What transformers asks of a mask, but for the padding; `crop` is of slots."""
+
+    kind: str
+    window: int | None
+    config: Any
+    batch: int
+    crop: layout_crops.Crop
+
+    @property
+    def q_stop(self) -> int:
+        return self.crop.q_start + self.crop.q_len
+
+    @property
+    def kv_stop(self) -> int:
+        return self.crop.kv_start + self.crop.kv_len
+
+    @property
+    def is_square(self) -> bool:
+        return self.crop.q_start == self.crop.kv_start == 0 and self.crop.q_len == self.crop.kv_len
+
+    def full_layout(self) -> layout_crops.FullLayout | None:
+        """The layout to be built; None where there is neither layout nor window."""
+        layout = _layout_of(self.config)
+        if layout is None and self.window is None:
+            return None
+        length = self._length(layout)
+        if self.kind == "causal":
+            return layout_crops.FullLayout(layout, length, None if self.window is None else self.window - 1, 0)
+        return layout_crops.FullLayout(layout, length, self.window, self.window)
+
+    def _length(self, layout: BlockLayout | str | None) -> int:
+        """For which a layout is built: the same for every input, so that what a token attends to is the same too."""
+        needed = max(self.q_stop, self.kv_stop)
+        longest = getattr(self.config, "max_position_embeddings", None)
+        if isinstance(layout, BlockLayout):
+            length, whose = layout.q_len, f"config.{KEY} is of"
+        elif isinstance(longest, int) and (layout is not None or longest >= needed):
+            length, whose = longest, f"config.{KEY} is built for config.max_position_embeddings ="
+        elif layout is None or self.is_square:
+            return needed
+        else:
+            raise ValueError(
+                f"config.{KEY} is built for config.max_position_embeddings, which this config lacks: give it a BlockLayout "
+                "of the longest sequence"
+            )
+        if needed > length:
+            raise ValueError(f"the sequence has {needed} tokens, but {whose} {length}: make that longer")
+        return length
+
+
+def _of_many(mask_function: MaskFunction) -> MaskFunction:
+    """The function of many pairs that says of each what a function of one pair says."""
+
+    def of_many(*places: Tensor) -> Tensor:
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+        together = torch.broadcast_tensors(*places)
+        # a function of one pair may look it up in a tensor, which vmap allows in this context only
+        with TransformGetItemToIndex():
+            return torch.vmap(mask_function)(*(place.reshape(-1) for place in together)).reshape(together[0].shape)
+
+    return of_many
+
+
+def _has_gaps(is_token: Tensor) -> bool:
+    """Whether a sequence has padding between its tokens; waits for the device."""
+    begins = (is_token[:, 1:] & ~is_token[:, :-1]).sum(dim=1) + is_token[:, 0]
+    return bool((begins > 1).any())
+
+
+def _with_padding(request: _Request, layout: BlockLayout | None, is_key: Tensor, *, moves_queries: bool) -> Mask:
+    """The mask that brings tokens to the front; while torch.compile traces also where they are there already."""
+    is_causal = layout is None and request.kind == "causal"
+    order = back = None
+    if torch.compiler.is_compiling() or bool((is_key[:, 1:] & ~is_key[:, :-1]).any()):
+        order = torch.argsort(~is_key, dim=1, stable=True)
+        back = torch.argsort(order, dim=1) if moves_queries else None
+    return Mask(layout, is_causal, request.kind, request.window, is_key.sum(dim=1), order, back)
+
+
+def _by_rule(request: _Request, is_token: Tensor | None) -> Mask | None:
+    """The mask, if it takes no more than a layout, lengths and an order; None if pairs have to be looked at."""
+    kind, window, crop = request.kind, request.window, request.crop
+    if kind == "other":
+        return None
+    if kind == "causal" and request.kv_stop > request.q_stop:
+        raise ValueError(STATIC_CACHE)
+    full = request.full_layout()
+    if is_token is None:
+        if full is not None:
+            return Mask(layout_crops.cropped(full, crop), False, kind, window)
+        is_aligned = kind == "bidirectional" or request.kv_stop == request.q_stop
+        return Mask(None, kind == "causal", kind) if is_aligned else None
+    is_last = crop.q_len == 1 and request.q_stop == request.kv_stop
+    if full is None and (kind == "bidirectional" or is_last):
+        return _with_padding(request, None, is_token[:, crop.kv_start :], moves_queries=False)
+    if request.is_square and (window is None or not _has_gaps(is_token)):
+        layout = None if full is None else layout_crops.cropped(full, crop)
+        return _with_padding(request, layout, is_token, moves_queries=True)
+    return None
+
+
+def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFunction) -> Mask:
+    """The mask made of blocks, batch by batch, on the host: O(blocks of the layout), or of all blocks without one."""
+    kind, window, crop, full = request.kind, request.window, request.crop, request.full_layout()
+    within = None
+    if is_token is not None:
+        is_token = is_token.cpu()
+    if full is not None and is_token is None:
+        within = layout_crops.cropped(full, crop)
+    elif full is not None and is_token is not None:
+        # between tokens there are as many positions as slots, or fewer: bounds on positions lose no pair of a window
+        layout = layout_crops.built(full)
+        within = BlockLayout.stack_batches([layout_crops.in_slots(layout, tokens, crop) for tokens in is_token])
+        if kind != "other" and (window is None or not _has_gaps(is_token)):
+            within.plan(crop.device)
+            return Mask(within, False, kind, window)
+
+    def attends(batch: Tensor, head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
+        pairs = batch, head, q_pos + crop.q_start, kv_pos + crop.kv_start
+        # where the tensors are that the function looks things up in
+        said = mask_function(*(place.to(crop.device) for place in pairs)).cpu()
+        return said if is_token is None else said & is_token[batch, pairs[3]]
+
+    layout = BlockLayout.from_predicate(
+        attends,
+        crop.q_len,
+        crop.kv_len,
+        block_size=layout_crops.BLOCK if within is None else within.block_size,
+        within=within,
+        batch=request.batch,
+    )
+    layout.plan(crop.device)
+    return Mask(layout, False, kind, window)
+
+
+@torch.compiler.disable(
+    reason="windows, packed sequences and padding in a cache make a mask on the host: compile without fullgraph=True. Where "
+    "none of these is meant, attention_mask=torch.ones_like(input_ids) says so"
+)
+def _on_the_host(
+    request: _Request, is_token: Tensor | None, mask_function: MaskFunction, local_size: int | None, takes_pairs: bool
+) -> Mask:
+    if request.kind == "other":
+        kind, window = _meaning(mask_function, local_size, request.batch, request.crop.q_len)
+        request = request._replace(kind=kind, window=window)
+        mask = _by_rule(request, is_token)
+        if mask is not None:
+            return mask
+    return _by_pairs(request, is_token, _of_many(mask_function) if takes_pairs else mask_function)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    *,
+    mask_function: MaskFunction,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    device: torch.device | str = "cpu",
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> Mask:
+    """The mask function of transformers: what the layers of one forward attend to. Its names are theirs.
+
+    batch_size, q_length, kv_length  sequences, queries and keys of this forward
+    q_offset, kv_offset  the first slot of the queries, of the keys
+    mask_function   mask_function(batch, head, q_slot, kv_slot) -> bool: what the model asks for; the layout is kept as well
+    attention_mask  bool (batch, slots), True for a token, False for padding, wherever it is; None is no padding
+    config          of the model; its `attention_layout` is a BlockLayout, a specification, or None
+    device          of the queries
+    local_size      tokens of a window, where mask_function has one
+    use_vmap        True: mask_function takes one pair at a time
+    raises          TypeError, ValueError naming what cannot be
+    """
+    # names of the module: torch.compile of torch 2.11 cannot trace an import from the package, which is loaded lazily
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if isinstance(q_offset, Tensor):
+        raise ValueError(STATIC_CACHE)
+    # whose annotations speak of single numbers
+    function: Any = mask_function
+    kind = "other"
+    if function is causal_mask_function:
+        kind = "causal"
+    elif function is bidirectional_mask_function:
+        kind = "bidirectional"
+    crop = layout_crops.Crop(q_offset, q_length, kv_offset, kv_length, torch.device(device))
+    request = _Request(kind, None, config, batch_size, crop)
+    shape = (batch_size, 1, q_length, kv_length)
+    if isinstance(attention_mask, Mask):
+        if attention_mask.shape != shape:
+            raise ValueError(
+                f"attention_mask must be (batch, length), got the mask that another model made, of {attention_mask.shape} "
+                f"where {shape} is needed"
+            )
+        return attention_mask
+    is_token = attention_mask
+    if is_token is not None:
+        if is_token.ndim != 2 or is_token.shape[0] != batch_size:
+            raise ValueError(
+                f"attention_mask must be (batch, length), 1 for a token and 0 for padding, with batch {batch_size} as the "
+                f"inputs have, got shape {tuple(is_token.shape)}"
+            )
+        missing = max(0, request.kv_stop - is_token.shape[1])
+        is_token = torch.nn.functional.pad(is_token, (0, missing))[:, : request.kv_stop]
+        if not torch.compiler.is_compiling() and bool(is_token.all()):
+            is_token = None
+    mask = _by_rule(request, is_token)
+    if mask is None:
+        mask = _on_the_host(request, is_token, mask_function, local_size, use_vmap)
+    return mask._replace(owner=owner_of(config), shape=shape)
+
+
+def mask_of_layer(
+    module: torch.nn.Module, q_len: int, kv_len: int, is_causal: bool | None, device: torch.device
+) -> Mask:
+    """The mask of a model that makes none, such as ViT."""
+    if is_causal is None:
+        # what transformers assumes
+        is_causal = bool(getattr(module, "is_causal", True))
+    kind = "causal" if is_causal else "bidirectional"
+    crop = layout_crops.Crop(0, q_len, 0, kv_len, device)
+    config = getattr(module, "config", None)
+    request, owner = _Request(kind, None, config, 1, crop), owner_of(config)
+    full = request.full_layout()
+    if full is None:
+        return Mask(None, is_causal, kind, owner=owner)
+    if not request.is_square:
+        raise ValueError(
+            f"config.{KEY} needs to know which positions {q_len} queries and {kv_len} keys have, but the model made no mask"
+        )
+    return Mask(layout_crops.cropped(full, crop), False, kind, owner=owner)

@@ -1,0 +1,189 @@
+"""Forward hooks that report a layout which no attention of the model reads."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from .names import KEY, NAME, WAY_OUT, owner_of
+
+# attributes of a watched model: whether it has hooks, and the attn_implementation that its hooks have checked
+_WATCHED = "_blocksparse_flash_watched"
+_CHECKED = "_blocksparse_flash_checked"
+
+
+class _Forward:
+    """A running forward of a model whose config holds a layout; `read` are the configs that attention asked so far."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.read: set[str | None] = set()
+
+
+class _Running(threading.local):
+    """The running forwards of this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.forwards: list[_Forward] = []
+
+
+class _Last:
+    """Whether attention was called since a forward with a layout began: all that torch.compile can trace of this file.
+
+    It is written before it is read, so that it is a constant of most graphs and guards nothing.
+    """
+
+    attended = False
+
+
+_running = _Running()
+_last = _Last()
+
+
+def record_attention(owner: str | None) -> None:
+    """Called by each attention of a layer, with the owner of the config that it asked for a layout."""
+    _last.attended = True
+    if not torch.compiler.is_compiling():
+        for forward in _running.forwards:
+            forward.read.add(owner)
+
+
+def _ignored(model: torch.nn.Module, read: set[str | None]) -> ValueError:
+    """The error of a forward in which no attention read the layout of the model's config."""
+    name, config = type(model).__name__, owner_of(model.config)
+    if not read:
+        return ValueError(
+            f"{name} ignored config.{KEY}: none of its layers called attn_implementation='{NAME}', since it computes its own "
+            f"attention, or has none; {WAY_OUT}"
+        )
+    others = sorted(other for other in read if other is not None)
+    keys = [
+        key for key in getattr(model.config, "sub_configs", {}) if owner_of(getattr(model.config, key, None)) in others
+    ]
+    if keys:
+        where = " or ".join(f"config.{key}.{KEY}" for key in keys)
+        return ValueError(
+            f"{name} ignored config.{KEY}: it is in its {config}, but its attention reads {' and '.join(others)}; set "
+            f"{where} instead, and config.{KEY} = None"
+        )
+    said = " and ".join(others) if others else "no config"
+    return ValueError(f"{name} ignored config.{KEY}: it is in its {config}, but its attention reads {said}; {WAY_OUT}")
+
+
+@torch.compiler.disable(
+    reason=f"config.{KEY} is ignored, since attn_implementation is not '{NAME}': set config.{KEY} = None for attention to all, "
+    f"or model.set_attn_implementation('{NAME}')"
+)
+def _warn(model: torch.nn.Module) -> None:
+    """Once for each model and attn_implementation."""
+    config: Any = model.config
+    how = config._attn_implementation
+    for module in model.modules():
+        if getattr(module, "config", None) is config and hasattr(module, _WATCHED):
+            setattr(module, _CHECKED, how)
+    warnings.warn(
+        f"{type(model).__name__} ignores config.{KEY}: its attn_implementation is {how!r}, and attends to all. For the layout "
+        f"load or make the model with attn_implementation='{NAME}', or call model.set_attn_implementation('{NAME}'); if "
+        f"{how!r} is meant, as to compare, config.{KEY} = None says so",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _check_parts(model: torch.nn.Module) -> None:
+    """ValueError for a layout in the config of a part that no module of the model has for its config."""
+    config: Any = model.config
+    for key in getattr(config, "sub_configs", {}):
+        part = getattr(config, key, None)
+        if getattr(part, KEY, None) is None:
+            continue
+        if not any(owner_of(getattr(module, "config", None)) == owner_of(part) for module in model.modules()):
+            raise ValueError(
+                f"{type(model).__name__} ignores config.{key}.{KEY}: no module of it has a {owner_of(part)}; set it in the "
+                f"config of the part that attends, and config.{key}.{KEY} = None"
+            )
+
+
+def _before(model: torch.nn.Module, _: Any) -> None:
+    """Forward pre-hook."""
+    config: Any = model.config
+    if not torch.compiler.is_compiling():
+        _check_parts(model)
+    if getattr(config, KEY, None) is None:
+        return
+    how = config._attn_implementation
+    if how != NAME:
+        if getattr(model, _CHECKED, None) != how:
+            _warn(model)
+        return
+    _last.attended = False
+    if not torch.compiler.is_compiling():
+        _running.forwards = [forward for forward in _running.forwards if forward.model is not model]
+        _running.forwards.append(_Forward(model))
+
+
+def _after(model: torch.nn.Module, _: Any, output: Any) -> None:
+    """Forward hook that is always called: after an error, which is not to be hidden by another, `output` is None."""
+    config: Any = model.config
+    read: set[str | None] = set()
+    if not torch.compiler.is_compiling() and _running.forwards and _running.forwards[-1].model is model:
+        read = _running.forwards.pop().read
+    if output is None or getattr(config, KEY, None) is None or config._attn_implementation != NAME:
+        return
+    # a forward that was traced only in part knows no more than whether attention was called
+    was_read = owner_of(config) in read if read else _last.attended
+    if torch.compiler.is_compiling():
+        if not was_read:
+            raise _ignored(model, read)
+    elif was_read:
+        setattr(model, _CHECKED, NAME)
+    # a model that has attended may have forwards in which all of its attentions are dropped
+    elif getattr(model, _CHECKED, None) != NAME:
+        raise _ignored(model, read)
+
+
+def _refuse_tables(model: Any) -> None:
+    """Adds an entry that raises ValueError to the tables {attn_implementation: class of attention} beside a model's class.
+
+    Falcon, GPT-Neo and others choose their attention so, and would end in KeyError: 'blocksparse'.
+    """
+    for name, table in list(vars(sys.modules[type(model).__module__]).items()):
+        if (
+            isinstance(table, dict)
+            and "eager" in table
+            and NAME not in table
+            and all(isinstance(kind, type) and issubclass(kind, torch.nn.Module) for kind in table.values())
+        ):
+
+            def refuse(*_: Any, name: str = name, known: tuple[str, ...] = tuple(table), **__: Any) -> None:
+                raise ValueError(
+                    f"{type(model).__name__} has no attn_implementation='{NAME}': it computes its own attention, which it "
+                    f"chooses from {name}, of {', '.join(known)}; {WAY_OUT}"
+                )
+
+            table[NAME] = refuse
+
+
+def _watch(module: Any, _: str, child: Any) -> None:
+    """Hook of torch that is called for each module which becomes part of another, before it does."""
+    from transformers import PreTrainedModel
+
+    for model in (module, child):
+        if isinstance(model, PreTrainedModel) and not hasattr(model, _WATCHED):
+            setattr(model, _WATCHED, True)
+            _refuse_tables(model)
+            model.register_forward_pre_hook(_before)
+            model.register_forward_hook(_after, always_call=True)
+
+
+_handles: list[Any] = []
+
+
+def watch_models() -> None:
+    """Gives hooks to every model of transformers that is made from now on, or becomes part of another module."""
+    if not _handles:
+        _handles.append(torch.nn.modules.module.register_module_module_registration_hook(_watch))

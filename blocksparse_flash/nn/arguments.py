@@ -1,0 +1,86 @@
+"""Checks of the arguments of layers. Each returns its argument, or raises a TypeError or ValueError that names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout
+
+Layout = BlockLayout | Callable[[int], BlockLayout] | None
+
+
+def positive_int(name: str, number: Any) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} must be an int, got {number!r}")
+    if number < 1:
+        raise ValueError(f"{name} must be 1 or more, got {number}")
+    return number
+
+
+def rotary_base(name: str, base: Any) -> float:
+    if isinstance(base, bool) or not isinstance(base, int | float):
+        raise TypeError(f"{name} must be a number, a base such as 10000.0, got {base!r} ({type(base).__name__})")
+    if not 0 < base < math.inf:
+        raise ValueError(f"{name} must be a base above 0, such as 10000.0, got {base}")
+    return base
+
+
+def check_positions(positions: Any) -> None:
+    if not isinstance(positions, Tensor):
+        raise TypeError(
+            f"positions must be a tensor of numbers, got {type(positions).__name__}; torch.as_tensor(positions) makes one"
+        )
+    if positions.is_complex():
+        raise ValueError(f"positions must be real numbers, got {positions.dtype}")
+    if positions.dtype == torch.bool:
+        raise ValueError(
+            "positions must be real numbers, got torch.bool, which is a mask; positions.cumsum(0) counts, and kv_lengths= "
+            "says how much of a padded batch exists"
+        )
+
+
+def feature_dropout(name: str, value: Any) -> float:
+    """The probability to drop a feature, which may be 1, as in nn.Dropout."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}); 0.0 drops nothing")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be from 0 to 1, got {value}; 0.0 drops nothing")
+    return value
+
+
+def boolean(name: str, value: Any, way_out: str) -> bool:
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); {way_out}")
+    return value
+
+
+def checked_layout(layout: Any) -> Layout:
+    """The layout, or a TypeError."""
+    if layout is not None and not isinstance(layout, BlockLayout) and not callable(layout):
+        raise TypeError(
+            f"layout must be a BlockLayout, a function from a length to one, or None, got {type(layout).__name__}"
+        )
+    return layout
+
+
+def boolean_causal(causal: Any) -> bool:
+    """The switch, or a TypeError."""
+    if causal is not True and causal is not False:
+        raise TypeError(
+            f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
+        )
+    return causal
+
+
+def attention_dropout(name: str, value: Any) -> float:
+    """The probability to drop an attention weight, or an error that names it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}); 0.0 drops nothing")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value}; 0.0 drops nothing")
+    return value
