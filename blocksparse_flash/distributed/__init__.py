@@ -1,4 +1,4 @@
-"""One sequence shared by several ranks: context parallelism on torch.distributed. `plan` once, then `attention`."""
+"""Context parallelism on torch.distributed: several ranks share one sequence. `plan` once, then `attention`."""
 
 from .context_plan import ContextPlan, plan
 from .functional import attention, attention_with_lse

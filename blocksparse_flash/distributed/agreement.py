@@ -1,7 +1,4 @@
-"""Do all ranks ask for the same? If not, every rank hears which one differs, in what.
-
-Knows a process group and what each rank says of itself in words. Must not know layouts or plans.
-"""
+"""Checks that all ranks of a group pass the same arguments."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ _REFUSED = "refused"
 
 
 def agreed(make: Callable[[], tuple[Made, Mapping[str, str]]], group: Any, name: str) -> Made:
-    """What `make` makes, once all ranks have made theirs and said the same of it.
+    """The result of `make`, after all ranks have compared their facts.
 
-    make     returns (made, facts), facts in a fixed order; a TypeError or ValueError of it is told to all ranks
+    make     returns (made, facts), facts in a fixed order; its TypeError or ValueError is sent to all ranks
     name     of the call, for the message
-    raises   on every rank: its own error where it has one, else ValueError naming the ranks that differ, in what, and
-             what each of them says. RuntimeError where a rank does not come within the group's timeout
+    raises   on every rank: its own error if it has one, otherwise ValueError naming the ranks that differ, the argument
+             and its values. RuntimeError if a rank does not call within the group's timeout
     """
     error: TypeError | ValueError | None = None
     made: Made | None = None
@@ -31,7 +28,7 @@ def agreed(make: Callable[[], tuple[Made, Mapping[str, str]]], group: Any, name:
         made, facts = make()
     except (TypeError, ValueError) as refused:
         error, facts = refused, {_REFUSED: str(refused)}
-    # a fixed collective whatever happened before, so that all ranks meet here
+    # always called, so that a rank that failed cannot leave the others waiting
     said = gather_objects(dict(facts), group)
     if error is not None:
         raise error
@@ -43,20 +40,20 @@ def agreed(make: Callable[[], tuple[Made, Mapping[str, str]]], group: Any, name:
 
 
 def gather_objects(what: Said, group: Any) -> list[Said]:
-    """What each rank says, rank after rank. Every rank of the group must call it."""
+    """The objects of all ranks, in rank order. Every rank of the group must call it."""
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, what, group=group)
     return said
 
 
 def _difference(said: list[dict[str, str]]) -> str:
-    """Which ranks differ from most, and in the first fact where they do; empty if none does."""
+    """The ranks that differ from the majority, and the first fact in which they do; empty if none does."""
     refused = {rank: facts[_REFUSED] for rank, facts in enumerate(said) if _REFUSED in facts}
     if refused:
         return "; ".join(f"rank {rank} refused its arguments: {why}" for rank, why in refused.items())
     for fact in said[0]:
         values = [facts.get(fact, "nothing") for facts in said]
-        # of equally common ones the first
+        # the first of equally common values
         usual = Counter(values).most_common(1)[0][0]
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:

@@ -1,10 +1,7 @@
-"""How do tokens travel between ranks? Messages of tokens, sent and awaited.
+"""All-to-all and all-gather of token messages between ranks.
 
-Knows messages, how many tokens go to each rank, a process group by name. Must not know how a message is made (see rows.py),
-layouts, plans of kernels or attention.
-
-A message is contiguous and has tokens first: (tokens, batch, heads, features), one stretch a rank, in the order of ranks.
-What autograd sees is one operator, `redistribute`; the others are for the bodies of operators.
+A message is contiguous and has tokens first, (tokens, batch, heads, features), with one stretch per rank in rank order.
+gather_scatter.py packs and unpacks it. Only `redistribute` is an operator that autograd sees.
 """
 
 from __future__ import annotations
@@ -21,25 +18,25 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class PendingAllToAll:
-    """A message under way. The tensors live until it has arrived."""
+    """An asynchronous all-to-all. Holds its tensors until `wait`."""
 
     def __init__(self, message: Tensor, into: Tensor, send: list[int], receive: list[int], group: Any) -> None:
         self.message, self.into = message, into
         self.work = dist.all_to_all_single(into, message, receive, send, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """The received message; on a GPU the current stream waits, not the host."""
+        """The received message. On a GPU the current stream waits, not the host."""
         self.work.wait()
         return self.into
 
 
 class PendingAllGather:
-    """A message of every rank under way to all ranks, each sent once. The tensors live until it has arrived."""
+    """An asynchronous all-gather. Holds its tensors until `wait`."""
 
     def __init__(self, message: Tensor, sizes: list[int], group: Any) -> None:
         self.sizes, self.longest = sizes, max(sizes)
         if len(message) < self.longest:
-            # the collective wants messages of one size; what is padded is never read
+            # the collective needs messages of equal size; the padding is never read
             padded = message.new_empty(self.longest, *message.shape[1:])
             padded[: len(message)].copy_(message)
             message = padded
@@ -48,7 +45,7 @@ class PendingAllGather:
         self.work = _all_gather(self.into, message, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """The tokens of all ranks, rank after rank; on a GPU the current stream waits, not the host."""
+        """The tokens of all ranks, in rank order. On a GPU the current stream waits, not the host."""
         self.work.wait()
         if min(self.sizes) == self.longest:
             return self.into
@@ -56,25 +53,25 @@ class PendingAllGather:
 
 
 class GroupedAllToAll:
-    """Some lists of tensors under way at once: sent[i][r] goes to rank r, received[i][r] is written where it lies.
+    """Several all-to-alls in one launch, without copies: sent[i][r] goes to rank r, received[i][r] comes from it.
 
-    Nothing is copied before or behind: every tensor is contiguous, a part of a larger one. They live until they have arrived.
+    Every tensor is a contiguous part of a larger one. Holds its tensors until `wait`.
     """
 
     def __init__(self, sent: list[list[Tensor]], received: list[list[Tensor]], group: Any) -> None:
         self.tensors, self.works = (sent, received), []
         if not sent:
-            # of no sequences, there is nothing to tell the device by
+            # an empty batch
             return
         device = sent[0][0].device
         if device.type == "cuda":
-            # one launch of NCCL for all: each would wait anew for multiprocessors that attention holds
+            # one NCCL launch for all: each separate one would wait for SMs that attention occupies
             with dist.distributed_c10d._coalescing_manager(group, device=device, async_ops=True) as together:
                 for mine, theirs in zip(sent, received, strict=True):
                     dist.all_to_all(theirs, mine, group=group, async_op=True)
             self.works.append(together)
             return
-        # gloo has such a collective for tensors of one size alone
+        # the all_to_all of gloo needs tensors of equal size
         for mine, theirs in zip(sent, received, strict=True):
             for rank, (to, into) in enumerate(zip(mine, theirs, strict=True)):
                 if rank == dist.get_rank(group):
@@ -100,26 +97,23 @@ def process_group_of(name: str) -> Any:
 
 
 def all_to_all(message: Tensor, send: list[int], receive: list[int], group: Any) -> PendingAllToAll:
-    """Set a message on its way: send[r] tokens to each rank r, receive[r] tokens from it."""
+    """Start an all-to-all: send[r] tokens to each rank r, receive[r] tokens from it."""
     return PendingAllToAll(message, message.new_empty(sum(receive), *message.shape[1:]), send, receive, group)
 
 
 def all_gather(message: Tensor, sizes: list[int], group: Any) -> PendingAllGather:
-    """Set a message on its way to every rank; sizes[r] are the tokens of rank r."""
+    """Start an all-gather; rank r holds sizes[r] tokens."""
     return PendingAllGather(message, sizes, group)
 
 
 def sender(group: Any) -> Callable[[Tensor, list[int], list[int]], Tensor]:
-    """Sends a message to the ranks of this group, and waits as `PendingAllToAll.arrived` does for the one that comes."""
+    """A function (message, send, receive) that runs an all-to-all and waits for it."""
     return lambda message, send, receive: all_to_all(message.contiguous(), send, receive, group).wait()
-
-
-# ---- what autograd sees ----
 
 
 @torch.library.custom_op("blocksparse_flash::redistribute", mutates_args=())
 def redistribute(message: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-    """The message (tokens, ...) which the ranks send each other; its gradient goes the same way back."""
+    """Differentiable all-to-all of a message (tokens, ...); the gradient takes the way back."""
     return sender(process_group_of(group))(message, send, receive)
 
 

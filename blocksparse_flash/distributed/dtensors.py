@@ -1,7 +1,6 @@
-"""Which DTensors can attention take, and what is their local part?
+"""Conversion of DTensors to the local tensors of a plan, and back.
 
-A DTensor's shards are equal and in the order of ranks, so only a plan that has the same shards can take it.
-Knows DTensors, meshes and a ContextPlan. Must not know attention.
+The shards of a DTensor are equal and in rank order, so only a plan with the same shards accepts DTensors.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def are_dtensors(*tensors: Any) -> bool:
-    """Whether all are DTensors; a mixture is refused."""
+    """Whether all are DTensors; TypeError for a mixture."""
     if all(type(tensor) in _PLAIN for tensor in tensors):
         return False
     from torch.distributed.tensor import DTensor
@@ -29,7 +28,7 @@ def are_dtensors(*tensors: Any) -> bool:
 
 
 def to_local(name: str, tensor: Any, plan: ContextPlan) -> Tensor:
-    """This rank's tokens of a DTensor whose length is sharded over the plan's group, as the plan does."""
+    """This rank's tokens of a DTensor that is sharded along the length as the plan is."""
     from torch.distributed.tensor import Replicate, Shard
 
     if plan.restore is not None or len(set(plan.sizes)) > 1:
@@ -54,7 +53,7 @@ def to_local(name: str, tensor: Any, plan: ContextPlan) -> Tensor:
 
 
 def like(local: Tensor, tensor: Any) -> Tensor:
-    """The DTensor of which this is the local part, on the mesh and with the placements of another."""
+    """A DTensor with this local part, and the mesh and placements of `tensor`."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(local.contiguous(), tensor.device_mesh, tensor.placements, run_check=False)

@@ -1,7 +1,4 @@
-"""What does one rank send and receive, as tensors that an operator takes?
-
-Knows index lists of tokens, the tensors of a kernel's plan, and counts. Must not know what is sent.
-"""
+"""ExchangePlan: index lists and kernel plan of one rank's exchange, and their flat form for operators."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# tensors of a flat ExchangePlan: seven lists, then the seven of a plan
+# tensors of a flattened ExchangePlan: seven lists, and the seven tensors of a kernel plan
 WIDTH = 7 + 7
 
 
@@ -37,15 +34,15 @@ class ExchangePlan(NamedTuple):
     receive: list[int]
 
     def flatten(self) -> tuple[list[Tensor], list[int]]:
-        """Tensors and numbers alone: what an operator takes."""
+        """(tensors, counts), the form that operators take."""
         lists = [self.own, self.own_slots, self.sent, self.slots, self.rows, self.touched, self.table]
         return lists + self.plan, self.send + self.receive
 
 
 def unflatten(tensors: list[Tensor], counts: list[int], n_ranks: int) -> tuple[list[ExchangePlan], list[Tensor]]:
-    """Sides from their flat forms, one after another, and the plan behind them of rows that need no exchange, if any.
+    """The inverse of `flatten` for concatenated plans; tensors behind them, the plan of local rows, are returned as they are.
 
-    Of the counts one more number may follow.
+    counts may end with one more number, which is ignored.
     """
     n_sides = len(counts) // (2 * n_ranks)
     found = []

@@ -1,7 +1,6 @@
-"""How do tokens move, add up and merge within a rank? By a kernel where the attention is one, else by PyTorch.
+"""Gather, scatter, sum and merge tokens within a rank: a Triton kernel for the GPU backends, PyTorch for "eager".
 
-Knows tensors (batch, heads, tokens, features), index lists, the name of a backend; that a message has tokens first: (tokens,
-batch, heads, features), the features of several tensors side by side. Must not know where it goes.
+A message has tokens first, (tokens, batch, heads, features), with the features of several tensors side by side.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from torch import Tensor
 from .. import merging
 from .local_attention import accumulator_dtype
 
-# tensors of a launch
+# tensors per launch
 TOGETHER = 4
 
 
 @functools.cache
 def _kernels() -> Any:
-    """The module of the kernels; Triton is imported when first used."""
+    """The kernels; Triton is imported on first use."""
     from ..kernels.triton import gather_scatter
 
     return gather_scatter
@@ -49,7 +48,7 @@ def move(
     taken: Tensor | None = None,
     put: Tensor | None = None,
 ) -> None:
-    """target[:, :, put] = source[:, :, taken] of each pair, in target's type; None is all tokens, in order."""
+    """target[:, :, put] = source[:, :, taken] for each pair, in target's dtype; None means all tokens in order."""
     if backend == "eager":
         for source, target in zip(sources, targets, strict=True):
             _move(source, target, taken, put)
@@ -67,7 +66,7 @@ def picked(sources: Sequence[Tensor], taken: Tensor, backend: str) -> list[Tenso
 
 
 def pack(sources: Sequence[Tensor], tokens: Tensor, backend: str) -> Tensor:
-    """The message that holds these tokens of up to TOGETHER tensors of one type, side by side."""
+    """The message with these tokens of up to TOGETHER tensors of one dtype."""
     first = sources[0]
     features = [x.shape[3] for x in sources]
     message = first.new_empty(tokens.shape[0], first.shape[0], first.shape[1], sum(features))
@@ -79,7 +78,7 @@ def pack(sources: Sequence[Tensor], tokens: Tensor, backend: str) -> Tensor:
 
 
 def unpack(message: Tensor, targets: Sequence[Tensor], tokens: Tensor, backend: str) -> None:
-    """target[:, :, tokens] = what the message holds of each."""
+    """target[:, :, tokens] = its part of the message, for each target."""
     if backend == "eager":
         move(parts(message, [x.shape[3] for x in targets]), targets, backend, put=tokens)
         return
@@ -96,13 +95,14 @@ def add(
     rank: int,
     backend: str,
 ) -> None:
-    """total[:, :, tokens] = what each rank gave, in the order of ranks, summed in float32 (float64 for float64).
+    """total[:, :, tokens] = sum over ranks of their contributions, in rank order and in float32 (float64 for float64).
 
     totals   one or two tensors
-    mine     what this rank gave to each; others is the message of what all others gave. table[r] names rank r's; -1: nothing
-    bases    at most two lists, of one tensor for each total, which this rank adds too; they may be the totals themselves
-    table    int32 (ranks, tokens)
-    tokens   int64; None is all, in order
+    mine     contributions of this rank, one tensor per total
+    others   message with the contributions of all other ranks
+    bases    at most two lists of one tensor per total, which this rank adds too; may be the totals themselves
+    table    int32 (ranks, tokens): index into each rank's contribution, or -1 for none
+    tokens   int64; None means all in order
     """
     if backend != "eager":
         _kernels().add(totals, mine, others, bases, table, tokens, rank)
@@ -116,7 +116,7 @@ def add(
                     found += base if tokens is None else base.index_select(2, tokens)
             given = own if i_rank == rank else part
             if given.shape[2]:
-                found += _named(given, table[i_rank], 0)
+                found += _take(given, table[i_rank], 0)
         _move(found, total, None, tokens)
 
 
@@ -130,9 +130,10 @@ def merge(
     rank: int,
     backend: str,
 ) -> None:
-    """out[:, :, tokens] and lse[:, :, tokens] = attention over the keys of all ranks, from what each rank's keys gave.
+    """Merges partial out and lse of all ranks by lse, into out[:, :, tokens] and lse[:, :, tokens].
 
-    mine     out and lse of this rank's keys; others is the message of those of the others, lse as bits of its type
+    mine     out and lse over this rank's keys
+    others   message with those of the other ranks; lse is stored as the bits of out's dtype
     table, tokens  as in `add`
     """
     if backend != "eager":
@@ -140,20 +141,20 @@ def merge(
         return
     width = out.shape[3]
     part, bits = parts(others, [width, others.shape[3] - width])
-    # a view must begin at a multiple of the wider type: no view of a message would do
+    # a view of a wider dtype must start at a multiple of its size, which a message does not guarantee
     part_lse = bits.clone(memory_format=torch.contiguous_format).view(lse.dtype)
     total = out.new_zeros(*out.shape[:2], len(tokens), width, dtype=lse.dtype)
     highest = lse.new_full((*lse.shape[:2], len(tokens)), -torch.inf)
     for i_rank, places in enumerate(table):
         given, given_lse = (mine[0], mine[1][..., None]) if i_rank == rank else (part, part_lse)
         if given.shape[2]:
-            found = _named(given, places, 0).to(lse.dtype), _named(given_lse, places, -torch.inf)[..., 0]
+            found = _take(given, places, 0).to(lse.dtype), _take(given_lse, places, -torch.inf)[..., 0]
             total, highest = merging.merge(total, highest, *found)
     out.index_copy_(2, tokens, total.to(out.dtype))
     lse.index_copy_(2, tokens, highest)
 
 
-def _named(part: Tensor, places: Tensor, otherwise: float) -> Tensor:
-    """part[:, :, places], `otherwise` where the place is -1."""
+def _take(part: Tensor, places: Tensor, otherwise: float) -> Tensor:
+    """part[:, :, places], with `otherwise` where places is -1."""
     found = part.index_select(2, places.long().clamp(min=0))
     return torch.where((places >= 0)[:, None], found, otherwise)

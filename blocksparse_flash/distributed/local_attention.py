@@ -1,7 +1,4 @@
-"""How does one rank attend to what it has? The operators of one process, and what they leave out: no tokens.
-
-Knows tensors, a kernel's plan as a list of tensors. Must not know ranks.
-"""
+"""Attention of one rank over the keys it holds: the operators of one process, which may also get no tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ from .. import ops
 
 
 def accumulator_dtype(q: Tensor) -> torch.dtype:
-    """The type of lse, and of sums over ranks."""
+    """The dtype of lse and of sums over ranks."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    """out and lse of the tiles of a plan."""
+    """out and lse over the tiles of a kernel plan."""
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=accumulator_dtype(q))
-    # within an operator already: nothing else is to see it
+    # already inside an operator, so the inner functions are called directly
     return ops._forward(q, k, v, plan, None, None, scale, False, 0.0, backend)
 
 
@@ -36,6 +33,6 @@ def attend_backward(
     q, k, v = inputs
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    # some of the heads of a forward's results, which a backward takes as they were
+    # a chunk of heads is a strided view, and the backward needs contiguous tensors
     out, lse = (tensor.contiguous() for tensor in outs)
     return ops._backward(*douts, *inputs, out, lse, plan, None, None, scale, False, 0.0, backend)

@@ -1,8 +1,7 @@
-"""Which rank holds which tile of the sequence?
+"""Assignment of tiles of the sequence to ranks.
 
-Knows the tiles of a sequence by number and the pairs (row, col) of tiles that some layer computes. An owner list is int64
-(n_tiles,): the rank of each tile, of its queries, keys and values alike; a rank holds its tiles in ascending order.
-Must not know torch, layouts, process groups or messages.
+An owner list is int64 (n_tiles,): the rank that holds each tile's queries, keys and values. A rank holds its tiles in
+ascending order.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ import numpy as np
 from ..blocks.block_list import Array
 
 ORDERS = ("contiguous", "zigzag", "balanced", "tuned")
-# pairs of tiles that "tuned" looks at: 40,000 take 2 to 4 s, and more change little; a few times all pairs are enough
+# swaps that "tuned" tries, at most TRIALS_A_PAIR per pair of tiles: 40,000 take 2 to 4 s, and more change little
 TRIALS = 40_000
 TRIALS_A_PAIR = 10
-# what a rank may compute, over the mean, after a swap of "tuned"
+# largest work of a rank over the mean after a swap of "tuned"
 MOST_WORK = 1.1
-# share of the tiles which a row reaches that no order can help
+# a row that reaches more than this share of tiles needs them in any order
 FAR = 15 / 16
 
 
 class Pairs(NamedTuple):
-    """The tiles that a layer computes for any of its batches and heads: row and col, int64 (pairs,), each pair once."""
+    """Tiles that a layer computes, over all batches and heads: row and col, int64 (pairs,), each pair once."""
 
     row: Array
     col: Array
@@ -36,10 +35,10 @@ class Pairs(NamedTuple):
 def owners(order: str, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array:
     """The owner list of a named order, the same on every machine.
 
-    "contiguous"  rank after rank, as equally many tiles as can be
-    "zigzag"      2 * n_ranks stretches, of which rank r holds r and 2 * n_ranks - 1 - r: balances causal masks
-    "balanced"    as equally many tiles as can be, the rows with most work dealt first, each to the rank with least
-    "tuned"       swaps tiles, from "contiguous" or from reverse Cuthill-McKee, while fewer move between ranks
+    "contiguous"  one stretch per rank, equal up to one tile
+    "zigzag"      2 * n_ranks stretches; rank r holds stretches r and 2 * n_ranks - 1 - r, which balances causal masks
+    "balanced"    equal numbers of tiles up to one; the tile rows with most work first, each to the least loaded rank
+    "tuned"       starts from "contiguous" or reverse Cuthill-McKee and swaps tiles to reduce transfers
     """
     tiles = np.arange(n_tiles)
     if order == "contiguous":
@@ -48,7 +47,7 @@ def owners(order: str, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> A
         stretch = tiles * 2 * n_ranks // max(n_tiles, 1)
         return np.minimum(stretch, 2 * n_ranks - 1 - stretch)
     if order == "balanced":
-        return _dealt(_work(layers, n_tiles), n_ranks)
+        return _longest_first(_work(layers, n_tiles), n_ranks)
     assert order == "tuned", order
     return _tuned(layers, n_tiles, n_ranks)
 
@@ -56,8 +55,8 @@ def owners(order: str, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> A
 def received(layers: Sequence[Pairs], owner: Array) -> Array:
     """Tiles of keys that each rank receives, summed over layers, int64 (ranks,).
 
-    Their sum is that over tiles of (ranks that touch it - 1), the cut of the column-net hypergraph (Catalyurek and Aykanat,
-    IEEE TPDS 10(7), 1999, section 3).
+    The total is the sum over tiles of (ranks that need the tile - 1), the cut of the column-net hypergraph (Catalyurek and
+    Aykanat, IEEE TPDS 10(7), 1999, section 3).
     """
     n_tiles = len(owner)
     found = np.zeros(int(owner.max(initial=0)) + 1, np.int64)
@@ -76,8 +75,8 @@ def _work(layers: Sequence[Pairs], n_tiles: int) -> Array:
     return work
 
 
-def _dealt(work: Array, n_ranks: int) -> Array:
-    """Longest processing time first, among the ranks that have room for one more tile."""
+def _longest_first(work: Array, n_ranks: int) -> Array:
+    """Longest processing time first, among the ranks with room for another tile."""
     n_tiles = len(work)
     room = [(n_tiles + n_ranks - 1 - rank) // n_ranks for rank in range(n_ranks)]
     ranks = [(0, rank) for rank in range(n_ranks) if room[rank]]
@@ -111,7 +110,7 @@ def _tuned(layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array:
     other = _cuthill_mckee(layers, n_tiles, n_ranks)
     found = _swapped(layers, min(start, other, key=lambda owner: received(layers, owner).sum()))
 
-    # a smaller sum may burden one rank, which the others then wait for
+    # a smaller sum may overload one rank, and the others would wait for it
     def burden(owner: Array) -> tuple[int, int]:
         counts = received(layers, owner)
         return int(counts.max()), int(counts.sum())
@@ -120,26 +119,26 @@ def _tuned(layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array:
 
 
 def _without_far_rows(pairs: Pairs, n_tiles: int) -> Pairs:
-    """The pairs of rows that an order can help: one that reaches nearly every tile needs them wherever it is."""
+    """Drops rows that reach nearly every tile, since no order helps them."""
     stays = (np.bincount(pairs.row, minlength=n_tiles) <= FAR * n_tiles)[pairs.row]
     return Pairs(pairs.row[stays], pairs.col[stays])
 
 
 def _swapped(layers: Sequence[Pairs], owner: Array) -> Array:
-    """Swap two tiles of different ranks whenever that moves no more tiles; equally many stay on each rank."""
+    """Swaps tiles of different ranks if that transfers no more tiles. Each rank keeps its number of tiles."""
     n_tiles, n_ranks, n_layers = len(owner), int(owner.max()) + 1, len(layers)
-    # one column a tile and layer; a tile touches the columns which it attends to, and its own
+    # one column per tile and layer; a tile touches the columns it attends to and its own
     tiles, own = np.arange(n_tiles), np.arange(n_layers) * n_tiles
     row = np.concatenate([*(pairs.row for pairs in layers), np.tile(tiles, n_layers)])
     col = np.concatenate(
         [*(p.col + first for p, first in zip(layers, own, strict=True)), np.arange(n_layers * n_tiles)]
     )
-    # a tile that attends to itself touches that column once
+    # a tile that attends to itself touches its column once
     touched = np.unique(row * (n_layers * n_tiles) + col)
     row, col = np.divmod(touched, n_layers * n_tiles)
     bounds = np.searchsorted(row, np.arange(n_tiles + 1))
     columns = [col[begin:end] for begin, end in itertools.pairwise(bounds.tolist())]
-    # how many tiles of each rank touch each column
+    # tiles of each rank that touch each column
     count = np.zeros((n_layers * n_tiles, n_ranks), np.int64)
     np.add.at(count, (col, owner[row]), 1)
     work = _work(layers, n_tiles)
@@ -158,7 +157,7 @@ def _swapped(layers: Sequence[Pairs], owner: Array) -> Array:
             continue
         changed = (count[columns[a]] > 0).sum() + (count[columns[b]] > 0).sum()
         both = np.intersect1d(columns[a], columns[b], assume_unique=True)
-        # columns that both touch stay as they are: one comes, one goes
+        # columns that both touch keep their counts
         moves_a, moves_b = np.setdiff1d(columns[a], both, True), np.setdiff1d(columns[b], both, True)
         for columns_of, away, to in ((moves_a, p, s), (moves_b, s, p)):
             count[columns_of, away] -= 1

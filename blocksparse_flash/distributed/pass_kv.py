@@ -1,16 +1,14 @@
-"""How do ranks attend to keys of one another? One opaque operator: exchange of needed keys, attention, exchange of gradients.
+"""Pass-KV: the keys and values that other ranks need travel to their queries, as one opaque operator.
 
-Knows tensors, index lists, plans of kernels as lists of tensors, a process group by name. Must not know layouts or owners.
+    forward     sends k and v of tokens that others need and receives those this rank needs. Each row is then computed whole,
+                tile by tile as in one process, so that out and dq equal those of one process (up to rounding for rows that
+                a kernel splits)
+    backward    returns dk and dv of received tokens to their owners, which add them in rank order and in float32
 
-    forward     send k and v of the tokens that others need, receive those that this rank needs; its rows are then
-                computed whole, tile by tile as one process would, so that out and dq equal those of one process; rows that
-                a kernel splits among its programs, by how much there is to compute, to rounding
-    backward    dk and dv of received tokens go back where they came from, and are added in the order of ranks, in float32
-
-Where every rank is given all keys (scheme="all_gather"), each sends its own once, by the collective of that name; the rest is the
-same. Rows that need nothing from others, where they are many, are computed in place while messages travel. Heads go in chunks, each
-a message of its own: while one is computed the next ones travel. The waiting is inside of the operator, where neither autograd
-nor a compiler can move it. Rows that reach everywhere are pass_q_rows (see shipping.py).
+With scheme="all_gather" every rank sends all its keys once, by that collective; the rest is the same. Rows that need no received
+keys are computed while messages travel, if there are many. Heads are split into chunks with a message each, so that one chunk
+travels while another is computed. The waits are inside the operator, where neither autograd nor a compiler can move them.
+Rows that reach most keys may use pass_q.py instead.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ from . import communication, gather_scatter, pass_q
 from .exchange_plan import ExchangePlan, unflatten
 from .local_attention import accumulator_dtype, attend, attend_backward
 
-# of both operators
+# arguments of both operators
 _ARGUMENTS = (
     "Tensor[] tensors, SymInt[] counts, float scale, SymInt n_chunks, bool keeps, bool gathers, str group, str backend"
 )
 
 
 class Chunk(NamedTuple):
-    """Which heads a message carries: queries, keys, both None for all; and the plan of those heads."""
+    """Heads of one message, None for all: query heads, key heads, and their kernel plan."""
 
     q: slice | None
     kv: slice | None
@@ -43,26 +41,27 @@ class Chunk(NamedTuple):
 
 
 def head_chunks(n_chunks: int, heads: tuple[int, int], plan: list[Tensor]) -> list[Chunk]:
-    """The chunks of so many query and key heads."""
+    """Splits (query heads, key heads) and their kernel plan into chunks."""
     if n_chunks == 1:
         return [Chunk(None, None, plan)]
     found = []
     for i in range(n_chunks):
         of_q, of_kv = (slice(i * n // n_chunks, (i + 1) * n // n_chunks) for n in heads)
-        # records of rows and of columns; they name places in the lists, which all heads share
+        # row and column records; the lists they index are shared by all heads
         some = [items[:, of_q] if items.shape[1] > 1 else items for items in (plan[0], plan[3])]
         found.append(Chunk(of_q, of_kv, [some[0], *plan[1:3], some[1], *plan[4:]]))
     return found
 
 
 class Prepared(NamedTuple):
-    """All of a call that does not depend on its tensors: made once for a layer, a number of chunks and a backend.
+    """Everything in a call that does not depend on its tensors; cached per layer, number of chunks and backend.
 
-    keys, queries, local_plan  sides of keys, of pass_q_rows queries if there are any, and the plan of rows that need nothing from others
-    first    where own tokens lie together among the slots, and sums of their gradients are in place; None: not so
-    keeps    whether own and received keys and values are kept for the backward, which otherwise receives them again
-    gathers  None where ranks send what others need; else (the tokens of each rank, where those of all ranks go, rank after rank)
-    tensors, counts, options  what the operators take: flat sides; n_chunks, keeps, gathers, the group's name, backend
+    keys, queries  exchange of keys; of pass-Q queries, or None
+    local_plan  kernel plan of rows that need no received keys, or empty
+    first    slot of the first own token if own gradients are summed in place; otherwise None
+    keeps    True: own and received keys and values are kept for the backward; False: received again
+    gathers  for an all-gather (tokens of each rank, slots of all tokens in rank order); otherwise None
+    tensors, counts, options  arguments of the operators: flattened plans; n_chunks, keeps, gathers, group name, backend
     """
 
     keys: ExchangePlan
@@ -79,7 +78,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(tensors: list[Tensor], counts: list[int], heads: tuple[int, int], *options: Any) -> Prepared:
-    """From the arguments of the operators; heads are those of queries and of keys."""
+    """From the arguments of the operators; heads is (query heads, key heads)."""
     n_chunks, keeps, gathers, group, backend = options
     process_group = communication.process_group_of(group)
     (keys, *queries), local_plan = unflatten(tensors, counts, dist.get_world_size(process_group))
@@ -93,7 +92,7 @@ def prepare(tensors: list[Tensor], counts: list[int], heads: tuple[int, int], *o
 
 
 def _gathered(keys: ExchangePlan, rank: int) -> tuple[list[int], Tensor]:
-    """As Prepared.gathers has it, of a side on which every rank receives all tokens of the others."""
+    """Prepared.gathers for an exchange in which every rank receives all tokens of the others."""
     sizes = [*keys.receive]
     before = sum(sizes[:rank])
     sizes[rank] = keys.own_slots.shape[0]
@@ -101,17 +100,17 @@ def _gathered(keys: ExchangePlan, rank: int) -> tuple[list[int], Tensor]:
 
 
 def select_heads(x: Tensor, heads: slice | None) -> Tensor:
-    """Some heads of a tensor; None is all."""
+    """Some heads of a tensor; None means all."""
     return x if heads is None else x[:, heads]
 
 
 def chunk_heads(x: Tensor, n_chunks: int) -> Sequence[Tensor]:
-    """The heads of each chunk, all of them with one call."""
+    """Splits a tensor along its heads into equal chunks."""
     return (x,) if n_chunks == 1 else x.chunk(n_chunks, dim=1)
 
 
 def cat_heads(parts: list[Tensor]) -> Tensor:
-    """The heads of all chunks."""
+    """The inverse of `chunk_heads`."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
@@ -123,9 +122,9 @@ def send_kv(
     ranks: pass_q.RankContext,
     sizes: list[int] | None = None,
 ) -> list[communication.Pending]:
-    """Keys and values on their way: a message a chunk, (tokens, batch, heads of a chunk, features of k and v).
+    """Starts one message per chunk, (tokens, batch, heads of a chunk, features of k and v).
 
-    sizes  of all ranks' tokens where every rank gets all of them; None: what others need
+    sizes  tokens of each rank for an all-gather; None sends only what others need
     """
     pending: list[communication.Pending] = []
     for of_chunk in zip(chunk_heads(k, len(chunks)), chunk_heads(v, len(chunks)), strict=True):
@@ -140,18 +139,15 @@ def send_kv(
 
 
 def own_kv_in_slots(k: Tensor, v: Tensor, keys: ExchangePlan, backend: str) -> list[Tensor]:
-    """Own keys and values at their slots, beside room for received ones."""
+    """Own keys and values in their slots, with room for received ones."""
     whole = [empty_kv(x, keys) for x in (k, v)]
     gather_scatter.move([k, v], whole, backend, taken=keys.own, put=keys.own_slots)
     return whole
 
 
 def empty_kv(x: Tensor, keys: ExchangePlan) -> Tensor:
-    """Room for own and received keys or values: (batch, heads, slots, features)."""
+    """Buffer for own and received keys or values: (batch, heads, slots, features)."""
     return x.new_empty(*x.shape[:2], keys.own_slots.shape[0] + keys.slots.shape[0], x.shape[3])
-
-
-# ---- what a rank does ----
 
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -167,7 +163,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared, scale: float) -> R
     sizes, slots = ready.gathers or (None, keys.slots)
     pass_q_rows = None if ready.queries is None else pass_q.Forward(q, ready.queries, ranks)
     pending = send_kv(k, v, keys, ready.chunks, ranks, sizes)
-    # from here on messages travel: what needs none of them comes first
+    # overlaps with the messages: work that needs none of them comes first
     every = own_kv_in_slots(k, v, keys, backend) if ready.keeps else None
     if local_plan:
         out, lse = attend(q, k, v, local_plan, scale, backend)
@@ -196,7 +192,7 @@ Douts = tuple[Tensor, Tensor | None]
 
 
 def _of_rows(q: Tensor, outs: tuple[Tensor, Tensor], douts: Douts, keys: ExchangePlan, backend: str) -> tuple[Any, ...]:
-    """Those rows of q, (out, lse) and (dout, dlse) that need keys of others."""
+    """The rows of q, (out, lse) and (dout, dlse) that need received keys."""
     of_rows = [x[..., None] for x in (outs[1], douts[1]) if x is not None]
     q, out, dout, *picked = gather_scatter.picked([q, outs[0], douts[0], *of_rows], keys.rows, backend)
     lse, dlse = (*(x[..., 0] for x in picked), None)[:2]
@@ -204,7 +200,7 @@ def _of_rows(q: Tensor, outs: tuple[Tensor, Tensor], douts: Douts, keys: Exchang
 
 
 def _totals(k: Tensor, v: Tensor, given: list[list[Tensor]], first: int | None) -> list[Tensor]:
-    """Where dk and dv are summed: new, or those of own tokens among what the kernels wrote."""
+    """Tensors in which dk and dv are summed: new, or own tokens in the output of the kernels."""
     if first is None:
         return [x.new_empty(x.shape) for x in (k, v)]
     return [cat_heads(list(of_chunks)).narrow(2, first, k.shape[2]) for of_chunks in zip(*given, strict=True)]
@@ -213,14 +209,14 @@ def _totals(k: Tensor, v: Tensor, given: list[list[Tensor]], first: int | None) 
 def backward(
     douts: Douts, inputs: tuple[Tensor, Tensor, Tensor], results: Results, ready: Prepared, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of `forward`'s inputs from the gradients of out and lse (None is 0). Every rank of the group must call it.
+    """dq, dk, dv from the gradients of out and lse (None is 0). Every rank of the group must call it.
 
-    dk and dv may be parts of larger tensors.
+    dk and dv may be views of larger tensors.
     """
     keys, local_plan, ranks, backend = ready.keys, ready.local_plan, ready.ranks, ready.ranks.backend
     (q, k, v), (out, lse, *every) = inputs, results
     if douts[0].stride(3) != 1:
-        # of a sum, which repeats one number
+        # the gradient of a sum has stride 0
         douts = douts[0].contiguous(), douts[1]
     pass_q_rows = None if ready.queries is None else pass_q.Backward((q, out, lse), douts, ready.queries, ranks)
     sizes, slots = ready.gathers or (None, keys.slots)
@@ -240,7 +236,7 @@ def backward(
         dq_rows, *dkv = attend_backward(of_chunk, (mine, k_all, v_all), outs, chunk.plan, scale, backend)
         back = gather_scatter.pack(dkv, keys.slots, backend)
         given.append((dq_rows, dkv, communication.all_to_all(back, keys.receive, keys.send, ranks.group)))
-    # while gradients travel
+    # overlaps with the gradient messages
     if local_plan:
         dq, *totals = attend_backward(douts, inputs, (out, lse), local_plan, scale, backend)
     else:
@@ -263,9 +259,6 @@ def backward(
     return dq, totals[0], totals[1]
 
 
-# ---- what a compiler sees ----
-
-
 torch.library.define(
     "blocksparse_flash::pass_kv_forward",
     f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor all_keys, Tensor all_values)",
@@ -281,7 +274,7 @@ torch.library.define(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], counts: list[int], scale: float, *options: Any
 ) -> Results:
-    """`forward`; tensors and counts as a LayerPlan has them."""
+    """`forward`; tensors and counts of a LayerPlan."""
     return forward(q, k, v, prepare(tensors, counts, (q.shape[1], k.shape[1]), *options), scale)
 
 
@@ -302,7 +295,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     ready = prepare(tensors, counts, (q.shape[1], k.shape[1]), *options)
     dq, dk, dv = backward((dout, dlse), (q, k, v), (out, lse, all_keys, all_values), ready, scale)
-    # as a compiler was told
+    # contiguous, as the fake kernel says
     return dq, dk.contiguous(), dv.contiguous()
 
 
@@ -311,18 +304,15 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# ---- what autograd sees ----
-
-
 class _PassKV(torch.autograd.Function):
-    """`forward` and `backward`: called directly with what is prepared, by the operators with its flat form (None, ...)."""
+    """`forward` and `backward`: called directly with a Prepared, or by the operators with None and the flat arguments."""
 
     @staticmethod
     def forward(
         ctx: Any, ready: Prepared | None, q: Tensor, k: Tensor, v: Tensor, scale: float, *flat: Any
     ) -> tuple[Tensor, ...]:
         ctx.ready, ctx.scale, ctx.flat = ready, scale, flat[1:]
-        # no zeros as large as all keys and values for what has no gradient
+        # saves zeros as large as all keys and values
         ctx.set_materialize_grads(False)
         if ready is not None:
             out, lse, *every = forward(q, k, v, ready, scale)
@@ -346,7 +336,7 @@ class _PassKV(torch.autograd.Function):
             counts, *options = ctx.flat
             grads = pass_kv_backward(dout, dlse, q, k, v, *results, tensors, counts, scale, *options)
             return None, *grads, *(None,) * (2 + len(ctx.flat))
-        # a graph of the backward itself needs the dispatcher, which refuses
+        # create_graph=True goes through the dispatcher, which raises
         if tracing.can_launch_directly(q, k, dout) and not torch.is_grad_enabled():
             grads = backward((dout, dlse), (q, k, v), results, ready, scale)
         else:
@@ -356,7 +346,7 @@ class _PassKV(torch.autograd.Function):
 
 
 class Gradients(torch.autograd.Function):
-    """An operator of gradients, which refuses to be differentiated."""
+    """Runs an operator of gradients; RuntimeError if it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, operator: Any, *arguments: Any) -> Any:  # noqa: ARG004
@@ -394,9 +384,9 @@ def attention(
     options: tuple[int, bool, bool, str, str],
     cache: dict[Any, Prepared],
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, as the operator gives them; called directly where nothing watches, with what `cache` remembers.
+    """out and lse. Bypasses the dispatcher if nothing traces the call; `cache` keeps what was prepared.
 
-    options  n_chunks, keeps, gathers, the group's name, backend
+    options  n_chunks, keeps, gathers, group name, backend
     """
     if not tracing.can_launch_directly(q, k, v):
         return pass_kv_forward(q, k, v, tensors, counts, scale, *options)[:2]

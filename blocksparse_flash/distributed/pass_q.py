@@ -1,12 +1,11 @@
-"""How does a row that reaches everywhere attend? Its queries travel to the keys, and partial results come back.
+"""Pass-Q: the queries of rows that reach most keys travel to the keys, and partial results come back.
 
-What vLLM's decode context parallelism does for every row, and BigBird's global rows need: fetching their keys would bring all
-of them to one rank. Each rank attends to its own keys with the queries that reach it; the owner merges by lse. The backward
-sends q, dout, out and lse of the merged row, from which every rank finds its share of dq, dk and dv.
-Knows tensors and a ExchangePlan of exchange.py; sums over ranks are in their order, in float32. Must not know layouts.
+Fetching the keys of such rows, for instance the global rows of BigBird, would bring all keys to one rank. Each rank attends to its
+own keys with the queries it receives, and the owner merges by lse, as in vLLM's decode context parallelism. The backward
+sends q, dout, out and lse of the merged rows, from which every rank computes its share of dq, dk and dv.
 
-Either direction is an object with two steps, so that other work can be launched between them while messages travel: made, it
-has sent; `attend` awaits that message, computes and sends what came out; `finish` awaits the answer of the others.
+Each direction is an object with three steps, so that other work overlaps with the messages: the constructor sends, `attend` waits,
+computes and sends back, `finish` waits for the answers. Sums over ranks are in rank order and in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .local_attention import attend, attend_backward
 
 
 class RankContext(NamedTuple):
-    """What the ranks have in common in every call of a layer."""
+    """Backend, process group and rank of every call of a layer."""
 
     backend: str
     group: Any
@@ -30,7 +29,7 @@ class RankContext(NamedTuple):
 
 
 class _QueryExchange:
-    """These tensors of own queries on their way to the ranks whose keys they attend to, and beside those that come here."""
+    """Sends tensors of own query rows to the ranks whose keys they need, and collects those of other ranks."""
 
     def __init__(self, mine: list[Tensor], queries: ExchangePlan, ranks: RankContext) -> None:
         message = gather_scatter.pack(mine, queries.sent, ranks.backend)
@@ -38,7 +37,7 @@ class _QueryExchange:
         self.slots, self.backend = queries.slots, ranks.backend
         n_slots = queries.own_slots.shape[0] + queries.slots.shape[0]
         self.tensors = [x.new_empty(*x.shape[:2], n_slots, x.shape[3]) for x in mine]
-        # while the message travels
+        # overlaps with the message
         gather_scatter.move(mine, self.tensors, ranks.backend, taken=queries.own, put=queries.own_slots)
 
     def wait(self) -> list[Tensor]:
@@ -47,15 +46,14 @@ class _QueryExchange:
 
 
 class Forward:
-    """Attention of shipped rows."""
+    """Attention of pass-Q rows. q holds all tokens of this rank."""
 
     def __init__(self, q: Tensor, queries: ExchangePlan, ranks: RankContext) -> None:
-        """q of all tokens of this rank."""
         self.queries, self.ranks = queries, ranks
         self.exchange = _QueryExchange([q], queries, ranks)
 
     def attend(self, k: Tensor, v: Tensor, scale: float) -> None:
-        """Of every query that came, to the keys of this rank."""
+        """Attention of own and received queries to the keys of this rank."""
         queries, ranks = self.queries, self.ranks
         (q,) = self.exchange.wait()
         self.mine = out, lse = attend(q, k, v, queries.plan, scale, ranks.backend)
@@ -63,14 +61,14 @@ class Forward:
         self.pending = communication.all_to_all(message, queries.receive, queries.send, ranks.group)
 
     def finish(self, out: Tensor, lse: Tensor) -> None:
-        """Writes the shipped tokens of this rank, queries.touched, to out and lse of all its tokens."""
+        """Writes the pass-Q rows of this rank, queries.touched, into out and lse of all its tokens."""
         queries, ranks = self.queries, self.ranks
         others = self.pending.wait()
         gather_scatter.merge(out, lse, self.mine, others, queries.table, queries.touched, ranks.rank, ranks.backend)
 
 
 class Backward:
-    """Gradients of shipped rows."""
+    """Gradients of pass-Q rows: inputs (q, out, lse), douts (dout, dlse or None) hold all tokens of this rank."""
 
     def __init__(
         self,
@@ -79,7 +77,6 @@ class Backward:
         queries: ExchangePlan,
         ranks: RankContext,
     ) -> None:
-        """inputs (q, out, lse), douts (dout, dlse or None), of all tokens of this rank."""
         self.queries, self.ranks = queries, ranks
         q, out, lse = inputs
         of_rows = lse[..., None] if douts[1] is None else torch.stack([lse, douts[1]], dim=3)
@@ -87,7 +84,7 @@ class Backward:
         self.dtype = lse.dtype
 
     def attend(self, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """dk and dv, which the queries that came give to the keys of this rank."""
+        """dk and dv of this rank's keys, from own and received queries."""
         queries, ranks = self.queries, self.ranks
         q, dout, out, bits = self.exchange.wait()
         lse, *dlse = bits.view(self.dtype).unbind(dim=3)
@@ -98,7 +95,7 @@ class Backward:
         return dk, dv
 
     def finish(self, dq: Tensor) -> None:
-        """Writes the shipped tokens of this rank, queries.touched, to dq of all its tokens."""
+        """Writes the pass-Q rows of this rank, queries.touched, into dq of all its tokens."""
         queries, ranks = self.queries, self.ranks
         others = self.pending.wait()
         gather_scatter.add([dq], [self.dq], others, [], queries.table, queries.touched, ranks.rank, ranks.backend)

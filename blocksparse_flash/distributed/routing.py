@@ -1,7 +1,6 @@
-"""Which tiles must move between ranks, and where does each token of a message go?
+"""Which tiles move between ranks, and the position of each token in a message.
 
-Knows tiles by number, their owners (see ownership.py) and tokens. A tile has 128 tokens, the last one what is left.
-Must not know torch, layouts, process groups or heads.
+A tile has 128 tokens; the last one may be shorter. `owner` gives the rank of each tile, see ownership.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ..plan.host_builder import TILE
 
 
 class Transfers(NamedTuple):
-    """Tiles that go from rank to rank, ordered by receiver, sender and tile, so that both sides know the order."""
+    """Tiles to transfer, ordered by receiver, sender and tile, so that both ends agree on the order."""
 
     receiver: Array
     sender: Array
@@ -23,14 +22,14 @@ class Transfers(NamedTuple):
 
 
 class TokenIndices(NamedTuple):
-    """What one rank does with its tokens and with messages. int64; `tiles` are numbers of tiles, the others of tokens.
+    """Token indices of one rank's messages, all int64. A slot is a position among the tokens of `tiles`.
 
-    tiles      the tiles that this rank works on, its own and received ones, ascending: slots are counted along them
-    own        which of its tokens it works on itself, ascending
-    own_slots  where they go
-    sent       which of its tokens it sends, receiver after receiver
-    slots      where received tokens go, sender after sender
-    send_counts, receive_counts  tokens to and from each rank, lists of ints
+    tiles      tiles that this rank computes with, own and received, ascending
+    own        own tokens that it computes with, ascending
+    own_slots  their slots
+    sent       own tokens to send, in the order of receivers
+    slots      slots of received tokens, in the order of senders
+    send_counts, receive_counts  number of tokens to and from each rank, lists of ints
     """
 
     tiles: Array
@@ -43,19 +42,19 @@ class TokenIndices(NamedTuple):
 
 
 def tokens_of(tiles: Array, length: int) -> Array:
-    """How many tokens each tile has."""
+    """Number of tokens in each tile."""
     return np.minimum(length - tiles * TILE, TILE)
 
 
 def positions(tiles: Array, length: int) -> Array:
-    """The tokens of tiles, one tile after another."""
+    """Global token positions of tiles, concatenated."""
     return ranges(tiles * TILE, tokens_of(tiles, length))
 
 
 def transfers(rank: Array, tile: Array, owner: Array) -> Transfers:
-    """What moves when rank[i] works on tile[i], for every i: each tile once to each rank that does not own it.
+    """The transfers needed if rank[i] computes with tile[i] for every i: each tile once to each rank that does not own it.
 
-    No set of messages moves less while tiles stay where they are owned: a rank needs every tile it works on.
+    This is the minimum while owners stay fixed, since a rank needs every tile it computes with.
     """
     wanted = np.unique(rank * len(owner) + tile) if len(tile) else np.zeros(0, np.int64)
     receiver, tile = np.divmod(wanted, max(len(owner), 1))
@@ -67,7 +66,7 @@ def transfers(rank: Array, tile: Array, owner: Array) -> Transfers:
 
 
 def token_indices(wanted: Array, found: Transfers, owner: Array, length: int, rank: int, n_ranks: int) -> TokenIndices:
-    """The lists of one rank. wanted: the tiles that it works on, its own and received ones."""
+    """The indices of one rank. wanted: tiles that it computes with, own and received."""
     held = np.flatnonzero(owner == rank)
     tiles = np.unique(wanted)
     mine = tiles[owner[tiles] == rank]
@@ -86,12 +85,12 @@ def token_indices(wanted: Array, found: Transfers, owner: Array, length: int, ra
 
 
 def tokens_by(rank: Array, tile: Array, length: int, n_ranks: int) -> Array:
-    """Tokens of tiles, summed by rank, int64 (n_ranks,)."""
+    """Number of tokens of tiles, summed by rank, int64 (n_ranks,)."""
     return np.bincount(rank, weights=tokens_of(tile, length), minlength=n_ranks).astype(np.int64)
 
 
 def places(tiles: Array, among: Array, length: int) -> Array:
-    """Where the tokens of tiles are when those of `among`, ascending, lie one after another."""
+    """Positions of the tokens of tiles in the concatenated tokens of `among`, which is ascending."""
     counts = tokens_of(among, length)
     starts = np.cumsum(counts) - counts
     which = np.searchsorted(among, tiles)

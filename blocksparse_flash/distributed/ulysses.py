@@ -27,17 +27,17 @@ from .pass_kv import Chunk, Gradients, cat_heads, chunk_heads, head_chunks, sele
 if TYPE_CHECKING:
     from .context_plan import ContextPlan
 
-# of both operators
+# arguments of both operators
 _ARGUMENTS = (
     "Tensor[] plan, Tensor[] orders, SymInt[] sizes, SymInt rank, float scale, bool packs, SymInt n_chunks, str group, "
     "str backend"
 )
-# messages that are sent before the one that is waited for
+# chunks in flight ahead of the one being computed
 PREFETCH = 2
 
 
 class Call(NamedTuple):
-    """What does not depend on tensors.
+    """The arguments of a call that are no tensors of it.
 
     plan    of the kernels, for the heads of this rank
     orders  restore and rearrange of all_to_all.py, or none
@@ -58,12 +58,12 @@ class Call(NamedTuple):
 
 
 def _empty_for_all_tokens(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """For this rank's heads of all tokens, of a tensor of all heads."""
+    """Buffer for this rank's heads of all tokens, from a tensor with all heads."""
     return x.new_empty(x.shape[0], x.shape[1] // len(sizes), sum(sizes), x.shape[3])
 
 
 def _heads_by_rank(local: Tensor, n_ranks: int) -> list[list[Tensor]]:
-    """Of contiguous (batch, heads, local tokens, dim), for each sequence and head of a rank, that head of each rank."""
+    """Splits contiguous (batch, heads, local tokens, dim): for each sequence and head of a rank, that head of each rank."""
     n_heads, found = local.shape[1], local.flatten(0, 1).unbind()
     share = n_heads // n_ranks
     firsts = [batch * n_heads + head for batch in range(local.shape[0]) for head in range(share)]
@@ -71,14 +71,14 @@ def _heads_by_rank(local: Tensor, n_ranks: int) -> list[list[Tensor]]:
 
 
 def _tokens_by_rank(whole: Tensor, sizes: list[int]) -> list[list[Tensor]]:
-    """Of contiguous (batch, heads of a rank, all tokens, dim), for each sequence and head, the tokens of each rank."""
+    """Splits contiguous (batch, heads of a rank, all tokens, dim): for each sequence and head, the tokens of each rank."""
     n_ranks, n_heads = len(sizes), whole.shape[0] * whole.shape[1]
     found = whole.flatten(0, 2).split_with_sizes(sizes * n_heads)
     return [list(found[i : i + n_ranks]) for i in range(0, n_heads * n_ranks, n_ranks)]
 
 
 def _of_heads(stretches: list[list[Tensor]], n_heads: int, heads: slice | None) -> list[list[Tensor]]:
-    """Those of some heads, None: all, of each sequence."""
+    """The entries of some heads of each sequence; None means all."""
     if heads is None:
         return stretches
     firsts = range(0, len(stretches), n_heads)
@@ -86,13 +86,13 @@ def _of_heads(stretches: list[list[Tensor]], n_heads: int, heads: slice | None) 
 
 
 def _send(pairs: list[tuple[list[list[Tensor]], list[list[Tensor]]]], group: Any) -> communication.GroupedAllToAll:
-    """Lists of stretches on their way: (sent, received) of several tensors as one."""
+    """Starts one grouped all-to-all for (sent, received) of several tensors."""
     sent, received = ([part for pair in pairs for part in pair[i]] for i in (0, 1))
     return communication.GroupedAllToAll(sent, received, group)
 
 
 class Prepared(NamedTuple):
-    """A call, and what follows from it: its chunks of this rank's heads, the process group. Made once for a layer and its options."""
+    """A call, its chunks of this rank's heads and its process group; cached per layer and options."""
 
     call: Call
     chunks: list[Chunk]
@@ -100,7 +100,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(call: Call, heads: tuple[int, int]) -> Prepared:
-    """heads: of the queries and of the keys, of this rank."""
+    """heads: (query heads, key heads) of this rank."""
     return Prepared(call, head_chunks(call.n_chunks, heads, call.plan), communication.process_group_of(call.group))
 
 
@@ -116,15 +116,12 @@ def _packed_to_tokens(tensors: list[Tensor], ready: Prepared) -> list[Tensor]:
     return all_to_all.to_tokens(tensors, call.sizes, n_local, rearrange, communication.sender(ready.group))
 
 
-# ---- what a rank does ----
-
-
 # q, k and v of all tokens; out of each chunk; lse
 Saved = tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared) -> tuple[Tensor, Saved]:
-    """out of this rank's tokens, and what the backward needs. Every rank of the group must call it.
+    """out of this rank's tokens, and tensors for the backward. Every rank of the group must call it.
 
     q, k, v   (batch, heads, n, dim) of the n tokens of this rank
     """
@@ -198,9 +195,6 @@ def backward(dout: Tensor, dlse: Tensor | None, saved: Saved, ready: Prepared) -
     return dq, dk, dv
 
 
-# ---- what a compiler sees ----
-
-
 torch.library.define(
     "blocksparse_flash::ulysses_forward",
     f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> "
@@ -215,7 +209,7 @@ torch.library.define(
 
 @torch.library.impl("blocksparse_flash::ulysses_forward", "default")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """lse and what follows it are those of this rank's heads and all tokens."""
+    """All results but out hold this rank's heads and all tokens."""
     call = Call(*arguments)
     heads = q.shape[1] // len(call.sizes), k.shape[1] // len(call.sizes)
     out, (q_all, k_all, v_all, outs, lse) = forward(q, k, v, prepare(call, heads))
@@ -247,11 +241,8 @@ def _(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape[0], x.shape[1] * n_ranks, dout.shape[2], x.shape[3]) for x in whole)
 
 
-# ---- what autograd sees ----
-
-
 class _Ulysses(torch.autograd.Function):
-    """`forward` and `backward`: called directly with what is prepared, by the operators with the fields of a Call (None, ...)."""
+    """`forward` and `backward`: called directly with a Prepared, or by the operators with None and the fields of a Call."""
 
     @staticmethod
     def forward(ctx: Any, ready: Prepared | None, q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
@@ -280,7 +271,7 @@ class _Ulysses(torch.autograd.Function):
             # only lse was used
             n_heads, n_local = q_all.shape[1] * len(call.sizes), call.sizes[call.rank]
             dout = outs[0].new_zeros(len(q_all), n_heads, n_local, v_all.shape[3])
-        # a graph of the backward itself needs the dispatcher, which refuses
+        # create_graph=True goes through the dispatcher, which raises
         if ready is not None and tracing.can_launch_directly(q_all, k_all, dout) and not torch.is_grad_enabled():
             grads = backward(dout, dlse, (q_all, k_all, v_all, outs, lse), ready)
         else:
@@ -307,7 +298,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """out of this rank's tokens and all heads, lse of this rank's heads and all tokens, float32 (float64 for float64).
 
-    make  the call, as it is with these options, which cache remembers where nothing watches
+    make  builds the call of these options; its result is kept in `cache` if nothing traces the call
     """
     if not tracing.can_launch_directly(q, k, v):
         return ulysses_forward(q, k, v, *make())[:2]
@@ -323,9 +314,9 @@ def _run(
 
 
 def is_direct(plan: ContextPlan, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether messages are sent from where q, k and v lie, and may be cut by heads: a stretch for each sequence and head.
+    """Whether heads are sent directly, without packing: each rank holds one long stretch of the sequence.
 
-    head_dim, dtype  of the keys that are sent
+    head_dim, dtype  of the keys
     """
     return plan.rearrange is None and time_model.sends_heads_directly(
         plan.length // plan.n_ranks, head_dim, dtype.itemsize
@@ -336,9 +327,9 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layout: BlockLayout, scale: float, n_chunks: int, backend: str,
     cache: dict[Any, Any], *, wants_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """out and lse of this rank's tokens, None where it is not wanted. Every rank of the plan must call it alike.
+    """out and lse (or None) of this rank's tokens. Every rank of the plan must call it with equal options.
 
-    cache  of the layer, see context_plan.LayerPlan
+    cache  LayerPlan.cache of the layer
     """
     if layout.shape[0] != 1:
         validation.check_layout(layout, q.shape[0], q.shape[1] // plan.n_ranks, plan.length, plan.length)
