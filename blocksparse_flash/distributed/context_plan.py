@@ -1,7 +1,4 @@
-"""Which tokens does each rank hold, and what must it exchange to attend? `plan` and what it returns, a ContextPlan.
-
-Knows layouts, owners, traffic, that all ranks must agree. Must not know how messages are sent or attention is computed.
-"""
+"""`plan` and ContextPlan: which tokens each rank holds, and what the ranks exchange for each layer."""
 
 from __future__ import annotations
 
@@ -32,22 +29,21 @@ from .ownership import ORDERS, Pairs
 from .time_model import Work
 
 SCHEMES = ("auto", "exchange", "ulysses", "all_gather")
-# share of a rank's tiles in rows that need nothing from others, from which on these rows are computed apart
+# local rows (no received keys) are computed separately if they hold more than this share of a rank's tiles
 LEAST_NEAR = 0.5
-# share of a rank's tokens with gradients from other ranks, up to which those of the others stay where the kernels wrote them
+# gradients are summed in place if at most this share of a rank's tokens gets gradients from other ranks
 MOST_TOUCHED = 0.5
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer exchanges. `scheme` says which of the others is there.
+    """What one layer exchanges.
 
-    layout   of all tokens, of the heads that this rank computes under "ulysses"; None under the others
-    tensors, counts  sides of exchange.py in their flat forms; empty under "ulysses"
-    work     what the rank with most of it does, as costs.Costs has it
-    costs    of every scheme, and why this one
-    cache     what earlier calls have worked out: by time_model.Call the number of messages, by its options a Prepared of exchange.py or
-             whole_heads.py
+    layout   under "ulysses" the layout of all tokens and this rank's heads; otherwise None
+    tensors, counts  flattened ExchangePlans of pass_kv.py; empty under "ulysses"
+    work     work of the busiest rank
+    costs    of every scheme, and why this one was chosen
+    cache    results of earlier calls: number of messages by time_model.Call, Prepared by options
     """
 
     scheme: str
@@ -66,16 +62,16 @@ class ContextPlan:
     group, group_name  the ranks that share a sequence
     rank, n_ranks  of this process in the group, and how many there are
     length     tokens of the whole sequence
-    heads      (query heads, key heads), as this rank holds them: all of them, or its share under tensor parallelism
-    order      who holds what: "contiguous", "zigzag", "balanced", "tuned" or "as given"
+    heads      (query heads, key heads) on this rank: all of them, or its share under tensor parallelism
+    order      assignment of tokens to ranks: "contiguous", "zigzag", "balanced", "tuned" or "as given"
     positions  int64 (local tokens,): the global position of each token here, for rotary embeddings, masks and labels
-    rearrange  int64 (length,): the tokens of the sequence, rank after rank; None: as they are
-    restore    int64 (length,): where each token is when the shards lie one after another; None: where it was
+    rearrange  int64 (length,): tokens of the sequence in rank order; None if they are in order
+    restore    int64 (length,): position of each token in the concatenated shards; None if they are in order
     sizes      tokens of each rank
-    is_deterministic, keeps_received, checks_calls  as `plan` was told by deterministic, keep_received and check_calls
+    is_deterministic, keeps_received, checks_calls  the arguments deterministic, keep_received and check_calls of `plan`
     layers     one for each layout
-    unfitted   why no speed-up over one GPU is predicted; empty where the model was fitted to such ranks
-    calls      what earlier calls have come to, by the kind of their tensors and their arguments, see functional.py
+    unfitted   why no speed-up over one GPU is predicted; empty if the time model was fitted to these GPUs
+    calls      checked calls by tensor specs and arguments, see functional.py
     """
 
     group: Any
@@ -94,7 +90,7 @@ class ContextPlan:
     checks_calls: bool
     layers: tuple[LayerPlan, ...]
     unfitted: str
-    # not of a plan that is made of this one with `dataclasses.replace`
+    # init=False: a copy made by `dataclasses.replace` starts empty
     calls: dict[Any, Any] = field(init=False, default_factory=dict, repr=False)
 
     @property
@@ -104,29 +100,29 @@ class ContextPlan:
 
     @property
     def device(self) -> torch.device:
-        """Where q, k and v must be."""
+        """The device of q, k and v."""
         return self.positions.device
 
     @property
     def speedups(self) -> tuple[float | None, ...]:
-        """How many times as fast as one GPU a step of each layer should be; None where nothing was fitted, and on one rank.
+        """Predicted speed-up of each layer's step over one GPU; None if the model was not fitted to these GPUs, or on one rank.
 
-        Of one sequence in bf16 with heads of 128, forward and backward, by the model of times.py.
+        For one sequence in bf16 with heads of 128, forward and backward.
         """
         if self.unfitted or self.n_ranks == 1:
             return (None,) * len(self.layers)
         return tuple(layer.costs.speedup for layer in self.layers)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of x, which holds the whole sequence along dim; ids, labels and masks too."""
+        """This rank's tokens of x, which holds the whole sequence along dim. Also for ids, labels and masks."""
         _check_length(x, dim, self.length, "the whole sequence has")
         return x.index_select(dim, self.positions.to(x.device))
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The whole sequence on every rank, from x, each rank's tokens along dim: the inverse of `shard`.
 
-        Every rank must call it. Its gradient is that of the sum of what all ranks make of their copies: a loss that
-        every rank computes in full from the gathered sequence counts n_ranks times.
+        Every rank must call it. The gradient is the sum over the copies of all ranks, so a loss that every rank computes
+        from the gathered sequence counts n_ranks times.
         """
         _check_length(x, dim, self.local_length, f"rank {self.rank} holds")
         message = torch.cat([x.movedim(dim, 0)] * self.n_ranks)
@@ -157,9 +153,6 @@ def _check_length(x: Tensor, dim: int, length: int, whose: str) -> None:
         raise ValueError(f"x must have {length} tokens along dim {dim}, as {whose}, got shape {tuple(x.shape)}")
 
 
-# ---- arguments ----
-
-
 def _members(group: Any) -> tuple[Any, torch.device]:
     """The process group, and the device of its tensors."""
     if isinstance(group, DeviceMesh):
@@ -169,7 +162,7 @@ def _members(group: Any) -> tuple[Any, torch.device]:
             )
         device_type, group = group.device_type, group.get_group()
     elif isinstance(group, dist.ProcessGroup):
-        # of a group that was given no backend, get_backend says "undefined"
+        # get_backend returns "undefined" for a group without an explicit backend
         device_type = "cuda" if "nccl" in str(dist.get_backend_config(group)) else "cpu"
     else:
         raise TypeError(f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}")
@@ -209,7 +202,7 @@ def _check_layout_heads(layouts: Sequence[BlockLayout], q_heads: int) -> None:
 
 
 def _owner(order: object, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> tuple[Array, str]:
-    """The owner list, and what it is called."""
+    """The owner list, and the name of the order."""
     if isinstance(order, str):
         if order not in ORDERS:
             raise ValueError(f'order must be one of {ORDERS} or the rank of each tile, got "{order}"')
@@ -232,11 +225,8 @@ def _scheme(scheme: object, kv_heads: int, n_ranks: int) -> str:
     return str(scheme)
 
 
-# ---- building ----
-
-
 def _pairs(tiles: BlockLayout) -> Pairs:
-    """The tiles of a layout in tiles, those of all batches and heads together."""
+    """The tiles of a layout with 128 x 128 blocks, over all batches and heads."""
     indptr, indices = (tensor.cpu().numpy().astype(np.int64) for tensor in (tiles.indptr, tiles.indices))
     counts: Array = np.diff(indptr, axis=2).reshape(-1)
     row = np.repeat(np.arange(len(counts)), counts) % max(tiles.n_rows, 1)
@@ -244,7 +234,7 @@ def _pairs(tiles: BlockLayout) -> Pairs:
 
 
 def _table(found: routing.TokenIndices, touched: Array, n_tokens: int, rank: int) -> Array:
-    """As in ExchangePlan: whose gradients are those of a token, and where."""
+    """ExchangePlan.table for these touched tokens."""
     place: Array = np.full(n_tokens, -1, np.int64)
     place[touched] = np.arange(len(touched))
     table: Array = np.full((len(found.send_counts), len(touched)), -1, np.int32)
@@ -260,7 +250,7 @@ def _exchange_plan(
     tiles: BlockLayout, indices: routing.TokenIndices, lists: Sequence[Array], rows: Array | None, cols: Array | None,
     device: torch.device,
 ) -> ExchangePlan:  # fmt: skip
-    """A ExchangePlan whose kernels kernel_plan rows x cols of a layout in tiles, None: indices.tiles."""
+    """An ExchangePlan whose kernels compute rows x cols of a layout of tiles; None means indices.tiles."""
     plan = tiles.select(rows=indices.tiles if rows is None else rows, cols=indices.tiles if cols is None else cols)
     arrays = (indices.own, indices.own_slots, indices.sent, indices.slots, *lists)
     own, own_slots, sent, slots, mine, touched, table = (
@@ -273,7 +263,7 @@ def _exchange_plan(
 
 
 def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
-    """The layout without the blocks of these rows."""
+    """The layout without the blocks of these tile rows."""
     if not len(rows):
         return tiles
     counts = tiles.indptr.diff(dim=2)
@@ -281,7 +271,7 @@ def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
     stays[torch.from_numpy(rows).to(tiles.device)] = False
     entries = stays.expand_as(counts).flatten().repeat_interleave(counts.flatten())
     kept = torch.cat([counts.new_zeros(1), (counts * stays).flatten().cumsum(0, dtype=torch.int32)])
-    # a head begins where the one before it ends
+    # each head begins at the end of the one before
     first = torch.arange(0, counts.numel() + 1, max(tiles.n_rows, 1), device=tiles.device)[:-1]
     indptr = kept[(first[:, None] + torch.arange(tiles.n_rows + 1, device=tiles.device))]
     indptr = indptr.reshape(tiles.indptr.shape)
@@ -291,10 +281,9 @@ def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
 
 
 def _remote_rows(row: Array, col: Array, owner: Array, rank: int, length: int, kv_heads: int) -> Array:
-    """Which tiles of rows of a rank are computed with what it receives: those that need it, or all.
+    """Tile rows of a rank to compute after its messages arrive: those that need received keys, or all.
 
-    Rows that need nothing from others are computed where keys lie, while messages travel. That pays if they are much of the
-    work, and there is much; else it is simpler and faster to compute all rows at once.
+    Rows that need no received keys can overlap with the messages. That pays only if they are a large part of much work.
     """
     mine = owner[row] == rank
     needs = np.zeros(len(owner), np.bool_)
@@ -308,7 +297,10 @@ def _remote_rows(row: Array, col: Array, owner: Array, rank: int, length: int, k
 
 
 def _in_place_slot(found: routing.TokenIndices, n_tokens: int) -> int:
-    """The slot of a rank's first token, if the others follow it and few have gradients from elsewhere: sums are in place. Else -1."""
+    """The slot of a rank's first token if its gradients are summed in place, otherwise -1.
+
+    That needs tokens in consecutive slots, and few gradients from other ranks.
+    """
     if not 0 < len(found.own) == n_tokens or len(np.unique(found.sent)) > MOST_TOUCHED * n_tokens:
         return -1
     first = int(found.own_slots[0])
@@ -318,7 +310,7 @@ def _in_place_slot(found: routing.TokenIndices, n_tokens: int) -> int:
 def _all_gather_plan(
     tiles: BlockLayout, owner: Array, rank: int, n_ranks: int, device: torch.device
 ) -> tuple[list[Tensor], list[int]]:
-    """The flat side of one layer on one rank that receives all keys. Gradients come to every token, and none is summed in place."""
+    """(tensors, counts) of a rank that receives all keys. Every token gets gradients, none is summed in place."""
     length, n_tiles, held = tiles.q_len, len(owner), np.flatnonzero(owner == rank)
     every = np.arange(n_tiles)
     keys = routing.transfers(np.repeat(np.arange(n_ranks), n_tiles), np.tile(every, n_ranks), owner)
@@ -334,9 +326,9 @@ def _pass_kv_plan(
     tiles: BlockLayout, pairs: Pairs, pass_q_rows: Array, owner: Array, kv_heads: int, rank: int, n_ranks: int,
     device: torch.device,
 ) -> tuple[list[Tensor], list[int]]:  # fmt: skip
-    """The flat sides of one layer on one rank: of keys, of pass_q_rows queries if there are any; then the plan of near rows.
+    """(tensors, counts) of a rank: exchange of keys, exchange of pass-Q queries if any, kernel plan of local rows if any.
 
-    The last of the counts is the slot of the first own token if gradients are summed in place, or -1.
+    The last count is the slot of the first own token if gradients are summed in place, otherwise -1.
     """
     length, held, is_pass_q = tiles.q_len, np.flatnonzero(owner == rank), np.isin(pairs.row, pass_q_rows)
     n_tokens = int(routing.tokens_of(held, length).sum())
@@ -351,14 +343,14 @@ def _pass_kv_plan(
     elif splits and not len(pass_q_rows):
         touched = np.union1d(found.own, found.sent)
     else:
-        # gradients from elsewhere come to every token
+        # every token may get gradients from other ranks
         touched = np.arange(n_tokens)
     lists = (routing.places(remote, held, length), touched, _table(found, touched, n_tokens, rank))
     tensors, counts = _exchange_plan(stays, found, lists, remote, None, device).flatten()
     if len(pass_q_rows):
         row, col = pairs.row[is_pass_q], pairs.col[is_pass_q]
         queries = routing.transfers(owner[col], row, owner)
-        # own ones even if no key here is theirs: this is where they are merged
+        # own queries even if they need no key of this rank, since they are merged here
         wanted = np.append(row[owner[col] == rank], pass_q_rows[owner[pass_q_rows] == rank])
         found = routing.token_indices(wanted, queries, owner, length, rank, n_ranks)
         lists = (found.own, found.own, _table(found, found.own, n_tokens, rank))
@@ -371,7 +363,7 @@ def _pass_kv_plan(
 
 
 def _heads_of(layout: BlockLayout, q_heads: int, rank: int, n_ranks: int) -> BlockLayout:
-    """The layout of the heads which a rank computes."""
+    """The layout of the heads that a rank computes."""
     if layout.shape[1] == 1:
         return layout
     share = q_heads // n_ranks
@@ -391,7 +383,7 @@ def _layer(
 
 
 def _token_order(owner: Array, length: int, n_ranks: int) -> tuple[Array, list[int]]:
-    """The tokens of the sequence, rank after rank, and how many each rank has."""
+    """The tokens of the sequence in rank order, and the number on each rank."""
     stable = np.argsort(owner, kind="stable")
     sizes = routing.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
     return routing.positions(stable, length), sizes.tolist()
@@ -406,7 +398,7 @@ def _build(
     scheme: object,
     flags: dict[str, Any],
 ) -> tuple[ContextPlan, dict[str, str]]:
-    """The plan of this rank, and what all ranks must have in common."""
+    """The plan of this rank, and the facts on which all ranks must agree."""
     rank, n_ranks = dist.get_rank(members), dist.get_world_size(members)
     found, sides = _listed(layouts), _heads(heads)
     length = found[0].q_len
@@ -467,29 +459,27 @@ def plan(
     keep_received: bool = True,
     check_calls: bool = False,
 ) -> ContextPlan:
-    """Share attention over one sequence between the ranks of a group. Every rank must call it with equal arguments.
+    """A plan to share attention over one sequence between the ranks of a group. Every rank must pass equal arguments.
 
     layouts  BlockLayout (length x length), or one for each of several layers that share the order of tokens
     group    ProcessGroup, or DeviceMesh of one dimension such as mesh["context"]
     heads    (query heads, key heads) of q and k, or an int for both
-    order    which rank holds which tiles of 128 tokens: "contiguous", "zigzag" (balances causal masks), "balanced" (by
-             work), "tuned" (moves least; seconds), or the rank of each tile. A rank may hold none. All but "contiguous"
-             leave gaps between a rank's tokens: use `positions`
-    scheme   "exchange" moves the needed keys, "all_gather" all keys to every rank, "ulysses" whole heads (key heads must be a
-             multiple of the ranks); "auto" takes for each layer the one whose step should take least time, by the rates of
-             H200s
-    deterministic  True: rows are never split between ranks, so that out and dq equal those of one process bit by bit, but
-             for layouts with rows that backend="hopper" splits within a GPU, such as global ones: in parts of a length that
-             depends on how much else there is to compute. Otherwise queries that reach most keys travel instead of the keys where that should be faster; two runs
-             give equal bits anyway, but for dq of backend="hopper"
-    keep_received  keep received keys and values, joined with own ones, for the backward; False receives them again,
-             which costs time
-    check_calls  True: before each call of attention the ranks compare what they were given, and raise together where one
-             was given something else. For development: it waits for the device, and cannot be compiled
-    returns  ContextPlan; print it. It says how much faster than one GPU a step should be, or that nothing was fitted to these
-             GPUs; where it should be slower, a UserWarning on the first rank says what may help
+    order    assignment of tiles of 128 tokens to ranks: "contiguous", "zigzag" (balances causal masks), "balanced" (by
+             work), "tuned" (fewest transfers; takes seconds), or the rank of each tile. A rank may hold no tile. All
+             orders but "contiguous" leave gaps between a rank's tokens: use `positions`
+    scheme   "exchange" sends the needed keys (pass-KV), "all_gather" sends all keys to every rank, "ulysses" sends whole
+             heads (the number of ranks must divide the key heads); "auto" chooses the fastest for each layer, by the rates
+             of H200s
+    deterministic  True: no row is split between ranks, and out and dq equal those of one process bit by bit, except for
+             layouts with rows that backend="hopper" splits within a GPU, such as global ones. False: queries that reach most
+             keys may travel instead of the keys (pass-Q); runs still repeat bit by bit, except dq of backend="hopper"
+    keep_received  True keeps received keys and values for the backward; False receives them again, which costs time
+    check_calls  True: before each call of attention the ranks compare their arguments, and all raise if one differs. For
+             development: it waits for the device, and cannot be compiled
+    returns  ContextPlan. Printing it shows the predicted speed-up over one GPU; if a layer is predicted to be slower, the
+             first rank issues a UserWarning
     raises   TypeError, ValueError, on every rank alike, naming the ranks that differ; RuntimeError if a rank does not
-             come within the group's timeout
+             call within the group's timeout
     """
     members, device = _members(group)
     flags = {"deterministic": deterministic, "keep_received": keep_received, "check_calls": check_calls}

@@ -1,10 +1,7 @@
-"""What does each scheme move and compute, and which one takes least time?
+"""Cost model: what each scheme moves and computes for a layer, and the choice of the fastest.
 
-Knows pairs of tiles, owners and numbers of heads. Must not know torch, layouts or process groups.
-
-The unit is a number: one feature of one head of one token, keys and values having the same head_dim. Bytes are
-numbers * head_dim * element size. All counts are of what a rank receives in one forward of one layer of one batch. Times are
-those of times.py, for one sequence of heads of 128 in two bytes.
+Received amounts are heads * tokens for one forward of one sequence, with keys and values of the same head_dim; bytes are
+heads * tokens * head_dim * element size. Times come from time_model.py, for one sequence with heads of 128 in two bytes.
 """
 
 from __future__ import annotations
@@ -20,26 +17,26 @@ from . import routing, time_model
 from .ownership import Pairs
 from .time_model import Call, Work
 
-# what a plan is chosen for
+# the scheme is chosen for these sizes
 HEAD_DIM, ELEMENT_BYTES = 128, 2
-# share of the rows up to which those that reach most keys are few
+# rows that reach most keys count as few up to this share of all rows
 FEW = 1 / 8
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of each rank, int64 (n_ranks,): heads * tokens that it receives, to be multiplied by head_dim.
+    """Costs of one layer. Arrays are int64 (n_ranks,); received amounts are heads * tokens of each rank.
 
-    bound     what no scheme can go below while queries stay where they are: the needed keys and values of others
-    exchange  what "exchange" receives: the bound, or less where rows are shipped (their lse not counted)
-    ulysses   what "ulysses" receives; None where ranks do not divide the key heads
-    all_gather  what "all_gather" receives: all keys and values of others
-    tiles     tiles that the rank computes, for one batch and head, whichever needs them; for "ulysses" those of "exchange"
-    shipped   rows of tiles whose queries travel under "exchange"; none where another scheme is taken
-    work      what the rank with most of it does, shipped rows apart; under "ulysses" every rank, of its heads
-    seconds   of a step by each scheme, on H200s; None where it cannot run, or was never timed as it would run
-    one       seconds of a step on one GPU
-    scheme, reason  the one taken
+    bound     lower bound of any scheme whose queries stay in place: the keys and values needed from other ranks
+    exchange  received by "exchange": the bound, or less with pass-Q rows (their lse is not counted)
+    ulysses   received by "ulysses"; None if the number of ranks does not divide the key heads
+    all_gather  received by "all_gather": all keys and values of other ranks
+    tiles     tiles that each rank computes, over all batches and heads; for "ulysses" those of "exchange"
+    pass_q_rows  tile rows that use pass-Q under "exchange"; empty for other schemes
+    work      work of the busiest rank without pass-Q rows; under "ulysses" that of every rank
+    seconds   predicted time of a step for each scheme, on H200s; None if it cannot run or was never timed
+    one_gpu   predicted seconds of a step on one GPU
+    scheme, reason  the chosen scheme, and why
     """
 
     bound: Array
@@ -56,13 +53,13 @@ class Costs:
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as one GPU a step should be, on H200s; None where that was never timed."""
+        """Predicted speed-up of a step over one GPU, on H200s; None if the scheme was never timed."""
         seconds = self.seconds[self.scheme]
         return None if seconds is None else self.one_gpu / seconds
 
 
 def _received(pairs: Pairs, is_pass_q: Array, owner: Array, length: int, heads: tuple[int, int], n_ranks: int) -> Array:
-    """What each rank receives when these rows are shipped: keys and values, queries, and outputs of its own queries."""
+    """What each rank receives with these pass-Q rows: keys and values, queries, and outputs of its own queries."""
     travels = is_pass_q[pairs.row]
     row, col = pairs.row[~travels], pairs.col[~travels]
     keys = routing.transfers(owner[row], col, owner)
@@ -74,12 +71,12 @@ def _received(pairs: Pairs, is_pass_q: Array, owner: Array, length: int, heads: 
 
 
 def _longest(rank: Array, line: Array, n_tiles: int) -> int:
-    """The most tiles of one row, or column, that one rank computes."""
+    """The most tiles of one row, or column, on one rank."""
     return int(np.bincount(rank * n_tiles + line).max(initial=0))
 
 
 def _work(pairs: Pairs, rank: Array, received: int) -> Work:
-    """What the busiest rank does when rank[i] computes pair i."""
+    """The work of the busiest rank if rank[i] computes pair i."""
     n_tiles = int(max(pairs.row.max(initial=0), pairs.col.max(initial=0))) + 1
     tiles = int(np.bincount(rank).max(initial=0))
     return Work(received, tiles, _longest(rank, pairs.row, n_tiles), _longest(rank, pairs.col, n_tiles))
@@ -88,7 +85,7 @@ def _work(pairs: Pairs, rank: Array, received: int) -> Work:
 def _exchange(
     pairs: Pairs, is_pass_q: Array, owner: Array, length: int, heads: tuple[int, int], n_ranks: int
 ) -> tuple[float, Work, Array]:
-    """Seconds of a step when these rows are shipped; the work without them; what each rank receives."""
+    """With these pass-Q rows: seconds of a step, work of the other rows, what each rank receives."""
     received = _received(pairs, is_pass_q, owner, length, heads, n_ranks)
     travels = is_pass_q[pairs.row]
     stay, travel = Pairs(pairs.row[~travels], pairs.col[~travels]), Pairs(pairs.row[travels], pairs.col[travels])
@@ -114,9 +111,9 @@ def costs_of(
     requested: str,
     without_pass_q: bool,
 ) -> Costs:
-    """What a layer costs, and the scheme for it: requested, or the fastest one for "auto". without_pass_q: none is shipped.
+    """Costs of a layer, and its scheme: `requested`, or the fastest one for "auto".
 
-    Rows that reach most tiles are shipped if that is faster than sending every rank the keys it needs.
+    Tile rows that reach more than half of all tiles use pass-Q if that is faster, unless without_pass_q.
     """
     q_heads, kv_heads = heads
     held = routing.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
@@ -140,12 +137,11 @@ def costs_of(
     ulysses, whole = None, _work(pairs, np.zeros(len(pairs.row), np.int64), 0)
     one_gpu = sum(time_model.attention(whole, _call(heads), q_heads))
     if kv_heads % n_ranks == 0:
-        # q, k and v of others' tokens for own heads, out of others' heads for own tokens
+        # q, k and v of own heads from other ranks, and out of own tokens from other heads
         ulysses = ((length - held) * (q_heads + 2 * kv_heads) + held * q_heads * (n_ranks - 1)) // n_ranks
         work_of["ulysses"] = whole = whole._replace(received=int(ulysses.max()))
         seconds["ulysses"] = _ulysses(whole, owner, length, heads, n_ranks)
     known = {name: found for name, found in seconds.items() if found is not None}
-    # the first of equals
     scheme = min(known, key=lambda name: known[name]) if requested == "auto" else requested
     reason = ("" if requested == "auto" else "requested by name; ") + _reason(seconds, scheme, kv_heads, n_ranks)
     if scheme != "exchange":
@@ -167,7 +163,7 @@ def costs_of(
 
 
 def _ulysses(whole: Work, owner: Array, length: int, heads: tuple[int, int], n_ranks: int) -> float:
-    """Seconds of a step of Ulysses: from where heads lie if they do and that was timed on so many ranks, else packed."""
+    """Seconds of a step of Ulysses: direct if possible and timed on so many ranks, otherwise packed."""
     goes_direct = np.all(np.diff(owner) >= 0) and time_model.sends_heads_directly(
         length // n_ranks, HEAD_DIM, ELEMENT_BYTES
     )
@@ -179,9 +175,9 @@ def _ulysses(whole: Work, owner: Array, length: int, heads: tuple[int, int], n_r
 
 
 def _reason(seconds: dict[str, float | None], scheme: str, kv_heads: int, n_ranks: int) -> str:
-    """What each scheme should take, the one that is taken first."""
-    told = sorted(seconds, key=lambda name: name != scheme)
-    said = [f"{1e3 * found:.3g} ms by {name}" for name in told if (found := seconds[name]) is not None]
+    """Predicted times of all schemes, the chosen one first."""
+    names = sorted(seconds, key=lambda name: name != scheme)
+    said = [f"{1e3 * found:.3g} ms by {name}" for name in names if (found := seconds[name]) is not None]
     reason = f"a step on H200s should take {', '.join(said)}"
     if seconds["ulysses"] is None:
         reason += f"; {n_ranks} ranks do not divide {kv_heads} key heads, which ulysses needs"
@@ -191,7 +187,7 @@ def _reason(seconds: dict[str, float | None], scheme: str, kv_heads: int, n_rank
 
 
 def _against_one(plan: Any, costs: Costs) -> str:
-    """What a layer's step should be to that of one GPU, in words; "" on one rank."""
+    """The predicted speed-up of a layer over one GPU, in words; "" on one rank."""
     if plan.n_ranks == 1:
         return ""
     if plan.unfitted:
@@ -200,11 +196,12 @@ def _against_one(plan: Any, costs: Costs) -> str:
         return f'no speed-up over one GPU is predicted: "{costs.scheme}" was not timed on {plan.n_ranks} ranks for such a layout'
     least, most = time_model.TIMED_TOKENS
     is_far = "" if least <= plan.length <= most else f"; timed were {least} to {most} tokens"
-    return f"predicted {costs.speedup:.2f} times as fast as one {time_model.GPU}, {1e3 * costs.one_gpu:.3g} ms a step{is_far}"
+    milliseconds = f"{1e3 * costs.one_gpu:.3g} ms a step"
+    return f"predicted {costs.speedup:.2f} times as fast as one {time_model.GPU}, {milliseconds}{is_far}"
 
 
 def slower_than_one(plan: Any) -> str:
-    """Which layers of a plan should be slower than on one GPU, and what may help; "" if none is, or nothing is predicted."""
+    """A warning for layers predicted to be slower than on one GPU; "" if there are none."""
     slow = [
         (f'layer {i_layer} ("{layer.scheme}") {speedup:.2f} times', layer.costs)
         for i_layer, (layer, speedup) in enumerate(zip(plan.layers, plan.speedups, strict=True))
@@ -218,13 +215,13 @@ def slower_than_one(plan: Any) -> str:
     orders = "" if plan.order == "tuned" else ', order="tuned", which moves least'
     return (
         f"attention shared by {plan.n_ranks} ranks is predicted to be slower than on one {time_model.GPU}: "
-        f"{', '.join(said for said, _ in slow)} as fast. Fewer ranks, a longer sequence, fewer key heads{orders}{schemes}, or a mask whose "
-        "blocks lie nearer to the diagonal may help; print(plan) shows what each scheme should take"
+        f"{', '.join(said for said, _ in slow)} as fast. Fewer ranks, a longer sequence, fewer key heads{orders}{schemes}, "
+        "or a mask whose blocks lie nearer to the diagonal may help; print(plan) shows what each scheme should take"
     )
 
 
 def report(plan: Any, head_dim: int = 128, element_bytes: int = 2) -> str:
-    """A ContextPlan in words and numbers."""
+    """A ContextPlan as text."""
 
     def size(numbers: Any) -> str:
         n_bytes = int(numbers) * head_dim * element_bytes

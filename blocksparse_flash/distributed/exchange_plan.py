@@ -11,15 +11,15 @@ WIDTH = 7 + 7
 
 
 class ExchangePlan(NamedTuple):
-    """One rank's part of an exchange, and what the kernels walk over its own and received tokens together.
+    """What one rank sends and receives, and the kernel plan over its own and received tokens.
 
-    own, own_slots, sent, slots  as in routing.TokenIndices
-    rows          whose queries the plan walks, of this rank's tokens
-    touched       tokens of this rank that are sums or merges of what ranks give, all or those that any rank works on
-    table         int32 (ranks, touched): which of a rank's results is that of the token. Of this rank's a slot, of another's
-                  a place in its message; -1 is none
+    own, own_slots, sent, slots  see routing.TokenIndices
+    rows          this rank's tokens whose queries the kernel plan covers
+    touched       this rank's tokens whose result is a sum or merge over ranks
+    table         int32 (ranks, touched): index of each touched token in a rank's result, a slot for this rank and a position
+                  in the message for another; -1 if the rank contributes nothing
     plan          the tensors of a plan.Plan
-    send, receive  tokens to and from each rank
+    send, receive  number of tokens to and from each rank
     """
 
     own: Tensor

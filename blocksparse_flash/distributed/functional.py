@@ -1,8 +1,4 @@
-"""What may a caller ask of attention over a sequence that several ranks share?
-
-Knows the order of a call: arguments are checked against the contract of attention and against the plan, before anything is
-sent. Must not know what is sent.
-"""
+"""attention and attention_with_lse over a sequence shared by several ranks. Arguments are checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from .context_plan import ContextPlan
 
 
 def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
-    """Refuse what the plan was not made for."""
+    """Raises if the arguments do not fit the plan."""
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
     if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(plan.layers):
@@ -43,21 +39,21 @@ def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) ->
 
 
 def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:
-    """How many messages: those asked for, or as many as take least time on the busiest rank, so that all ranks agree.
+    """Number of messages: `chunks`, or the fastest for the busiest rank, so that all ranks agree.
 
-    dtype  of what is sent: that of k and v, or what autocast makes of them
+    dtype  of the keys and values that are sent, after autocast
     """
     (q_heads, kv_heads), found = plan.heads, plan.layers[layer]
-    of_whom, seconds = "", time_model.pass_kv
+    whose, seconds = "", time_model.pass_kv
     if found.scheme == "ulysses":
         if not ulysses.is_direct(plan, k.shape[3], dtype):
-            # one message, or none that could be cut
-            q_heads, kv_heads, of_whom = 1, 1, " that are sent together"
+            # packed in one message
+            q_heads, kv_heads, whose = 1, 1, " that are sent together"
         else:
-            q_heads, kv_heads, of_whom = q_heads // plan.n_ranks, kv_heads // plan.n_ranks, " of a rank"
+            q_heads, kv_heads, whose = q_heads // plan.n_ranks, kv_heads // plan.n_ranks, " of a rank"
         seconds = time_model.direct_ulysses
     if chunks is None and found.scheme == "all_gather":
-        # as it was timed
+        # only one message was timed
         return 1
     if chunks is None:
         call = time_model.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, dtype.itemsize)
@@ -69,7 +65,7 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         raise TypeError(f"chunks must be an int or None, got {chunks!r}")
     if chunks < 1 or kv_heads % chunks:
-        raise ValueError(f"chunks must divide the {kv_heads} key heads{of_whom}, got {chunks}; None chooses")
+        raise ValueError(f"chunks must divide the {kv_heads} key heads{whose}, got {chunks}; None chooses")
     return chunks
 
 
@@ -85,13 +81,13 @@ class _Call(NamedTuple):
 
 
 def _checked(asked: _Arguments) -> _Call:
-    """What the call comes to, if its arguments fit the contract of attention and the plan."""
+    """The checked call: raises if the arguments do not fit attention or the plan."""
     q, k, v, plan, layer, scale, chunks, backend = asked
     autocast = functional._autocast(q)
     dtype, factor = validation.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
     unfit_for_hopper = functional._unfit_for_hopper(q.device, q, k, v, dtype, 0.0, None)
-    # by the size of the whole: all ranks run the kernels that one process would
+    # by the size of the whole sequence, so that all ranks run the kernels of one process
     n_elements = q.shape[0] * plan.length * q.shape[3] * sum(plan.heads)
     if backend == "auto" and unfit_for_hopper is None and not ops.is_worth_hopper(plan.length, n_elements):
         unfit_for_hopper = functional.SMALL
@@ -100,9 +96,9 @@ def _checked(asked: _Arguments) -> _Call:
 
 
 def _checked_cached(asked: _Arguments) -> _Call:
-    """`_checked`, found again with the plan for equal tensor specs. What is refused is not kept."""
+    """`_checked`, cached in the plan by tensor specs and arguments. Errors are not cached."""
     q, k, v, plan, layer, scale, chunks, backend = asked
-    # True equals 1, and so does 1.0: of other types is looked at anew
+    # other types are not cached, since True == 1 == 1.0
     is_usual = (
         type(plan) is ContextPlan
         and type(layer) is int
@@ -113,7 +109,7 @@ def _checked_cached(asked: _Arguments) -> _Call:
     )
     if not is_usual or (not tracing.is_without_autocast(q) and functional._autocast(q) is not None):
         return _checked(asked)
-    # a device is not seen with the rest
+    # specs do not contain the device
     key = specs_of(q, k, v), q.device, k.device, v.device, layer, scale, chunks, backend
     found = plan.calls.get(key)
     if found is None:
@@ -122,7 +118,7 @@ def _checked_cached(asked: _Arguments) -> _Call:
 
 
 def _checked_on_all_ranks(asked: _Arguments) -> _Call:
-    """`_checked` on all ranks alike: none goes on unless all can, with calls that belong together."""
+    """`_checked` on all ranks: all raise if one raises or if their calls differ."""
     q, k, v, plan, layer, *_ = asked
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -149,7 +145,7 @@ def _checked_on_all_ranks(asked: _Arguments) -> _Call:
 def _run(
     q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _Call, *, wants_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """lse may be there if it is not wanted."""
+    """(out, lse); lse may be None unless wants_lse."""
     found = plan.layers[layer]
     if found.layout is not None:
         facts = plan, found.layout, call.scale, call.n_chunks, call.backend, found.cache
@@ -181,7 +177,7 @@ def _attend(
     call = (_checked_on_all_ranks if checks_calls else _checked_cached)((q, k, v, plan, layer, scale, chunks, backend))
     if call.autocast is None:
         return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
-    # the operators choose the type of each product themselves
+    # the operators choose the dtype of each product themselves
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = (tensor.to(validation.under_autocast(tensor.dtype, call.autocast)) for tensor in (q, k, v))
         return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
@@ -200,7 +196,7 @@ def attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each row's scaled scores, as blocksparse_flash.attention_with_lse gives it.
 
-    q, k, v, plan, layer, scale, chunks, backend  as `attention`. Every rank must call this one, or every rank that one
+    q, k, v, plan, layer, scale, chunks, backend  as `attention`. All ranks must call the same one of the two functions
     """
     out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=True)
     assert lse is not None
@@ -218,23 +214,21 @@ def attention(
     chunks: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """blocksparse_flash.attention over a sequence shared by several ranks: this rank's rows of it. Differentiable.
+    """blocksparse_flash.attention over a sequence shared by several ranks, for the tokens of this rank. Differentiable.
 
     q, k, v  (batch, heads, plan.local_length, dim): the tokens of this rank, in the order of plan.positions. Or DTensors,
-             Shard(2) over the plan's group, for a contiguous plan with equally many tokens on each rank; then so is out
-    plan     what `plan` made; its layout, order and scheme
-    layer    which of the plan's layouts
+             Shard(2) over the plan's group, for a contiguous plan with equal numbers of tokens; out is one then, too
+    plan     ContextPlan
+    layer    index of the plan's layout
     scale    factor on the scores; None is head_dim ** -0.5
-    chunks   messages into which the key heads are divided, so that one travels while another is computed; None: up to 4,
-             as many as should take least time, under "all_gather" 1. Under "ulysses" the key heads of a rank are, where each
-             rank holds one stretch of the sequence
+    chunks   number of messages, a divisor of the key heads (under "ulysses" of a rank's key heads): one travels while another
+             is computed. None chooses up to 4, and 1 under "all_gather"
     backend  "auto", "hopper", "triton" or "eager", as in blocksparse_flash.attention
     returns  (batch, heads, plan.local_length, v_head_dim)
-    raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the others then
-             wait for it, until the timeout of the group ends their call with an error. With plan(..., check_calls=True)
-             all raise at once, naming the ranks that differ
+    raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the other ranks then
+             fail after the group's timeout. With plan(..., check_calls=True) all ranks raise at once
 
-    Every rank of the group must call it, and its backward, equally often and in the same order, with the same batch,
-    dtype, head dimensions and requires_grad. The gradients are those of the sum of the losses of all ranks.
+    Every rank of the group must call it and its backward equally often and in the same order, with the same batch, dtype,
+    head dimensions and requires_grad. The gradients are those of the sum of the losses of all ranks.
     """
     return _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=False)[0]

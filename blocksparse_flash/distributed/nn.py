@@ -1,7 +1,4 @@
-"""How does attention over a shared sequence become a layer?
-
-Knows torch.nn modules, projections, rotary positions by global token, a ContextPlan. Must not know messages.
-"""
+"""SelfAttention over a sequence shared by several ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +11,18 @@ from .functional import attention
 
 
 class SelfAttention(nn.Module):
-    """blocksparse_flash.nn.SelfAttention of a sequence that ranks share: the same weights, by the same names.
+    """blocksparse_flash.nn.SelfAttention over a shared sequence, with the same state dict.
 
-    embed_dim  features of a token, a multiple of the query heads, which the plan knows
-    plan       of `distributed.plan`; its heads are those of this module
-    layer      which of the plan's layouts
-    rope       base of rotary positions by the token's place in the whole sequence; None adds no positions
-    sinks, softcap, alibi  of nn.SelfAttention are refused: `distributed.attention` has none of them
+    embed_dim  features per token, a multiple of the plan's query heads
+    plan       ContextPlan; its heads are those of this module
+    layer      index of the plan's layout
+    rope       base of rotary positions, counted in the whole sequence; None adds no positions
+    sinks, softcap, alibi  not supported by `distributed.attention`: anything but the default raises
     raises     TypeError, ValueError
 
-    The plan is no weight, and belongs to a group of processes: it is neither in the `state_dict` nor pickled along.
-    The gradients of the weights are this rank's share: **sum** them over the ranks of the plan. Where something averages
-    gradients over `n` processes (FSDP, DDP), backpropagate the sum of this rank's losses * n / (tokens of all `n`): their
-    average is then the gradient of the mean over all tokens.
+    The plan belongs to a process group, so it is not part of the `state_dict`. The gradients of the weights are this rank's
+    share: **sum** them over the ranks of the plan. With FSDP or DDP, which average over `n` processes, backpropagate the sum of
+    this rank's losses * n / (tokens of all `n`): the average is then the gradient of the mean over all tokens.
     """
 
     def __init__(

@@ -157,18 +157,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared, scale: float) -> R
     """Attention of this rank's rows. Every rank of the group must call it.
 
     q, k, v   (batch, heads, n, dim) of the n tokens of this rank
-    returns   out (batch, heads, n, v_dim), lse (batch, heads, n), and keys and values as the kernels ranks them, if kept
+    returns   out (batch, heads, n, v_dim), lse (batch, heads, n), and own and received keys and values if they are kept
     """
     keys, local_plan, ranks, backend = ready.keys, ready.local_plan, ready.ranks, ready.ranks.backend
     sizes, slots = ready.gathers or (None, keys.slots)
-    pass_q_rows = None if ready.queries is None else pass_q.Forward(q, ready.queries, ranks)
+    queries = None if ready.queries is None else pass_q.Forward(q, ready.queries, ranks)
     pending = send_kv(k, v, keys, ready.chunks, ranks, sizes)
     # overlaps with the messages: work that needs none of them comes first
     every = own_kv_in_slots(k, v, keys, backend) if ready.keeps else None
     if local_plan:
         out, lse = attend(q, k, v, local_plan, scale, backend)
-    if pass_q_rows is not None:
-        pass_q_rows.attend(k, v, scale)
+    if queries is not None:
+        queries.attend(k, v, scale)
     found, n_chunks = [], len(ready.chunks)
     of_q, of_k, of_v = [chunk_heads(x, n_chunks) for x in (q, *(every or (k, v)))]
     for i, (chunk, message) in enumerate(zip(ready.chunks, pending, strict=True)):
@@ -183,8 +183,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared, scale: float) -> R
             found.append((out_rows, lse_rows))
     if not local_plan:
         out, lse = (cat_heads(list(parts)) for parts in zip(*found, strict=True))
-    if pass_q_rows is not None:
-        pass_q_rows.finish(out, lse)
+    if queries is not None:
+        queries.finish(out, lse)
     return out, lse, *(every or (k.new_empty(0), v.new_empty(0)))
 
 
@@ -218,7 +218,7 @@ def backward(
     if douts[0].stride(3) != 1:
         # the gradient of a sum has stride 0
         douts = douts[0].contiguous(), douts[1]
-    pass_q_rows = None if ready.queries is None else pass_q.Backward((q, out, lse), douts, ready.queries, ranks)
+    queries = None if ready.queries is None else pass_q.Backward((q, out, lse), douts, ready.queries, ranks)
     sizes, slots = ready.gathers or (None, keys.slots)
     pending = [] if ready.keeps else send_kv(k, v, keys, ready.chunks, ranks, sizes)
     given, n_chunks = [], len(ready.chunks)
@@ -245,8 +245,8 @@ def backward(
             _totals(k, v, [dkv for _, dkv, _ in given], ready.first),
         )
     bases = [totals] if local_plan else []
-    if pass_q_rows is not None:
-        bases.append(list(pass_q_rows.attend(k, v, scale)))
+    if queries is not None:
+        bases.append(list(queries.attend(k, v, scale)))
     touched = None if keys.touched.shape[0] == k.shape[2] else keys.touched
     of_totals, *of_bases = [[chunk_heads(x, n_chunks) for x in each] for each in (totals, *bases)]
     for i, (dq_rows, dkv, message) in enumerate(given):
@@ -254,8 +254,8 @@ def backward(
             gather_scatter.move([dq_rows], [select_heads(dq, ready.chunks[i].q)], backend, put=keys.rows)
         into, added = [x[i] for x in of_totals], [[x[i] for x in each] for each in of_bases]
         gather_scatter.add(into, dkv, message.wait(), added, keys.table, touched, ranks.rank, backend)
-    if pass_q_rows is not None:
-        pass_q_rows.finish(dq)
+    if queries is not None:
+        queries.finish(dq)
     return dq, totals[0], totals[1]
 
 

@@ -1,9 +1,8 @@
-"""How long would a layer take, and into how many messages is it best cut? A model of link, attention and host.
+"""Time model of a training step: link, attention and host. It chooses the number of messages and predicts speed-ups.
 
-Knows how much a rank receives and computes. Must not know torch, layouts, owners or process groups. Rates are those measured on
-two and four H200s (benchmarks/results/context_parallel.md), but where it says that they are assumed; on other machines the
-choices are right as long as the ratios are, and no speed-up is predicted there. `python -m benchmarks.run.context_choices` prints
-what the model chooses and predicts for every measured cell.
+The rates were measured on two and four H200s (benchmarks/results/context_parallel.md) unless a comment says that they are assumed.
+On other machines the choices hold as long as the ratios do, and no speed-up is predicted. `python -m benchmarks.run.context_choices`
+compares the model with every measurement.
 """
 
 from __future__ import annotations
@@ -13,59 +12,46 @@ from typing import NamedTuple
 
 from ..plan.host_builder import TILE
 
-# bytes a second that a rank receives, and what a message takes besides
+# link: bytes per second received by a rank, and seconds per message
 LINK, LATENCY = 278e9, 36e-6
-# operations a second of attention: random blocks, 262,144 tokens, forward and backward
+# attention: operations per second, forward and backward (random blocks, 262,144 tokens)
 FORWARD_RATE, BACKWARD_RATE = 563e12, 500e12
-# a rank walks its longest row, or the columns of a group of heads, tile by tile: 2 microseconds by one program, and up to 16 share it.
-# With these, bigbird on four ranks takes, ms a step, rows shipped and not, 262,144 tokens 12.7 and 18.6, on 4 key heads 7.2 and 9.8;
-# 65,536 tokens 4.5 and 5.2, on 4 key heads 2.8 and 2.7. Measured were 10.8 and 16.2, 6.7 and 10.1; 3.2 and 5.0, 2.64 and 2.58
+# seconds per tile of the longest row or column: 2 microseconds in one program, shared by up to 16
 BACKWARD_TILE = 2e-6 / 16
-# it computes five products of a tile where a forward has two
+# a backward computes five products per tile, a forward two
 FORWARD_TILE = 0.4 * BACKWARD_TILE
-# packing and joining, over the time on the link. Of Ulysses: local, 262,144 tokens. Of exchange it is fitted, with HOST_OVERHEAD, to 28 measured
-# steps, which are 0.79 to 1.18 times what was measured
-EXCHANGE_COPIES, ULYSSES_COPIES = 0.26, 1.55
-# of messages that are sent from where tensors lie. With this and ULYSSES_CHUNK, whole heads of 262,144 tokens on four ranks, ms a step in 1 and
-# 2 messages: bigbird 11.2 and 9.4, butterfly 12.1 and 10.3, butterfly on 4 key heads 9.7. Measured were 11.2 and 9.5, 11.3 and 9.6, 10.3
-DIRECT_COPIES = 0.1
-# an all-gather joins all keys and values, and cuts up as many gradients: seconds a byte. With HOST_OVERHEAD 30 measured steps of PyTorch's
-# collectives and the same kernels are off by 11 % at most, but for random blocks of 65,536 tokens, by 18 %. The other two are bigbird
-# of 4 key heads on two, of kernels that did not yet split long rows. Our own all-gather, which copies less, was not timed yet
+# time for packing and joining, relative to the time on the link. For pass-KV fitted together with HOST_OVERHEAD to 28 measured
+# steps (predicted 0.79 to 1.18 times the measurement); for packed Ulysses from local, 262,144 tokens; direct Ulysses copies nothing
+EXCHANGE_COPIES, ULYSSES_COPIES, DIRECT_COPIES = 0.26, 1.55, 0.1
+# seconds per byte that an all-gather joins and splits; 30 measured steps are off by at most 18 %
 GATHER_COPY = 1.14e-12
-# what the host adds to a step of exchange or of an all-gather: fitted to each alone it is 0.45 and 0.41 ms. Where rows are shipped
-# PASS_Q_OVERHEAD holds it
-HOST_OVERHEAD = 0.43e-3
-# bytes of one head of a rank's tokens from which on it is sent by itself: butterfly took, ms a step, by itself and packed, 9.6 and 16.4
-# with 16 MiB, 5.3 and 4.2 with 4, where the host was busy for 3.4 ms of a forward in 4 messages
-DIRECT_MIN_BYTES = 8 << 20
-# what the host takes for a further message and its launches: local of 262,144 tokens, where messages are short, on four ranks 4.31, 4.55
-# and 4.91 ms a step with 1, 2 and 4; butterfly 16.2, 14.4 and 13.6. And for rows that are shipped, forward or backward: see BACKWARD_TILE
-CHUNK, PASS_Q_OVERHEAD = 120e-6, 0.45e-3
-# what a further message of whole heads adds where it hides behind others: in 4 messages bigbird took 9.6 ms, butterfly 10.1
-ULYSSES_CHUNK = 200e-6
+# host seconds per step of pass-KV or an all-gather; with pass-Q rows, PASS_Q_OVERHEAD covers it, once for each direction
+HOST_OVERHEAD, PASS_Q_OVERHEAD = 0.43e-3, 0.45e-3
+# host seconds of a further message with its launches, and of a further message of direct Ulysses
+CHUNK, ULYSSES_CHUNK = 120e-6, 200e-6
 MAX_CHUNKS = 4
-# fewest ranks on which these were timed as they are today: few rows that reach most keys, which travel or not, and heads that are
-# sent from where they lie. On two, where both were older, bigbird by exchange took 1.2 to 3.1 times as long as an all-gather
+# bytes of one head of a rank's tokens above which heads are sent directly (16 MiB: 9.6 ms direct, 16.4 packed; 4 MiB: 5.3 and 4.2)
+DIRECT_MIN_BYTES = 8 << 20
+# fewest ranks on which today's pass-Q rows and direct Ulysses were timed
 TIMED_RANKS = 4
-# the machines that were timed: this GPU, up to so many of one host
+# the timed machines: up to MAX_RANKS of this GPU in one host
 GPU, MAX_RANKS = "NVIDIA H200", 4
-# tokens that were timed: the least and the most
+# fewest and most tokens that were timed
 TIMED_TOKENS = 65536, 262144
-# bytes a second of copies: joining 2 GiB, butterfly of 262,144 tokens
+# copies: bytes per second (joining 2 GiB)
 COPY_RATE = 4.05e12
-# what the host takes, forward and backward, to compute rows that need no messages apart: an assumption
+# assumed: host seconds, forward and backward, for computing local rows separately
 SPLITTING = 400e-6
-# of the time with fewer messages, assumed: messages and attention compete for multiprocessors, which the model leaves out
+# assumed: a further chunk must reduce the time to this share, since messages and attention compete for SMs
 CHUNKING_MARGIN = 0.95
 
 
 class Work(NamedTuple):
-    """The most that any rank does in one forward of one sequence, in numbers of Python's own: torch.compile reads them.
+    """The work of the busiest rank in a forward of one sequence. Python ints, which torch.compile can read.
 
-    received  heads * tokens, as in costs.Costs
-    tiles     for one head, whichever needs them
-    row, column  tiles of the longest row and column which one rank computes
+    received  heads * tokens, as in cost_model.Costs
+    tiles     tiles of one head, over all batches and heads
+    row, column  tiles of the longest row and column that one rank computes
     """
 
     received: int
@@ -75,7 +61,7 @@ class Work(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a call adds: sequences, query heads, query heads a key head, their dimension, bytes of one number."""
+    """Sizes of a call: sequences, query heads, query heads per key head, head dimension, bytes per element."""
 
     batch: int
     q_heads: int
@@ -85,12 +71,12 @@ class Call(NamedTuple):
 
 
 def link(received: float, call: Call, copies: float) -> float:
-    """Seconds that receiving takes, with the copies before and behind it."""
+    """Seconds to receive so many heads * tokens, including packing and unpacking."""
     return (1 + copies) * received * call.batch * call.head_dim * call.element_bytes / LINK
 
 
 def attention(work: Work, call: Call, q_heads: float) -> tuple[float, float]:
-    """Seconds of a forward and a backward of so many heads, no faster than their longest walk."""
+    """Seconds of a forward and a backward of q_heads heads, at least those of the longest row or column."""
     products = call.batch * q_heads * work.tiles * 2 * TILE * TILE * call.head_dim
     forward = max(2 * products / FORWARD_RATE, work.row * FORWARD_TILE)
     backward = max(5 * products / BACKWARD_RATE, max(work.row, work.column * call.group) * BACKWARD_TILE)
@@ -98,7 +84,7 @@ def attention(work: Work, call: Call, q_heads: float) -> tuple[float, float]:
 
 
 def pass_kv(work: Work, call: Call, n_chunks: int) -> float:
-    """Seconds of a step whose heads are cut into so many messages, each of which travels while another is computed."""
+    """Seconds of a step with n_chunks messages; one travels while another is computed."""
     message = LATENCY + link(work.received, call, EXCHANGE_COPIES) / n_chunks
     total = 0.0
     for compute in attention(work, call, call.q_heads / n_chunks):
@@ -107,21 +93,21 @@ def pass_kv(work: Work, call: Call, n_chunks: int) -> float:
 
 
 def pass_q(work: Work, call: Call) -> float:
-    """Seconds of a step that shipped rows add: their queries, attended to before the messages back can leave."""
+    """Seconds that pass-Q rows add to a step; results can be returned only after their attention."""
     return 2 * (PASS_Q_OVERHEAD + 2 * LATENCY) + sum(attention(work, call, call.q_heads))
 
 
 def packed_ulysses(work: Work, call: Call, n_ranks: int) -> float:
-    """Seconds of a step; work.tiles are those of all ranks."""
+    """Seconds of a step of Ulysses with packed messages. work.tiles counts the tiles of all ranks."""
     return 2 * (2 * LATENCY + link(work.received, call, ULYSSES_COPIES)) + sum(
         attention(work, call, call.q_heads / n_ranks)
     )
 
 
 def direct_ulysses(work: Work, call: Call, n_chunks: int) -> float:
-    """Seconds of a step of Ulysses, cut into so many messages which are sent from where tensors lie.
+    """Seconds of a step of Ulysses with n_chunks direct messages.
 
-    call.q_heads are those of a rank, work.tiles those of all ranks.
+    call.q_heads counts the heads of a rank, work.tiles the tiles of all ranks.
     """
     message = 2 * LATENCY + link(work.received, call, DIRECT_COPIES) / n_chunks
     total = 0.0
@@ -131,7 +117,7 @@ def direct_ulysses(work: Work, call: Call, n_chunks: int) -> float:
 
 
 def all_gather(work: Work, call: Call, keys: float) -> float:
-    """Seconds of a step, in one message, whose ranks receive all `keys`: heads * tokens of keys and values of all ranks."""
+    """Seconds of a step with one all-gather. keys: heads * tokens of the keys and values of all ranks."""
     n_bytes = keys * call.batch * call.head_dim * call.element_bytes
     return 2 * (2 * LATENCY + link(work.received, call, 0) + n_bytes * GATHER_COPY) + sum(
         attention(work, call, call.q_heads)
@@ -139,7 +125,7 @@ def all_gather(work: Work, call: Call, keys: float) -> float:
 
 
 def unfitted(machines: Sequence[tuple[str, str]]) -> str:
-    """Why no speed-up is predicted for these ranks, each (name of its GPU or "cpu", name of its host); empty if one is."""
+    """Why no speed-up is predicted for these ranks, each (GPU name or "cpu", host name); empty if one is."""
     others = sorted({device for device, _ in machines} - {GPU})
     n_hosts = len({host for _, host in machines})
     what = f"the model is fitted to up to {MAX_RANKS} {GPU} of one host"
@@ -151,23 +137,23 @@ def unfitted(machines: Sequence[tuple[str, str]]) -> str:
 
 
 def sends_heads_directly(n_tokens: int, head_dim: float, element_bytes: int) -> bool:
-    """Whether a head of a rank's tokens is worth a message of its own."""
+    """Whether Ulysses sends each head of a rank's tokens directly, without packing."""
     return n_tokens * head_dim * element_bytes >= DIRECT_MIN_BYTES
 
 
 def splitting_pays(n_tokens: int, kv_heads: int, head_dim: int, element_bytes: int) -> bool:
-    """Whether it is worth its launches to compute rows that need no messages where their keys lie.
+    """Whether computing local rows separately repays its launches.
 
-    It saves joining own keys and values with received ones, and adding up gradients: each is read and written.
+    It saves the copies that join own and received keys and values, and those that sum their gradients.
     """
     n_bytes = 2 * n_tokens * kv_heads * head_dim * element_bytes
     return 2 * 2 * n_bytes / COPY_RATE > SPLITTING
 
 
 def best_chunks(work: Work, call: Call, kv_heads: int, seconds: Callable[[Work, Call, int], float] = pass_kv) -> int:
-    """Into how many messages to cut, a divisor of the key heads: more of them only if that is faster beyond doubt.
+    """The number of messages, a divisor of the key heads; more only if clearly faster, see CHUNKING_MARGIN.
 
-    seconds  `exchange`, or `whole_heads` with the heads of a rank
+    seconds  `pass_kv`, or `direct_ulysses` with the heads of a rank
     """
     best = 1
     for n_chunks in range(2, MAX_CHUNKS + 1):

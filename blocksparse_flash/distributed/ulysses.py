@@ -37,13 +37,13 @@ PREFETCH = 2
 
 
 class Call(NamedTuple):
-    """The arguments of a call that are no tensors of it.
+    """The arguments of a call besides q, k and v.
 
-    plan    of the kernels, for the heads of this rank
-    orders  restore and rearrange of all_to_all.py, or none
-    sizes   tokens of each rank; `rank` is this one
-    packs   whether one message is packed for all heads, n_chunks is 1; if not, there are no orders
-    group   by name
+    plan    kernel plan of this rank's heads
+    orders  restore and rearrange of all_to_all.py, or empty
+    sizes   tokens of each rank
+    packs   True: one packed message and n_chunks 1; False: direct messages, orders is empty
+    group   name of the process group
     """
 
     plan: list[Tensor]
