@@ -31,13 +31,13 @@ _WAYS_OUT = {
     "cache": "continuous batching keeps its cache in pages; model.generate does not",
     **dict.fromkeys(
         ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
-        "packed sequences are told apart by position_ids that restart, where there is no attention_mask",
+        "packed sequences are recognised by position_ids that restart, if there is no attention_mask",
     ),
 }
 
 
 def _refuse(unread: dict[str, Any]) -> None:
-    """ValueError for what would change the result, and for what is not known."""
+    """ValueError for arguments that would change the result, and for unknown ones."""
     for name, value in unread.items():
         if value is not None and value is not False and name not in _HARMLESS:
             way_out = _WAYS_OUT.get(name, "it is not known what that means")
@@ -49,7 +49,7 @@ def _refuse(unread: dict[str, Any]) -> None:
 
 
 def _check(mask: Any, q_len: int, kv_len: int, is_causal: bool | None, sliding_window: int | None) -> None:
-    """Whether a mask is ours, and does not contradict what its layer says."""
+    """Raises if a mask is no Mask, or contradicts the arguments of its layer."""
     if not isinstance(mask, Mask):
         raise TypeError(
             f"attention_mask must be (batch, length), of which transformers makes what layers take, but "
@@ -92,17 +92,17 @@ def attention_function(
     deterministic: bool | None = None,
     **unread: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers: `attention`, with the mask that `attention_mask` made. Its names are theirs.
+    """The attention function of transformers, with its argument names: `attention` with the Mask of the forward.
 
-    module      the layer, whose config is asked where there is no mask
+    module      the layer; its config gives the layout if there is no mask
     query       (batch, heads, q_len, head_dim)
-    key, value  (batch, kv_heads, kv_len, ...), as the cache keeps them, not repeated for grouped heads
-    attention_mask  what `attention_mask` made; None where transformers asked for none
+    key, value  (batch, kv_heads, kv_len, ...), not repeated for grouped heads
+    attention_mask  result of `attention_mask`; None if transformers requested none
     dropout, scaling, deterministic  dropout_p, scale and deterministic of `attention`
     is_causal, sliding_window  must agree with the mask
     s_aux, softcap  sinks and softcap of `attention`
-    returns     (batch, q_len, heads, v_head_dim), and no weights
-    raises      ValueError for every argument among `unread` that would change the result, by name
+    returns     (out, None), out of shape (batch, q_len, heads, v_head_dim); attention weights are never stored
+    raises      ValueError for an argument in `unread` that would change the result
     """
     _refuse(unread)
     mask = attention_mask

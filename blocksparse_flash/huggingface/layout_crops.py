@@ -1,8 +1,4 @@
-"""Which crop of a layout does one forward of a model need? Built, bounded, cropped, planned, and remembered.
-
-Knows: layouts and their specifications, lengths, positions, which slots of a sequence are padding. Must not know: models,
-backends, or that transformers exists.
-"""
+"""Layouts of one forward: built once from a specification, bounded by a window, cropped, planned, and cached."""
 
 from __future__ import annotations
 
@@ -14,16 +10,16 @@ from torch import Tensor
 
 from ..layout import BlockLayout, number_of, numbered
 
-# block size of what is not given as a layout
+# block size of layouts built from a window alone
 BLOCK = 128
 
 
 class FullLayout(NamedTuple):
-    """A layout of length x length, before it is made.
+    """Description of a layout of length x length, used as a cache key.
 
-    layout       a BlockLayout, a specification for `masks.build`, or None: every pair
+    layout       a BlockLayout, a specification for `masks.build`, or None for every pair
     length       tokens
-    left, right  keeps -left <= kv_pos - q_pos <= right, tokens; None is no bound
+    left, right  keeps -left <= kv_pos - q_pos <= right, in tokens; None means no bound
     """
 
     layout: BlockLayout | str | None
@@ -43,7 +39,7 @@ class Crop(NamedTuple):
 
 
 def _near(length: int, left: int | None, right: int | None) -> BlockLayout:
-    """The blocks that have a pair within the bounds, all of them full."""
+    """All blocks with a pair within the bounds, as full blocks."""
     row = torch.arange(-(-length // BLOCK), device="cpu")
     first = torch.zeros_like(row) if left is None else (row * BLOCK - left).clamp(min=0) // BLOCK
     last = torch.full_like(row, length) if right is None else (row + 1) * BLOCK - 1 + right
@@ -53,7 +49,7 @@ def _near(length: int, left: int | None, right: int | None) -> BlockLayout:
 
 @functools.lru_cache(maxsize=16)
 def built(full: FullLayout) -> BlockLayout:
-    """The layout; of equal arguments the same object."""
+    """The layout; equal arguments give the same object."""
     layout, length, left, right = full
     if isinstance(layout, str):
         import masks
@@ -88,7 +84,7 @@ def _cropped(full: FullLayout, crop: Crop) -> BlockLayout:
     return layout
 
 
-# crops that compiled graphs hold, by id: torch.compile can read them here, and cannot look into an lru_cache
+# crops in compiled graphs, by id: torch.compile can read a dict, but not an lru_cache
 _COMPILED: dict[int, BlockLayout] = {}
 
 
@@ -103,19 +99,19 @@ def _compiled(
     kv_len: int,
     device: torch.device,
 ) -> int:
-    """The key of a crop in _COMPILED. A layout comes as its number, as torch 2.11 makes no constant of a layout."""
+    """The key of a crop in _COMPILED. Takes a layout by number, since torch 2.11 has no constants of type BlockLayout."""
     given = numbered(layout) if isinstance(layout, int) else layout
     crop = _cropped(FullLayout(given, length, left, right), Crop(q_start, q_len, kv_start, kv_len, device))
     _COMPILED[id(crop)] = crop
     return id(crop)
 
 
-# torch.compile would trace how a layout is made; this way the key becomes a constant of the graph
+# makes the key a constant of the graph; otherwise torch.compile would trace the construction of the layout
 _compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cropped(full: FullLayout, crop: Crop) -> BlockLayout:
-    """The layout of a crop, planned on its device, also while torch.compile traces. Made once, then remembered."""
+    """The cropped layout, planned on its device and cached, also under torch.compile."""
     if torch.compiler.is_compiling():
         layout, length, left, right = full
         known = number_of(layout) if isinstance(layout, BlockLayout) else layout
@@ -124,16 +120,16 @@ def cropped(full: FullLayout, crop: Crop) -> BlockLayout:
 
 
 def in_slots(layout: BlockLayout, is_token: Tensor, crop: Crop) -> BlockLayout:
-    """The layout of one sequence for slots, some of which hold padding, which attends to nothing.
+    """A layout in slots for one sequence with padding, which attends to nothing.
 
-    layout    of positions, which count tokens only
+    layout    in positions, which count tokens only
     is_token  bool (slots,), on the host
-    crop      of the slots, up to the last
+    crop      in slots, up to the last one
     """
     q_stop = crop.q_start + crop.q_len
     n_tokens = int(is_token.sum())
     behind = (0, len(is_token) - n_tokens)
-    # tokens in their order, then padding
+    # tokens in order, then padding
     position = torch.where(is_token, is_token.cumsum(0), n_tokens + (~is_token).cumsum(0)) - 1
     if is_token[crop.q_start : q_stop].all():
         first = int(position[crop.q_start])

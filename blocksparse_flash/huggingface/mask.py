@@ -12,7 +12,7 @@ from .names import NAME, WAY_OUT, running_layer
 
 
 class _Fields(NamedTuple):
-    """The fields of `Mask`, which says what they are."""
+    """The fields of `Mask`."""
 
     layout: BlockLayout | None
     is_causal: bool
@@ -26,28 +26,27 @@ class _Fields(NamedTuple):
 
 
 class Mask(_Fields):
-    """What goes through a model in the place of its attention mask.
+    """Passes through a model in place of its attention mask.
 
     layout      of the queries and keys of this forward, causality included; None attends everywhere
-    is_causal   True: also kv_pos <= q_pos + (kv_len - q_len); where there is a layout, it says so itself
-    kind        what transformers asked for: "causal", "bidirectional" or "other"
-    window      of sliding attention, as transformers counts it, or None
-    kv_lengths  int64 (batch,): how many keys are tokens, which `order` brings to the front; None is all
-    order       int64 (batch, kv_len): slots of the tokens, then those of the padding; None leaves them
-    back        int64 (batch, q_len): where `order` has each slot, if queries have the same order; None leaves them
-    owner       name of the class of the config that holds the layout
-    shape       (batch, 1, q_len, kv_len), as of the mask of pairs that it stands for
+    is_causal   True: also kv_pos <= q_pos + (kv_len - q_len). False if the layout already includes it
+    kind        kind that transformers requested: "causal", "bidirectional" or "other"
+    window      sliding window as transformers counts it, or None
+    kv_lengths  int64 (batch,): number of keys that are tokens; `order` moves them to the front. None means all
+    order       int64 (batch, kv_len): slots of tokens, then slots of padding; None keeps the order
+    back        int64 (batch, q_len): inverse of `order`, if it also applies to the queries; otherwise None
+    owner       class name of the config that holds the layout
+    shape       (batch, 1, q_len, kv_len), the shape of the dense mask it replaces
 
-    Where a model hands the mask to another, that one takes it for a mask of pairs, by `ndim` and `shape`, and keeps it. A
-    model that computes with it gets an error that names the layer: its attributes are no tensor's, and torch and operators
-    refuse it.
+    A model that receives the mask from another accepts it as a dense mask, by `ndim` and `shape`. A model that computes with
+    it gets an error that names the layer, from tensor attributes, torch functions and operators alike.
     """
 
     __slots__ = ()
 
     ndim = 4
 
-    # hashable, although __eq__ is its own
+    # defining __eq__ would remove it
     __hash__ = tuple.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -65,15 +64,15 @@ class Mask(_Fields):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        # hasattr must be able to say no
+        # an AttributeError, so that hasattr returns False
         raise AttributeError(_computed_with(f".{name}"))
 
 
 def _computed_with(what: str) -> str:
-    """The message of whatever takes a mask for a tensor."""
+    """The message for code that uses a Mask as a tensor."""
     return (
-        f"{running_layer()} computes with the attention mask itself ({what}), but attn_implementation='{NAME}' has a Mask in its "
-        f"place, which only its own attention reads: {WAY_OUT}"
+        f"{running_layer()} computes with the attention mask itself ({what}), but attn_implementation='{NAME}' has a Mask "
+        f"in its place, which only its own attention reads: {WAY_OUT}"
     )
 
 

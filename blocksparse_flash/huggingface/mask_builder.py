@@ -27,7 +27,7 @@ STATIC_CACHE = (
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two functions are the same code over the same values: transformers makes its masks as closures."""
+    """Whether two functions have the same code and closure values; transformers builds its masks as closures."""
     if isinstance(a, FunctionType) and isinstance(b, FunctionType):
         held = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (a, b)]
         return a.__code__ is b.__code__ and _is_same(*held)
@@ -39,7 +39,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _packed_alone(function: MaskFunction, batch: int, q_len: int) -> MaskFunction:
-    """What transformers makes of a mask function where each pack holds one document, as while torch.compile traces."""
+    """The mask function that transformers makes if each pack holds one document, as when torch.compile traces."""
     from transformers import masking_utils
 
     known: Any = masking_utils
@@ -53,10 +53,10 @@ def _packed_alone(function: MaskFunction, batch: int, q_len: int) -> MaskFunctio
 
 
 def _meaning(mask_function: MaskFunction, local_size: int | None, batch: int, q_len: int) -> tuple[str, int | None]:
-    """(kind, window), as in `Mask`, of a mask function of transformers' own; ("other", None) of all else."""
+    """(kind, window) of a mask function of transformers, see `Mask`; ("other", None) for any other function."""
     from transformers import masking_utils
 
-    # whose annotations speak of single numbers
+    # Any, since the annotations of transformers allow single numbers only
     known: Any = masking_utils
     meanings: dict[tuple[str, int | None], MaskFunction] = {
         ("causal", None): known.causal_mask_function,
@@ -72,7 +72,7 @@ def _meaning(mask_function: MaskFunction, local_size: int | None, batch: int, q_
 
 
 def _layout_of(config: Any) -> BlockLayout | str | None:
-    """What a config holds, checked."""
+    """The layout or specification of a config, checked."""
     layout = getattr(config, KEY, None)
     if layout is None:
         return None
@@ -95,7 +95,7 @@ def _layout_of(config: Any) -> BlockLayout | str | None:
 
 
 class _Request(NamedTuple):
-    """What transformers asks of a mask, but for the padding; `crop` is of slots."""
+    """The mask that transformers requests, without padding; `crop` counts slots."""
 
     kind: str
     window: int | None
@@ -116,7 +116,7 @@ class _Request(NamedTuple):
         return self.crop.q_start == self.crop.kv_start == 0 and self.crop.q_len == self.crop.kv_len
 
     def full_layout(self) -> layout_crops.FullLayout | None:
-        """The layout to be built; None where there is neither layout nor window."""
+        """The layout to build; None if there is neither a layout nor a window."""
         layout = _layout_of(self.config)
         if layout is None and self.window is None:
             return None
@@ -126,7 +126,7 @@ class _Request(NamedTuple):
         return layout_crops.FullLayout(layout, length, self.window, self.window)
 
     def _length(self, layout: BlockLayout | str | None) -> int:
-        """For which a layout is built: the same for every input, so that what a token attends to is the same too."""
+        """Length of the full layout: the same for every input, so that a token always attends to the same keys."""
         needed = max(self.q_stop, self.kv_stop)
         longest = getattr(self.config, "max_position_embeddings", None)
         if isinstance(layout, BlockLayout):
@@ -146,13 +146,13 @@ class _Request(NamedTuple):
 
 
 def _of_many(mask_function: MaskFunction) -> MaskFunction:
-    """The function of many pairs that says of each what a function of one pair says."""
+    """Vectorises a mask function of one pair."""
 
     def of_many(*places: Tensor) -> Tensor:
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
         together = torch.broadcast_tensors(*places)
-        # a function of one pair may look it up in a tensor, which vmap allows in this context only
+        # lets the function index a tensor under vmap
         with TransformGetItemToIndex():
             return torch.vmap(mask_function)(*(place.reshape(-1) for place in together)).reshape(together[0].shape)
 
@@ -166,7 +166,7 @@ def _has_gaps(is_token: Tensor) -> bool:
 
 
 def _with_padding(request: _Request, layout: BlockLayout | None, is_key: Tensor, *, moves_queries: bool) -> Mask:
-    """The mask that brings tokens to the front; while torch.compile traces also where they are there already."""
+    """The mask that moves tokens to the front. Under torch.compile also if they are there already."""
     is_causal = layout is None and request.kind == "causal"
     order = back = None
     if torch.compiler.is_compiling() or bool((is_key[:, 1:] & ~is_key[:, :-1]).any()):
@@ -176,7 +176,7 @@ def _with_padding(request: _Request, layout: BlockLayout | None, is_key: Tensor,
 
 
 def _by_rule(request: _Request, is_token: Tensor | None) -> Mask | None:
-    """The mask, if it takes no more than a layout, lengths and an order; None if pairs have to be looked at."""
+    """The mask as a layout, lengths and an order; None if pairs must be evaluated."""
     kind, window, crop = request.kind, request.window, request.crop
     if kind == "other":
         return None
@@ -198,7 +198,7 @@ def _by_rule(request: _Request, is_token: Tensor | None) -> Mask | None:
 
 
 def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFunction) -> Mask:
-    """The mask made of blocks, batch by batch, on the host: O(blocks of the layout), or of all blocks without one."""
+    """The mask from evaluated pairs, per batch on the host: O(blocks of the layout), or all blocks without one."""
     kind, window, crop, full = request.kind, request.window, request.crop, request.full_layout()
     within = None
     if is_token is not None:
@@ -206,7 +206,7 @@ def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFun
     if full is not None and is_token is None:
         within = layout_crops.cropped(full, crop)
     elif full is not None and is_token is not None:
-        # between tokens there are as many positions as slots, or fewer: bounds on positions lose no pair of a window
+        # slots between two tokens are at least as many as positions, so no pair of a window in slots is lost
         layout = layout_crops.built(full)
         within = BlockLayout.stack_batches([layout_crops.in_slots(layout, tokens, crop) for tokens in is_token])
         if kind != "other" and (window is None or not _has_gaps(is_token)):
@@ -215,7 +215,7 @@ def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFun
 
     def attends(batch: Tensor, head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
         pairs = batch, head, q_pos + crop.q_start, kv_pos + crop.kv_start
-        # where the tensors are that the function looks things up in
+        # the function may index tensors on that device
         said = mask_function(*(place.to(crop.device) for place in pairs)).cpu()
         return said if is_token is None else said & is_token[batch, pairs[3]]
 
@@ -262,24 +262,24 @@ def attention_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Mask:
-    """The mask function of transformers: what the layers of one forward attend to. Its names are theirs.
+    """The mask function of transformers, with its argument names: the Mask of one forward.
 
     batch_size, q_length, kv_length  sequences, queries and keys of this forward
-    q_offset, kv_offset  the first slot of the queries, of the keys
-    mask_function   mask_function(batch, head, q_slot, kv_slot) -> bool: what the model asks for; the layout is kept as well
-    attention_mask  bool (batch, slots), True for a token, False for padding, wherever it is; None is no padding
+    q_offset, kv_offset  first slot of the queries and of the keys
+    mask_function   mask_function(batch, head, q_slot, kv_slot) -> bool: the mask of the model, applied together with the layout
+    attention_mask  bool (batch, slots), True for a token, False for padding anywhere; None means no padding
     config          of the model; its `attention_layout` is a BlockLayout, a specification, or None
     device          of the queries
-    local_size      tokens of a window, where mask_function has one
+    local_size      window size in tokens if mask_function has one
     use_vmap        True: mask_function takes one pair at a time
-    raises          TypeError, ValueError naming what cannot be
+    raises          TypeError, ValueError
     """
     # names of the module: torch.compile of torch 2.11 cannot trace an import from the package, which is loaded lazily
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if isinstance(q_offset, Tensor):
         raise ValueError(STATIC_CACHE)
-    # whose annotations speak of single numbers
+    # Any, since the annotations of transformers allow single numbers only
     function: Any = mask_function
     kind = "other"
     if function is causal_mask_function:
@@ -316,9 +316,9 @@ def attention_mask(
 def mask_of_layer(
     module: torch.nn.Module, q_len: int, kv_len: int, is_causal: bool | None, device: torch.device
 ) -> Mask:
-    """The mask of a model that makes none, such as ViT."""
+    """The mask for a model that requests none, such as ViT."""
     if is_causal is None:
-        # what transformers assumes
+        # the default of transformers
         is_causal = bool(getattr(module, "is_causal", True))
     kind = "causal" if is_causal else "bidirectional"
     crop = layout_crops.Crop(0, q_len, 0, kv_len, device)

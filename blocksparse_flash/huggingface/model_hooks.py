@@ -17,7 +17,7 @@ _CHECKED = "_blocksparse_flash_checked"
 
 
 class _Forward:
-    """A running forward of a model whose config holds a layout; `read` are the configs that attention asked so far."""
+    """A running forward of a model whose config holds a layout; `read` names the configs that attention has read."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -32,9 +32,9 @@ class _Running(threading.local):
 
 
 class _Last:
-    """Whether attention was called since a forward with a layout began: all that torch.compile can trace of this file.
+    """Whether attention was called since the last forward with a layout began. torch.compile traces only this.
 
-    It is written before it is read, so that it is a constant of most graphs and guards nothing.
+    It is written before it is read, so most graphs treat it as a constant and need no guard.
     """
 
     attended = False
@@ -45,7 +45,7 @@ _last = _Last()
 
 
 def record_attention(owner: str | None) -> None:
-    """Called by each attention of a layer, with the owner of the config that it asked for a layout."""
+    """Called by the attention of each layer, with the owner of the config whose layout it read."""
     _last.attended = True
     if not torch.compiler.is_compiling():
         for forward in _running.forwards:
@@ -53,7 +53,7 @@ def record_attention(owner: str | None) -> None:
 
 
 def _ignored(model: torch.nn.Module, read: set[str | None]) -> ValueError:
-    """The error of a forward in which no attention read the layout of the model's config."""
+    """The error if no attention of a forward read the layout of the model's config."""
     name, config = type(model).__name__, owner_of(model.config)
     if not read:
         return ValueError(
@@ -95,7 +95,7 @@ def _warn(model: torch.nn.Module) -> None:
 
 
 def _check_parts(model: torch.nn.Module) -> None:
-    """ValueError for a layout in the config of a part that no module of the model has for its config."""
+    """ValueError for a layout in a sub-config that no module of the model uses."""
     config: Any = model.config
     for key in getattr(config, "sub_configs", {}):
         part = getattr(config, key, None)
@@ -127,29 +127,29 @@ def _before(model: torch.nn.Module, _: Any) -> None:
 
 
 def _after(model: torch.nn.Module, _: Any, output: Any) -> None:
-    """Forward hook that is always called: after an error, which is not to be hidden by another, `output` is None."""
+    """Forward hook, also called after an error; then `output` is None and nothing is raised, which would hide that error."""
     config: Any = model.config
     read: set[str | None] = set()
     if not torch.compiler.is_compiling() and _running.forwards and _running.forwards[-1].model is model:
         read = _running.forwards.pop().read
     if output is None or getattr(config, KEY, None) is None or config._attn_implementation != NAME:
         return
-    # a forward that was traced only in part knows no more than whether attention was called
+    # in a partly traced forward `read` is empty, and only _last is known
     was_read = owner_of(config) in read if read else _last.attended
     if torch.compiler.is_compiling():
         if not was_read:
             raise _ignored(model, read)
     elif was_read:
         setattr(model, _CHECKED, NAME)
-    # a model that has attended may have forwards in which all of its attentions are dropped
+    # a model that attended before may have forwards that drop all attention layers
     elif getattr(model, _CHECKED, None) != NAME:
         raise _ignored(model, read)
 
 
 def _refuse_tables(model: Any) -> None:
-    """Adds an entry that raises ValueError to the tables {attn_implementation: class of attention} beside a model's class.
+    """Adds an entry that raises ValueError to the tables {attn_implementation: class} in a model's module.
 
-    Falcon, GPT-Neo and others choose their attention so, and would end in KeyError: 'blocksparse'.
+    Falcon, GPT-Neo and others choose their attention from such a table, and would raise KeyError: 'blocksparse'.
     """
     for name, table in list(vars(sys.modules[type(model).__module__]).items()):
         if (
@@ -169,7 +169,7 @@ def _refuse_tables(model: Any) -> None:
 
 
 def _watch(module: Any, _: str, child: Any) -> None:
-    """Hook of torch that is called for each module which becomes part of another, before it does."""
+    """Module registration hook of torch, called before `child` becomes part of `module`."""
     from transformers import PreTrainedModel
 
     for model in (module, child):
@@ -184,6 +184,6 @@ _handles: list[Any] = []
 
 
 def watch_models() -> None:
-    """Gives hooks to every model of transformers that is made from now on, or becomes part of another module."""
+    """Adds hooks to every transformers model that is created from now on, or becomes part of another module."""
     if not _handles:
         _handles.append(torch.nn.modules.module.register_module_module_registration_hook(_watch))

@@ -19,12 +19,12 @@ WAY_OUT = (
 
 
 def owner_of(config: Any) -> str | None:
-    """How a config is called in messages, and told from the other configs of a model."""
+    """Class name of a config; identifies it among the configs of a model."""
     return None if config is None else type(config).__name__
 
 
 def running_layer() -> str:
-    """The layer and the model whose forwards are running, innermost and outermost, as messages name them."""
+    """The text "<innermost> of <outermost>" of the modules whose forwards are running, for messages."""
     if torch.compiler.is_compiling():
         return "this model"
     names = []

@@ -45,7 +45,7 @@ def check_positions(positions: Any) -> None:
 
 
 def feature_dropout(name: str, value: Any) -> float:
-    """The probability to drop a feature, which may be 1, as in nn.Dropout."""
+    """A probability from 0 to 1, as nn.Dropout takes it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}); 0.0 drops nothing")
     if not 0 <= value <= 1:
@@ -60,7 +60,6 @@ def boolean(name: str, value: Any, way_out: str) -> bool:
 
 
 def checked_layout(layout: Any) -> Layout:
-    """The layout, or a TypeError."""
     if layout is not None and not isinstance(layout, BlockLayout) and not callable(layout):
         raise TypeError(
             f"layout must be a BlockLayout, a function from a length to one, or None, got {type(layout).__name__}"
@@ -69,7 +68,6 @@ def checked_layout(layout: Any) -> Layout:
 
 
 def boolean_causal(causal: Any) -> bool:
-    """The switch, or a TypeError."""
     if causal is not True and causal is not False:
         raise TypeError(
             f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
@@ -78,7 +76,7 @@ def boolean_causal(causal: Any) -> bool:
 
 
 def attention_dropout(name: str, value: Any) -> float:
-    """The probability to drop an attention weight, or an error that names it."""
+    """A probability from 0 to below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}); 0.0 drops nothing")
     if not 0 <= value < 1:

@@ -27,30 +27,28 @@ from .positions import RotaryTable, alibi_slopes, rotary_table, rotate
 
 
 class SelfAttention(HoldsLayout):
-    """Multi-head self-attention over a layout: projections without bias around `attention`, which chooses the backend.
+    """Multi-head self-attention over a layout: `attention` between projections without bias.
 
-    embed_dim  features of a token, a multiple of num_heads unless head_dim is given
+    embed_dim  features per token, a multiple of num_heads unless head_dim is given
     num_heads  query heads
-    layout     which queries attend to which keys: a BlockLayout of length x length; a function from a length to one, for
-               inputs of several lengths (let it remember what it has built); or None, where every token attends to all
-    kv_heads   key and value heads, which neighbouring query heads share; None is num_heads
-    causal     keeps kv_pos <= q_pos, also where the layout attends
-    rope       base of rotary positions, such as 10000.0, for an even head_dim; None adds no positions. A token stands at its
-               index, or where `positions` of a call say: pixels of a grid, seconds
-    dropout_p  probability to drop an attention weight while training; drawn from PyTorch's CPU generator
-    head_dim   features of a head; None is embed_dim // num_heads
-    sinks      True learns one more logit a row for each head, of a key without a value, which takes what a query wants of
-               nothing: the parameter `sinks` (num_heads,), which starts at 0: the softmax whose denominator has 1 more (the
-               Zero Sink of Xiao et al. 2024, section 3.3; gpt-oss learns it). -inf is no sink, and would never learn
-    softcap    c > 0: a score s becomes c * tanh(s / c) (Gemma 2, section 2); None caps nothing
-    alibi      True then takes slope * |q_pos - kv_pos| from it, of token indices whatever `positions` are, by
-               `alibi_slopes(num_heads)`, which are no weights and stay float32
+    layout     BlockLayout of length x length; a function from a length to one, which should cache its results, for inputs of
+               several lengths; or None: every token attends to every token
+    kv_heads   key and value heads, each shared by neighbouring query heads; None means num_heads
+    causal     True keeps only kv_pos <= q_pos
+    rope       base of rotary positions, such as 10000.0, for an even head_dim; None adds no positions. The position of a token
+               is its index, unless `positions` are passed to forward
+    dropout_p  probability to drop an attention weight in training; drawn from PyTorch's CPU generator
+    head_dim   features per head; None means embed_dim // num_heads
+    sinks      True learns a sink logit per head, the parameter `sinks` (num_heads,): one more term in the softmax denominator,
+               without a value. It starts at 0 (the Zero Sink of Xiao et al. 2024, section 3.3; gpt-oss learns it)
+    softcap    c > 0: a score s becomes c * tanh(s / c) (Gemma 2, section 2); None means no cap
+    alibi      True subtracts slope * |q_pos - kv_pos| from the scores, in token indices, with the slopes
+               `alibi_slopes(num_heads)`, which are not learned and stay float32
     raises     TypeError, ValueError
 
-    The layout is no weight: `state_dict` holds the projections and the sinks only, so that they load into a module with
-    another layout or length. Copies, pickles and `torch.save(module)` keep it. `module.to(device)` moves it along and plans
-    it there, as does the constructor, so that the module can be compiled; a function's layouts are the function's business
-    (to compile, it returns planned ones: `layout.to(device)`).
+    The `state_dict` holds the projections and sinks but not the layout, so it loads into a module with another layout or length.
+    Copies, pickles and `torch.save(module)` keep the layout. The constructor and `module.to(device)` move it to the weights'
+    device and plan it there, so the module can be compiled; a function should return planned layouts, `layout.to(device)`.
 
     >>> SelfAttention(64, 4, kv_heads=2, rope=10000.0)(torch.zeros(2, 256, 64)).shape
     torch.Size([2, 256, 64])
@@ -93,26 +91,26 @@ class SelfAttention(HoldsLayout):
             raise ValueError(
                 f"layout must have as many queries as keys, and 1 head or num_heads={num_heads}, got shape {layout.shape}"
             )
-        # one product for queries, keys and values
+        # one projection for queries, keys and values
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(num_heads * self.head_dim, embed_dim, bias=False)
         learns_sinks = boolean("sinks", sinks, "a layout of first tokens that all attend to is masks.sink_window")
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if learns_sinks else None
         self.softcap = checked_softcap(softcap)
         self.alibi = boolean("alibi", alibi, "slopes of your own are for `attention`")
-        # a buffer, which whatever moves weights moves along
+        # a buffer, so that it moves with the weights
         self.register_buffer("alibi_slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
         self._place_layout()
 
     def _place_layout(self) -> None:
-        """Fills in the slopes as well: a conversion has rounded them, `to_empty` has left nothing of them."""
+        """Also restores the slopes, which a dtype conversion rounds and `to_empty` discards."""
         super()._place_layout()
         device = self.qkv.weight.device
         if self.alibi and device.type != "meta":
             self.alibi_slopes = alibi_slopes(self.num_heads).to(device)
 
     def _table(self, rope: float, positions: Tensor | RotaryTable | None, x: Tensor) -> RotaryTable:
-        """How far each token's features turn, checked."""
+        """The rotary table of the input, after checks."""
         length = x.shape[1]
         if isinstance(positions, RotaryTable):
             if positions.cos.shape != (length, self.head_dim // 2) or positions.sin.shape != positions.cos.shape:
@@ -137,7 +135,7 @@ class SelfAttention(HoldsLayout):
         return rotary_table(positions, rope, self.head_dim)
 
     def project(self, x: Tensor, positions: Tensor | RotaryTable | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The first of the three parts of forward: queries, keys and values, (batch, heads, length, head_dim).
+        """First step of forward: queries, keys and values, (batch, heads, length, head_dim).
 
         x          (batch, length, embed_dim)
         positions  as forward
@@ -156,9 +154,9 @@ class SelfAttention(HoldsLayout):
         return rotate(q, table), rotate(k, table), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv_lengths: Tensor | None = None) -> Tensor:
-        """The second part of forward: what the queries attend to, (batch, heads, length, head_dim).
+        """Second step of forward: attention, (batch, heads, length, head_dim).
 
-        q, k, v     (batch, heads, length, head_dim), as `project` gives them; the layout is the one of that length
+        q, k, v     (batch, heads, length, head_dim), from `project`
         kv_lengths  as forward
         """
         dropout_p = self.dropout_p if self.training else 0.0
@@ -177,7 +175,7 @@ class SelfAttention(HoldsLayout):
         )
 
     def unite(self, heads: Tensor) -> Tensor:
-        """The third part of forward: heads (batch, heads, length, head_dim) to (batch, length, embed_dim)."""
+        """Third step of forward: heads (batch, heads, length, head_dim) to (batch, length, embed_dim)."""
         return self.out(rearrange(heads, "batch heads length d -> batch length (heads d)"))
 
     def forward(
@@ -185,10 +183,10 @@ class SelfAttention(HoldsLayout):
     ) -> Tensor:
         """x (batch, length, embed_dim) to the same shape.
 
-        kv_lengths  int32 or int64 (batch,): tokens at and beyond kv_lengths[b] are padding, which nothing attends to;
-                    what comes out at those places means nothing
-        positions   where the tokens stand, for rope: numbers (length,), or (length, axes), such as rows and columns of
-                    pixels, in any unit; None is 0, 1, 2, ...; or their rotary_table, which layers can share
+        kv_lengths  int32 or int64 (batch,): tokens from kv_lengths[b] on are padding: no token attends to them, and
+                    their outputs are meaningless
+        positions   positions for rope: numbers (length,) or (length, axes), such as rows and columns of pixels, in any
+                    unit; or their rotary_table, which layers can share; None means 0, 1, 2, ...
         """
         return self.unite(self.attend(*self.project(x, positions), kv_lengths))
 
@@ -205,11 +203,11 @@ class SelfAttention(HoldsLayout):
 
 
 class EncoderBlock(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + dense(norm(x)) with two layers and GELU between.
+    """Pre-norm block: x + attention(norm(x)), then x + dense(norm(x)), two linear layers with GELU between.
 
-    attention   a layer from (batch, length, embed_dim) to the same, such as SelfAttention
+    attention   a module from (batch, length, embed_dim) to the same shape, such as SelfAttention
     hidden_dim  features between the dense layers; None is 4 embed_dim
-    dropout_p   probability to drop a feature of what is added, and of the hidden features, while training; 0 to 1
+    dropout_p   probability, 0 to 1, to drop a hidden feature or a feature of either residual branch in training
     raises      TypeError, ValueError
     """
 
@@ -238,7 +236,7 @@ class EncoderBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A stack of blocks, and a norm at its end.
+    """A stack of blocks with a final norm.
 
     blocks  each takes (x, kv_lengths, positions), as EncoderBlock; masks may differ from block to block
 

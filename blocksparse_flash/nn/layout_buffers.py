@@ -12,13 +12,13 @@ from .arguments import Layout
 
 
 class HoldsLayout(nn.Module):
-    """A module whose layout moves along with its weights, planned for `causal`, and is no weight itself."""
+    """A module whose layout moves with its weights and is planned for `causal`, but is not part of the state dict."""
 
     layout: Layout
     causal: bool
 
     def _place_layout(self) -> None:
-        """Moves the layout to the weights' device and plans it there; a function's layouts are left to the function."""
+        """Moves a BlockLayout to the device of the weights and plans it there."""
         device = next(self.parameters()).device
         if isinstance(self.layout, BlockLayout) and device.type != "meta":
             self.layout = self.layout.to(device)
@@ -30,7 +30,7 @@ class HoldsLayout(nn.Module):
         return self
 
     def layout_for(self, length: int) -> BlockLayout | None:
-        """The layout of an input of that many queries; TypeError for a function that returns none, which would be every pair."""
+        """The layout for `length` queries; TypeError if a function returns None, which would mean every pair."""
         layout = self.layout
         if layout is None or isinstance(layout, BlockLayout):
             return layout

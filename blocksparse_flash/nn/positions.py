@@ -12,10 +12,10 @@ from .arguments import check_positions, positive_int, rotary_base
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """The slopes of ALiBi's authors for so many heads, for the `alibi_slopes` of attention: float32 (num_heads,), on the CPU.
+    """ALiBi slopes for num_heads heads, as in the paper: float32 (num_heads,), on the CPU. For `alibi_slopes` of attention.
 
-    2 ** (-8 (h + 1) / num_heads) for a power of two; for another number those of the power of two below, then every other
-    one of the power of two above (Press et al., arXiv:2108.12409, section 3, and the code published with it).
+    2 ** (-8 (h + 1) / num_heads) for a power of two; otherwise the slopes of the power of two below, then every other slope
+    of the power of two above (Press et al., arXiv:2108.12409, section 3, and the code published with it).
 
     >>> alibi_slopes(3)
     tensor([0.0625, 0.0039, 0.2500])
@@ -24,10 +24,9 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 class RotaryTable(NamedTuple):
-    """How far the features of each token turn: what `rotary_table` returns.
+    """Rotation angles of each token's features, returned by `rotary_table`.
 
-    cos  float32 (length, head_dim / 2): cosines of the angles
-    sin  as cos: their sines
+    cos, sin  float32 (length, head_dim / 2): cosines and sines of the angles
     """
 
     cos: Tensor
@@ -35,48 +34,47 @@ class RotaryTable(NamedTuple):
 
 
 def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
-    """By how much the features of a head turn at those positions, for the `positions` of SelfAttention and Encoder: computed
-    once, where positions alone are turned into it by every layer of every call.
+    """Rotary table for the `positions` argument of SelfAttention and Encoder, which shares it between layers and calls.
 
-    positions  (length,) or (length, axes): where the tokens stand
-    base       as the layers' rope
-    head_dim   as the layers'
+    positions  (length,) or (length, axes): positions of the tokens, in any unit
+    base       the `rope` of the layers
+    head_dim   the `head_dim` of the layers
 
-    A token at p turns the pair d, features d and d + head_dim / 2, by p * base ** (-2 d / head_dim), so that the score of a
-    query and a key depends on their distance. With several axes the first of equal parts of the pairs turns by the first
-    axis, and so on, each part as if it were all. Angles are float32: a half type cannot count tokens.
+    A token at position p rotates the pair d, features d and d + head_dim / 2, by p * base ** (-2 d / head_dim), so the score of
+    a query and a key depends on their distance. With several axes the pairs are split into equal groups, one per axis, and each
+    group is rotated as if it were the whole head. Angles are float32, since half types cannot represent large positions.
     """
     rotary_base("base", base)
     positive_int("head_dim", head_dim)
     check_positions(positions)
-    places = positions[:, None] if positions.dim() == 1 else positions
-    if places.dim() != 2 or not places.shape[1] or head_dim % (2 * places.shape[1]):
+    coordinates = positions[:, None] if positions.dim() == 1 else positions
+    if coordinates.dim() != 2 or not coordinates.shape[1] or head_dim % (2 * coordinates.shape[1]):
         raise ValueError(
             "positions must have shape (length,) or (length, axes), each axis turning pairs of features, so that head_dim is "
             f"a multiple of 2 axes, got {tuple(positions.shape)} and head_dim={head_dim}"
         )
-    n_pairs, axes = head_dim // 2, places.shape[1]
-    exponents = torch.arange(n_pairs // axes, device=places.device, dtype=torch.float32) * (axes / n_pairs)
-    angles = (places.float()[:, :, None] * base**-exponents).flatten(1)
+    n_pairs, axes = head_dim // 2, coordinates.shape[1]
+    exponents = torch.arange(n_pairs // axes, device=coordinates.device, dtype=torch.float32) * (axes / n_pairs)
+    angles = (coordinates.float()[:, :, None] * base**-exponents).flatten(1)
     return RotaryTable(angles.cos(), angles.sin())
 
 
 def rotate(heads: Tensor, table: RotaryTable) -> Tensor:
-    """Rotary positions: (batch, heads, length, head_dim), each token's features turned as the table says."""
+    """Applies rotary positions to heads (batch, heads, length, head_dim)."""
     cos, sin = table.cos.to(heads.dtype), table.sin.to(heads.dtype)
     left, right = heads.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
 def rotate_at(heads: Tensor, base: float, positions: Tensor) -> Tensor:
-    """`rotate` by the table of those positions, (length, axes)."""
+    """`rotate` by the table of positions (length, axes)."""
     return rotate(heads, rotary_table(positions, base, heads.shape[-1]))
 
 
 class LearnedPositions(nn.Module):
-    """A learned vector for each place, added to the token that stands there. weight (length, embed_dim).
+    """Learned absolute positions: adds weight[i], of weight (length, embed_dim), to token i.
 
-    length     the longest sequence
+    length     maximum sequence length
     raises     TypeError, ValueError
     """
 

@@ -1,7 +1,4 @@
-"""How do models built of torch.nn's attention layers get a layout? The same layers, by the same weights, with one.
-
-Knows torch.nn.MultiheadAttention and TransformerEncoderLayer: their arguments, weights and masks. Must not know backends.
-"""
+"""Drop-in replacements for torch.nn.MultiheadAttention and TransformerEncoderLayer, with a layout."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from .layout_buffers import HoldsLayout
 
 
 def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
-    """int64 (batch,): keys that are no padding, which must come first."""
+    """int64 (batch,): number of keys that are not padding; they must come first."""
     if not isinstance(key_padding_mask, Tensor):
         raise TypeError(
             f"key_padding_mask must be a tensor (batch={batch}, kv_len={kv_len}), got {type(key_padding_mask).__name__}; "
@@ -45,16 +42,15 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
 
 
 class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention over a layout: its arguments, its weights, and state dicts that load both ways.
+    """torch.nn.MultiheadAttention over a layout. Same arguments; state dicts load both ways.
 
-    embed_dim, num_heads, dropout, bias  as torch.nn.MultiheadAttention, and so are all other arguments, but for
-    add_bias_kv, add_zero_attn  must be False: they add keys that no layout names
-    layout   which queries attend to which keys: a BlockLayout of q_len x kv_len; a function from the number of queries to
-             one; or None, everything to everything
-    causal   keeps kv_pos <= q_pos + (kv_len - q_len), also where the layout attends
+    embed_dim, num_heads, dropout, bias, ...  as torch.nn.MultiheadAttention
+    add_bias_kv, add_zero_attn  must be False: they add keys that are not in the layout
+    layout   BlockLayout of q_len x kv_len; a function from the number of queries to one; or None: every pair attends
+    causal   True keeps only kv_pos <= q_pos + (kv_len - q_len)
     raises   TypeError, ValueError
 
-    Attention weights are never stored, so need_weights is False unless it is given, and True is refused.
+    Attention weights are never stored, so need_weights defaults to False and must not be True.
 
     >>> MultiheadAttention(64, 4, batch_first=True, causal=True)(*[torch.zeros(2, 256, 64)] * 3)[0].shape
     torch.Size([2, 256, 64])
@@ -80,7 +76,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         super().__init__(embed_dim, num_heads, dropout, bias, False, False, *others, **named)
         self.layout, self.causal = checked_layout(layout), boolean_causal(causal)
         self._is_packed = self._qkv_same_embed_dim
-        # torch's encoders ask for this before they compute a layer without calling its attention, which would be dense
+        # False keeps torch's encoders from their fused path, which would compute dense attention
         self._qkv_same_embed_dim = False
         self._place_layout()
 
@@ -104,7 +100,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
-        # of no weights there is no average
+        # ignored, since there are no weights to average
         average_attn_weights: bool = True,  # noqa: ARG002
         is_causal: bool = False,
         *,
@@ -113,14 +109,14 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         """(out, None), out of query's shape.
 
         query, key, value  (length, batch, features), batch first with batch_first=True, or (length, features)
-        key_padding_mask   (batch, kv_len), True or -inf for padding, which must be at the end. Waits for the device that
-                           it is on, and cannot be compiled: kv_lengths says the same without that
-        need_weights       refused
-        attn_mask          refused, as a mask of pairs is what a layout is; but with is_causal=True it must be the causal
-                           mask, as torch says, and is not looked at
-        average_attn_weights  of no weights, so not looked at
+        key_padding_mask   (batch, kv_len), True or -inf for padding, which must be at the end. Waits for its device and
+                           cannot be compiled; kv_lengths does neither
+        need_weights       must be False
+        attn_mask          must be None, since the layout replaces it. Ignored with is_causal=True, where torch requires
+                           the causal mask
+        average_attn_weights  ignored
         is_causal          as the constructor's causal, for this call
-        kv_lengths         int32 or int64 (batch,): keys at and beyond kv_lengths[b] are padding
+        kv_lengths         int32 or int64 (batch,): keys from kv_lengths[b] on are padding
         """
         if need_weights:
             raise ValueError("need_weights must be False: attention weights are never stored")
@@ -140,11 +136,11 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
                 f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             )
         is_batched = query.dim() == 3
-        turned = [
+        batched = [
             x.transpose(0, 1) if is_batched and not self.batch_first else x if is_batched else x[None]
             for x in (query, key, value)
         ]
-        q, k, v = self._project(*turned)
+        q, k, v = self._project(*batched)
         if key_padding_mask is not None:
             is_row = not is_batched and isinstance(key_padding_mask, Tensor)
             kv_lengths = _lengths(key_padding_mask[None] if is_row else key_padding_mask, q.shape[0], k.shape[2])
@@ -166,8 +162,8 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
 class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer over a layout, also inside torch.nn.TransformerEncoder.
 
-    layout, causal  of its MultiheadAttention
-    the rest        as torch.nn.TransformerEncoderLayer, whose weights it has by the same names
+    layout, causal  as in MultiheadAttention
+    the rest        as torch.nn.TransformerEncoderLayer; state dicts load both ways
 
     >>> TransformerEncoderLayer(64, 4, batch_first=True)(torch.zeros(2, 256, 64)).shape
     torch.Size([2, 256, 64])
