@@ -105,9 +105,8 @@ class ContextPlan:
 
     @property
     def speedups(self) -> tuple[float | None, ...]:
-        """Predicted speed-up of each layer's step over one GPU; None if the model was not fitted to these GPUs, or on one rank.
-
-        For one sequence in bf16 with heads of 128, forward and backward.
+        """Predicted speed-up of each layer's step over one GPU; None on one rank or on other GPUs than the
+        model was fitted to. For one sequence in bf16 with heads of 128, forward and backward.
         """
         if self.unfitted or self.n_ranks == 1:
             return (None,) * len(self.layers)
@@ -121,8 +120,8 @@ class ContextPlan:
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The whole sequence on every rank, from x, each rank's tokens along dim: the inverse of `shard`.
 
-        Every rank must call it. The gradient is the sum over the copies of all ranks, so a loss that every rank computes
-        from the gathered sequence counts n_ranks times.
+        Every rank must call it. The gradient is the sum over the copies of all ranks, so a loss that every rank
+        computes from the gathered sequence counts n_ranks times.
         """
         _check_length(x, dim, self.local_length, f"rank {self.rank} holds")
         message = torch.cat([x.movedim(dim, 0)] * self.n_ranks)
@@ -158,7 +157,8 @@ def _members(group: Any) -> tuple[Any, torch.device]:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"group must be a mesh of one dimension, got {group.mesh_dim_names or group.ndim}; mesh[name] is one of them"
+                f"group must be a mesh of one dimension, got {group.mesh_dim_names or group.ndim}; mesh[name] is one "
+                "of them"
             )
         device_type, group = group.device_type, group.get_group()
     elif isinstance(group, dist.ProcessGroup):
@@ -326,7 +326,7 @@ def _pass_kv_plan(
     tiles: BlockLayout, pairs: Pairs, pass_q_rows: Array, owner: Array, kv_heads: int, rank: int, n_ranks: int,
     device: torch.device,
 ) -> tuple[list[Tensor], list[int]]:  # fmt: skip
-    """(tensors, counts) of a rank: exchange of keys, exchange of pass-Q queries if any, kernel plan of local rows if any.
+    """(tensors, counts) of a rank: exchange of keys; if any, exchange of pass-Q queries and kernel plan of local rows.
 
     The last count is the slot of the first own token if gradients are summed in place, otherwise -1.
     """
@@ -371,8 +371,8 @@ def _heads_of(layout: BlockLayout, q_heads: int, rank: int, n_ranks: int) -> Blo
 
 
 def _layer(
-    layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, owner: Array, heads: tuple[int, int], rank: int,
-    n_ranks: int, device: torch.device,
+    layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, owner: Array, heads: tuple[int, int],
+    rank: int, n_ranks: int, device: torch.device,
 ) -> LayerPlan:  # fmt: skip
     if costs.scheme == "ulysses":
         return LayerPlan("ulysses", _heads_of(layout, heads[0], rank, n_ranks).to(device), [], [], costs.work, costs)
@@ -467,17 +467,19 @@ def plan(
     order    assignment of tiles of 128 tokens to ranks: "contiguous", "zigzag" (balances causal masks), "balanced" (by
              work), "tuned" (fewest transfers; takes seconds), or the rank of each tile. A rank may hold no tile. All
              orders but "contiguous" leave gaps between a rank's tokens: use `positions`
-    scheme   "exchange" sends the needed keys (pass-KV), "all_gather" sends all keys to every rank, "ulysses" sends whole
-             heads (the number of ranks must divide the key heads); "auto" chooses the fastest for each layer, by the rates
-             of H200s
+    scheme   "exchange" sends the needed keys (pass-KV), "all_gather" sends all keys to every rank, "ulysses" sends
+             whole heads (the number of ranks must divide the key heads); "auto" chooses the fastest for each layer, by
+             the rates of H200s
     deterministic  True: no row is split between ranks, and out and dq equal those of one process bit by bit, except for
-             layouts with rows that backend="hopper" splits within a GPU, such as global ones. False: queries that reach most
-             keys may travel instead of the keys (pass-Q); runs still repeat bit by bit, except dq of backend="hopper"
+             layouts with rows that backend="hopper" splits within a GPU, such as global ones. False: queries that reach
+             most keys may travel instead of the keys (pass-Q); runs still repeat bit by bit, except dq of
+             backend="hopper"
     keep_received  True keeps received keys and values for the backward; False receives them again, which costs time
-    check_calls  True: before each call of attention the ranks compare their arguments, and all raise if one differs. For
+    check_calls  True: before each call of attention the ranks compare their arguments, and all raise if one differs.
+                 For
              development: it waits for the device, and cannot be compiled
-    returns  ContextPlan. Printing it shows the predicted speed-up over one GPU; if a layer is predicted to be slower, the
-             first rank issues a UserWarning
+    returns  ContextPlan. Printing it shows the predicted speed-up over one GPU; if a layer is predicted to be slower,
+             the first rank issues a UserWarning
     raises   TypeError, ValueError, on every rank alike, naming the ranks that differ; RuntimeError if a rank does not
              call within the group's timeout
     """

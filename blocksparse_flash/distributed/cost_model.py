@@ -1,7 +1,8 @@
 """Cost model: what each scheme moves and computes for a layer, and the choice of the fastest.
 
-Received amounts are heads * tokens for one forward of one sequence, with keys and values of the same head_dim; bytes are
-heads * tokens * head_dim * element size. Times come from time_model.py, for one sequence with heads of 128 in two bytes.
+Received amounts are heads * tokens for one forward of one sequence, with keys and values of the same head_dim; bytes
+are heads * tokens * head_dim * element size. Times come from time_model.py, for one sequence with heads of 128 in two
+bytes.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def _against_one(plan: Any, costs: Costs) -> str:
     if plan.unfitted:
         return f"no speed-up over one GPU is predicted: {plan.unfitted}"
     if costs.speedup is None:
-        return f'no speed-up over one GPU is predicted: "{costs.scheme}" was not timed on {plan.n_ranks} ranks for such a layout'
+        timed = f'"{costs.scheme}" was not timed on {plan.n_ranks} ranks for such a layout'
+        return f"no speed-up over one GPU is predicted: {timed}"
     least, most = time_model.TIMED_TOKENS
     is_far = "" if least <= plan.length <= most else f"; timed were {least} to {most} tokens"
     milliseconds = f"{1e3 * costs.one_gpu:.3g} ms a step"
@@ -215,7 +217,8 @@ def slower_than_one(plan: Any) -> str:
     orders = "" if plan.order == "tuned" else ', order="tuned", which moves least'
     return (
         f"attention shared by {plan.n_ranks} ranks is predicted to be slower than on one {time_model.GPU}: "
-        f"{', '.join(said for said, _ in slow)} as fast. Fewer ranks, a longer sequence, fewer key heads{orders}{schemes}, "
+        f"{', '.join(said for said, _ in slow)} as fast. Fewer ranks, a longer sequence, fewer key "
+        f"heads{orders}{schemes}, "
         "or a mask whose blocks lie nearer to the diagonal may help; print(plan) shows what each scheme should take"
     )
 

@@ -43,7 +43,8 @@ def to_local(name: str, tensor: Any, plan: ContextPlan) -> Tensor:
         fits = placement == Shard(2) if is_context else placement in (Shard(0), Shard(1), Replicate())
         if not fits:
             raise ValueError(
-                f"{name} must be Shard(2) over the plan's group, and Shard(0), Shard(1) or Replicate() over others, got "
+                f"{name} must be Shard(2) over the plan's group, and Shard(0), Shard(1) or Replicate() over others, "
+                "got "
                 f"{tensor.placements}; .redistribute() changes it"
             )
         seen |= is_context

@@ -16,8 +16,8 @@ class ExchangePlan(NamedTuple):
     own, own_slots, sent, slots  see routing.TokenIndices
     rows          this rank's tokens whose queries the kernel plan covers
     touched       this rank's tokens whose result is a sum or merge over ranks
-    table         int32 (ranks, touched): index of each touched token in a rank's result, a slot for this rank and a position
-                  in the message for another; -1 if the rank contributes nothing
+    table         int32 (ranks, touched): index of each touched token in a rank's result, a slot for this rank and a
+                  position in the message for another; -1 if the rank contributes nothing
     plan          the tensors of a plan.Plan
     send, receive  number of tokens to and from each rank
     """
@@ -40,7 +40,8 @@ class ExchangePlan(NamedTuple):
 
 
 def unflatten(tensors: list[Tensor], counts: list[int], n_ranks: int) -> tuple[list[ExchangePlan], list[Tensor]]:
-    """The inverse of `flatten` for concatenated plans; tensors behind them, the plan of local rows, are returned as they are.
+    """The inverse of `flatten` for concatenated plans; tensors behind them, the plan of local rows, are returned as
+    they are.
 
     counts may end with one more number, which is ignored.
     """

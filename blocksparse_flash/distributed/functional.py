@@ -1,4 +1,4 @@
-"""attention and attention_with_lse over a sequence shared by several ranks. Arguments are checked before anything is sent."""
+"""attention and attention_with_lse over a shared sequence. Arguments are checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def _checked_on_all_ranks(asked: _Arguments) -> _Call:
     q, k, v, plan, layer, *_ = asked
     if torch.compiler.is_compiling():
         raise ValueError(
-            "plan(..., check_calls=True) compares the calls of all ranks on the host, which torch.compile cannot trace: "
+            "plan(..., check_calls=True) compares the calls of all ranks on the host, which torch.compile cannot "
+            "trace: "
             "compile with check_calls=False"
         )
 
@@ -216,19 +217,20 @@ def attention(
 ) -> Tensor:
     """blocksparse_flash.attention over a sequence shared by several ranks, for the tokens of this rank. Differentiable.
 
-    q, k, v  (batch, heads, plan.local_length, dim): the tokens of this rank, in the order of plan.positions. Or DTensors,
-             Shard(2) over the plan's group, for a contiguous plan with equal numbers of tokens; out is one then, too
+    q, k, v  (batch, heads, plan.local_length, dim): the tokens of this rank, in the order of plan.positions. Or
+             DTensors, Shard(2) over the plan's group, for a contiguous plan with equal numbers of tokens; out is one
+             then, too
     plan     ContextPlan
     layer    index of the plan's layout
     scale    factor on the scores; None is head_dim ** -0.5
-    chunks   number of messages, a divisor of the key heads (under "ulysses" of a rank's key heads): one travels while another
-             is computed. None chooses up to 4, and 1 under "all_gather"
+    chunks   number of messages, a divisor of the key heads (under "ulysses" of a rank's key heads): one travels while
+             another is computed. None chooses up to 4, and 1 under "all_gather"
     backend  "auto", "hopper", "triton" or "eager", as in blocksparse_flash.attention
     returns  (batch, heads, plan.local_length, v_head_dim)
-    raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the other ranks then
-             fail after the group's timeout. With plan(..., check_calls=True) all ranks raise at once
+    raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the other ranks
+             then fail after the group's timeout. With plan(..., check_calls=True) all ranks raise at once
 
-    Every rank of the group must call it and its backward equally often and in the same order, with the same batch, dtype,
-    head dimensions and requires_grad. The gradients are those of the sum of the losses of all ranks.
+    Every rank of the group must call it and its backward equally often and in the same order, with the same batch,
+    dtype, head dimensions and requires_grad. The gradients are those of the sum of the losses of all ranks.
     """
     return _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=False)[0]

@@ -20,9 +20,10 @@ class SelfAttention(nn.Module):
     sinks, softcap, alibi  not supported by `distributed.attention`: anything but the default raises
     raises     TypeError, ValueError
 
-    The plan belongs to a process group, so it is not part of the `state_dict`. The gradients of the weights are this rank's
-    share: **sum** them over the ranks of the plan. With FSDP or DDP, which average over `n` processes, backpropagate the sum of
-    this rank's losses * n / (tokens of all `n`): the average is then the gradient of the mean over all tokens.
+    The plan belongs to a process group, so it is not part of the `state_dict`. The gradients of the weights are this
+    rank's share: **sum** them over the ranks of the plan. With FSDP or DDP, which average over `n` processes,
+    backpropagate the sum of this rank's losses * n / (tokens of all `n`): the average is then the gradient of the mean
+    over all tokens.
     """
 
     def __init__(
@@ -40,7 +41,8 @@ class SelfAttention(nn.Module):
         for name, value, nothing in (("sinks", sinks, False), ("softcap", softcap, None), ("alibi", alibi, False)):
             if value is not nothing:
                 raise ValueError(
-                    f"{name} must be {nothing}, got {value!r}: ranks that share a sequence exchange keys and values, and change "
+                    f"{name} must be {nothing}, got {value!r}: ranks that share a sequence exchange keys and values, "
+                    "and change "
                     "no scores; blocksparse_flash.nn.SelfAttention of one process does"
                 )
         if not isinstance(plan, ContextPlan):

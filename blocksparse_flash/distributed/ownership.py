@@ -55,8 +55,8 @@ def owners(order: str, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> A
 def received(layers: Sequence[Pairs], owner: Array) -> Array:
     """Tiles of keys that each rank receives, summed over layers, int64 (ranks,).
 
-    The total is the sum over tiles of (ranks that need the tile - 1), the cut of the column-net hypergraph (Catalyurek and
-    Aykanat, IEEE TPDS 10(7), 1999, section 3).
+    The total is the sum over tiles of (ranks that need the tile - 1), the cut of the column-net hypergraph (Catalyurek
+    and Aykanat, IEEE TPDS 10(7), 1999, section 3).
     """
     n_tiles = len(owner)
     found = np.zeros(int(owner.max(initial=0)) + 1, np.int64)

@@ -1,14 +1,14 @@
 """Pass-KV: the keys and values that other ranks need travel to their queries, as one opaque operator.
 
-    forward     sends k and v of tokens that others need and receives those this rank needs. Each row is then computed whole,
-                tile by tile as in one process, so that out and dq equal those of one process (up to rounding for rows that
-                a kernel splits)
+    forward     sends k and v of tokens that others need and receives those this rank needs. Each row is then computed
+                whole, tile by tile as in one process, so that out and dq equal those of one process (up to rounding for
+                rows that a kernel splits)
     backward    returns dk and dv of received tokens to their owners, which add them in rank order and in float32
 
-With scheme="all_gather" every rank sends all its keys once, by that collective; the rest is the same. Rows that need no received
-keys are computed while messages travel, if there are many. Heads are split into chunks with a message each, so that one chunk
-travels while another is computed. The waits are inside the operator, where neither autograd nor a compiler can move them.
-Rows that reach most keys may use pass_q.py instead.
+With scheme="all_gather" every rank sends all its keys once, by that collective; the rest is the same. Rows that need no
+received keys are computed while messages travel, if there are many. Heads are split into chunks with a message each, so
+that one chunk travels while another is computed. The waits are inside the operator, where neither autograd nor a
+compiler can move them. Rows that reach most keys may use pass_q.py instead.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest:
 
 
 class _PassKV(torch.autograd.Function):
-    """`forward` and `backward`: called directly with a Prepared, or by the operators with None and the flat arguments."""
+    """`forward` and `backward`: called with a Prepared, or by the operators with None and the flat arguments."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,13 @@
 """Pass-Q: the queries of rows that reach most keys travel to the keys, and partial results come back.
 
-Fetching the keys of such rows, for instance the global rows of BigBird, would bring all keys to one rank. Each rank attends to its
-own keys with the queries it receives, and the owner merges by lse, as in vLLM's decode context parallelism. The backward
-sends q, dout, out and lse of the merged rows, from which every rank computes its share of dq, dk and dv.
+Fetching the keys of such rows, for instance the global rows of BigBird, would bring all keys to one rank. Each rank
+attends to its own keys with the queries it receives, and the owner merges by lse, as in vLLM's decode context
+parallelism. The backward sends q, dout, out and lse of the merged rows, from which every rank computes its share of dq,
+dk and dv.
 
-Each direction is an object with three steps, so that other work overlaps with the messages: the constructor sends, `attend` waits,
-computes and sends back, `finish` waits for the answers. Sums over ranks are in rank order and in float32.
+Each direction is an object with three steps, so that other work overlaps with the messages: the constructor sends,
+`attend` waits, computes and sends back, `finish` waits for the answers. Sums over ranks are in rank order and in
+float32.
 """
 
 from __future__ import annotations

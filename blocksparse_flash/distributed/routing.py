@@ -52,7 +52,7 @@ def positions(tiles: Array, length: int) -> Array:
 
 
 def transfers(rank: Array, tile: Array, owner: Array) -> Transfers:
-    """The transfers needed if rank[i] computes with tile[i] for every i: each tile once to each rank that does not own it.
+    """The transfers needed if rank[i] computes with tile[i] for every i: each tile once to each rank without it.
 
     This is the minimum while owners stay fixed, since a rank needs every tile it computes with.
     """

@@ -1,8 +1,8 @@
 """Time model of a training step: link, attention and host. It chooses the number of messages and predicts speed-ups.
 
-The rates were measured on two and four H200s (benchmarks/results/context_parallel.md) unless a comment says that they are assumed.
-On other machines the choices hold as long as the ratios do, and no speed-up is predicted. `python -m benchmarks.run.context_choices`
-compares the model with every measurement.
+The rates were measured on two and four H200s (benchmarks/results/context_parallel.md) unless a comment says that they
+are assumed. On other machines the choices hold as long as the ratios do, and no speed-up is predicted. `python -m
+benchmarks.run.context_choices` compares the model with every measurement.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ FORWARD_RATE, BACKWARD_RATE = 563e12, 500e12
 BACKWARD_TILE = 2e-6 / 16
 # a backward computes five products per tile, a forward two
 FORWARD_TILE = 0.4 * BACKWARD_TILE
-# time for packing and joining, relative to the time on the link. For pass-KV fitted together with HOST_OVERHEAD to 28 measured
-# steps (predicted 0.79 to 1.18 times the measurement); for packed Ulysses from local, 262,144 tokens; direct Ulysses copies nothing
+# time for packing and joining, relative to the time on the link. For pass-KV fitted together with HOST_OVERHEAD to 28
+# measured steps (predicted 0.79 to 1.18 times the measurement); for packed Ulysses from local, 262,144 tokens; direct
+# Ulysses copies nothing
 EXCHANGE_COPIES, ULYSSES_COPIES, DIRECT_COPIES = 0.26, 1.55, 0.1
 # seconds per byte that an all-gather joins and splits; 30 measured steps are off by at most 18 %
 GATHER_COPY = 1.14e-12
-# host seconds per step of pass-KV or an all-gather; with pass-Q rows, PASS_Q_OVERHEAD covers it, once for each direction
+# host seconds per step of pass-KV or an all-gather; with pass-Q rows, PASS_Q_OVERHEAD covers it, once for each
+# direction
 HOST_OVERHEAD, PASS_Q_OVERHEAD = 0.43e-3, 0.45e-3
 # host seconds of a further message with its launches, and of a further message of direct Ulysses
 CHUNK, ULYSSES_CHUNK = 120e-6, 200e-6
 MAX_CHUNKS = 4
-# bytes of one head of a rank's tokens above which heads are sent directly (16 MiB: 9.6 ms direct, 16.4 packed; 4 MiB: 5.3 and 4.2)
+# bytes of one head of a rank's tokens above which heads are sent directly (16 MiB: 9.6 ms direct, 16.4 packed; 4 MiB:
+# 5.3 and 4.2)
 DIRECT_MIN_BYTES = 8 << 20
 # fewest ranks on which today's pass-Q rows and direct Ulysses were timed
 TIMED_RANKS = 4

@@ -1,10 +1,10 @@
 """Ulysses: all-to-all from tokens to heads, attention of one process over all tokens, all-to-all back.
 
-DeepSpeed-Ulysses (Jacobs et al., 2023, section 3.1), for any ratio of grouped heads and any shard sizes, as long as the number of
-ranks divides the key heads. Two ways to send:
+DeepSpeed-Ulysses (Jacobs et al., 2023, section 3.1), for any ratio of grouped heads and any shard sizes, as long as the
+number of ranks divides the key heads. Two ways to send:
 
-    direct  each rank holds one long stretch of the sequence. Heads travel in chunks, straight from the tensors to where the
-            kernels read them, without copies, while other chunks are computed
+    direct  each rank holds one long stretch of the sequence. Heads travel in chunks, straight from the tensors to where
+            the kernels read them, without copies, while other chunks are computed
     packed  otherwise. One message carries q, k and v, and one carries out: see all_to_all.py
 """
 
@@ -63,7 +63,7 @@ def _empty_for_all_tokens(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _heads_by_rank(local: Tensor, n_ranks: int) -> list[list[Tensor]]:
-    """Splits contiguous (batch, heads, local tokens, dim): for each sequence and head of a rank, that head of each rank."""
+    """For each sequence and head of a rank, that head of each rank, from contiguous (batch, heads, local tokens, dim)."""
     n_heads, found = local.shape[1], local.flatten(0, 1).unbind()
     share = n_heads // n_ranks
     firsts = [batch * n_heads + head for batch in range(local.shape[0]) for head in range(share)]
@@ -71,7 +71,7 @@ def _heads_by_rank(local: Tensor, n_ranks: int) -> list[list[Tensor]]:
 
 
 def _tokens_by_rank(whole: Tensor, sizes: list[int]) -> list[list[Tensor]]:
-    """Splits contiguous (batch, heads of a rank, all tokens, dim): for each sequence and head, the tokens of each rank."""
+    """For each sequence and head, the tokens of each rank, from contiguous (batch, heads of a rank, all tokens, dim)."""
     n_ranks, n_heads = len(sizes), whole.shape[0] * whole.shape[1]
     found = whole.flatten(0, 2).split_with_sizes(sizes * n_heads)
     return [list(found[i : i + n_ranks]) for i in range(0, n_heads * n_ranks, n_ranks)]
@@ -242,7 +242,7 @@ def _(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 class _Ulysses(torch.autograd.Function):
-    """`forward` and `backward`: called directly with a Prepared, or by the operators with None and the fields of a Call."""
+    """`forward` and `backward`: called with a Prepared, or by the operators with None and the fields of a Call."""
 
     @staticmethod
     def forward(ctx: Any, ready: Prepared | None, q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:

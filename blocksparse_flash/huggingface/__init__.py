@@ -1,4 +1,4 @@
-"""Block-sparse attention for models of Hugging Face transformers: `register()`, then attn_implementation="blocksparse"."""
+"""Layouts for Hugging Face transformers: `register()`, then attn_implementation="blocksparse"."""
 
 from .attention import attention_function
 from .mask import Mask

@@ -53,8 +53,10 @@ def _check(mask: Any, q_len: int, kv_len: int, is_causal: bool | None, sliding_w
     if not isinstance(mask, Mask):
         raise TypeError(
             f"attention_mask must be (batch, length), of which transformers makes what layers take, but "
-            f"{running_layer()} attends with a {type(mask).__name__} of shape {tuple(getattr(mask, 'shape', ()))}: a mask of "
-            f"pairs is a layout, config.{KEY} = blocksparse_flash.interop.from_huggingface(mask, block_size=128); if none was "
+            f"{running_layer()} attends with a {type(mask).__name__} of shape {tuple(getattr(mask, 'shape', ()))}: a "
+            "mask of "
+            f"pairs is a layout, config.{KEY} = blocksparse_flash.interop.from_huggingface(mask, block_size=128); if "
+            "none was "
             f"given, the model makes a mask of its own: {WAY_OUT}"
         )
     if mask.shape is not None and mask.shape[2:] != (q_len, kv_len):
@@ -66,7 +68,8 @@ def _check(mask: Any, q_len: int, kv_len: int, is_causal: bool | None, sliding_w
         return
     if is_causal is not None and is_causal != (mask.kind == "causal"):
         raise ValueError(
-            f"is_causal={is_causal} contradicts the mask that the model made, which is {mask.kind}, in {running_layer()}: "
+            f"is_causal={is_causal} contradicts the mask that the model made, which is {mask.kind}, in "
+            f"{running_layer()}: "
             f"{WAY_OUT}"
         )
     if sliding_window is not None and mask.window is None and kv_len > sliding_window:

@@ -99,7 +99,7 @@ def _compiled(
     kv_len: int,
     device: torch.device,
 ) -> int:
-    """The key of a crop in _COMPILED. Takes a layout by number, since torch 2.11 has no constants of type BlockLayout."""
+    """The key of a crop in _COMPILED. Layouts come by number: torch 2.11 has no constants of type BlockLayout."""
     given = numbered(layout) if isinstance(layout, int) else layout
     crop = _cropped(FullLayout(given, length, left, right), Crop(q_start, q_len, kv_start, kv_len, device))
     _COMPILED[id(crop)] = crop

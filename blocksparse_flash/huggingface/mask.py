@@ -38,8 +38,8 @@ class Mask(_Fields):
     owner       class name of the config that holds the layout
     shape       (batch, 1, q_len, kv_len), the shape of the dense mask it replaces
 
-    A model that receives the mask from another accepts it as a dense mask, by `ndim` and `shape`. A model that computes with
-    it gets an error that names the layer, from tensor attributes, torch functions and operators alike.
+    A model that receives the mask from another accepts it as a dense mask, by `ndim` and `shape`. A model that computes
+    with it gets an error that names the layer, from tensor attributes, torch functions and operators alike.
     """
 
     __slots__ = ()
@@ -71,7 +71,8 @@ class Mask(_Fields):
 def _computed_with(what: str) -> str:
     """The message for code that uses a Mask as a tensor."""
     return (
-        f"{running_layer()} computes with the attention mask itself ({what}), but attn_implementation='{NAME}' has a Mask "
+        f"{running_layer()} computes with the attention mask itself ({what}), but attn_implementation='{NAME}' has a "
+        "Mask "
         f"in its place, which only its own attention reads: {WAY_OUT}"
     )
 

@@ -1,7 +1,7 @@
 """The mask function of transformers: builds the Mask that all layers of one forward share.
 
-A slot is a position in the tensors of a forward, padding included. A layout counts tokens only, so each sequence of a padded
-batch gives the same result as on its own. The sliding windows of transformers count slots, as transformers does.
+A slot is a position in the tensors of a forward, padding included. A layout counts tokens only, so each sequence of a
+padded batch gives the same result as on its own. The sliding windows of transformers count slots, as transformers does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .names import KEY, owner_of
 MaskFunction = Callable[..., Tensor]
 
 STATIC_CACHE = (
-    "past_key_values is a static cache, with room for keys to come and a length that only the device knows, but a layout is "
+    "past_key_values is a static cache, with room for keys to come and a length that only the device knows, but a "
+    "layout is "
     "chosen on the host: use DynamicCache, in generate cache_implementation='dynamic'"
 )
 
@@ -83,12 +84,14 @@ def _layout_of(config: Any) -> BlockLayout | str | None:
         )
     if isinstance(layout, BlockLayout) and (layout.q_len != layout.kv_len or layout.shape[0] != 1):
         raise ValueError(
-            f"config.{KEY} must have shape (1, heads | 1, length, length), of which each forward takes what it needs, got "
+            f"config.{KEY} must have shape (1, heads | 1, length, length), of which each forward takes what it needs, "
+            "got "
             f"{layout.shape}"
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(
-            f"config.{KEY} cannot say for which attentions of a model with cross-attention it is: set it to None, and all "
+            f"config.{KEY} cannot say for which attentions of a model with cross-attention it is: set it to None, and "
+            "all "
             "of them are dense"
         )
     return layout
@@ -137,7 +140,8 @@ class _Request(NamedTuple):
             return needed
         else:
             raise ValueError(
-                f"config.{KEY} is built for config.max_position_embeddings, which this config lacks: give it a BlockLayout "
+                f"config.{KEY} is built for config.max_position_embeddings, which this config lacks: give it a "
+                "BlockLayout "
                 "of the longest sequence"
             )
         if needed > length:
@@ -232,7 +236,8 @@ def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFun
 
 
 @torch.compiler.disable(
-    reason="windows, packed sequences and padding in a cache make a mask on the host: compile without fullgraph=True. Where "
+    reason="windows, packed sequences and padding in a cache make a mask on the host: compile without fullgraph=True. "
+    "Where "
     "none of these is meant, attention_mask=torch.ones_like(input_ids) says so"
 )
 def _on_the_host(
@@ -266,7 +271,8 @@ def attention_mask(
 
     batch_size, q_length, kv_length  sequences, queries and keys of this forward
     q_offset, kv_offset  first slot of the queries and of the keys
-    mask_function   mask_function(batch, head, q_slot, kv_slot) -> bool: the mask of the model, applied together with the layout
+    mask_function   mask_function(batch, head, q_slot, kv_slot) -> bool: the mask of the model, applied together with
+                    the layout
     attention_mask  bool (batch, slots), True for a token, False for padding anywhere; None means no padding
     config          of the model; its `attention_layout` is a BlockLayout, a specification, or None
     device          of the queries
@@ -292,7 +298,8 @@ def attention_mask(
     if isinstance(attention_mask, Mask):
         if attention_mask.shape != shape:
             raise ValueError(
-                f"attention_mask must be (batch, length), got the mask that another model made, of {attention_mask.shape} "
+                "attention_mask must be (batch, length), got the mask that another model made, of "
+                f"{attention_mask.shape} "
                 f"where {shape} is needed"
             )
         return attention_mask
@@ -300,7 +307,8 @@ def attention_mask(
     if is_token is not None:
         if is_token.ndim != 2 or is_token.shape[0] != batch_size:
             raise ValueError(
-                f"attention_mask must be (batch, length), 1 for a token and 0 for padding, with batch {batch_size} as the "
+                f"attention_mask must be (batch, length), 1 for a token and 0 for padding, with batch {batch_size} as "
+                "the "
                 f"inputs have, got shape {tuple(is_token.shape)}"
             )
         missing = max(0, request.kv_stop - is_token.shape[1])
@@ -329,6 +337,7 @@ def mask_of_layer(
         return Mask(None, is_causal, kind, owner=owner)
     if not request.is_square:
         raise ValueError(
-            f"config.{KEY} needs to know which positions {q_len} queries and {kv_len} keys have, but the model made no mask"
+            f"config.{KEY} needs to know which positions {q_len} queries and {kv_len} keys have, but the model made no "
+            "mask"
         )
     return Mask(layout_crops.cropped(full, crop), False, kind, owner=owner)

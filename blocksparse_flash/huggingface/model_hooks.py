@@ -57,7 +57,8 @@ def _ignored(model: torch.nn.Module, read: set[str | None]) -> ValueError:
     name, config = type(model).__name__, owner_of(model.config)
     if not read:
         return ValueError(
-            f"{name} ignored config.{KEY}: none of its layers called attn_implementation='{NAME}', since it computes its own "
+            f"{name} ignored config.{KEY}: none of its layers called attn_implementation='{NAME}', since it computes "
+            "its own "
             f"attention, or has none; {WAY_OUT}"
         )
     others = sorted(other for other in read if other is not None)
@@ -75,7 +76,8 @@ def _ignored(model: torch.nn.Module, read: set[str | None]) -> ValueError:
 
 
 @torch.compiler.disable(
-    reason=f"config.{KEY} is ignored, since attn_implementation is not '{NAME}': set config.{KEY} = None for attention to all, "
+    reason=f"config.{KEY} is ignored, since attn_implementation is not '{NAME}': set config.{KEY} = None for attention "
+    "to all, "
     f"or model.set_attn_implementation('{NAME}')"
 )
 def _warn(model: torch.nn.Module) -> None:
@@ -86,8 +88,10 @@ def _warn(model: torch.nn.Module) -> None:
         if getattr(module, "config", None) is config and hasattr(module, _WATCHED):
             setattr(module, _CHECKED, how)
     warnings.warn(
-        f"{type(model).__name__} ignores config.{KEY}: its attn_implementation is {how!r}, and attends to all. For the layout "
-        f"load or make the model with attn_implementation='{NAME}', or call model.set_attn_implementation('{NAME}'); if "
+        f"{type(model).__name__} ignores config.{KEY}: its attn_implementation is {how!r}, and attends to all. For the "
+        "layout "
+        f"load or make the model with attn_implementation='{NAME}', or call model.set_attn_implementation('{NAME}'); "
+        "if "
         f"{how!r} is meant, as to compare, config.{KEY} = None says so",
         UserWarning,
         stacklevel=2,
@@ -103,7 +107,8 @@ def _check_parts(model: torch.nn.Module) -> None:
             continue
         if not any(owner_of(getattr(module, "config", None)) == owner_of(part) for module in model.modules()):
             raise ValueError(
-                f"{type(model).__name__} ignores config.{key}.{KEY}: no module of it has a {owner_of(part)}; set it in the "
+                f"{type(model).__name__} ignores config.{key}.{KEY}: no module of it has a {owner_of(part)}; set it in "
+                "the "
                 f"config of the part that attends, and config.{key}.{KEY} = None"
             )
 
@@ -127,7 +132,7 @@ def _before(model: torch.nn.Module, _: Any) -> None:
 
 
 def _after(model: torch.nn.Module, _: Any, output: Any) -> None:
-    """Forward hook, also called after an error; then `output` is None and nothing is raised, which would hide that error."""
+    """Forward hook. After an error `output` is None, and nothing is raised that would hide it."""
     config: Any = model.config
     read: set[str | None] = set()
     if not torch.compiler.is_compiling() and _running.forwards and _running.forwards[-1].model is model:
@@ -161,7 +166,8 @@ def _refuse_tables(model: Any) -> None:
 
             def refuse(*_: Any, name: str = name, known: tuple[str, ...] = tuple(table), **__: Any) -> None:
                 raise ValueError(
-                    f"{type(model).__name__} has no attn_implementation='{NAME}': it computes its own attention, which it "
+                    f"{type(model).__name__} has no attn_implementation='{NAME}': it computes its own attention, which "
+                    "it "
                     f"chooses from {name}, of {', '.join(known)}; {WAY_OUT}"
                 )
 

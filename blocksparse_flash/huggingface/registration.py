@@ -9,16 +9,16 @@ from .names import NAME
 
 
 def register() -> None:
-    """Registers `attn_implementation="blocksparse"` with transformers, for every model that looks up its attention by name.
+    """Registers `attn_implementation="blocksparse"` with transformers, for models that look up their attention.
 
     The layout is the model's `config.attention_layout`: a BlockLayout; a specification for `masks.build`, such as
-    "butterfly | local(window=512)", which is saved with the config; or None for attention to all keys. It covers positions
-    0 .. length - 1, and each forward uses the part it needs; a specification is built for config.max_position_embeddings if the
-    config has it. The causality, windows and padding of the model apply as well.
+    "butterfly | local(window=512)", which is saved with the config; or None for attention to all keys. It covers
+    positions 0 .. length - 1, and each forward uses the part it needs; a specification is built for
+    config.max_position_embeddings if the config has it. The causality, windows and padding of the model apply as well.
 
-    Call it before models are created or loaded. Models created later, or put into another module, report a layout that they
-    would ignore: ValueError, at creation or at the first forward, if the model computes its own attention; UserWarning at the
-    first forward, if its attn_implementation is another one, such as "sdpa".
+    Call it before models are created or loaded. Models created later, or put into another module, report a layout that
+    they would ignore: ValueError, at creation or at the first forward, if the model computes its own attention;
+    UserWarning at the first forward, if its attn_implementation is another one, such as "sdpa".
 
     Calling it again changes nothing. Needs transformers (`pip install 'blocksparse_flash[huggingface]'`).
 

@@ -33,13 +33,15 @@ def rotary_base(name: str, base: Any) -> float:
 def check_positions(positions: Any) -> None:
     if not isinstance(positions, Tensor):
         raise TypeError(
-            f"positions must be a tensor of numbers, got {type(positions).__name__}; torch.as_tensor(positions) makes one"
+            f"positions must be a tensor of numbers, got {type(positions).__name__}; torch.as_tensor(positions) makes "
+            "one"
         )
     if positions.is_complex():
         raise ValueError(f"positions must be real numbers, got {positions.dtype}")
     if positions.dtype == torch.bool:
         raise ValueError(
-            "positions must be real numbers, got torch.bool, which is a mask; positions.cumsum(0) counts, and kv_lengths= "
+            "positions must be real numbers, got torch.bool, which is a mask; positions.cumsum(0) counts, and "
+            "kv_lengths= "
             "says how much of a padded batch exists"
         )
 

@@ -31,24 +31,26 @@ class SelfAttention(HoldsLayout):
 
     embed_dim  features per token, a multiple of num_heads unless head_dim is given
     num_heads  query heads
-    layout     BlockLayout of length x length; a function from a length to one, which should cache its results, for inputs of
-               several lengths; or None: every token attends to every token
+    layout     BlockLayout of length x length; a function from a length to one, which should cache its results, for
+               inputs of several lengths; or None: every token attends to every token
     kv_heads   key and value heads, each shared by neighbouring query heads; None means num_heads
     causal     True keeps only kv_pos <= q_pos
-    rope       base of rotary positions, such as 10000.0, for an even head_dim; None adds no positions. The position of a token
-               is its index, unless `positions` are passed to forward
+    rope       base of rotary positions, such as 10000.0, for an even head_dim; None adds no positions. The position of
+               a token is its index, unless `positions` are passed to forward
     dropout_p  probability to drop an attention weight in training; drawn from PyTorch's CPU generator
     head_dim   features per head; None means embed_dim // num_heads
-    sinks      True learns a sink logit per head, the parameter `sinks` (num_heads,): one more term in the softmax denominator,
-               without a value. It starts at 0 (the Zero Sink of Xiao et al. 2024, section 3.3; gpt-oss learns it)
+    sinks      True learns a sink logit per head, the parameter `sinks` (num_heads,): one more term in the softmax
+               denominator, without a value. It starts at 0 (the Zero Sink of Xiao et al. 2024, section 3.3; gpt-oss
+               learns it)
     softcap    c > 0: a score s becomes c * tanh(s / c) (Gemma 2, section 2); None means no cap
     alibi      True subtracts slope * |q_pos - kv_pos| from the scores, in token indices, with the slopes
                `alibi_slopes(num_heads)`, which are not learned and stay float32
     raises     TypeError, ValueError
 
-    The `state_dict` holds the projections and sinks but not the layout, so it loads into a module with another layout or length.
-    Copies, pickles and `torch.save(module)` keep the layout. The constructor and `module.to(device)` move it to the weights'
-    device and plan it there, so the module can be compiled; a function should return planned layouts, `layout.to(device)`.
+    The `state_dict` holds the projections and sinks but not the layout, so it loads into a module with another layout
+    or length. Copies, pickles and `torch.save(module)` keep the layout. The constructor and `module.to(device)` move it
+    to the weights' device and plan it there, so the module can be compiled; a function should return planned layouts,
+    `layout.to(device)`.
 
     >>> SelfAttention(64, 4, kv_heads=2, rope=10000.0)(torch.zeros(2, 256, 64)).shape
     torch.Size([2, 256, 64])
@@ -89,7 +91,8 @@ class SelfAttention(HoldsLayout):
         self.layout = checked_layout(layout)
         if isinstance(layout, BlockLayout) and (layout.q_len != layout.kv_len or layout.shape[1] not in (1, num_heads)):
             raise ValueError(
-                f"layout must have as many queries as keys, and 1 head or num_heads={num_heads}, got shape {layout.shape}"
+                f"layout must have as many queries as keys, and 1 head or num_heads={num_heads}, got shape "
+                f"{layout.shape}"
             )
         # one projection for queries, keys and values
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)

@@ -12,10 +12,10 @@ from .arguments import check_positions, positive_int, rotary_base
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """ALiBi slopes for num_heads heads, as in the paper: float32 (num_heads,), on the CPU. For `alibi_slopes` of attention.
+    """ALiBi slopes for num_heads heads, for `alibi_slopes` of attention: float32 (num_heads,), on the CPU.
 
-    2 ** (-8 (h + 1) / num_heads) for a power of two; otherwise the slopes of the power of two below, then every other slope
-    of the power of two above (Press et al., arXiv:2108.12409, section 3, and the code published with it).
+    2 ** (-8 (h + 1) / num_heads) for a power of two; otherwise the slopes of the power of two below, then every other
+    slope of the power of two above (Press et al., arXiv:2108.12409, section 3, and the code published with it).
 
     >>> alibi_slopes(3)
     tensor([0.0625, 0.0039, 0.2500])
@@ -40,9 +40,10 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
     base       the `rope` of the layers
     head_dim   the `head_dim` of the layers
 
-    A token at position p rotates the pair d, features d and d + head_dim / 2, by p * base ** (-2 d / head_dim), so the score of
-    a query and a key depends on their distance. With several axes the pairs are split into equal groups, one per axis, and each
-    group is rotated as if it were the whole head. Angles are float32, since half types cannot represent large positions.
+    A token at position p rotates the pair d, features d and d + head_dim / 2, by p * base ** (-2 d / head_dim), so the
+    score of a query and a key depends on their distance. With several axes the pairs are split into equal groups, one
+    per axis, and each group is rotated as if it were the whole head. Angles are float32, since half types cannot
+    represent large positions.
     """
     rotary_base("base", base)
     positive_int("head_dim", head_dim)
@@ -50,7 +51,8 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
     coordinates = positions[:, None] if positions.dim() == 1 else positions
     if coordinates.dim() != 2 or not coordinates.shape[1] or head_dim % (2 * coordinates.shape[1]):
         raise ValueError(
-            "positions must have shape (length,) or (length, axes), each axis turning pairs of features, so that head_dim is "
+            "positions must have shape (length,) or (length, axes), each axis turning pairs of features, so that "
+            "head_dim is "
             f"a multiple of 2 axes, got {tuple(positions.shape)} and head_dim={head_dim}"
         )
     n_pairs, axes = head_dim // 2, coordinates.shape[1]

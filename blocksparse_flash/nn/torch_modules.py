@@ -18,7 +18,8 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
     """int64 (batch,): number of keys that are not padding; they must come first."""
     if not isinstance(key_padding_mask, Tensor):
         raise TypeError(
-            f"key_padding_mask must be a tensor (batch={batch}, kv_len={kv_len}), got {type(key_padding_mask).__name__}; "
+            f"key_padding_mask must be a tensor (batch={batch}, kv_len={kv_len}), got "
+            f"{type(key_padding_mask).__name__}; "
             "torch.as_tensor makes one"
         )
     if key_padding_mask.shape != (batch, kv_len):
@@ -27,7 +28,8 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
         )
     if torch.compiler.is_compiling():
         raise ValueError(
-            "key_padding_mask cannot be looked at while torch.compile traces: give kv_lengths, the number of keys of each "
+            "key_padding_mask cannot be looked at while torch.compile traces: give kv_lengths, the number of keys of "
+            "each "
             "sequence that are no padding"
         )
     is_padding = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
@@ -35,7 +37,8 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
         raise ValueError("key_padding_mask must be bool, or 0 and -inf: scores have no bias")
     if bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any()):
         raise ValueError(
-            "key_padding_mask must be True for the last keys of a sequence only, got padding in front of keys: pad on the "
+            "key_padding_mask must be True for the last keys of a sequence only, got padding in front of keys: pad on "
+            "the "
             "right, or give a layout per batch"
         )
     return (~is_padding).sum(dim=1)
