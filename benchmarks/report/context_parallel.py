@@ -62,7 +62,8 @@ def caption(setting: Setting, lines: Sequence[Line]) -> str:
 def link(lines: Sequence[Line]) -> str:
     """How fast messages are between the GPUs."""
     said = [
-        f"{line['ranks']} {line['device']}: {line['what']} of {line['bytes'] / 2**20:.0f} MiB a rank, {line['gb_s']:.0f} GB/s"
+        f"{line['ranks']} {line['device']}: {line['what']} of {line['bytes'] / 2**20:.0f} MiB a rank, "
+        f"{line['gb_s']:.0f} GB/s"
         for line in measurements.of_bench(lines, "link")
     ]
     return "Link. " + "; ".join(said) + "." if said else ""
@@ -104,8 +105,10 @@ def summary(lines: Sequence[Line]) -> str:
     return "\n\n".join(
         [
             (
-                f"Times as fast as one GPU, forward and backward together: {' / '.join(LABELS[name] for name in providers)}. "
-                f"{ranks} {setting.device}, head_dim {setting.head_dim}, {every[0]['dtype']}, {measurements.versions(every, 'torch', 'triton')}; "
+                "Times as fast as one GPU, forward and backward together: "
+                f"{' / '.join(LABELS[name] for name in providers)}. "
+                f"{ranks} {setting.device}, head_dim {setting.head_dim}, {every[0]['dtype']}, "
+                f"{measurements.versions(every, 'torch', 'triton')}; "
                 "[what computing and the link allow, and two GPUs](benchmarks/README.md#one-sequence-on-several-gpus)."
             ),
             table(rows),
@@ -130,7 +133,8 @@ def section(lines: Sequence[Line]) -> str:
         return ""
     parts = [
         (
-            "Times as fast as one GPU, forward and backward together. In brackets what the slower of computing and receiving "
+            "Times as fast as one GPU, forward and backward together. In brackets what the slower of computing and "
+            "receiving "
             "allows, and which it is; `-`: cannot run, or was not measured. All measurements are in "
             "[results/context_parallel.md](benchmarks/results/context_parallel.md)."
         ),
@@ -162,7 +166,8 @@ def everything(lines: Sequence[Line]) -> str:
     """The text of results/context_parallel.md."""
     parts = [
         "# One sequence on several GPUs, all measurements",
-        "Written by `python -m benchmarks.report` from context_parallel.jsonl, which `python -m benchmarks.run.context_parallel` appends to.",
+        "Written by `python -m benchmarks.report` from context_parallel.jsonl, which `python -m "
+        "benchmarks.run.context_parallel` appends to.",
         link(lines),
     ]
     for setting, shown in settings(lines).items():

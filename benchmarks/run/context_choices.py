@@ -1,8 +1,9 @@
 """Measured cells of several GPUs beside the choices of scheme="auto": were those the fastest?
 
 Printed by `python -m benchmarks.run.context_choices`.
-A cell is a pattern of a length, on so many key heads and GPUs, of results/context_parallel.jsonl. Of each scheme the time of a
-step was measured: of "all_gather" with PyTorch's collectives, of "exchange" and "ulysses" as they were at the commit of the line.
+A cell is a pattern of a length, on so many key heads and GPUs, of results/context_parallel.jsonl. Of each scheme the
+time of a step was measured: of "all_gather" with PyTorch's collectives, of "exchange" and "ulysses" as they were at the
+commit of the line.
 """
 
 from __future__ import annotations

@@ -2,17 +2,17 @@
 
 torchrun --nproc-per-node 2 -m benchmarks.run.context_parallel --lengths 65536 262144 --kv-heads 16 4
 
-First the link between the GPUs is measured. Then each case is computed by one process on every GPU, and shared by all of
-them as context_providers.py says. Every output and gradient is compared with those of one process before it is timed; a
-wrong one is reported and not timed, and so is one that fails. fwd, bwd and step (both in a row) are the slowest rank's times,
-medians over samples of several calls in a row.
+First the link between the GPUs is measured. Then each case is computed by one process on every GPU, and shared by all
+of them as context_providers.py says. Every output and gradient is compared with those of one process before it is
+timed; a wrong one is reported and not timed, and so is one that fails. fwd, bwd and step (both in a row) are the
+slowest rank's times, medians over samples of several calls in a row.
 
-Beside each figure stands its bound, max(attention of the busiest rank, its received bytes / link): no scheme that moves so
-much and does not split the work otherwise can be faster. For exchange the forward is also timed in parts, messages alone and
-attention alone: overlap = (messages + attention - both) / the shorter one, where no queries travel.
+Beside each figure stands its bound, max(attention of the busiest rank, its received bytes / link): no scheme that moves
+so much and does not split the work otherwise can be faster. For exchange the forward is also timed in parts, messages
+alone and attention alone: overlap = (messages + attention - both) / the shorter one, where no queries travel.
 
-Strong scaling shares --lengths tokens among all ranks; weak scaling gives so many to each. Without a GPU it runs on gloo, to
-try it out.
+Strong scaling shares --lengths tokens among all ranks; weak scaling gives so many to each. Without a GPU it runs on
+gloo, to try it out.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def lines(
             "direction": direction, "ms": ms, "one_ms": case.one_ms[direction], "speedup": speedup,
             "efficiency": speedup / n_ranks, "bound_ms": least, "bound_by": binds,
         }  # fmt: skip
-        if one.name == "exchange" and direction == "fwd" and not len(costs.shipped):
+        if one.name == "exchange" and direction == "fwd" and not len(costs.pass_q_rows):
             with torch.no_grad():
                 travel, compute = (
                     milliseconds(part, ranks, options.runs) for part in parts(one.plan, options.chunks, *inputs)

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 4 -m benchmarks.run.train_context_parallel --context 2 --length 4096
 
-The ranks form a mesh (data, context). Each row of it holds its own sequences, each rank of a row its share of their tokens.
-Weights are sharded over all ranks. What to know:
+The ranks form a mesh (data, context). Each row of it holds its own sequences, each rank of a row its share of their
+tokens. Weights are sharded over all ranks. What to know:
 
     tokens     plan.shard(x, dim) takes this rank's tokens of inputs, labels and anything else by token
     positions  plan.positions are those of the whole sequence; SelfAttention turns its rotary positions by them
@@ -12,14 +12,15 @@ Weights are sharded over all ranks. What to know:
                (sum of this rank's losses) * ranks / (tokens of all ranks): the average is the gradient of the mean loss
                over all tokens, whatever each rank holds. Attention itself adds no factor
 
-The task: predict the token that came `period` tokens ago. Runs on CPUs (gloo) and GPUs (NCCL). A million tokens on two GPUs of
-141 GB, every other layer local and butterfly, 16 heads of 128:
+The task: predict the token that came `period` tokens ago. Runs on CPUs (gloo) and GPUs (NCCL). A million tokens on two
+GPUs of 141 GB, every other layer local and butterfly, 16 heads of 128:
 
-torchrun --nproc-per-node 2 -m benchmarks.run.train_context_parallel --length 1048576 --layers local butterfly --window 512
+torchrun --nproc-per-node 2 -m benchmarks.run.train_context_parallel --length 1048576 --layers local butterfly --window
+512
     --embed-dim 2048 --heads 16 --kv-heads 16 --blocks 4 --bfloat16 --checkpoint --steps 4 --print-every 1
 
-A feature vector of each of a rank's 524,288 tokens takes 2 GiB in bfloat16. Checkpointed, each block keeps one; the block whose
-backward runs holds some 35 of them at its peak, half of those in its perceptron.
+A feature vector of each of a rank's 524,288 tokens takes 2 GiB in bfloat16. Checkpointed, each block keeps one; the
+block whose backward runs holds some 35 of them at its peak, half of those in its perceptron.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _empty_for_all_tokens(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _heads_by_rank(local: Tensor, n_ranks: int) -> list[list[Tensor]]:
-    """For each sequence and head of a rank, that head of each rank, from contiguous (batch, heads, local tokens, dim)."""
+    """For each sequence and head of a rank, that head of each rank, of contiguous (batch, heads, tokens, dim)."""
     n_heads, found = local.shape[1], local.flatten(0, 1).unbind()
     share = n_heads // n_ranks
     firsts = [batch * n_heads + head for batch in range(local.shape[0]) for head in range(share)]
@@ -71,7 +71,7 @@ def _heads_by_rank(local: Tensor, n_ranks: int) -> list[list[Tensor]]:
 
 
 def _tokens_by_rank(whole: Tensor, sizes: list[int]) -> list[list[Tensor]]:
-    """For each sequence and head, the tokens of each rank, from contiguous (batch, heads of a rank, all tokens, dim)."""
+    """For each sequence and head, the tokens of each rank, of contiguous (batch, heads, all tokens, dim)."""
     n_ranks, n_heads = len(sizes), whole.shape[0] * whole.shape[1]
     found = whole.flatten(0, 2).split_with_sizes(sizes * n_heads)
     return [list(found[i : i + n_ranks]) for i in range(0, n_heads * n_ranks, n_ranks)]

@@ -1,4 +1,4 @@
-"""Who is the odd one? What is said of ranks that differ; that every rank says it is in context_cases.py."""
+"""The message about ranks whose arguments differ; context_cases.py tests that every rank raises it."""
 
 from __future__ import annotations
 

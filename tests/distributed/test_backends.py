@@ -1,4 +1,4 @@
-"""Which backend do several ranks take? The one that one process would, whatever part each holds. And what else one rank can tell."""
+"""Choice of the backend on several ranks, and other checks that need one rank only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_several_ranks_choose_by_the_size_of_the_whole(monkeypatch: pytest.Monke
     try:
         plan = distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=HEADS)
         q, k = (torch.zeros(1, heads, LENGTH, DIM) for heads in HEADS)
-        # as a rank that holds half of the tokens
+        # like a rank that holds half of the tokens
         halved = dataclasses.replace(plan, length=2 * LENGTH)
         for asked, enough in ((plan, sum(HEADS) * LENGTH * DIM), (halved, sum(HEADS) * 2 * LENGTH * DIM)):
             for worth in (enough + 1, enough):
@@ -63,7 +63,7 @@ def test_calls_that_are_alike_are_checked_once(alone: distributed.ContextPlan, m
     for _ in range(3):
         distributed.attention(q.clone(), k.clone(), k.clone(), alone, scale=0.5)
     assert len(checked) == 1
-    # each differs from the first in one thing
+    # each differs from the first in one argument
     across = torch.zeros(1, LENGTH, HEADS[0], DIM).transpose(1, 2)
     renamed = dataclasses.replace(alone, order="as given")
     calls: list[Any] = [

@@ -1,4 +1,4 @@
-"""Does attention shared by several ranks equal that of one process? Runs context_cases.py on 2, 3 and 4 ranks, over gloo.
+"""Attention shared by 2, 3 and 4 ranks over gloo equals that of one process: runs context_cases.py.
 
 And what needs processes of its own: a compiler that starts others, a rank that is killed.
 """

@@ -1,6 +1,6 @@
-"""Does shared attention hold on GPUs, over NCCL? Runs the checks of context_gpu_cases.py on one process a GPU, 2 or 4.
+"""Shared attention on 2 or 4 GPUs over NCCL: runs context_gpu_cases.py with one process per GPU.
 
-A check has a time of its own. Where one fails its ranks end, and the next check starts others.
+Each check has a timeout. If one fails its ranks are stopped, and the next check starts new ones.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 CASES = "tests.support.context_gpu_cases"
 DEVICE = "cuda"
 ORDERS = ("contiguous", "zigzag", "balanced", "tuned", "uneven")
-# seconds: that a rank waits for another one, that a check may take, that one may take which compiles much
+# seconds: timeout of the group, of a check, and of a check that compiles much
 PATIENCE, USUAL, LONG = 60, 45, 90
 
 
 class Crews:
-    """A crew that works, a new one where the last one ended."""
+    """A working crew; starts a new one if the last one ended."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.crew = folder, None
@@ -54,7 +54,7 @@ def assert_holds(crews: Crews, function: str, *arguments: object, seconds: float
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_exchange_equals_one_process(crews: Crews, layout: str, order: str) -> None:
-    """Within tolerance, out, lse and dq bit by bit; grouped heads or not in turn, so that each layout meets both."""
+    """dk and dv within tolerance; out, lse and dq bit by bit. Each layout is tested with and without grouped heads."""
     kv_heads = (4, 1)[(list(LAYOUTS).index(layout) + ORDERS.index(order)) % 2]
     assert_holds(crews, "exchange_equals_one_process", layout, order, kv_heads, seconds=LONG)
 
@@ -62,7 +62,7 @@ def test_exchange_equals_one_process(crews: Crews, layout: str, order: str) -> N
 @pytest.mark.skipif(not IS_HOPPER, reason="needs compute capability 9.0")
 @pytest.mark.parametrize(("layout", "order", "kv_heads"), [("local", "contiguous", 4), ("butterfly", "zigzag", 1)])
 def test_exchange_runs_on_hopper(crews: Crews, layout: str, order: str, kv_heads: int) -> None:
-    """By name, its deterministic form: the same bits again."""
+    """backend="hopper" in its deterministic form repeats bit by bit."""
     assert_holds(crews, "exchange_equals_one_process", layout, order, kv_heads, "hopper", seconds=LONG)
 
 
@@ -76,8 +76,8 @@ def test_ulysses_equals_one_process(crews: Crews, layout: str, order: str, kv_he
 
 
 @pytest.mark.parametrize(("order", "kv_heads"), [("contiguous", 4), ("zigzag", 2)])
-def test_shipped_rows_are_as_accurate(crews: Crews, order: str, kv_heads: int) -> None:
-    assert_holds(crews, "ships_rows", "global", order, kv_heads)
+def test_pass_q_rows_are_as_accurate(crews: Crews, order: str, kv_heads: int) -> None:
+    assert_holds(crews, "uses_pass_q", "global", order, kv_heads)
 
 
 def test_messages_of_nothing_arrive(crews: Crews) -> None:
@@ -113,21 +113,21 @@ def test_differences_are_named(crews: Crews) -> None:
     assert_holds(crews, "differences_are_named")
 
 
-# seconds: of a group in which a rank fails, and what the watchdog takes to see it
+# seconds: timeout of a group in which a rank fails, and the delay of the watchdog
 SHORT, GRACE = 8, 30
 FAILURES = ("killed", "never comes", "wrong length")
 
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
-    """Failure -> what the ranks said. All at once, each in a crew of its own: they mostly wait."""
+    """Failure -> answers of the ranks. All failures run at once in separate crews, since they mostly wait."""
 
     def fail(what: str) -> list[Answer]:
         crew = Crew(N_RANKS, DEVICE, SHORT, tmp_path_factory.mktemp("failure"))
-        # nobody waits for the one that never comes
+        # the last rank never answers
         n_awaited = N_RANKS - 1 if what == "never comes" else N_RANKS
         try:
-            # what it imports and compiles has a time of its own
+            # imports and compilation have a separate timeout
             assert not any(answer.said for answer in crew.run(CASES, "misses_a_rank", "nothing", seconds=LONG))
             return crew.run(CASES, "misses_a_rank", what, seconds=SHORT + GRACE, n_awaited=n_awaited)
         finally:
@@ -139,10 +139,10 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
 
 @pytest.mark.parametrize("what", FAILURES)
 def test_a_failed_rank_is_an_error_on_the_others(failed: dict[str, list[Answer]], what: str) -> None:
-    """Within the group's timeout: an exception, or the end of the process, with the reason in what it wrote."""
+    """Within the group's timeout the others raise or exit, and their output gives the reason."""
     answers = failed[what]
     for rank, answer in enumerate(answers[: N_RANKS - 1]):
-        assert answer.said and "no answer" not in answer.said, f"rank {rank} heard nothing: {answer}"
+        assert answer.said and "no answer" not in answer.said, f"rank {rank} got no error: {answer}"
         assert any(word in answer.said.lower() for word in ("timeout", "timed out", "connection", "nccl")), answer
     if what != "never comes":
         assert {"killed": "exit code -9", "wrong length": "tokens of rank"}[what] in answers[-1].said, answers[-1]

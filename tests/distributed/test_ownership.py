@@ -1,4 +1,4 @@
-"""Which rank holds which tile: every order gives each rank its share, and "tuned" moves no more than where it began."""
+"""Assignment of tiles to ranks: every order gives each rank its share, and "tuned" transfers no more than its start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def masks_of(n_tiles: int) -> dict[str, np.ndarray]:
 
 
 def counted(masks: list[np.ndarray], owner: np.ndarray, rank: int) -> int:
-    """Tiles that a rank receives, one by one."""
+    """Tiles that a rank receives, counted one by one."""
     found = 0
     for mask in masks:
         for col in range(len(owner)):
@@ -88,7 +88,7 @@ def test_tuned_moves_less() -> None:
 
 
 def test_tuned_burdens_no_rank() -> None:
-    """Rows that reach everything are left out of the count: wherever they are, they need every tile."""
+    """Rows that reach every tile are not counted, since they need every tile in any order."""
     mask = masks_of(48)["random"]
     mask[:2] = True
     layers = [pairs_of(mask)]

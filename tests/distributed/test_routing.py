@@ -1,4 +1,4 @@
-"""What must move: needed tiles and no others, and both ends of a message agree on every token of it."""
+"""Transfers contain the needed tiles and no others, and both ends of a message agree on every token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TILE = 128
 
 @pytest.mark.parametrize("seed", range(12))
 def test_messages_fit_and_bring_what_is_needed(seed: int) -> None:
-    """Every rank's tokens, sent by the lists, land in the slots where they are looked for."""
+    """Tokens sent by the index lists arrive in their slots."""
     random = np.random.default_rng(seed)
     n_ranks, n_tiles = int(random.integers(1, 5)), int(random.integers(1, 12))
     length = TILE * n_tiles - int(random.integers(0, TILE))

@@ -1,4 +1,4 @@
-"""Are messages and schemes chosen as times measured on H200s ask for? Against benchmarks/results/context_parallel.md."""
+"""Choices and predictions of the time model against times measured on H200s (benchmarks/results/context_parallel.md)."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def chunks(found: Costs, kv_heads: int) -> int:
     ("name", "length", "kv_heads", "expected"),
     [("local", 65536, 16, 1), ("local", 65536, 4, 1), ("butterfly", 65536, 4, 1), ("bigbird", 65536, 4, 1)],
 )
-def test_short_messages_and_long_walks_stay_whole(name: str, length: int, kv_heads: int, expected: int) -> None:
+def test_short_messages_and_long_rows_use_one_chunk(name: str, length: int, kv_heads: int, expected: int) -> None:
     assert chunks(costs_of(name, length, kv_heads, 2, requested="exchange"), kv_heads) == expected
 
 
-def test_long_messages_are_cut_by_divisors_of_the_heads() -> None:
+def test_long_messages_are_split_by_divisors_of_the_heads() -> None:
     work = Work(received=4 << 20, tiles=12288, row=12, column=12)
     call = Call(1, 16, 1, 128, 2)
     assert time_model.best_chunks(work, call, 16) > 1
     assert time_model.best_chunks(work, call, 7) == 1
     assert time_model.best_chunks(work, call, 3) in (1, 3)
-    # the longest row is walked anew for each chunk
+    # every chunk takes at least the time of the longest row
     assert time_model.best_chunks(work._replace(row=1 << 17), call, 16) == 1
     # of batches too
     small = work._replace(received=1 << 15, tiles=96)
@@ -61,7 +61,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("name", "length", "kv_heads", "exchanges", "gathers"), MEASURED)
 def test_what_was_faster_is_taken(name: str, length: int, kv_heads: int, exchanges: float, gathers: float) -> None:
-    """Of exchange and the gather; without shipping, in about the time that it took."""
+    """Of exchange and the all-gather, without pass-Q rows; the prediction is close to the measurement."""
     assert exchanges < gathers
     found = costs_of(name, length, kv_heads, 4, requested="exchange")
     assert not len(found.pass_q_rows)
@@ -70,18 +70,18 @@ def test_what_was_faster_is_taken(name: str, length: int, kv_heads: int, exchang
 
 
 @pytest.mark.parametrize(
-    ("length", "kv_heads", "shipped", "whole"),
+    ("length", "kv_heads", "pass_q", "pass_kv"),
     [(262144, 16, 10.802, 16.217), (262144, 4, 6.747, 10.085), (65536, 16, 3.194, 4.987), (65536, 4, 2.644, 2.581)],
 )
-def test_heavy_rows_are_shipped_where_that_was_faster(length: int, kv_heads: int, shipped: float, whole: float) -> None:
+def test_heavy_rows_use_pass_q_if_it_was_faster(length: int, kv_heads: int, pass_q: float, pass_kv: float) -> None:
     """bigbird on four GPUs, ms of a step."""
     found = costs_of("bigbird", length, kv_heads, 4, requested="exchange")
-    assert (len(found.pass_q_rows) == 2) == (shipped < whole)
+    assert (len(found.pass_q_rows) == 2) == (pass_q < pass_kv)
 
 
 @pytest.mark.parametrize(("name", "measured"), [("local", 27.354e-3), ("butterfly", 30.330e-3), ("random", 253.9e-3)])
 def test_ulysses_takes_about_what_was_measured(name: str, measured: float) -> None:
-    """Of several sequences, or shards with gaps."""
+    """Packed messages: several sequences, or shards with gaps."""
     found = costs_of(name, 262144, 16, 2)
     assert found.ulysses is not None
     whole = Work(int(found.ulysses.max()), int(found.tiles.sum()), 1, 1)
@@ -96,8 +96,8 @@ def test_ulysses_takes_about_what_was_measured(name: str, measured: float) -> No
         ("butterfly", 65536, 16, "exchange"), ("butterfly", 65536, 4, "exchange"),
     ],
 )  # fmt: skip
-def test_whole_heads_travel_where_keys_are_much(name: str, length: int, kv_heads: int, scheme: str) -> None:
-    """A key head for each query head, and keys that most ranks need; from where they lie, which shards with gaps do not allow."""
+def test_ulysses_is_chosen_where_most_keys_are_needed(name: str, length: int, kv_heads: int, scheme: str) -> None:
+    """With a key head per query head, and direct messages, which shards with gaps do not allow."""
     assert costs_of(name, length, kv_heads, 4).scheme == scheme
     (pattern,) = (pattern for pattern in patterns(length) if pattern.name == name)
     with_gaps = np.arange(length // 128) % 4
@@ -128,8 +128,8 @@ def test_auto_takes_what_was_fastest_or_nearly(measured: list[Cell]) -> None:
 
 
 def test_the_speed_up_is_about_what_was_measured(measured: list[Cell]) -> None:
-    """Above 1 where it was, below 1 where it was not: bigbird of 16 key heads on two GPUs. At most 23 % off, but for bigbird of
-    4 key heads on two GPUs, by up to 32 %: its kernels did not yet split long rows, which one GPU waited for longer."""
+    """Above 1 where it was, below 1 where it was not: bigbird of 16 key heads on two GPUs. At most 23 % off, but for
+    bigbird of 4 key heads on two GPUs, by up to 32 %: its kernels did not yet split long rows, which one GPU waited for longer."""
     slower = {cell[:4] for cell in measured if cell.speedup < 1}
     assert slower == {(2, 65536, 16, "bigbird"), (2, 262144, 16, "bigbird")}
     for cell in measured:
@@ -162,7 +162,7 @@ def test_a_name_is_obeyed() -> None:
     assert "ulysses" in costs_of("local", 65536, 16, 2).reason
 
 
-def test_a_slow_link_ships_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_link_uses_pass_q(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_model, "LINK", 1e3)
     assert len(costs_of("bigbird", 65536, 16, 2, requested="exchange").pass_q_rows) == 2
 

@@ -1,7 +1,7 @@
-"""Do models of transformers attend with a layout as they do, eagerly, with the same mask as a 4-D additive mask?
+"""Models of transformers with a layout, against their eager attention with the same mask as a dense additive mask.
 
-Every mask is spelled out pair by pair, in Python. Models are small and randomly initialised, in float64; transformers' eager
-attention takes its softmax in float32, its sdpa does not, so the two are held to the closeness of those types.
+Every mask is spelled out pair by pair, in Python. Models are small and randomly initialised, in float64; transformers'
+eager attention takes its softmax in float32, its sdpa does not, so the two are held to the closeness of those types.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def registered() -> Iterator[None]:
 
 
 def attends(q: int, kv: int) -> bool:
-    """A mask that no shift leaves as it is, with far pairs, near ones and keys for all."""
+    """A mask without translation symmetry, with far pairs, near pairs and global keys."""
     return abs(q - kv) < 9 or kv < 3 or (5 * q + 3 * kv) % 13 == 0
 
 
@@ -101,7 +101,7 @@ def spelled_out(
 
 
 def model(family: str | tuple[str, dict[str, Any]], how: str, layout: Any = None, **changes: Any) -> Any:
-    """A model in float64 with the weights of its family, attending by `how`."""
+    """A model in float64 with the weights of its family, with attn_implementation `how`."""
     name, sizes = FAMILIES[family][:2] if isinstance(family, str) else family
     kind = getattr(transformers, name)
     config = kind.config_class(**{**sizes, **changes})
@@ -110,7 +110,7 @@ def model(family: str | tuple[str, dict[str, Any]], how: str, layout: Any = None
     torch.manual_seed(0)
     made = kind(config).double()
     for parameter in made.parameters():
-        # biases that are zero would hide which layer they are added in
+        # zero biases would hide errors
         torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 1.0)
     return made
 
@@ -120,12 +120,12 @@ def ids(batch: int = 2, length: int = LENGTH) -> Tensor:
 
 
 def added(mask: Tensor) -> Tensor:
-    """As transformers' eager attention takes it: added to the scores."""
+    """The additive mask that transformers' eager attention takes."""
     return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
 
 
 def logits_and_gradients(made: Any, where: Tensor | None = None, **inputs: Any) -> dict[str, Tensor]:
-    """By name; of the logits only those `where` a token is, and gradients of nothing else."""
+    """Results by name. Only logits `where` there is a token count, for gradients too."""
     logits = made(**inputs).logits
     logits = logits if where is None else logits[where]
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=logits.dtype)
@@ -139,7 +139,7 @@ def logits_and_gradients(made: Any, where: Tensor | None = None, **inputs: Any) 
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], how: str) -> None:
     assert ours.keys() == theirs.keys() and len(ours) > 10
     for name, expected in theirs.items():
-        # as a share of the largest, in the type whose rounding theirs has
+        # relative to the largest value, in the dtype of the reference
         scale = max(float(expected.abs().max()), 1.0)
         dtype = torch.float32 if how == "eager" else torch.float64
         torch.testing.assert_close(
@@ -161,7 +161,7 @@ def test_logits_and_every_gradient_are_those_of_the_mask(family: str, how: str) 
 
 
 def test_a_wrong_mask_is_seen() -> None:
-    """Without one pair of one query, the comparison above fails."""
+    """The comparison fails if one pair of one query is missing."""
     mask = spelled_out(attends, torch.ones(2, LENGTH, dtype=torch.bool), causal=True)
     mask[1, 0, 60, 2] = False
     theirs = logits_and_gradients(model("Llama", "sdpa"), input_ids=ids(), attention_mask=added(mask))
@@ -211,7 +211,7 @@ MPT = "MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 16, "n_layers": 1,
     ids=["Bloom", "Mpt", "MegatronBert", "MPNet"],
 )
 def test_models_that_compute_with_the_mask_are_refused_by_name(family: tuple[str, dict[str, Any]], where: str) -> None:
-    """Where BLOOM or MPT looks its attention up some day, this fails, and ALiBi is to be read from what it passes."""
+    """If BLOOM or MPT ever look up their attention by name, this fails, and their ALiBi slopes must be read."""
     for layout in (LAYOUT, None):
         with pytest.raises((AttributeError, TypeError), match=rf"{where}.*attn_implementation='sdpa' or 'eager'"):
             model(family, "blocksparse", layout)(ids(1, 30), attention_mask=torch.ones(1, 30))
@@ -267,7 +267,7 @@ def test_masks_that_the_model_spelled_out_are_refused_by_name() -> None:
 
 
 def test_keys_that_the_model_adds_are_refused_by_name() -> None:
-    """DeepSeek V4 attends to summaries besides, in a mask that it was asked for 4 x 4."""
+    """DeepSeek V4 also attends to summaries, but requests a 4 x 4 mask."""
     q, mask = torch.zeros(1, 1, 4, 8), huggingface.Mask(None, True, "causal", shape=(1, 1, 4, 4))
     with pytest.raises(ValueError, match=r"with 4 queries to 5 keys, but its model asked for a mask of 4 x 4"):
         huggingface.attention_function(torch.nn.Module(), q, q.new_zeros(1, 1, 5, 8), q.new_zeros(1, 1, 5, 8), mask)
@@ -278,7 +278,7 @@ def test_keys_that_the_model_adds_are_refused_by_name() -> None:
 
 
 def test_arguments_without_a_meaning_for_attention_pass() -> None:
-    """GOT-OCR2 hands logits_to_keep on to every layer."""
+    """GOT-OCR2 passes logits_to_keep to every layer."""
     made = model("Llama", "blocksparse", LAYOUT)
     assert torch.equal(made.model(ids(), logits_to_keep=0).last_hidden_state, made.model(ids()).last_hidden_state)
 
@@ -328,7 +328,7 @@ def test_one_graph_without_the_layout_is_refused() -> None:
         torch.compile(made, backend="eager", fullgraph=True)(ids())
 
 
-# the outer model makes the mask, and hands it to Gemma
+# the outer model builds the mask and passes it to Gemma
 PICTURES = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -347,7 +347,7 @@ PALIGEMMA = (
 
 
 def test_masks_that_one_model_hands_to_another_are_kept() -> None:
-    """With a prefix whose tokens attend to all of it, in PaliGemma."""
+    """PaliGemma has a prefix whose tokens attend to all of it."""
     prefix = torch.ones(2, LENGTH, dtype=torch.long)
     prefix[:, :20] = 0
     mask = spelled_out(attends, torch.ones(2, LENGTH, dtype=torch.bool), causal=False)
@@ -389,7 +389,7 @@ def test_a_layout_in_the_config_of_the_wrong_part_is_refused() -> None:
 
 
 def test_masks_are_no_tensors() -> None:
-    """Nothing that a model may do with a mask of pairs passes, but for what hands it on."""
+    """Every computation with a Mask raises; passing it on does not."""
     mask, scores = huggingface.Mask(None, True, "causal", shape=(2, 1, 4, 4)), torch.zeros(4, 4)
     wrong: list[Callable[[], Any]] = [
         lambda: scores + mask, lambda: mask + scores, lambda: 1.0 - mask, lambda: mask * -1e9, lambda: ~mask, lambda: mask == 0,
@@ -408,7 +408,7 @@ def test_masks_are_no_tensors() -> None:
 
 
 def test_vision_transformers_have_a_layout_over_patches() -> None:
-    """17 tokens: the class token, and 4 x 4 patches. ViT makes no mask of its own."""
+    """17 tokens: the class token, and 4 x 4 patches. ViT requests no mask."""
     sizes = {
         "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "image_size": 8,
         "patch_size": 2, **UNDROPPED,
@@ -436,7 +436,7 @@ def test_decoders_become_encoders_with_their_layout() -> None:
 
 
 def test_each_head_has_its_own_layout() -> None:
-    """Query heads, of which two share a key head."""
+    """One mask per query head; two query heads share a key head."""
     functions = [attends, lambda q, kv: q - kv < 5, lambda q, kv: kv % 3 == 0 or q == kv, lambda q, kv: True]
     layout = BlockLayout.stack_heads([layout_of(function) for function in functions])
     everywhere = torch.ones(1, LENGTH, dtype=torch.bool)
@@ -454,7 +454,7 @@ def test_shorter_inputs_take_the_first_rows() -> None:
 
 
 def test_a_specification_is_built_for_the_longest_input() -> None:
-    """So that what a token attends to does not depend on the input's length, which random would."""
+    """The keys of a token do not depend on the input's length, not even for random."""
     text = "local(window=9, block_size=16) | random(density=0.3, seed=1, block_size=16)"
     made = model("Llama", "blocksparse", text)
     same = model("Llama", "blocksparse", masks.build(text, LENGTH))
@@ -463,7 +463,7 @@ def test_a_specification_is_built_for_the_longest_input() -> None:
 
 
 def test_a_specification_is_saved_with_the_model(tmp_path: Any) -> None:
-    """And what loads it without blocksparse attends to all, and says so."""
+    """A model loaded without blocksparse attends to all keys and warns."""
     made = model("Llama", "blocksparse", "local(window=9, block_size=16)")
     made.save_pretrained(tmp_path)
     dense = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
@@ -539,7 +539,7 @@ def test_token_by_token_is_one_forward(family: str) -> None:
 @pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "dense"])
 @pytest.mark.parametrize("family", [GPT_OSS, GEMMA2], ids=["GptOss", "Gemma2"])
 def test_sinks_and_capped_scores_token_by_token(family: tuple[str, dict[str, Any]], layout: BlockLayout | None) -> None:
-    """Padded on the left, with a cache that forgets what a window has left behind; each as if alone."""
+    """Left padding and a cache that drops keys outside the window give the result of each sequence alone."""
     made = model(family, "blocksparse", layout).float().eval()
     tokens, is_token = ids(2, 50), torch.ones(2, 50, dtype=torch.bool)
     is_token[0, :9] = False
@@ -606,7 +606,7 @@ def test_crops_are_made_once_for_all_layers_and_calls() -> None:
 @pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "dense"])
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_sliding_windows_are_kept(layout: BlockLayout | None, is_padded: bool) -> None:
-    """With a layout a query attends to what both let it; between tokens, padding counts for the window as it does there."""
+    """Layout and window are intersected; padding between tokens counts for the window, as in transformers."""
     is_token = padded() if is_padded else torch.ones(4, LENGTH, dtype=torch.bool)
     function = attends if layout is not None else lambda q, kv: True
     inputs = {"input_ids": ids(4), "position_ids": positions(is_token)}
@@ -617,7 +617,7 @@ def test_sliding_windows_are_kept(layout: BlockLayout | None, is_padded: bool) -
 
 
 def test_windows_are_known_and_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not looked up pair by pair, forward by forward."""
+    """Built once, not pair by pair in each forward."""
     monkeypatch.setattr(mask_builder, "_by_pairs", lambda *arguments: pytest.fail("pairs were looked up"))
     layout_crops.built.cache_clear()
     made = model("Mistral", "blocksparse", sliding_window=20)
@@ -628,7 +628,7 @@ def test_windows_are_known_and_built_once_for_all_lengths(monkeypatch: pytest.Mo
 
 
 def test_windows_in_some_layers_only() -> None:
-    """Qwen3 has a window in its second layer; ModernBERT one on both sides, in its second too."""
+    """The second layer has a window: one-sided in Qwen3, two-sided in ModernBERT."""
     everywhere = torch.ones(2, LENGTH, dtype=torch.bool)
     changes = {
         "Qwen3": {
@@ -653,7 +653,7 @@ def test_windows_in_some_layers_only() -> None:
 
 
 def test_token_by_token_where_the_cache_forgets() -> None:
-    """Mistral's cache keeps the last keys of its window only."""
+    """Mistral's cache keeps only the last keys of its window."""
     made = model("Mistral", "blocksparse", LAYOUT, sliding_window=20)
     cache, parts = transformers.DynamicCache(config=made.config), []
     for part in ids().split([30, 5, *[1] * (LENGTH - 35)], dim=1):
@@ -677,7 +677,7 @@ def test_token_by_token_where_the_cache_forgets_padding(layout: BlockLayout | No
 
 @pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "dense"])
 def test_packed_sequences_stay_apart(layout: BlockLayout | None) -> None:
-    """Positions that restart tell where a document begins; the layout is over the whole pack."""
+    """Documents begin where position_ids restart; the layout covers the whole pack."""
     begins = [0, 20, 45]
     place = torch.tensor([[slot - max(b for b in begins if b <= slot) for slot in range(LENGTH)]] * 2)
     document = [max(b for b in begins if b <= slot) for slot in range(LENGTH)]
@@ -694,7 +694,7 @@ def test_packed_sequences_stay_apart(layout: BlockLayout | None) -> None:
 
 @pytest.mark.parametrize("family", [GPT_OSS, GRANITE_SWA], ids=["GptOss", "GraniteSWA"])
 def test_sinks_take_their_share(family: tuple[str, dict[str, Any]]) -> None:
-    """They give each head a logit that a query may attend to for nothing, and a window to their first layer."""
+    """They have a sink logit per head, and a window in the first layer."""
     if not hasattr(transformers, family[0]):
         pytest.skip(f"needs a transformers that has {family[0]}")
     everywhere = torch.ones(2, LENGTH, dtype=torch.bool)
@@ -711,7 +711,7 @@ def test_sinks_take_their_share(family: tuple[str, dict[str, Any]]) -> None:
 
 
 def test_scores_are_capped() -> None:
-    """Gemma 2 caps them, in windows and everywhere."""
+    """Gemma 2 caps scores in all layers."""
     family = GEMMA2
     everywhere = torch.ones(2, LENGTH, dtype=torch.bool)
     mapping = {
@@ -726,7 +726,7 @@ def test_scores_are_capped() -> None:
 
 
 def test_masks_that_functions_add_are_looked_up_pair_by_pair() -> None:
-    """What a model adds with or_mask_function may speak of one pair at a time."""
+    """An or_mask_function may take one pair at a time."""
     from transformers.masking_utils import create_causal_mask
 
     made = model("Llama", "blocksparse", LAYOUT)
@@ -735,7 +735,7 @@ def test_masks_that_functions_add_are_looked_up_pair_by_pair() -> None:
         torch.zeros(2, LENGTH, 16),
         padded()[:2],
         None,
-        # of one pair: of many the stack would have one largest
+        # works for one pair only: for many, .max() would mix them
         or_mask_function=lambda batch, head, q, kv: (torch.stack([q, kv]).amax() < 40) & (batch == 1),
     )
 
@@ -772,7 +772,7 @@ def test_dropout_and_scale_are_those_of_the_model(monkeypatch: pytest.MonkeyPatc
 def test_checkpointed_training_with_dropout_has_the_same_gradients() -> None:
     plain = model("Llama", "blocksparse", LAYOUT, attention_dropout=0.3).train()
     saving = copy.deepcopy(plain)
-    # under its older name in transformers 5.16
+    # the older name, in transformers 5.16
     (getattr(saving, "activation_checkpointing_enable", None) or saving.gradient_checkpointing_enable)()
     found = []
     for made in (plain, saving):
@@ -783,7 +783,7 @@ def test_checkpointed_training_with_dropout_has_the_same_gradients() -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Bert"])
 def test_models_compile_in_one_graph(family: str) -> None:
-    """With and without padding, which the compiled model moves on the device."""
+    """With and without padding; the compiled model reorders tokens on the device."""
     is_token, one_layer = padded(), {"num_hidden_layers": 1}
     for tokens in (torch.ones_like(is_token), is_token):
         inputs = {"input_ids": ids(4), "attention_mask": tokens.long(), "position_ids": positions(tokens)}
@@ -794,7 +794,7 @@ def test_models_compile_in_one_graph(family: str) -> None:
 
 
 def test_a_compiled_model_follows_its_layout() -> None:
-    """Another layout of the same shape in the config is another mask, not the one that was compiled."""
+    """A new layout of the same shape in the config replaces the compiled one."""
     inputs = {"input_ids": ids(4), "attention_mask": padded().long(), "position_ids": positions(padded())}
     made = model("Llama", "blocksparse", LAYOUT, num_hidden_layers=1)
     compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
@@ -807,7 +807,7 @@ def test_a_compiled_model_follows_its_layout() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_what_one_graph_cannot_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without padding mask and cache transformers takes a traced batch for a packed one; the mask is made between graphs."""
+    """Without padding mask and cache transformers takes a traced batch for packed; a graph break builds the mask."""
     made, looked = model("Llama", "blocksparse", LAYOUT, num_hidden_layers=1), []
     expected = made(ids(), use_cache=False).logits
     monkeypatch.setattr(mask_builder, "_by_pairs", lambda *arguments: looked.append(arguments))
@@ -850,7 +850,7 @@ def test_what_cannot_be_is_refused_by_name(
 
 @pytest.mark.parametrize("shape", [(3, 30), (1, 30), (2, 30, 30), (30,)])
 def test_masks_of_other_sequences_are_refused(shape: tuple[int, ...]) -> None:
-    """Where nothing of them was padding they passed for no mask at all."""
+    """Regression: without padding they were taken for no mask at all."""
     made = model("Llama", "blocksparse", LAYOUT)
     for value in (0, 1):
         with pytest.raises(ValueError, match=r"attention_mask must be \(batch, length\), .* with batch 2 as"):

@@ -1,4 +1,4 @@
-"""Is the part of a layout that a forward needs that part, pair by pair, and is it made once?"""
+"""Crops of a layout for one forward, compared pair by pair, and their cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_bounds_are_kept(layout: BlockLayout | None, bounds: tuple[int | None, i
             for q in range(LENGTH)
         ]
     )
-    assert torch.equal(layout_crops.built(layout_crops.FullLayout(layout, LENGTH, left, right)).to_dense()[0, 0], expected)
+    assert torch.equal(
+        layout_crops.built(layout_crops.FullLayout(layout, LENGTH, left, right)).to_dense()[0, 0], expected
+    )
 
 
 def test_bounds_without_a_layout_cost_what_they_keep() -> None:
@@ -60,7 +62,7 @@ def test_a_part_is_planned_and_made_once(part: tuple[int, int, int, int]) -> Non
     found = layout_crops.cropped(whole, layout_crops.Crop(*part, CPU))
     expected = DENSE[q_start : q_start + q_len, kv_start : kv_start + kv_len]
     assert torch.equal(found.to_dense()[0, 0], expected)
-    # of a layout that is equal, if not the same
+    # an equal layout that is another object
     again = layout_crops.FullLayout(BlockLayout.from_dense(DENSE, block_size=(16, 32)), LENGTH)
     assert layout_crops.cropped(again, layout_crops.Crop(*part, CPU)) is found
 

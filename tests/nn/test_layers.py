@@ -1,4 +1,4 @@
-"""Is SelfAttention what its docstring says: the projections, the positions, the layout that goes where the weights go?"""
+"""nn.SelfAttention, encoders and positions against the same layers written head by head."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokens(batch: int = 2, length: int = LENGTH) -> Tensor:
 
 
 def spelled_out(self: SelfAttention, x: Tensor, layout: BlockLayout | None) -> Tensor:
-    """The same layer, head by head, token by token where it matters."""
+    """The same layer, written head by head."""
     width, group = self.head_dim, self.num_heads // self.kv_heads
     projected = x @ self.qkv.weight.T
     heads = [projected[..., i * width : (i + 1) * width] for i in range(self.num_heads + 2 * self.kv_heads)]
@@ -67,15 +67,15 @@ def spelled_out(self: SelfAttention, x: Tensor, layout: BlockLayout | None) -> T
 
 
 def published_slopes(heads: int) -> list[float]:
-    """Section 3: a geometric sequence that starts at 2**(-8 / n), which is its ratio too. Of other numbers their code says:
-    those of the power of two below, then of the next power of two the first, the third, the fifth, ..."""
+    """Section 3: a geometric sequence that starts at 2**(-8 / n), which is its ratio too. Of other numbers their code
+    says: those of the power of two below, then of the next power of two the first, the third, the fifth, ..."""
     power = 2 ** math.floor(math.log2(heads))
     slopes, others = ([(2 ** (-8 / n)) ** place for place in range(1, n + 1)] for n in (power, 2 * power))
     return [*slopes, *others[::2]][:heads]
 
 
 def rotated(features: Tensor, position: float, base: float) -> Tensor:
-    """Features d and d + half are the two parts of a complex number, which turns by position * base ** (-d / half)."""
+    """Features d and d + half are the two parts of a complex number, which is rotated by position * base ** (-d / half)."""
     half = features.shape[-1] // 2
     angles = position * base ** (-torch.arange(half) / half)
     turned = torch.complex(features[..., :half], features[..., half:]) * torch.polar(torch.ones(half), angles)
@@ -142,7 +142,7 @@ def test_slopes_are_the_published_ones(heads: int) -> None:
 
 
 def test_slopes_are_no_weights_and_stay_as_they_are() -> None:
-    """6 heads have slopes that no half type holds."""
+    """The slopes of 6 heads are not representable in half types."""
     layer = module(alibi=True, num_heads=6, embed_dim=36)
     assert set(layer.state_dict()) == {"qkv.weight", "out.weight"}
     with torch.device("meta"):
@@ -176,7 +176,7 @@ def test_rotary_scores_depend_on_distances_only() -> None:
 
 
 def test_positions_may_have_any_unit_and_several_axes() -> None:
-    """Half of the pairs turn by the row, half by the column, each as if it were the whole head."""
+    """Half of the pairs rotate by the row, half by the column, each as if it were the whole head."""
     layer, x = module(layout=None, rope=50.0, num_heads=1, embed_dim=32), tokens(1, 6)
     places = torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.5, 2.0], [7.0, -3.0], [1.0, 1.0], [4.0, 0.0]])
     heads = (x @ layer.qkv.weight.T)[0].split(32, dim=-1)
@@ -184,7 +184,7 @@ def test_positions_may_have_any_unit_and_several_axes() -> None:
     for head, out in zip(heads[:2], turned, strict=True):
         for token in range(6):
             for axis in range(2):
-                # pairs 0 .. 7 and 8 .. 15 of 16: feature d turns with feature d + 16
+                # pairs 0 .. 7 and 8 .. 15 of 16: feature d is paired with feature d + 16
                 part = [*range(8 * axis, 8 * axis + 8), *range(16 + 8 * axis, 24 + 8 * axis)]
                 out[token, part] = rotated(head[token, part], float(places[token, axis]), 50.0)
     weights = (turned[0] @ turned[1].T / math.sqrt(32)).softmax(-1)
@@ -269,7 +269,7 @@ def test_copies_and_pickles_keep_the_layout() -> None:
 def test_the_layout_is_planned_where_the_weights_are(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     layer = module(causal=causal).to(torch.float64)
     assert isinstance(layer.layout, BlockLayout)
-    # while torch compiles, a layout without a plan is refused
+    # under torch.compile a layout without a plan is an error
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     layer.layout.plan("cpu", causal=causal)
     with pytest.raises(ValueError, match="layout has no plan"):

@@ -1,4 +1,4 @@
-"""Are the layers those of torch.nn, with the layout as their mask?"""
+"""nn.MultiheadAttention and TransformerEncoderLayer against those of torch.nn with the layout as a dense mask."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DENSE = ~LAYOUT.to_dense()[0, 0]
 
 
 def pair(**options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
-    """torch's module and ours with LAYOUT, of the same float64 weights."""
+    """torch's module, and ours with LAYOUT and the same float64 weights."""
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(24, 3, dtype=torch.float64, **options)
     ours = MultiheadAttention(24, 3, dtype=torch.float64, layout=LAYOUT, **options)
     for parameter in theirs.parameters():
-        # its biases begin as zeros, which would hide a wrong one
+        # initial biases are zero, which would hide a wrong one
         nn.init.normal_(parameter, std=0.3)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
@@ -76,7 +76,7 @@ def test_padding(kind: str) -> None:
     theirs, ours = pair(batch_first=True)
     tensors, lengths = inputs(), torch.tensor([LENGTH, 50])
     padding = torch.arange(LENGTH) >= lengths[:, None]
-    # global tokens are never padding, so no row is empty, of which torch makes nan
+    # global tokens are never padding, so no row is empty, for which torch gives nan
     expected = theirs(*tensors, attn_mask=DENSE, key_padding_mask=padding, need_weights=False)[0]
     if kind == "kv_lengths":
         actual = ours(*tensors, kv_lengths=lengths)[0]
@@ -100,7 +100,7 @@ def test_causal_by_construction_and_by_call() -> None:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_encoders_of_torch_never_pass_the_layout_by(training: bool, norm_first: bool) -> None:
-    """In eval torch computes whole layers at once where it can, without asking their attention."""
+    """In eval mode torch may run whole layers on a fused path that bypasses their attention."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"batch_first": True, "dropout": 0.0, "norm_first": norm_first, "dtype": torch.float64}
     theirs = nn.TransformerEncoderLayer(24, 4, 32, **options)

@@ -1,4 +1,4 @@
-"""Does a layer with a layout train inside PyTorch's own tools: data parallelism, sharding, checkpoints, autocast, export?
+"""Training a layer with a layout in PyTorch's own tools: data parallelism, sharding, checkpoints, autocast, export.
 
 Two processes on the CPU, joined by gloo, are held to one process that sees the whole batch.
 """
@@ -28,7 +28,7 @@ STEPS = 3
 
 
 class Block(nn.Module):
-    """Attention and a product with a residual around each."""
+    """Attention and a linear layer, each with a residual."""
 
     def __init__(self, layout: BlockLayout) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def batches(dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def trained(layers: nn.Module, inputs: Tensor) -> list[float]:
-    """The losses of a few steps; the weights are changed."""
+    """The losses of a few training steps, which change the weights."""
     optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
     losses = []
     for x in inputs:
@@ -72,7 +72,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def work(rank: int, folder: str) -> None:
-    """One of the processes: trains a share of each batch by DDP, then by FSDP2, and saves what came out."""
+    """One process: trains on its share of each batch with DDP, then with FSDP2, and saves the results."""
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=N_PROCESSES)
@@ -88,17 +88,16 @@ def work(rank: int, folder: str) -> None:
     losses["FSDP2"] = trained(sharded, share)
     weights["FSDP2"] = {name: whole(p.detach()) for name, p in sharded.named_parameters()}
     torch.save({"losses": losses, "weights": weights}, f"{folder}/{rank}.pt")
-    # nobody is gone while the other still asks
+    # no process leaves while another still communicates
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    # all is saved. One run of CI was lost to "terminate called without an active exception": perhaps a thread of gloo wanted the lock of
-    # an interpreter that was ending. This one does not end, it is gone
+    # skips interpreter shutdown, in which a gloo thread once failed: "terminate called without an active exception"
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def parallel(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process saved."""
+    """The results of each process."""
     if not torch.distributed.is_gloo_available():
         pytest.skip("needs gloo")
     folder = str(tmp_path_factory.mktemp("parallel"))
@@ -136,7 +135,7 @@ def test_checkpointed_layers_have_the_same_gradients_with_dropout(use_reentrant:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_trains_in_a_half_type(dtype: torch.dtype) -> None:
-    """Losses follow those in float32; float16 with its gradients scaled. What attention gives has the half type."""
+    """Losses follow those in float32; float16 with its gradients scaled. Attention returns the half type."""
     layers, inputs, given = model(torch.float32), batches(torch.float32), []
     expected = trained(copy.deepcopy(layers), inputs)
     layers[1].attention.register_forward_hook(lambda module, arguments, out: given.append(out.dtype))
@@ -157,7 +156,7 @@ def test_autocast_trains_in_a_half_type(dtype: torch.dtype) -> None:
 
 
 def test_an_exported_program_computes_the_same(tmp_path: Any) -> None:
-    """For any batch; saved, loaded again, and run."""
+    """With a dynamic batch size, saved, loaded and run."""
     layers, x = model().eval(), batches()[0]
     any_batch = {0: torch.export.Dim("batch", min=2, max=64)}
     program = torch.export.export(layers, (x,), dynamic_shapes=({**any_batch},))

@@ -1,7 +1,7 @@
 """What must hold of shared attention on GPUs, over NCCL? Checks that every rank of a crew.Crew runs.
 
-The truth of each is the reference in float64 on the whole sequence, which every rank computes for itself; equal bits are
-those of the same kernels in one process. Without GPUs the same checks run over gloo, to try them out.
+The truth of each is the reference in float64 on the whole sequence, which every rank computes for itself; equal bits
+are those of the same kernels in one process. Without GPUs the same checks run over gloo, to try them out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What do several ranks compute together? `python -m tests.support.context_ranks N` runs every case of context_cases.py on N ranks.
+"""What do several ranks compute together? `python -m tests.support.context_ranks N` runs every case of context_cases.py
+on N ranks.
 
-This process imports torch once and forks the ranks, which meet through a file. It prints one JSON object: case -> what went
-wrong on each rank, "" for nothing. Every wait ends: a message's after TIMEOUT, the whole run's after DEADLINE.
+This process imports torch once and forks the ranks, which meet through a file. It prints one JSON object: case -> what
+went wrong on each rank, "" for nothing. Every wait ends: a message's after TIMEOUT, the whole run's after DEADLINE.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What does one process make of a sequence, and this rank of its share of it? Layouts, inputs and truths of context_cases.py.
+"""What does one process make of a sequence, and this rank of its share of it? Layouts, inputs and truths of
+context_cases.py.
 
-The truth is the reference in float64 on the whole sequence, and the same backend for equal bits. It is computed before the
-ranks are forked, so that they share it.
+The truth is the reference in float64 on the whole sequence, and the same backend for equal bits. It is computed before
+the ranks are forked, so that they share it.
 """
 
 from __future__ import annotations

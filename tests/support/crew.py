@@ -1,4 +1,5 @@
-"""How do tests run a check on one process a GPU, or a few on the CPU? A Crew of ranks, each waiting for a check by name.
+"""How do tests run a check on one process a GPU, or a few on the CPU? A Crew of ranks, each waiting for a check by
+name.
 
 A check is a function of a module, called on every rank with the same arguments. It has a time of its own: ranks that
 do not answer in time are killed, and the next crew starts afresh. Knows processes and pipes. Must not know attention.
@@ -50,7 +51,8 @@ def _rank(rank: int, n_ranks: int, device: str, port: int, timeout: float, log: 
     if not is_cuda:
         # checks ask torch where they run
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # before it ends a process that waited too long PyTorch sleeps four times 15 s, for what hung to be written down, whether it is or not
+    # before it ends a process that waited too long PyTorch sleeps four times 15 s, for what hung to be written down,
+    # whether it is or not
     dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
     os.environ |= dumps | {"LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
@@ -111,8 +113,8 @@ class Crew:
     def run(
         self, module: str, function: str, *arguments: Any, seconds: float, n_awaited: int | None = None
     ) -> list[Answer]:
-        """The answers to a check of the first n_awaited ranks, None: of all. Where one does not hold, the ranks may have
-        lost step, and all end."""
+        """The answers to a check of the first n_awaited ranks, None: of all. Where one does not hold, the ranks may
+        have lost step, and all end."""
         for pipe in self.pipes:
             pipe.send((module, function, arguments))
         found = self._answers(seconds, n_awaited)
