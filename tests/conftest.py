@@ -5,6 +5,7 @@ Options: --hypothesis-profile=thorough (2000 examples), --zoo=full (every combin
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import hypothesis
@@ -36,6 +37,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # poisoned memory needs deterministic mode, which warns about PyTorch's nondeterministic operators
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation:UserWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Starts slow tests first, spread over the equal shares of `--dist worksteal`, so that no worker ends with one."""
+    n_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if n_workers == 1:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    fast = (item for item in items if not item.get_closest_marker("slow"))
+    ordered: list[pytest.Item] = []
+    for i_worker in range(n_workers):
+        share = slow[i_worker::n_workers]
+        size = (len(items) - len(ordered)) // (n_workers - i_worker)
+        ordered += share
+        ordered += itertools.islice(fast, max(0, size - len(share)))
+    items[:] = [*ordered, *fast]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

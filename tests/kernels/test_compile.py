@@ -134,6 +134,7 @@ def faults(record: Record) -> list[str]:
     return [f"{record['kernel']} {call}: {sentence}" for sentence in said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "version"), TARGETS)
 def test_kernels_compile_well(target: str, version: str | None, tmp_path: Path) -> None:
     records = compile_all(target, version, tmp_path)
@@ -143,6 +144,7 @@ def test_kernels_compile_well(target: str, version: str | None, tmp_path: Path) 
     assert not found, f"\n{found}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "version"), HOPPER_TARGETS)
 def test_hopper_kernels_compile_well(target: str, version: str | None, tmp_path: Path) -> None:
     records = compile_all(target, version, tmp_path)
