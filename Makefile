@@ -1,24 +1,24 @@
-# make demo      train a block-sparse Transformer on ListOps, on whatever device there is
+# make demo      train a block-sparse Transformer on ListOps, on a GPU if there is one
 # make test      all checks that need no GPU: lint, types, tests, every kernel compiled ahead of time
-# make mutants   single-line faults in a copy of the tree, each of which some test must see; many minutes, no GPU
-# make docs      the reference of every public name, as pages in out/api
-# make test-gpu  the zoo, every configuration of the launch tables and 5,000 random calls on a CUDA device, shared attention on two
-#                or more, with the packages of the Python found there
+# make lint      ruff and mypy
+# make mutants   break a copy of the code, one line at a time; each time a test must fail. Many minutes, no GPU
+# make docs      reference of every public name, as pages in out/api
+# make test-gpu  tests that need a CUDA device (context parallelism: two or more), with the packages of $(PYTHON)
 #
-# PYTHON is the interpreter that makes the environment, or runs test-gpu; JOBS is how many test processes run at once.
+# PYTHON creates the environment and runs test-gpu; JOBS is the number of test processes.
 
 PYTHON ?= python3
 JOBS ?= 2
 VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
-# Tritons beside the pinned one, with which kernels are compiled too, where Triton exists
+# Triton versions for which kernels are compiled in addition to the pinned one; Triton exists on Linux only
 TRITONS = 3.6.0 3.8.0 3.9.0
 ifeq ($(shell uname -s),Linux)
 OTHER_TRITONS = $(TRITONS:%=$(VENV)/triton-%)
 endif
 
-# what has public names
+# modules with public names
 DOCUMENTED = blocksparse_flash $(patsubst %,blocksparse_flash.%,nn interop distributed huggingface) \
 	masks masks.deepspeed '!masks\.(?!deepspeed)'
 
@@ -30,14 +30,14 @@ demo: $(VENV)/.demo
 docs: $(VENV)/.docs
 	$(BIN)/python -m pdoc --template-directory docs/reference --output-directory out/api $(DOCUMENTED)
 
-# types are checked while the other Tritons are installed
+# lint runs while the other Tritons are installed
 test:
 	$(MAKE) --no-print-directory --jobs=$(JOBS) lint $(OTHER_TRITONS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 900
 
 test-gpu:
-	$(PYTHON) -m pytest $(wildcard tests/test_zoo*.py tests/test_gpu*.py) tests/kernels/test_launch_tables.py \
-		tests/distributed/test_gpu.py
+	$(PYTHON) -m pytest tests/test_zoo.py tests/test_zoo_masks.py tests/kernels/test_gpu.py \
+		tests/kernels/test_gpu_fuzz.py tests/kernels/test_launch_tables.py tests/distributed/test_gpu.py
 
 mutants: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants --jobs $(JOBS)
@@ -54,7 +54,7 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# a stamp a set of extras: an environment is installed again only when what it is made from has changed
+# one stamp file per set of extras: the environment is reinstalled only when its requirements change
 $(VENV)/.demo: pyproject.toml .ci/constraints.txt | $(BIN)/python
 	$(INSTALL) --constraint .ci/constraints.txt --editable '.[demo]'
 	touch $@

@@ -1,4 +1,4 @@
-"""Does every public name say what it takes? The reference (`make docs`) has nothing but docstrings to show."""
+"""Every public docstring names every parameter, since the reference (`make docs`) is made of docstrings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODULES = (blocksparse_flash, interop, nn, distributed, huggingface, masks, deep
 
 
 def public(module: ModuleType) -> dict[str, Any]:
-    """What `__all__` gives out; without one, what the module itself defines."""
+    """The names in `__all__`, or those that the module defines itself."""
     if hasattr(module, "__all__"):
         return {name: getattr(module, name) for name in module.__all__}
     return {
@@ -30,7 +30,7 @@ def public(module: ModuleType) -> dict[str, Any]:
 
 
 def documented(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    """(name, object) of a function, or of a class, its methods and its properties."""
+    """(name, object) for a function, or for a class, its methods and its properties."""
     yield name, thing
     if inspect.isclass(thing):
         for inner in vars(thing):
@@ -39,10 +39,10 @@ def documented(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{inner}", member if isinstance(member, property) else getattr(thing, inner)
 
 
-def unsaid(thing: Any) -> list[str]:
-    """The parameters that a docstring does not name, or that there is none."""
+def undocumented(thing: Any) -> list[str]:
+    """The parameters missing from a docstring; ["a docstring"] if there is none."""
     said = inspect.getdoc(thing)
-    # a dataclass and a named tuple without one are given their signature for one
+    # dataclasses and named tuples get their signature as a default docstring
     if not said or (inspect.isclass(thing) and said.startswith(f"{thing.__name__}(")):
         return ["a docstring"]
     if isinstance(thing, property):
@@ -50,7 +50,7 @@ def unsaid(thing: Any) -> list[str]:
     return [
         name
         for name, parameter in inspect.signature(thing).parameters.items()
-        # *arguments and **named have no names of their own
+        # the names of *args and **kwargs do not matter to callers
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         and name != "self"
         and not re.search(rf"\b{name}\b", said)
@@ -67,11 +67,11 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_is_named(name: str) -> None:
-    assert unsaid(CASES[name]) == []
+    assert undocumented(CASES[name]) == []
 
 
 def test_there_are_names_to_check() -> None:
-    """One function, one class, one method and one property of those that must be among them."""
+    """A sample of functions, classes, methods and properties that must be collected."""
     expected = {
         "blocksparse_flash.attention",
         "blocksparse_flash.BlockLayout.from_dense",
@@ -85,15 +85,15 @@ def test_there_are_names_to_check() -> None:
     assert expected <= CASES.keys()
 
 
-def test_what_is_missing_is_found() -> None:
+def test_a_missing_parameter_is_found() -> None:
     def bare(window):
         pass
 
-    def told(window, block_size):
-        """Of windows: window is in tokens."""
+    def partly_documented(window, block_size):
+        """The window is in tokens."""
 
     class Bare(NamedTuple):
         window: int
 
-    assert unsaid(bare) == unsaid(Bare) == ["a docstring"]
-    assert unsaid(told) == ["block_size"]
+    assert undocumented(bare) == undocumented(Bare) == ["a docstring"]
+    assert undocumented(partly_documented) == ["block_size"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
@@ -15,12 +16,24 @@ import masks
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("blocksparse_flash", "masks", "benchmarks")
+# words of our own that have a standard term (CONTRIBUTING.md); as parts of identifiers too. WHO was a constant
+OWN_WORDS = re.compile(
+    r"(?i)(?<![a-z])(told|hand[ _]in|handed[ _]in|served|descend|soften|watchers|copy[ _]engine|multiprocessors?)"
+    r"(?![a-z])|(?-i:\bWHO\b)"
+)
+# facts with one home in the package
+DEFINED_ONCE = ("TILE", "PARTIAL", "LOG2_E", "padded_dim")
+MAX_PARAMETERS, MAX_JITTED_PARAMETERS, MAX_FILES_AT_THE_TOP = 12, 30, 16
+# the arguments of a call of attention are public
+OF_A_CALL = re.compile(r"_?(attention|attention_with_lse|explain)(_scored)?")
 
 
-def python_files() -> dict[str, Path]:
-    """Path inside the repository -> file, of all code that ships."""
+def python_files(*folders: str, root: Path = ROOT) -> dict[str, str]:
+    """Path inside the repository -> text of the Python files in some folders, by default all code that ships."""
     return {
-        path.relative_to(ROOT).as_posix(): path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+        for folder in folders or CODE
+        for path in sorted((root / folder).rglob("*.py"))
     }
 
 
@@ -36,13 +49,13 @@ def modules_after(statement: str) -> set[str]:
 
 @pytest.mark.parametrize("package", ["blocksparse_flash", "blocksparse_flash.interop"])
 def test_importing_the_package_loads_nothing_heavy(package: str) -> None:
-    # what torch itself loads is not ours to say
+    # torch itself may load any of them
     added = modules_after(f"import {package}") - modules_after("import torch, numpy, einops")
     assert "blocksparse_flash" in added
     assert not added & {"triton", "scipy", "matplotlib", "masks", "benchmarks", "networkx", "pandas"}
 
 
-def test_peers_formats_are_loaded_when_asked_for() -> None:
+def test_formats_of_other_packages_are_imported_lazily() -> None:
     code = "import sys, blocksparse_flash; print([name for name in sys.modules if 'interop' in name or 'flex' in name])"
     before = "import sys, torch; print([name for name in sys.modules if 'interop' in name or 'flex' in name])"
     said = [
@@ -119,16 +132,118 @@ def test_attention_has_its_exact_signature() -> None:
         assert str(inspect.Signature(bare)) == f"({expected})"
 
 
-def test_no_file_is_a_drawer() -> None:
-    drawers = {"util", "utils", "common", "helper", "helpers", "config", "misc"}
+def test_file_names_say_what_is_inside() -> None:
+    vague = {"util", "utils", "common", "helper", "helpers", "config", "misc"}
     everything = [path for folder in (*CODE, "tests") for path in (ROOT / folder).rglob("*")]
-    assert [path for path in everything if path.stem in drawers] == []
+    assert [path for path in everything if path.stem in vague] == []
 
 
 def test_no_environment_variables_are_read() -> None:
     reading = re.compile(r"\b(environ|getenv|putenv)\b")
-    readers = [name for name, path in python_files().items() if reading.search(path.read_text(encoding="utf-8"))]
+    readers = [name for name, text in python_files().items() if reading.search(text)]
     assert readers == []
+
+
+# ---- the style of the code: each rule returns one string for each violation ----
+
+
+def questions(files: dict[str, str]) -> list[str]:
+    """Module docstrings whose first line is a question."""
+    found = {name: ast.get_docstring(ast.parse(text)) or "" for name, text in files.items()}
+    return [f"{name}: {said.splitlines()[0]}" for name, said in found.items() if said and "?" in said.splitlines()[0]]
+
+
+def own_words(files: dict[str, str]) -> list[str]:
+    """Lines with a word that has a standard term."""
+    return [
+        f"{name}:{number}: {found[0]}"
+        for name, text in files.items()
+        for number, line in enumerate(text.splitlines(), start=1)
+        for found in OWN_WORDS.finditer(line)
+    ]
+
+
+def definitions(files: dict[str, str]) -> list[str]:
+    """Where names of DEFINED_ONCE are defined. `TILE = tl.constexpr(plan_format.TILE)` is no definition."""
+    found = []
+    for name, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                defined = {node.name}
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                used = set(re.findall(r"\w+", ast.unparse(node.value)))
+                defined = {target.id for target in targets if isinstance(target, ast.Name)} - used
+            else:
+                continue
+            found += [f"{each} in {name}" for each in DEFINED_ONCE if each in defined]
+    return sorted(found)
+
+
+def long_signatures(files: dict[str, str]) -> list[str]:
+    """Functions with too many parameters, kernels and their device functions judged by a limit of their own."""
+    found = []
+    for name, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and not OF_A_CALL.fullmatch(node.name):
+                n = sum(map(len, (node.args.posonlyargs, node.args.args, node.args.kwonlyargs)))
+                is_jitted = any(re.match(r"(triton|gluon)\.jit\b", ast.unparse(each)) for each in node.decorator_list)
+                if n > (MAX_JITTED_PARAMETERS if is_jitted else MAX_PARAMETERS):
+                    found.append(f"{name}: {node.name} takes {n} parameters")
+    return found
+
+
+def test_no_module_docstring_is_a_question() -> None:
+    assert questions(python_files(*CODE, "tests")) == []
+
+
+def test_code_uses_the_words_of_the_field() -> None:
+    assert own_words(python_files()) == []
+
+
+def test_shared_facts_are_defined_once() -> None:
+    found = definitions(python_files("blocksparse_flash"))
+    assert [line.split()[0] for line in found] == sorted(DEFINED_ONCE), found
+
+
+def test_signatures_are_short() -> None:
+    assert long_signatures(python_files("blocksparse_flash", "masks")) == []
+
+
+def test_few_files_lie_at_the_top_of_the_package() -> None:
+    names = sorted(path.name for path in (ROOT / "blocksparse_flash").glob("*.py"))
+    assert len(names) <= MAX_FILES_AT_THE_TOP, names
+
+
+def takes(n: int) -> str:
+    """A function with n parameters."""
+    return f"def f({', '.join(f'x{i}' for i in range(n))}): pass"
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "expected"),
+    [
+        (questions, '"""What is it?"""', ["code.py: What is it?"]),
+        (questions, '"""Sums.\n\nWhy?"""', []),
+        (own_words, "x = 1  # is Told", ["code.py:1: Told"]),
+        (own_words, "\ndef hand_in(): pass", ["code.py:2: hand_in"]),
+        (own_words, "served_rows = 1", ["code.py:1: served"]),
+        (own_words, "n_multiprocessors = 1", ["code.py:1: multiprocessors"]),
+        (own_words, "WHO = 1", ["code.py:1: WHO"]),
+        (own_words, "# who has preserved, reserved and untold descendants", []),
+        (definitions, "TILE = 128", ["TILE in code.py"]),
+        (definitions, "TILE: int = 128\ndef padded_dim(): pass", ["TILE in code.py", "padded_dim in code.py"]),
+        (definitions, "PARTIAL = tl.constexpr(plan_format.PARTIAL)", []),
+        (definitions, "from plan_format import TILE\ndef f(TILE): pass", []),
+        (long_signatures, takes(13), ["code.py: f takes 13 parameters"]),
+        (long_signatures, takes(12), []),
+        (long_signatures, takes(13).replace("f(", "attention_with_lse("), []),
+        (long_signatures, "@triton.jit\n" + takes(30), []),
+        (long_signatures, "@gluon.jit(do_not_specialize=[])\n" + takes(31), ["code.py: f takes 31 parameters"]),
+    ],
+)
+def test_a_planted_violation_is_found(rule, text: str, expected: list[str]) -> None:
+    assert rule({"code.py": text}) == expected
 
 
 # ---- the repository ----
@@ -164,6 +279,11 @@ def test_nothing_is_left_for_later() -> None:
     assert [name for name, text in tracked_text().items() if words.search(text)] == []
 
 
-def test_rooms_at_the_top_are_fixed() -> None:
+def test_makefile_names_files_that_exist() -> None:
+    named = re.findall(r"\btests/[\w/*.]+", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert named and [path for path in named if not list(ROOT.glob(path))] == []
+
+
+def test_folders_at_the_top_are_fixed() -> None:
     folders = {name.split("/")[0] for name in tracked_text() if "/" in name}
     assert folders <= {*CODE, "tests", "docs", ".ci"}

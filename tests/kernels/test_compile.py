@@ -27,8 +27,8 @@ BEFORE, *AFTER = OTHERS = ("3.6.0", "3.8.0", "3.9.0")
 WHOLE = [*((arch, None) for arch in ARCHS), (90, BEFORE)]
 TABLES = [(arch, BEFORE) for arch in ARCHS if arch != 90]
 TARGETS = [*((str(arch), version) for arch, version in WHOLE), *((f"{arch}-few", version) for arch, version in TABLES)]
-# those after have the calls of `hopper` that are tuned
-HOPPER_TARGETS = [*(("hopper", version) for version in (None, BEFORE)), *(("hopper-few", version) for version in AFTER)]
+# BEFORE compiles every row, every scale and every pair of options once; AFTER compile the tuned calls of `hopper`
+HOPPER_TARGETS = [("hopper", None), ("hopper-once", BEFORE), *(("hopper-few", version) for version in AFTER)]
 
 # what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths, whether lines are split).
 # Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
@@ -134,6 +134,7 @@ def faults(record: Record) -> list[str]:
     return [f"{record['kernel']} {call}: {sentence}" for sentence in said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "version"), TARGETS)
 def test_kernels_compile_well(target: str, version: str | None, tmp_path: Path) -> None:
     records = compile_all(target, version, tmp_path)
@@ -143,6 +144,7 @@ def test_kernels_compile_well(target: str, version: str | None, tmp_path: Path) 
     assert not found, f"\n{found}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "version"), HOPPER_TARGETS)
 def test_hopper_kernels_compile_well(target: str, version: str | None, tmp_path: Path) -> None:
     records = compile_all(target, version, tmp_path)

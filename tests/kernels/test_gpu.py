@@ -1,6 +1,6 @@
-"""What only a GPU shows: sizes past 2^31, memory, repeated bits, CUDA graphs, no synchronisation.
+"""GPU tests: offsets past 2^31, memory, equal bits, CUDA graphs, no synchronisation.
 
-The zoo of layouts (test_zoo.py) and the operators (test_ops.py) run on the GPU too where there is one.
+On a machine with a GPU, the zoo of layouts (test_zoo.py) and the operators (test_ops.py) run there too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ on_every_backend = pytest.mark.parametrize("backend", ["triton", *(["hopper"] if
 def rows_of_out_and_dq(
     rows: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, attends: Predicate, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """out and dq of some queries from all keys, in `dtype`."""
+    """out and dq of the given rows, computed in `dtype`."""
     mask = attends(rows[:, None], torch.arange(k.shape[2], device=k.device)[None, :])
     picked = q[:, :, rows].detach().to(dtype).requires_grad_()
     scores = picked @ k.detach().to(dtype).transpose(-1, -2) * q.shape[3] ** -0.5
@@ -45,7 +45,7 @@ def cols_of_dk_and_dv(
     cols: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, attends: Predicate,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv of some keys from all queries, given out and lse, in `dtype`."""
+    """dk and dv of the given columns, computed in `dtype` from out and lse."""
     mask = attends(torch.arange(q.shape[2], device=q.device)[None, :], cols[:, None])
     scale = q.shape[3] ** -0.5
     q, dout, out = (t.detach().to(dtype) for t in (q, dout, out))
@@ -59,14 +59,14 @@ def cols_of_dk_and_dv(
 def check_sampled(
     layout: BlockLayout, attends: Predicate, *, heads: int, head_dim: int, checked: list[int], backend: str
 ) -> None:
-    """Forward and backward at full size; out, dq of sampled rows and dk, dv of sampled columns, some heads at a time."""
+    """Run forward and backward at full size; check out and dq of sampled rows, dk and dv of sampled columns."""
     length = layout.q_len
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"
     )
     dout = torch.randn_like(q)
-    # the tests' poisoned memory asks for True, with which `hopper` has another backward
+    # True, the default under poisoned memory, selects another backward of `hopper`
     out, lse = attention_with_lse(q, k, v, layout, deterministic=False, backend=backend)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     sampled = torch.cat([torch.randint(length, (30,)), torch.tensor([0, 127, length - 128, length - 1])]).cuda()
@@ -130,11 +130,11 @@ def test_three_runs_give_equal_bits(head_dim: int, backend: str) -> None:
             assert torch.equal(again, before)
 
 
-# of a thousand: kernels of other shapes, whose compilation takes most of the time where none is cached, are compiled side by side
+# ten parts, so that test processes compile in parallel
 @pytest.mark.parametrize("part", range(10))
 @on_every_backend
 def test_ten_thousand_launches_over_random_layouts_give_equal_bits(backend: str, part: int) -> None:
-    """A tenth of 500 layouts, 20 forwards and backwards each: none hangs, all give the bits of the first; but dq, where it is summed in no order."""
+    """50 layouts a part, 20 runs each: none hangs, all give equal bits; dq only where its sum has a fixed order."""
     numbers = random.Random(part)
     differing = torch.zeros(5, dtype=torch.int64, device="cuda")
     for seed in range(50 * part, 50 * (part + 1)):
@@ -149,7 +149,7 @@ def test_ten_thousand_launches_over_random_layouts_give_equal_bits(backend: str,
         )
         first: list[Tensor] = []
         for _ in range(20):
-            # what is freed is used again: nobody may count on its zeros
+            # freed memory is reused: no kernel may rely on zeros
             torch.full((1 << 20,), torch.nan, device="cuda")
             out, lse = attention_with_lse(
                 q, k, v, layout, causal=seed % 2 == 0, backend=backend, deterministic=deterministic
@@ -162,7 +162,7 @@ def test_ten_thousand_launches_over_random_layouts_give_equal_bits(backend: str,
 
 @on_every_backend
 def test_memory_of_forward_and_backward_is_that_of_its_tensors(backend: str) -> None:
-    """Outputs, gradients, lse and delta, and at most 2 % of all tensors: no N x N, no copies. `hopper` sums dq in float32."""
+    """Outputs, gradients, lse, delta (float32 dq on `hopper`) and at most 2 % more: no N x N tensor, no copies."""
     length, heads, head_dim = 65536, 16, 64
     layout = masks.butterfly(length).to("cuda")
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -185,7 +185,7 @@ def test_memory_of_forward_and_backward_is_that_of_its_tensors(backend: str) -> 
     assert len(grads) == 3
 
 
-# the leaves were made on another stream than the capture's, which does not accumulate into them
+# leaves are created on another stream than the capture; nothing accumulates into them
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @on_every_backend
 def test_a_cuda_graph_replays_forward_and_backward(backend: str) -> None:
@@ -225,7 +225,7 @@ def test_a_cuda_graph_replays_forward_and_backward(backend: str) -> None:
 def test_a_call_never_waits_for_the_gpu(case: str, backend: str) -> None:
     length = 1000
     dropout_p = 0.5 * (case == "dropout")
-    # the kernels of Hopper have no dropout
+    # `hopper` has no dropout
     backend = "auto" if dropout_p else backend
     layout = masks.local(length, window=100).to("cuda") if case != "dense" else None
     q, k, v = (torch.randn(2, 2, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
@@ -249,7 +249,7 @@ def test_a_call_never_waits_for_the_gpu(case: str, backend: str) -> None:
 @pytest.mark.parametrize("block_size", [(128, 128), (256, 64), (64, 64), (16, 128)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_plan_of_a_selection_is_that_of_the_cpu(block_size: tuple[int, int], causal: bool) -> None:
-    """The sorts and sums of another device: more entries than one block of threads sorts, and few."""
+    """With more entries than one thread block can sort, and with few."""
     for (batch, heads), q_len, kv_len, k in (((1, 1), 20_000, 20_000, 40), ((2, 3), 300, 700, 3)):
         n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
         generator = torch.Generator().manual_seed(0)
@@ -260,7 +260,7 @@ def test_the_plan_of_a_selection_is_that_of_the_cpu(block_size: tuple[int, int],
             plans.append([tensor.cpu() for tensor in layout.plan(device, causal=causal)])
         n_tiles = int(plans[0][0][..., 2].sum())
         assert n_tiles
-        # behind the tiles that are there nothing is told; words are told by the tiles which have them
+        # entries past n_tiles are undefined; bitmasks are compared through the tiles that use them
         for at in (0, 3):
             assert torch.equal(plans[0][at], plans[1][at])
             for more in (1, 2):
@@ -270,7 +270,7 @@ def test_the_plan_of_a_selection_is_that_of_the_cpu(block_size: tuple[int, int],
 
 
 def test_a_layout_arrives_by_one_copy_as_it_was() -> None:
-    """Its tensors, and those of its plan, lie side by side on the GPU, each with a storage of its own that keeps the memory."""
+    """Its tensors and those of its plan share one allocation, which each of them keeps alive."""
     layout = masks.local(3000, window=700) | masks.global_tokens(3000, tokens=5)
     moved = layout.to("cuda")
     assert moved == layout
@@ -280,14 +280,14 @@ def test_a_layout_arrives_by_one_copy_as_it_was() -> None:
         assert torch.equal(tensor.cpu(), expected) and tensor.data_ptr() % 16 == 0 and tensor.storage_offset() == 0
     kept = moved.plan("cuda").words
     del layout, moved, tensors
-    # memory that was given back would be written to here
+    # would overwrite the memory if it had been freed
     junk = [torch.full((1 << 16,), 7, dtype=torch.int32, device="cuda") for _ in range(64)]
     assert torch.equal(kept.cpu(), wanted[6]) and len(junk) == 64
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_plans_come_by_one_copy_each_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of partial blocks, and of full ones, which a GPU lists itself; the memory of a copy is not overwritten before it is made."""
+def test_plans_arrive_by_one_copy_each_without_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial and full blocks (the GPU lists full ones itself); pinned memory is not reused before its copy has run."""
     monkeypatch.setattr(device_builder, "WORTH_SENDING", 1)
     layouts = []
     for seed in range(6):
@@ -297,7 +297,7 @@ def test_plans_come_by_one_copy_each_that_nobody_waits_for(monkeypatch: pytest.M
     def plans(layouts: list[BlockLayout]) -> list[list[Tensor]]:
         return [list(layout.plan("cuda", non_blocking=True)) for layout in layouts]
 
-    # compiles, and pins memory
+    # warm-up: compiles kernels and pins memory
     plans([copy.deepcopy(layout) for layout in layouts])
     busy = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
@@ -310,7 +310,7 @@ def test_plans_come_by_one_copy_each_that_nobody_waits_for(monkeypatch: pytest.M
         torch.cuda.set_sync_debug_mode("default")
     for layout, plan in zip(layouts, found, strict=True):
         expected = list(copy.deepcopy(layout).plan("cpu"))
-        # how bitmasks are named is free
+        # bitmask ids may differ
         for at in (0, 1, 3, 4):
             assert torch.equal(plan[at].cpu(), expected[at])
         assert [len(ids) for ids in (plan[2], plan[5])] == [len(ids) for ids in (expected[2], expected[5])]
@@ -318,10 +318,10 @@ def test_plans_come_by_one_copy_each_that_nobody_waits_for(monkeypatch: pytest.M
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_selection_is_made_by_kernels_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not by operations, of which there are many; without waiting."""
+    """Not by PyTorch operations, and without synchronisation."""
 
     def refused(*_: Any, **__: Any) -> None:
-        raise AssertionError("operations are used")
+        raise AssertionError("PyTorch operations were used")
 
     monkeypatch.setattr(block_selection, "sorted_rows", refused)
     monkeypatch.setattr(block_selection, "_plan_by_operations", refused)
@@ -345,7 +345,7 @@ def test_a_selection_is_made_by_kernels_on_the_gpu(monkeypatch: pytest.MonkeyPat
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_selection_of_blocks_is_captured_with_its_attention() -> None:
-    """Select, plan, attend and differentiate without a look from the host; the graph follows new scores."""
+    """A CUDA graph of selection, plan, forward and backward follows new scores, without synchronisation."""
     length, block_size, k = 1100, 64, 4
     n_rows = -(-length // block_size)
     torch.manual_seed(0)
@@ -410,10 +410,10 @@ def test_a_host_layout_is_copied_once() -> None:
     ],
     ids=str,
 )
-# rows of 192: one of few queries, whole ones, a query more and less, many; keys more and fewer
+# less than one tile row of 192 queries, exactly two, one query more or less than whole rows, many; more or fewer keys
 @pytest.mark.parametrize("lengths", [(65, 65), (384, 256), (193, 700), (575, 130), (3001, 3001)], ids=str)
 def test_rows_of_192_queries(lengths: tuple[int, int], call: zoo.Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small calls would not have them."""
+    """Forced, since only long sequences use them."""
     from blocksparse_flash.kernels.hopper import forward as hopper_forward
 
     monkeypatch.setattr(hopper_forward, "wide_pays", lambda *_: True)
@@ -427,16 +427,18 @@ def test_rows_of_192_queries(lengths: tuple[int, int], call: zoo.Call, monkeypat
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", cases.LAYOUTS, ids=str)
-def test_maxima_that_grow_by_less_than_the_slack_and_by_more(layout: cases.Case, dtype: torch.dtype) -> None:
-    """Scores of a standard deviation of 11.4 in base 2; a maximum that grows by less than 8 is not followed."""
+def test_maxima_that_grow_by_less_than_the_rescale_threshold_and_by_more(
+    layout: cases.Case, dtype: torch.dtype
+) -> None:
+    """Scores have a standard deviation of 11.4 in base 2; the rescale threshold is 8."""
     call = zoo.Call(head_dim=128, dtype=dtype, scale=0.7)
     zoo.assert_backend_is_accurate("hopper", layout, call, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_explain_tells_what_a_call_allocates_and_how_long_it_takes(backend: str, head_dim: int) -> None:
-    """Bytes as the allocator counts them; times where this GPU was measured, with room for one that is warm or shared."""
+def test_explain_predicts_memory_and_time(backend: str, head_dim: int) -> None:
+    """Bytes match the allocator; times are within a factor of 2 on GPUs that the model was fitted to."""
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     torch.use_deterministic_algorithms(False)
@@ -455,16 +457,16 @@ def test_explain_tells_what_a_call_allocates_and_how_long_it_takes(backend: str,
     for name, call in calls.items():
         call()
         said = getattr(found, name)
-        # each tensor takes a multiple of 512 bytes
+        # the allocator rounds each tensor up to 512 bytes
         assert measure.peak_bytes(call) == pytest.approx(said.writes + said.workspace, rel=1e-3), name
         predicted = found.prediction
         if predicted is not None and not predicted.caveats:
-            took = measure.milliseconds(call)["ms"]
-            print(f"{backend} {head_dim} {name}: {took:.3f} ms, predicted {getattr(predicted, f'{name}_ms'):.3f}")
-            assert took / 2 < getattr(predicted, f"{name}_ms") < 2 * took, name
+            ms = measure.milliseconds(call)["ms"]
+            print(f"{backend} {head_dim} {name}: {ms:.3f} ms, predicted {getattr(predicted, f'{name}_ms'):.3f}")
+            assert ms / 2 < getattr(predicted, f"{name}_ms") < 2 * ms, name
 
 
-# ---- decoding: a few queries, whose keys are split among programs ----
+# ---- decoding: few queries, split-KV ----
 
 
 def decoding(
@@ -477,7 +479,7 @@ def decoding(
 
 
 def sparse(q_len: int, kv_len: int) -> BlockLayout:
-    """Bitmasks in the sinks, on both sides of the window and on the diagonal; full blocks at random."""
+    """Partial blocks at the sinks, at both edges of the window and on the diagonal; random full blocks."""
     lengths = q_len, kv_len
     return (
         masks.sink_window(lengths, sinks=20, window=1000) | masks.random(lengths, density=0.1, seed=0)
@@ -544,7 +546,7 @@ def test_decoding_gives_equal_bits_every_time(head_dim: int, dtype: torch.dtype)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("case", ["sparse", "dense"])
 def test_a_cuda_graph_replays_decoding(case: str) -> None:
-    """Into a cache with room, whose length the graph reads when it is replayed; and nothing waits for the GPU."""
+    """The graph reads kv_lengths at every replay, as a cache with spare room needs; the call does not synchronise."""
     q, k, v = decoding(1, 30_000, batch=2)
     layout = sparse(1, 30_000).to("cuda") if case == "sparse" else None
     lengths = torch.tensor([30_000, 20], device="cuda")

@@ -1,4 +1,4 @@
-"""Five thousand random calls on a GPU, whose grids fill it, against float64."""
+"""5,000 random calls, large enough to fill a GPU, compared with float64."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.launch_tables import Call, Variant
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-# families share kernels, so that little is compiled: what a kernel is compiled for is drawn once a family
+# the calls of a family share compiled kernels: compile-time values are drawn once a family
 FAMILIES, CALLS = 100, 50
-# programs of 128 queries, at least; pairs of queries and keys, and numbers of keys, all heads together, about at most
+# at least PROGRAMS blocks of 128 queries; about at most PAIRS query-key pairs and NUMBERS values of k, over all heads
 PROGRAMS, PAIRS, NUMBERS = 132, 4_000_000, 6_000_000
 
 
 def family(seed: int) -> Call:
-    """What all calls of a family share; its shape is not used."""
+    """Options shared by all calls of a family; the shape is a placeholder."""
     numbers = random.Random(seed)
     backend = "hopper" if HAS_HOPPER and seed % 3 == 0 else "triton"
     mode = numbers.choice(["dense", "causal", "blocks", "heads", "fine", "long", "blocks-causal"])
@@ -69,7 +69,7 @@ def test_random_calls_are_accurate(seed: int, record_property: Callable[[str, ob
             assert_is_accurate(call, run(call))
         except AssertionError as error:
             wrong.append(f"{call}: {error}")
-    # other processes test beside this one
+    # other test processes share the GPU
     torch.cuda.empty_cache()
     of = f"{shared.backend} {shared.dtype} head_dim {shared.head_dim} {shared.variant}"
     record_property("fuzz", f"seed {seed:3}: {CALLS} calls, {len(wrong)} wrong, of {of}")

@@ -1,4 +1,4 @@
-"""Every configuration that a launch table can choose is reached by a call, and that call is right on a GPU."""
+"""Calls reach every configuration of the launch tables, and are accurate on a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_configuration_is_accurate(call: Call, record_property: Callable[[str,
     gpu = launch_tables.this_gpu()
     with launch_tables.recorded(runs=True) as found:
         actual = run(call)
-    # what was run is what the search for calls counted on
+    # the launches are those that `cover` predicted
     assert found == launch_tables.chosen(call, gpu)
     assert_is_accurate(call, actual)
     record_property("configurations", sorted(map(str, found)))
@@ -51,7 +51,7 @@ def test_a_wrong_result_is_found(variant: launch_tables.Variant) -> None:
     actual = run(call)
     assert_is_accurate(call, actual)
     for i in range(len(actual)):
-        # the largest number of a result, off by a third
+        # the largest value, off by 30 %
         wrong = [tensor.clone() for tensor in actual]
         wrong[i].view(-1)[actual[i].nan_to_num(neginf=0.0).abs().argmax()] *= 1.3
         with pytest.raises(AssertionError, match="too far"):

@@ -495,17 +495,31 @@ def few_hopper_calls() -> list[dict[str, Any]]:
     return [{**call, "backend": "hopper"} for call in grid]
 
 
+def each_option_once(chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls with a new row of the launch tables or a new pair of options, and every scale (where ptxas 3.6 had a bug)."""
+    kept, met = list[dict[str, Any]](), set[Any]()
+    for call in chosen:
+        options = sorted((name, value) for name, value in call.items() if name not in ("head_dim", "dtype", "backend"))
+        found = {(call["head_dim"], call["dtype"], call.get("mode"), call.get("limited"))}
+        found |= set(itertools.combinations_with_replacement(options, 2))
+        if "scale" in call or not found <= met:
+            kept.append(call)
+        met |= found
+    return kept
+
+
 def main(targets: list[str]) -> None:
     if triton.knobs.runtime.interpret:
         raise SystemExit("TRITON_INTERPRET=1 interprets the kernels; unset it to compile them")
     for target in targets:
-        name, _, is_few = target.partition("-")
+        name, _, which = target.partition("-")
         is_hopper = name == "hopper"
         arch = 90 if is_hopper else int(name)
         if is_hopper:
-            chosen = few_hopper_calls() if is_few else hopper_calls()
+            chosen = few_hopper_calls() if which == "few" else hopper_calls()
+            chosen = each_option_once(chosen) if which == "once" else chosen
         else:
-            chosen = table_calls(arch) if is_few else calls(arch)
+            chosen = table_calls(arch) if which == "few" else calls(arch)
         met: set[str] = set()
         # calls share kernels, above all the small ones before and after the loops
         records: dict[str, dict[str, Any]] = {}

@@ -1,7 +1,4 @@
-"""How does Triton's interpreter get through a launch sooner? It makes its language ready once, not at each call of a helper.
-
-Knows the interpreter of Triton 3.6 to 3.9. Must not know any kernel.
-"""
+"""Makes Triton's interpreter (3.6 to 3.9) patch `triton.language` once a launch, not at every call of a helper."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from typing import Any
 
 
 def patch_once_a_launch() -> None:
-    """From now on the functions of `triton.language` are replaced by those of the interpreter once a launch.
+    """Make the interpreter patch `triton.language` once a launch.
 
-    Triton looks through all of them again at every call of a jitted helper, two fifths of the time of a launch, and finds
-    them replaced. Without Triton there is nothing to do; TRITON_INTERPRET must be set before, as Triton is imported.
+    Triton patches it again at every call of a jitted helper, which takes two fifths of a launch. Does nothing without
+    Triton. Set TRITON_INTERPRET before the call, because it imports Triton.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -24,7 +21,7 @@ def patch_once_a_launch() -> None:
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
-    # modules whose functions are those of the interpreter, until the launch ends
+    # modules patched for the current launch
     ready: set[ModuleType] = set()
 
     class Launch(interpreter._LangPatchScope):
@@ -38,7 +35,7 @@ def patch_once_a_launch() -> None:
 
     def patch_lang(fn: Callable) -> Any:
         scope = Launch()
-        # what a launch has made ready for its kernel may not be all that a helper in another file calls
+        # a helper in another file may use a module that the kernel's file does not
         if not languages(fn) <= ready:
             scope._changes = patch(fn)._changes
             ready.update(languages(fn))

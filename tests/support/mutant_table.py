@@ -1,7 +1,7 @@
-"""Table of single-line faults for tests/support/mutants.py, by area, with the tests that must see each.
+"""Single-line faults for tests/support/mutants.py, by area, each with the tests that must fail.
 
-A fault is an off-by-one, a wrong comparison, swapped axes, a missing term, a wrong head or rank, never a mere crash. `old` must
-occur once in its file: who changes such a line changes it here too.
+Faults are off-by-one errors, wrong comparisons, swapped axes, missing terms, wrong heads or ranks; none is a mere
+crash. `old` must occur once in its file, so a change of such a line needs a change here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 class Mutant(NamedTuple):
     """One fault: in `file` the text `old` becomes `new`, and `tests`, arguments of pytest, must fail.
 
-    why  for a fault that no test can see: the reason
+    why  why no test can detect the fault, if so
     """
 
     file: str
@@ -26,7 +26,7 @@ class Mutant(NamedTuple):
 
 
 def _of(folder: str, *rows: tuple[str, ...]) -> list[Mutant]:
-    """Mutants of the files of a folder."""
+    """Mutants of files in a folder."""
     return [Mutant(f"{folder}/{row[0]}", *row[1:]) for row in rows]
 
 
@@ -786,7 +786,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "np.lexsort((tile, sender, receiver))",
             "np.lexsort((tile, receiver, sender))",
             "tests/distributed/test_routing.py",
-            "a rank reads the moves that it sends, or those that come to it, alone: either order leaves these as they are",
+            "a rank reads the moves that it sends, or those that it receives: either order leaves these as they are",
         ),
         (
             "distributed/routing.py",

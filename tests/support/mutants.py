@@ -1,8 +1,8 @@
-"""Mutation run: single-line faults, each of which some test must see. `python -m tests.support.mutants --only masks --jobs 2`.
+"""Mutation testing: `python -m tests.support.mutants --only masks --jobs 2`.
 
-MUTANTS lists the faults by area, with the tests that must fail. Each is made in a copy of the tree, never in the checkout. A
-fault that no test can see carries its reason (`why`); the run fails if such a fault is killed after all, if one without a
-reason survives, if a selection of tests fails without any fault, or if less than LEAST_KILLED of all are killed.
+MUTANTS lists single-line faults by area, each with the tests that must fail. Faults are made in a copy of the tree. A
+fault that no test can detect carries a reason (`why`). The run fails if such a fault is killed, if one without a
+reason survives, if a selection of tests fails without a fault, or if fewer than LEAST_KILLED of all are killed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ import pytest
 from tests.support.mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-# what the tests read
+# everything that the tests read
 COPIED = ("blocksparse_flash", "masks", "benchmarks", "tests", "pyproject.toml", "README.md")
 LEAST_KILLED = 0.95
-# seconds of a selection without a fault; with one: as many more than it took without, times SLOWER
+# time limits in seconds: LONGEST for tests without a fault that take t, SPARE + SLOWER * t with a fault
 LONGEST, SPARE, SLOWER = 600, 60, 5
 
 KILLED, SURVIVED, BROKEN, TIMEOUT = "killed", "survived", "broken", "killed (timeout)"
 
 
 class Result(NamedTuple):
-    """What became of a fault; `said` is the end of what pytest printed."""
+    """Outcome of a fault; `said` is the end of pytest's output."""
 
     outcome: str
     seconds: float
@@ -56,7 +56,7 @@ class Result(NamedTuple):
 
 
 def wrong_entries(mutants: dict[str, list[Mutant]], root: Path = ROOT) -> list[str]:
-    """What is wrong with the table, a sentence each; nothing is run."""
+    """One sentence for each invalid entry of the table; runs nothing."""
     found, seen = [], set()
     for area, mutant in ((area, mutant) for area, listed in mutants.items() for mutant in listed):
         name = f"{area}: {mutant}"
@@ -89,7 +89,7 @@ def copied(folder: Path) -> Path:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
         else:
             shutil.copy2(source, target)
-    # found valid by what they were compiled from: a fault may change neither the size of a file nor the second it was written in
+    # bytecode validated by hash: a fault may leave size and modification time of a file unchanged
     compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "."]
     subprocess.run(compiled, cwd=folder, check=True)
     where = "import blocksparse_flash, masks; print(blocksparse_flash.__file__, masks.__file__)"
@@ -100,9 +100,9 @@ def copied(folder: Path) -> Path:
 
 
 class Server:
-    """A process that has imported what takes seconds, and runs pytest in forks of itself, one at a time.
+    """A process that has imported slow packages and runs pytest in forks of itself, one at a time.
 
-    A session of its own, as is each fork: what tests start ends with them.
+    It and every fork start a new process session, so that processes started by tests end with them.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Server:
         )
 
     def ask(self, *request: object) -> int | None:
-        """The exit code of pytest, None where it took too long; the request as `serve` reads it."""
+        """The exit code of pytest, or None after a timeout; `request` as `serve` reads it."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
@@ -129,8 +129,8 @@ class Server:
 
 
 def serve() -> None:
-    """Answers each line [folder, arguments of pytest, file for what it prints, seconds] with an exit code, or null."""
-    # not Triton, which asks the environment when it is imported, and nothing of the tree under test
+    """Answers each line [folder, pytest arguments, output file, seconds] with an exit code, or null after a timeout."""
+    # not Triton, which reads environment variables when imported, and nothing from the tree under test
     import numpy  # noqa: F401
     import scipy.sparse  # noqa: F401
     import torch  # noqa: F401
@@ -144,7 +144,7 @@ def serve() -> None:
                 os.dup2(os.open(target, os.O_RDWR | os.O_APPEND), stream)
             os.chdir(folder)
             sys.path.insert(0, folder)
-            # the server's own, which is that of the checkout
+            # drop the checkout's tests package
             for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
                 del sys.modules[name]
             code = pytest.main(arguments)
@@ -154,7 +154,7 @@ def serve() -> None:
 
 
 def _ended(pid: int, seconds: float) -> int | None:
-    """How a fork ended, negative by a signal; None: not in time. Its whole session ends."""
+    """Exit code of a fork, negative for a signal, None for a timeout; kills its whole process session."""
     end, status = time.monotonic() + seconds, None
     while status is None and time.monotonic() < end:
         found, code = os.waitpid(pid, os.WNOHANG)
@@ -168,28 +168,28 @@ def _ended(pid: int, seconds: float) -> int | None:
 
 
 class Worker(NamedTuple):
-    """A copy of the tree, and what runs tests in it."""
+    """A copy of the tree and the server that runs tests in it."""
 
     folder: Path
     server: Server
 
 
 def run_tests(worker: Worker, tests: str, seconds: float) -> Result:
-    """A selection of tests in a copy of the tree, until the first one fails."""
+    """Run a selection of tests in a copy of the tree until the first failure."""
     arguments = ["-x", "-q", "-p", "no:cacheprovider", *shlex.split(tests)]
     begin = time.monotonic()
-    # a file: processes that tests leave behind may hold a pipe open
+    # a file, since leftover processes of tests could keep a pipe open
     with tempfile.NamedTemporaryFile() as output:
         code = worker.server.ask(str(worker.folder), arguments, output.name, seconds)
         said = output.read().decode(errors="replace")
     outcome = {None: TIMEOUT, 0: SURVIVED, 1: KILLED}.get(code, KILLED if code is not None and code < 0 else BROKEN)
-    # what cannot be imported says nothing about tests
+    # an import error is no verdict
     outcome = BROKEN if "ERROR collecting" in said else outcome
     return Result(outcome, time.monotonic() - begin, said[-2000:])
 
 
 def run_mutant(worker: Worker, mutant: Mutant, seconds: float) -> Result:
-    """The tests of a fault, in a copy of the tree which is as before afterwards."""
+    """Run the tests of a fault in a copy of the tree, and undo the fault."""
     file = worker.folder / mutant.file
     whole = file.read_text(encoding="utf-8")
     try:
@@ -210,7 +210,7 @@ class Workers:
         self.jobs, self.lock, self.n_done = jobs, threading.Lock(), 0
 
     def each(self, name: str, tasks: Iterable[object], work: Callable[[Worker, object], Result]) -> list[Result]:
-        """The result of each task, in order; prints a line for each as it comes."""
+        """The result of each task, in order; prints a line when a task ends."""
         listed, self.n_done = list(tasks), 0
 
         def one(task: object) -> Result:
@@ -230,7 +230,7 @@ class Workers:
 
 
 def timed(workers: Workers, mutants: Iterable[Mutant]) -> dict[str, float]:
-    """Seconds of every selection without a fault. Ends the run where one fails: it would fail with any fault too."""
+    """Seconds of each selection of tests without a fault; exits if one fails."""
     selections = list(dict.fromkeys(mutant.tests for mutant in mutants))
     results = workers.each("without faults", selections, lambda at, tests: run_tests(at, str(tests), LONGEST))
     for tests, result in zip(selections, results, strict=True):
@@ -243,7 +243,7 @@ def timed(workers: Workers, mutants: Iterable[Mutant]) -> dict[str, float]:
 
 
 def untrue(mutant: Mutant, result: Result) -> str:
-    """What is not as the table has it, or ""."""
+    """How a result contradicts the table, or ""."""
     if result.outcome == BROKEN:
         return f"{mutant}: the tests cannot be run with it\n{result.said}"
     if result.is_killed and mutant.why:
@@ -255,7 +255,7 @@ def untrue(mutant: Mutant, result: Result) -> str:
 
 
 def table(rows: dict[str, list[tuple[Mutant, Result]]]) -> str:
-    """Counts of each area, and of all."""
+    """Counts for each area and in total."""
     lines = [f"{'area':14}{'mutants':>9}{'killed':>9}{'survived':>10}{'explained':>11}"]
     for area, of_area in [*rows.items(), ("all", [pair for pairs in rows.values() for pair in pairs])]:
         killed = sum(result.is_killed for _, result in of_area)

@@ -1,13 +1,13 @@
-"""How far off is an honest computation in the same type? Dense PyTorch, in several forms, for closeness.assert_as_accurate.
+"""Dense PyTorch attention in the type of the inputs: the error that closeness.assert_as_accurate compares with.
 
-Knows the reference, and the textbook form of flash attention's backward, which every backend must use to stay within its
-memory and which rounds elsewhere than autograd through a softmax does:
+Computed by autograd through the reference and by flash attention's backward, which every backend uses to save memory:
 
     forward    s = scale q k^T   lse = log sum exp s   out = softmax(s) v
     backward   p = exp(s - lse)   delta = rowsum(dout out) - dlse   ds = p (dout v^T - delta)
 
-A large lse costs p digits, and where one key has nearly all of the weight, dout v^T - delta cancels, and with it what rounding
-left of out; a softmax keeps all of that. Exponentials are powers of two, as on a GPU.
+The two round differently. A large lse costs p digits; where one key has nearly all of the weight, dout v^T - delta
+cancels and magnifies the rounding of out. Autograd through a softmax has neither problem. Exponentials are powers of
+two, as on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDINGS = 8
 
 
 def block_of_pairs(layout: BlockLayout) -> Tensor:
-    """Which stored block each pair lies in: int64 (batch | 1, heads | 1, q_len, kv_len), layout.capacity where none is."""
+    """Index of the stored block of each pair, int64 (batch | 1, heads | 1, q_len, kv_len); layout.capacity if none."""
     (block_q, block_kv), capacity = layout.block_size, layout.capacity
     found = torch.full(layout.shape, capacity)
     for batch, head in torch.cartesian_prod(*map(torch.arange, layout.shape[:2])).tolist():
@@ -39,7 +39,7 @@ def block_of_pairs(layout: BlockLayout) -> Tensor:
 
 
 def of_pairs(block_bias: Tensor, blocks: Tensor) -> Tensor:
-    """A bias of blocks as one of pairs, that broadcasts to (batch, heads, q_len, kv_len); blocks as block_of_pairs."""
+    """Block bias expanded to pairs, broadcastable to (batch, heads, q_len, kv_len); `blocks` from block_of_pairs."""
     padded = torch.nn.functional.pad(block_bias, (0, 1))
     return padded[blocks.to(padded.device)] if padded.dim() == 1 else padded[..., blocks[0, 0].to(padded.device)]
 
@@ -57,35 +57,35 @@ def results(
     roundings: Sequence[int] | None = None,
     **options: Any,
 ) -> list[list[Tensor]]:
-    """The values that out, lse, dq, dk and dv may honestly take: for each a list, the reference's first.
+    """Valid values of out, lse, dq, dk and dv: a list for each, the reference's first.
 
-    added    sinks, alibi_slopes, block_bias, as far as there are: their gradients follow, in this order
-    blocks   of block_bias, as block_of_pairs
-    roundings  numbers that draw how kernels may round in half types; None: ROUNDINGS of them where something is added, else none.
-               In float32 the last bit of lse: an odd number rounds it up, an even one down
-
-    By autograd through the reference, and by the textbook, in the type of q: of half types the textbook twice, with the
-    reference's out and with one from float32 weights; of the others all twice, the products of q and k summed from the
-    first and from the last component, and where there is something added in ORDERS more orders. lse in ORDERS more orders of that sum: it rounds nowhere else, and where a row has
-    few keys one order alone is near by accident.
-
-    dout, dlse  gradients of out and lse; lse has at least float32, and is computed from q and k in that type
+    dout, dlse  gradients of out and lse; lse is computed from q and k in float32 or float64
+    added       sinks, alibi_slopes, block_bias, where given; their gradients follow in this order
+    blocks      block of each pair, from block_of_pairs; needed with block_bias
+    roundings   seeds. In half types each draws one way in which kernels may round; by default ROUNDINGS of them with
+                `added`, else none. In other types each moves lse by its last bit: odd up, even down
     options     those of reference.attention
+
+    All values are in the type of q, by autograd through the reference and by flash attention's backward. In half
+    types the latter runs twice, with the reference's out and with one from float32 weights. In other types both run
+    twice, summing q k^T from the first and from the last component, and with `added` in ORDERS more orders. lse has
+    ORDERS more orders of that sum in every type: it rounds nowhere else, and with few keys a single order may be
+    exact by chance.
     """
     added = added or {}
     given = options | _as_reference_has(added, blocks)
     if q.dtype in (torch.float16, torch.bfloat16):
         wide = (tensor.detach().float() for tensor in (q, k, v))
         others: list[Tensor | int] = [reference.attention(*wide, mask, **given)[0].to(q.dtype)]
-        # a gradient that is a sum over all pairs of a block or a head may be little else than what rounding left of out, in
-        # which one rounding is near by accident
+        # a gradient summed over all pairs of a block or head may be dominated by rounding, and one rounding may be
+        # lucky
         others += roundings if roundings is not None else range(ROUNDINGS if added else 0)
         found = _both(q, k, v, dout, dlse, mask, others, added, blocks, **options)
     else:
-        # lse rounds every row with as many keys alike, so that one lse is near by accident
+        # rows with equally many keys round lse alike, so one lse may be exact by chance
         found = _both(q, k, v, dout, dlse, mask, list(roundings or []), added, blocks, **options)
         orders = [torch.arange(q.shape[-1] - 1, -1, -1, device=q.device)]
-        # a gradient that is a sum over all pairs of a block or a head has few numbers, near by accident in one order or two
+        # a gradient summed over all pairs of a block or head has few numbers, which one order may hit by chance
         orders += _orders(q.shape[-1], q.device) if added else []
         for order in orders:
             back = order.argsort()
@@ -99,7 +99,7 @@ def results(
 
 
 def _orders(head_dim: int, device: torch.device) -> list[Tensor]:
-    """ORDERS orders of the sum over the components of q and k."""
+    """ORDERS permutations of the components of q and k."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randperm(head_dim, generator=generator).to(device) for _ in range(ORDERS)]
 
@@ -116,7 +116,7 @@ def _both(
     blocks: Tensor | None,
     **options: Any,
 ) -> list[list[Tensor]]:
-    """By autograd, by the textbook, and by the textbook with other outs."""
+    """Results by autograd, by flash attention's backward, and by the latter with other values of out."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     added = {name: tensor.detach().requires_grad_() for name, tensor in added.items()}
     out, lse = reference.attention(*leaves, mask, **options, **_as_reference_has(added, blocks))
@@ -138,7 +138,7 @@ def _both(
 
 
 def _as_reference_has(added: Mapping[str, Tensor], blocks: Tensor | None) -> dict[str, Tensor]:
-    """The reference knows pairs, not blocks."""
+    """Converts block_bias to the reference's bias of pairs."""
     given = dict(added)
     if blocks is not None and "block_bias" in given:
         given["bias"] = of_pairs(given.pop("block_bias"), blocks)
@@ -162,11 +162,11 @@ def _textbook(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
 ) -> list[Tensor]:
-    """out, lse and the gradients of the leaves, by autograd too: constants in place of lse and delta leave the textbook's
-    products to it. For a number, kernels' roundings of half types: out of weights that are rounded before they are normalised,
-    with a maximum so far (the number draws how much larger it will be), and the operands that tensor cores read in the type of
-    q, the weights under dv and ds under dq and dk. Below 6e-5 float16 has fixed steps, and there the sum of these roundings is
-    all that is left of a gradient.
+    """out, lse and the gradients of the leaves by flash attention's backward: autograd with constant lse and delta.
+
+    If `out` is a number, it seeds the roundings of kernels in half types. out comes from weights rounded before they
+    are normalised by a running maximum, and tensor cores read rounded operands: the weights for dv, ds for dq and dk.
+    Below 6e-5 float16 has fixed steps, and these roundings may be all that remains of a gradient.
     """
     q, k, v = leaves[:3]
     dtype, kv_len, group = lse.dtype, k.shape[2], q.shape[1] // max(1, k.shape[1])
@@ -203,12 +203,12 @@ def _textbook(
     product = (_rounded(kept, q.dtype) if rounds_operands else kept) @ values.to(dtype)
     results, grads = [product, weights.sum(dim=-1)], [dout.to(dtype), -delta]
     if sinks is not None:
-        # a key without a value: its weight has the gradient -delta alone
+        # a sink has no value, so the gradient of its weight is -delta
         results.append(torch.exp2(sinks[:, None] * math.log2(math.e) - total[..., 0]))
         grads.append(-delta)
     return [out, lse, *torch.autograd.grad(results, leaves, grads)]
 
 
 def _rounded(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights in a smaller type, with the gradient of the weights themselves."""
+    """Weights rounded to a smaller type; the gradient passes through unchanged."""
     return weights + (weights.detach().to(dtype).to(weights.dtype) - weights.detach())

@@ -1,4 +1,4 @@
-"""Does the one tolerance fail when it should, and pass when it should?"""
+"""The one tolerance of the tests fails when it should and passes when it should."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCH, HEADS, ROWS, COLUMNS = 2, 3, 20 * BLOCK_ROWS + 5, 16
 
 
 def results(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An honest result, the plain one of the same type (off by up to two roundings), the truth."""
+    """An accurate result, the plain one in the same type (each off by at most two roundings), and the float64 truth."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(BATCH, HEADS, ROWS, COLUMNS, generator=generator, dtype=torch.float64)
     eps = torch.finfo(dtype).eps
@@ -28,7 +28,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_honest_result_passes(dtype):
+def test_an_accurate_result_passes(dtype):
     assert_as_accurate(*results(dtype), name="out")
 
 
@@ -67,7 +67,7 @@ def test_an_infinity_fails(value):
         assert_as_accurate(actual, plain, truth, name="out")
 
 
-def test_infinite_truth_wants_the_same_infinity():
+def test_infinite_truth_needs_the_same_infinity():
     lse = torch.zeros(1, 1, 64, dtype=torch.float64)
     lse[..., 5] = -torch.inf
     assert_as_accurate(lse.float(), lse.float(), lse, name="lse")
@@ -102,9 +102,9 @@ def test_swapped_rows_fail(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", [0, 7 * BLOCK_ROWS, 20 * BLOCK_ROWS])
 def test_one_bad_block_among_many_good_ones_fails(dtype, row):
-    """A block of small numbers, all 40 roundings off (a thousandth, where only arithmetic rounds).
+    """A block of small numbers, each off by 40 roundings (in float32 and float64 by a thousandth).
 
-    Among half types the largest error of the whole tensor would not show it.
+    In half types this error is smaller than the largest one of the whole tensor.
     """
     actual, plain, truth = results(dtype)
     is_half = dtype in (torch.float16, torch.bfloat16)
@@ -135,7 +135,7 @@ def test_noise_where_the_truth_is_zero_fails():
 
 @pytest.mark.parametrize(("steps", "is_right"), [(998, True), (1002, True), (997, False), (1003, False)])
 def test_below_the_smallest_normal_number_a_rounding_is_a_step(steps, is_right):
-    """float16 has a number every 2**-24 there."""
+    """There float16 has steps of 2**-24."""
     truth = torch.full((1, 1, 64, 8), 1000 * 2.0**-24, dtype=torch.float64)
     actual = torch.full_like(truth, steps * 2.0**-24).half()
     with contextlib.nullcontext() if is_right else pytest.raises(AssertionError, match="too far"):
@@ -143,7 +143,7 @@ def test_below_the_smallest_normal_number_a_rounding_is_a_step(steps, is_right):
 
 
 def test_three_axes_are_rows():
-    """In lse the rows are the last axis: a bad block of rows fails although the others are larger."""
+    """The last axis of lse is rows: a bad block of rows fails, although other rows have larger values."""
     truth = torch.full((1, 2, 4 * BLOCK_ROWS), 100.0, dtype=torch.float64)
     truth[0, 1, :BLOCK_ROWS] = 1e-3
     actual = truth.float()
@@ -166,7 +166,7 @@ def test_of_several_plain_results_the_farthest_counts():
     assert_as_accurate(actual, [plain, actual, truth.bfloat16()], truth, name="out")
 
 
-def test_in_float32_a_lucky_block_of_the_plain_result_is_no_measure():
+def test_in_float32_an_exact_block_of_the_plain_result_does_not_tighten_the_tolerance():
     actual, plain, truth = results(torch.float32)
     plain[0, 0, :BLOCK_ROWS] = truth[0, 0, :BLOCK_ROWS].float()
     actual[0, 0, :BLOCK_ROWS] = (truth[0, 0, :BLOCK_ROWS] + 3e-7).float()

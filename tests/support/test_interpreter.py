@@ -1,4 +1,4 @@
-"""Does the interpreter, made sooner, compute the same and leave the language as it was? (interpreter.py)"""
+"""The faster interpreter (interpreter.py) gives the same results and restores `triton.language` after each launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sums_kernel(x_ptr, out_ptr, N: tl.constexpr):
     x = tl.load(x_ptr + i_row * N + tl.arange(0, N))
     for _ in range(3):
         x = halved(x)
-    # helpers of Triton's own, of another file
+    # helpers from Triton's own files
     tl.store(out_ptr + i_row, tl.sum(x) + tl.max(x))
 
 
@@ -40,8 +40,8 @@ def test_helpers_compute() -> None:
     assert torch.equal(launch(x), (x.sum(dim=1) + x.amax(dim=1)) / 8)
 
 
-def test_a_launch_makes_the_language_ready_once_and_restores_it() -> None:
-    # a helper that was called without a launch, as other tests do, has left ready what it needs: this launch ends that
+def test_a_launch_patches_the_language_once_and_restores_it() -> None:
+    # other tests call helpers without a launch, which leaves patches behind: a launch removes them
     launch(torch.ones(1, 8))
     before = tl.load, tl.range
     counts = []

@@ -1,4 +1,4 @@
-"""Table of the mutation run: can every fault be made, and are its tests there?"""
+"""Every fault of the mutation table can be made, and the tests it names exist."""
 
 from __future__ import annotations
 
