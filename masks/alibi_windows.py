@@ -1,8 +1,4 @@
-"""How far does each head look when distance is charged by the head?
-
-Knows whose slopes ALiBi's are, and that a penalty of slope * distance up to a threshold is a window.
-Must not know how windows are built, beyond calling them.
-"""
+"""ALiBi windows: per-head windows that drop pairs whose ALiBi penalty exceeds a threshold."""
 
 from __future__ import annotations
 

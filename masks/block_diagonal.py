@@ -1,8 +1,4 @@
-"""Which pairs are in the same chunk, or not in a later one?
-
-Knows chunks of equal size, laid on the keys from the first one on.
-Must not know how bitmasks are packed or shared.
-"""
+"""Block-diagonal and block-causal masks over chunks of equal size, which begin at key 0."""
 
 from __future__ import annotations
 

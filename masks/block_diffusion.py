@@ -1,8 +1,4 @@
-"""What may a noised block of tokens see while a block diffusion model trains?
-
-Knows BD3-LM: noised tokens and clean tokens side by side, in diffusion blocks that are denoised one after another.
-Must not know how tokens are noised, nor how bitmasks are packed or shared.
-"""
+"""Training mask of block diffusion (BD3-LM): noised tokens followed by clean tokens, in diffusion blocks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Which blocks hold the pairs, when each token of a grid attends to a box of it?
+"""Layouts in which each token of a grid attends to a box: a product of one range per axis.
 
-Knows tokens laid on a grid, row-major or in an order of the caller's, and boxes that are a product of stretches, one
-an axis. Must not know which box a family gives to a token.
+Shared by the families of grid.py, for row-major tokens or any order of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Which layout does a line of text describe?
+"""Parser for masks written as text, such as "butterfly | local(window=512)".
 
-Knows the grammar of a specification: names, calls with literals, operators; and how to point at a wrong word.
-Must not know any pattern: builders are called by name, and say themselves what they refuse.
+Builders are called by name and check their own arguments; errors point at the wrong word.
 """
 
 from __future__ import annotations

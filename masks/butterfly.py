@@ -1,8 +1,6 @@
-"""Which blocks does a flat butterfly keep?
+"""Flat block butterfly of Pixelated Butterfly: partners at XOR distance 2**k.
 
-Knows the closed form of Pixelated Butterfly: a cell attends to itself and to its partners at XOR distance 2**k; a cell
-is a block, or what a smaller or larger grid of cells is stretched to.
-Must not know bitmasks: every kept block is full.
+The cells of the butterfly are blocks, or with `stretch` a grid of cells laid over any lengths. Kept blocks are full.
 """
 
 from __future__ import annotations

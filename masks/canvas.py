@@ -1,8 +1,4 @@
-"""On which grid of blocks is a mask drawn?
-
-Knows lengths, block sizes, where a block lies in tokens, and which blocks meet given stretches of keys.
-Must not know any pattern, nor how a layout is stored.
-"""
+"""Lengths, block size and alignment of a layout under construction, and arithmetic on its grid of blocks."""
 
 from __future__ import annotations
 

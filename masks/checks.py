@@ -1,8 +1,4 @@
-"""Are the numbers that a caller gave whole numbers, and in range?
-
-Knows how an integer argument and a list of integers are read, and how a refusal is worded.
-Must not know what any of them means: blocks, windows and documents are the business of the builders.
-"""
+"""Checks of integers, fractions, switches and lists of integers given by the caller."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Where do chunks of equal size begin inside a block, and how do its queries' chunks stand to its keys'?
+"""Position of equal-size chunks relative to blocks.
 
-Knows chunks laid on the keys from the first one on, and queries aligned with the last keys.
-Must not know what a pattern makes of them.
+Chunks begin at key 0, size, 2 * size, ...; queries are aligned with the last keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What does a mask look like, and what does it cost? `python -m masks` answers on a terminal.
-
-Knows the options of the command line and how its reports are printed.
-Must not know any pattern, nor how pictures are drawn.
-"""
+"""Command line of `python -m masks`: draw, describe, list and time masks."""
 
 from __future__ import annotations
 

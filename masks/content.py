@@ -1,8 +1,4 @@
-"""Which blocks does a score for every block choose?
-
-Knows scores of blocks on the host: the k best of a row, and the fewest that hold a share of its softmax.
-Must not know where scores come from (pooled queries and keys, an indexer), nor devices.
-"""
+"""Masks from block scores on the host: the top k of each row, or the fewest that hold a share p of its softmax."""
 
 from __future__ import annotations
 

@@ -1,25 +1,24 @@
-"""Which layout does a sparsity configuration of DeepSpeed describe?
+"""The sparsity configurations of DeepSpeed (deepspeed.ops.sparse_attention), by the same names and arguments.
 
-Knows the names, arguments and defaults of deepspeed.ops.sparse_attention, and what each of its patterns keeps.
-Must not know DeepSpeed itself, which need not be installed.
+DeepSpeed need not be installed.
 
     from masks.deepspeed import FixedSparsityConfig
 
     config = FixedSparsityConfig(num_heads=16, block=64, attention="unidirectional")
-    config.make_layout(4096)  # int64 (heads, rows, cols), 1 where a block is kept, as DeepSpeed gives it
-    config.layout(4096)       # the BlockLayout: never holds rows x cols, and exact to the token when unidirectional
+    config.make_layout(4096)  # int64 (heads, rows, cols), 1 where a block is kept, as in DeepSpeed
+    config.layout(4096)       # BlockLayout: no dense rows x cols tensor, and exact to the token when unidirectional
 
-In all of them `block` is the side of a block in tokens, numbers of blocks are in blocks, and different_layout_per_head
-gives every head a layout of its own where the pattern has any to give (random blocks, global patterns).
+`block` is the side of a block in tokens, and all other counts are in blocks. different_layout_per_head gives every head
+its own layout where the pattern has more than one to offer (random blocks, global patterns).
 
-Differences, in every configuration:
-- attention="unidirectional" attends to nothing in the future. There, a kept block on the diagonal is kept whole, and its
-  upper half is the future unless the caller masks it again; here `layout` keeps only kv_pos <= q_pos of it.
-- Random blocks are drawn by the hash of `masks.random` from `seed`, a required last argument where there are any; there,
-  they come from the global generator of Python's random module.
+Differences from DeepSpeed, in every configuration:
+- attention="unidirectional" attends to nothing in the future. DeepSpeed keeps the blocks on the diagonal whole, and
+  their upper half is the future unless the caller masks it; `layout` keeps only kv_pos <= q_pos of them.
+- Random blocks are drawn by the hash of `masks.random` from `seed`, a last argument that is required if there are any.
+  DeepSpeed draws them from the global generator of Python's random module.
 - The length need not be a multiple of the block.
-- Any wrong argument is a ValueError or a TypeError, at once.
-What else differs is said in the docstring of the configuration.
+- Every wrong argument raises a ValueError or a TypeError at construction.
+Further differences are in the docstring of each configuration.
 """
 
 from __future__ import annotations

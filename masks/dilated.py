@@ -1,8 +1,4 @@
-"""Which pairs lie in a window with gaps?
-
-Knows dilated sliding windows: every dilation-th token of a stretch around each query.
-Must not know how bitmasks are packed or shared.
-"""
+"""Dilated sliding windows: every dilation-th token of a window around each query."""
 
 from __future__ import annotations
 

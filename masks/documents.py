@@ -1,8 +1,7 @@
-"""Which tokens belong to the same document?
+"""Packed documents, laid end to end and given by cumulative lengths.
 
-Knows packed sequences: documents laid end to end, given by their cumulative lengths. Writes bitmasks word by word,
-because where documents end is different in almost every block: a predicate would be asked for every pair.
-Must not know how bitmasks are made canonical; the layout sees to that.
+Bitmasks are written word by word instead of through a predicate: document boundaries differ in almost every block, so
+that a predicate would be evaluated for every pair.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Which blocks does a coin keep?
+"""Random blocks kept independently with one probability (Erdos and Renyi, in Gilbert's form).
 
-Knows the random graph of Erdos and Renyi in the form of Gilbert: every edge is kept independently, with one probability.
-Must not know NumPy's or torch's generators: their streams may change, a layout must not.
+The draws come from the hash of random.py: generator streams of NumPy and torch may change between versions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Which blocks are neighbours in a random graph where every block has equally many?
+"""Random regular graphs of blocks: unions of Hamiltonian cycles, plus a perfect matching for an odd degree.
 
-Knows random regular graphs: unions of random Hamiltonian cycles, and of a random matching for an odd degree.
-Must not know NumPy's or torch's generators: their streams may change, a layout must not.
+The draws come from the hash of random.py: generator streams of NumPy and torch may change between versions.
 """
 
 from __future__ import annotations

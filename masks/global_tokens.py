@@ -1,8 +1,4 @@
-"""Which tokens attend to everything, and are attended to by everything?
-
-Knows the union of whole rows and whole columns of tokens.
-Must not know how bitmasks are packed or shared.
-"""
+"""Global tokens, which attend to every token and to which every token attends."""
 
 from __future__ import annotations
 

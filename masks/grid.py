@@ -1,8 +1,4 @@
-"""Which pairs are near each other on a grid of pixels, or of frames and pixels?
-
-Knows the families on one, two, three or more axes: neighbourhoods, windows, tiles, lines.
-Must not know how blocks and bitmasks come from what a token sees along each axis.
-"""
+"""Masks on a grid of pixels or of frames and pixels: neighbourhoods, windows, tiles and axes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""How do the masks of single heads become one layout?
-
-Knows layouts of one head each, and settings that several heads may share.
-Must not know any pattern, nor how layouts are stacked.
-"""
+"""Layouts of several heads from one builder per head."""
 
 from __future__ import annotations
 

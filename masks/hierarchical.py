@@ -1,8 +1,4 @@
-"""Which pairs does a hierarchy of coarser and coarser views keep?
-
-Knows dyadic cells: every cell has a sibling, and two siblings make a cell of the next level.
-Must not know how bitmasks are packed or shared.
-"""
+"""Hierarchical attention: dyadic cells of the keys, each seen whole from nearby and through a summary from afar."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which of many things look the same? Equal numbers for those that do.
-
-Knows rows of a table, block rows and cols with marked tokens, and how several numbers become one.
-Must not know what is marked, nor what a pattern does with the numbers.
-"""
+"""Equal numbers for equal things: rows of a table, marked tokens of a block row or col, tuples of numbers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which pairs are near each other, or not in the future?
-
-Knows sliding windows and causal masks: both keep the pairs whose distance lies between two numbers.
-Must not know how bitmasks are packed or shared.
-"""
+"""Sliding windows and causal masks: pairs whose distance lies between two bounds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which pairs does some scale of LongNet's dilated attention keep?
-
-Knows segments of growing length, of which fewer and fewer positions are kept, other ones by each head.
-Must not know how bitmasks are packed or shared.
-"""
+"""Dilated attention of LongNet: segments of growing length with growing dilation, offset per head."""
 
 from __future__ import annotations
 

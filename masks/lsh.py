@@ -1,8 +1,4 @@
-"""Which queries and keys were hashed into the same bucket?
-
-Knows bucket numbers of queries and of keys.
-Must not know how tokens are hashed, nor how bitmasks are packed or shared.
-"""
+"""Masks from bucket numbers, as locality-sensitive hashing of queries and keys gives them."""
 
 from __future__ import annotations
 

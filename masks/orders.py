@@ -1,7 +1,6 @@
-"""In which order should the tokens of a grid be laid, so that neighbours share blocks?
+"""Token orders for grids: tiles and space-filling curves, as permutations of the row-major tokens.
 
-Knows tiles and space-filling curves: permutations of the row-major tokens.
-Must not know masks; those that live on a grid take an order as `order=`.
+Neighbours on the grid then share blocks; the masks of grid.py take such a permutation as `order=`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Which pairs may look ahead inside a prefix, and nowhere else?
-
-Knows the prefix language model: a causal mask whose first tokens are seen by everyone.
-Must not know how bitmasks are packed or shared.
-"""
+"""Prefix language model: causal, except that every token sees the whole prefix."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which patterns do papers put together, and under which name?
-
-Knows recipes: unions of windows, butterflies, global tokens and random blocks.
-Must not know how their parts are built, beyond calling them.
-"""
+"""Combinations from papers: BigBird, Longformer and Pixelated Butterfly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Which blocks does a seed draw?
+"""Random blocks drawn by a counter-based hash.
 
-Knows a counter-based hash, and how distinct blocks of a row are read from it.
-Must not know NumPy's or torch's generators: their streams may change, a layout must not.
+The hash is used instead of the generators of NumPy and torch, whose streams may change between versions.
 """
 
 from __future__ import annotations

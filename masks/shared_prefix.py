@@ -1,8 +1,4 @@
-"""Which tokens belong to the same continuation of a shared prefix?
-
-Knows packed continuations: one prefix (a question, a system prompt), then texts that see it but not each other.
-Must not know how documents are kept apart, beyond calling `documents`.
-"""
+"""Packed continuations of one shared prefix, which see the prefix but not each other."""
 
 from __future__ import annotations
 

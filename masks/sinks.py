@@ -1,8 +1,4 @@
-"""Which pairs remain when only the first tokens and the recent ones are kept?
-
-Knows attention sinks with a causal window, and the shapes that MInference makes of them.
-Must not know how bitmasks are packed or shared.
-"""
+"""Attention sinks with a causal window, and the A-shape and Tri-shape of MInference."""
 
 from __future__ import annotations
 

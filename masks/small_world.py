@@ -1,7 +1,6 @@
-"""Which blocks are neighbours in a ring where some edges lead far away?
+"""Small-world graphs of blocks (Watts and Strogatz): a ring with some edges rewired.
 
-Knows the small worlds of Watts and Strogatz.
-Must not know NumPy's or torch's generators: their streams may change, a layout must not.
+The draws come from the hash of random.py: generator streams of NumPy and torch may change between versions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Which pairs does the fixed attention of Sparse Transformers keep?
+"""Fixed attention of Sparse Transformers: chunks, and summary tokens at their ends that every later token sees.
 
-Knows chunks of one stride, and the tokens at their ends that summarise them for everyone.
-Must not know how bitmasks are packed or shared. Strided attention, the other pattern of the paper, is `strided`.
+Strided attention, the other pattern of the paper, is in strided.py.
 """
 
 from __future__ import annotations

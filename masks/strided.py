@@ -1,8 +1,4 @@
-"""Which pairs lie a multiple of the stride apart?
-
-Knows the strided attention of Sparse Transformers: a window of one stride, and every stride-th token.
-Must not know how bitmasks are packed or shared.
-"""
+"""Strided attention of Sparse Transformers: a window of one stride, and every stride-th token."""
 
 from __future__ import annotations
 

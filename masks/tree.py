@@ -1,8 +1,4 @@
-"""Which nodes of a tree of drafted tokens may see which?
-
-Knows speculative decoding: every node continues its parent, and sees its ancestors and a prompt before them all.
-Must not know how drafts are made or verified, nor how bitmasks are packed or shared.
-"""
+"""Tree attention for speculative decoding: drafted tokens see their ancestors and the prompt."""
 
 from __future__ import annotations
 

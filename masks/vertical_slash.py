@@ -1,8 +1,4 @@
-"""Which pairs lie in chosen columns and on chosen diagonals?
-
-Knows the vertical-slash pattern of MInference: keys that every later query sees, and distances that every query looks back.
-Must not know how columns and distances are found, nor how bitmasks are packed or shared.
-"""
+"""Vertical-slash masks of MInference: chosen key columns and chosen diagonals."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Is every backend right on every layout, type, grouping and head size, forward and backward?
+"""Accuracy of every backend on every layout, dtype, head grouping and head size, forward and backward.
 
-The product of BACKENDS, cases.LAYOUTS (and no layout) and CALLS, held to the one tolerance. By default a spread of it runs, in
-which every layout meets every value of every axis on `eager`, and every family of layouts meets them on `triton`, which
-Triton's interpreter makes slow on the CPU; --zoo=full runs all of it. With a GPU the same tests run there, and where it is
-one of compute capability 9.0 those calls which `hopper` has code for run on that too.
+The product of BACKENDS, cases.LAYOUTS (and no layout) and CALLS, all with one tolerance. By default a part of it runs:
+on `eager` every layout meets every value of every axis, on `triton` every family of layouts does, since Triton's
+interpreter is slow on the CPU. --zoo=full runs all of it. On a GPU of compute capability 9.0 the calls that `hopper`
+supports run on `hopper` too.
 
-Every input is a view into a larger buffer full of NaN, and new memory is full of NaN: what reads beyond shows.
+Every input is a view into a larger buffer full of NaN, and new memory is full of NaN: a read out of bounds shows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Does attention compute every mask of the package, forward and backward?
+"""Accuracy of attention on every mask family, forward and backward.
 
-Each family once, small and ragged, held to the one tolerance as in test_zoo.py: on `eager` always, on `triton` where there
-is a GPU; in Triton's interpreter, which is slow, only those of MET_BY_TRITON. What the masks mean is tested family by
-family; here their layouts are what they say they are.
+Each family once, small and ragged, with the tolerance of test_zoo.py: always on `eager`, and on `triton` where there is
+a GPU. In Triton's interpreter, which is slow, only the families in MET_BY_TRITON run. tests/masks tests what the masks
+mean.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""How does a layout become a dense attention mask of Hugging Face transformers, and such a mask a layout?
+"""Dense attention masks of Hugging Face transformers: 4-D masks, bool or additive, and 2-D padding masks.
 
-Knows 4-D masks, bool or added to the scores, and 2-D padding masks. Must not know models.
-The masks are dense: time and memory O(q_len * kv_len) are the format's own.
+These formats are dense and take O(q_len * kv_len) time and memory.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import torch
 from ..blocks import checks
 from ..blocks.block_list import Size
 from ..layout import BlockLayout
-from .stored import check_layout
+from .block_arrays import check_layout
 
 
 def from_huggingface(attention_mask: torch.Tensor, *, block_size: int | Size) -> BlockLayout:

@@ -1,12 +1,12 @@
-"""How does a layout become a mask over whole blocks, for Block-Sparse-Attention, DeepSpeed or xFormers, and back?
+"""Masks over whole blocks: MIT Block-Sparse-Attention, DeepSpeed and xFormers.
 
-Knows three conventions of one array, rows of queries down and cols of keys across, nonzero where a block attends:
-    MIT Block-Sparse-Attention  base_blockmask bool (batch, sparse heads, n_rows, n_cols), blocks of 128, and a type for
-                                each head
+All three are arrays with queries down and keys across, nonzero where a block attends:
+    MIT Block-Sparse-Attention  base_blockmask bool (batch, sparse heads, n_rows, n_cols), blocks of 128, and a type per
+                                head
     DeepSpeed                   SparsityConfig.make_layout: int64 (heads, n, n), on the CPU
     xFormers                    layout of BlockSparseAttention: int64 (heads, n, n), with causal as a flag
-None of them knows partial blocks; a causal flag cuts those on the diagonal. Must not know kernels.
-xFormers' patterns, bool (N, N), are what `BlockLayout.from_dense` reads.
+None has partial blocks; a causal flag masks within blocks on the diagonal.
+xFormers' patterns, bool (N, N), are read by `BlockLayout.from_dense`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from ..blocks import block_list, checks
 from ..blocks.block_list import Array, Size
 from ..layout import BlockLayout
-from .stored import block_mask_of, causal_part, check_layout, check_zeros_and_ones, host
+from .block_arrays import block_mask_of, causal_part, check_layout, check_zeros_and_ones, host
 
 # Block-Sparse-Attention's only block size
 _MIT_BLOCK = 128

@@ -1,8 +1,7 @@
-"""How does a layout become a block-sparse-row matrix, for FlashInfer, SciPy or torch.sparse, and such a matrix a layout?
+"""Block-sparse-row matrices of FlashInfer, SciPy and torch.sparse, and CSR matrices over tokens.
 
-Block sparse row: indptr (n_rows + 1,), indices (nnz,) and, unless all blocks are full, the pairs of each stored block
-(nnz, block_q, block_kv). A matrix is one batch and one head. Knows those three, and CSR over tokens.
-Must not know kernels. SciPy is imported when called.
+A matrix describes one batch and one head by indptr (n_rows + 1,), indices (nnz,) and, unless all blocks are full, the
+pairs of each stored block (nnz, block_q, block_kv). SciPy is imported on the first call that needs it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 from ..blocks import block_list, checks
 from ..blocks.block_list import FULL, Array, Size
 from ..layout import BlockLayout
-from .runs import layout_of_runs, merged, runs_of
-from .stored import check_zeros_and_ones, host, layout_of, one_head, sizes, stored
+from .block_arrays import check_zeros_and_ones, host, layout_of, one_head, sizes, stored
+from .key_runs import layout_of_runs, merged, runs_of
 
 
 class Bsr(NamedTuple):

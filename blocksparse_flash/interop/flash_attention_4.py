@@ -1,6 +1,6 @@
-"""How does a layout become the block-sparse tensors of FlashAttention-4 (flash_attn.cute), and they a layout?
+"""Block-sparse tensors of FlashAttention-4 (flash_attn.cute).
 
-Knows the fields of its BlockSparseTensorsTorch, by name: flash_attn need not be installed. Must not know CuTe.
+Fields are read by name, so flash_attn need not be installed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 
 from ..blocks import checks
 from ..layout import BlockLayout
+from .block_arrays import check_layout
 from .kv_lists import KvList, MaskMod, from_kv_lists, look_table, to_kv_lists
-from .stored import check_layout
 
 
 class BlockSparseTensors(NamedTuple):

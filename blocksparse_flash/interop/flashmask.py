@@ -1,6 +1,6 @@
-"""How does a layout become FlashMask's startend_row_indices, and they a layout?
+"""Column bounds of FlashMask (startend_row_indices).
 
-FlashMask (Wang et al., arXiv:2410.01359, section 4.1) says for each key which rows, queries that is, are masked:
+FlashMask (Wang et al., arXiv:2410.01359, section 4.1) gives for each key the rows (queries) that are masked:
 
     causal  last axis  masked rows of a key, besides those above the diagonal
     True    1          [LTS, q_len)
@@ -8,7 +8,7 @@ FlashMask (Wang et al., arXiv:2410.01359, section 4.1) says for each key which r
     False   2          [LTS, q_len) and [0, UTE)
     False   4          [LTS, LTE) and [UTS, UTE)        in the order LTS, LTE, UTS, UTE
 
-The diagonal is aligned at the ends when q_len != kv_len, as ours. Knows runs. Must not know kernels.
+Where q_len != kv_len, the diagonal is aligned at the ends, as in this library.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from ..blocks import checks
 from ..blocks.block_list import Array, Size
 from ..layout import BlockLayout
-from .runs import layout_of_runs, merged, runs_of
-from .stored import check_layout, host
+from .block_arrays import check_layout, host
+from .key_runs import layout_of_runs, merged, runs_of
 
 _BOUNDS = {True: (1, 2), False: (2, 4)}
 

@@ -1,7 +1,4 @@
-"""How does a layout become FlexAttention's BlockMask, and a BlockMask a layout?
-
-Knows torch.nn.attention.flex_attention.BlockMask, which it imports when called. Must not know kernels.
-"""
+"""FlexAttention's BlockMask. torch.nn.attention.flex_attention is imported on the first call that needs it."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..blocks import checks
 from ..layout import BlockLayout
+from .block_arrays import check_layout
 from .kv_lists import KvList, from_kv_lists, mask_mod_of, to_kv_lists
-from .stored import check_layout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -1,9 +1,8 @@
-"""How are blocks written as padded lists: so many of each row, and which cols they are?
+"""Padded block lists, the common format of FlexAttention and FlashAttention-4.
 
-The form that FlexAttention and FlashAttention-4 share: counts int32 (batch, heads, n_rows) and cols int32
-(batch, heads, n_rows, width), of which the first `count` entries of a row are meant; once for the partial blocks, whose
-pairs a function mask_mod(batch, head, q_pos, kv_pos) decides, once for the full ones.
-Knows layouts and such lists. Must not know the objects in which a peer keeps them.
+Each list is a pair: counts int32 (batch, heads, n_rows), and cols int32 (batch, heads, n_rows, width), whose first
+`count` entries per row are valid. One list holds the partial blocks, whose pairs are decided by a function
+mask_mod(batch, head, q_pos, kv_pos), the other the full blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from ..blocks import block_list, checks
 from ..blocks.block_list import FULL, Array, Size
 from ..layout import BlockLayout
-from .stored import full_layout, host, stored
+from .block_arrays import full_layout, host, stored
 
 MaskMod = Callable[..., torch.Tensor]
 

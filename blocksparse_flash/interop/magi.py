@@ -1,13 +1,13 @@
-"""How does a layout become MagiAttention's slices (q_ranges, k_ranges, attn_type_map), and they a layout?
+"""Slices of MagiAttention (q_ranges, k_ranges, attn_type_map).
 
-A slice is a rectangle of queries [q0, q1) and keys [k0, k1) of which a type leaves a part (MagiAttention, AttnSlice):
+A slice is a rectangle of queries [q0, q1) and keys [k0, k1), of which the type keeps a part (MagiAttention, AttnSlice):
 
     0 full        1 causal      2 inverse     3 both
     1 1 1 1       1 1 0 0       1 1 1 1       1 1 0 0        query q sees the keys k with
     1 1 1 1       1 1 1 0       0 1 1 1       0 1 1 0        causal   k - k1 <= q - q1, aligned bottom-right
     1 1 1 1       1 1 1 1       0 0 1 1       0 0 1 1        inverse  k - k0 >= q - q0, aligned top-left
 
-One mask serves all batches and heads. Knows runs. Must not know kernels.
+One mask is shared by all batches and heads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from ..blocks import block_list, checks
 from ..blocks.block_list import Array, Size
 from ..layout import BlockLayout
-from .runs import Runs, layout_of_runs, merged, runs_of
-from .stored import check_layout, host
+from .block_arrays import check_layout, host
+from .key_runs import Runs, layout_of_runs, merged, runs_of
 
 _FULL, _CAUSAL, _INVERSE, _BOTH = range(4)
 # how far a run's first key and its end move from one query to the next, by type

@@ -19,7 +19,7 @@ from blocksparse_flash.interop import (
     to_deepspeed,
     to_xformers,
 )
-from blocksparse_flash.interop.stored import causal_part
+from blocksparse_flash.interop.block_arrays import causal_part
 
 seeds = st.integers(0, 2**32 - 1)
 

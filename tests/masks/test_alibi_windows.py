@@ -1,4 +1,4 @@
-"""Does every head keep the pairs that cost it at most the threshold?"""
+"""masks.alibi_windows: each head keeps the pairs whose penalty is at most the threshold."""
 
 from __future__ import annotations
 

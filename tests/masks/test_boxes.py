@@ -1,7 +1,4 @@
-"""Are the blocks that are looked at nearly those that are kept, whatever the grid and the order?
-
-That layouts are exact is held by test_grid.py.
-"""
+"""masks/boxes.py: candidate blocks are few on any grid, in any order. test_grid.py tests that layouts are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a mask that is written as text the mask that Python would build, and is a wrong word pointed at?"""
+"""masks.build: text gives the same mask as Python, and errors point at the wrong word."""
 
 from __future__ import annotations
 

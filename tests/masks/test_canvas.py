@@ -1,4 +1,4 @@
-"""Are lengths and block sizes read alike by every builder, and bad ones refused?"""
+"""masks/canvas.py: every builder reads lengths and block sizes alike, and refuses bad ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are whole numbers told from what only looks like them?"""
+"""masks/checks.py: integers are accepted by type, not by value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do equal numbers mean chunks in equal places?"""
+"""masks/chunks.py: equal numbers mean chunks in equal places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does `python -m masks` draw, describe, list and time what it is asked for?"""
+"""`python -m masks`: show, describe, list and bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the chosen blocks the best ones, row by row?"""
+"""masks.top_k and top_p: the chosen blocks are the best of each row."""
 
 from __future__ import annotations
 

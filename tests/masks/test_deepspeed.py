@@ -1,4 +1,4 @@
-"""Do DeepSpeed's configurations keep the blocks that theirs keep, without the future?"""
+"""masks.deepspeed: configurations keep the blocks that DeepSpeed's keep, without the future."""
 
 from __future__ import annotations
 

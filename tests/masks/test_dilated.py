@@ -1,4 +1,4 @@
-"""Are windows with gaps exact, for each head's dilation?"""
+"""masks.dilated_window: exact for the dilation of each head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do packed documents stay apart, to the token?"""
+"""masks.documents: packed documents do not see each other."""
 
 from __future__ import annotations
 

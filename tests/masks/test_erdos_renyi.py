@@ -1,4 +1,4 @@
-"""Does every block fall by its own coin, the same everywhere, for ever?"""
+"""masks.erdos_renyi: blocks are independent and reproducible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the graph regular, symmetric, and without a bottleneck?"""
+"""masks.expander: the graph is regular, symmetric and well connected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do global tokens take whole rows and columns, to the token?"""
+"""masks.global_tokens: whole rows and columns of tokens."""
 
 from __future__ import annotations
 

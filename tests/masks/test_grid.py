@@ -1,4 +1,4 @@
-"""Are neighbourhoods, windows, tiles and lines exact on grids of one to three axes, in any order of the tokens?"""
+"""masks/grid.py: exact on grids of one to three axes, in any order of the tokens."""
 
 from __future__ import annotations
 

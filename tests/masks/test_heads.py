@@ -1,4 +1,4 @@
-"""Do the masks of single heads come out of the layout of all of them?"""
+"""masks/heads.py: each head of a layout is the mask of its setting."""
 
 from __future__ import annotations
 

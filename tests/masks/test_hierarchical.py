@@ -1,4 +1,4 @@
-"""Does a row see its neighbourhood whole, and summaries of every sibling?"""
+"""masks.hierarchical: cells nearby are whole, siblings farther away are summaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are numbers equal exactly for what looks the same?"""
+"""masks/kinds.py: numbers are equal if and only if what they stand for is equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are windows and causal masks exact at every edge?"""
+"""masks.local and causal: exact at every edge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do exactly the pairs of equal buckets attend?"""
+"""masks.lsh: a pair attends if and only if its buckets are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do all builders keep the promises that they share: examples that run, layouts in O(nnz), no surprise imports?"""
+"""What all builders have in common: docstring examples that run, O(nnz) time and memory, few imports."""
 
 from __future__ import annotations
 

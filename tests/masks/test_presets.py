@@ -1,4 +1,4 @@
-"""Are the recipes of the papers what they say they are?"""
+"""masks.bigbird, longformer and pixelfly: the combinations of their papers."""
 
 from __future__ import annotations
 

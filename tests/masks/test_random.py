@@ -1,4 +1,4 @@
-"""Does a seed mean the same blocks everywhere, for ever, and are they drawn fairly?"""
+"""masks.random: a seed gives the same blocks everywhere, and the draw is uniform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do sinks, the recent window and the last queries stay, and nothing else?"""
+"""masks.sink_window, a_shape and tri_shape: sinks, the recent window and the last queries."""
 
 from __future__ import annotations
 

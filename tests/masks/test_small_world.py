@@ -1,4 +1,4 @@
-"""Are edges moved as Watts and Strogatz move them?"""
+"""masks.small_world: edges are rewired as Watts and Strogatz rewire them."""
 
 from __future__ import annotations
 

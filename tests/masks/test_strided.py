@@ -1,4 +1,4 @@
-"""Is strided attention exact, near and far?"""
+"""masks.strided: exact in the window and far from it."""
 
 from __future__ import annotations
 

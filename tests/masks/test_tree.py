@@ -1,4 +1,4 @@
-"""Does every node see its ancestors, the prompt, and nothing else?"""
+"""masks.tree: every node sees its ancestors and the prompt only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the chosen columns and diagonals kept, and nothing else?"""
+"""masks.vertical_slash: the chosen columns and diagonals only."""
 
 from __future__ import annotations
 

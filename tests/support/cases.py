@@ -1,4 +1,4 @@
-"""Which layouts must every backend get right? The zoo: named, small, built when asked for.
+"""The zoo: small named layouts that every backend must get right, built on demand.
 
 Add a shape as a case here, not as a function elsewhere: @pytest.mark.parametrize("case", cases.LAYOUTS, ids=str).
 Layouts come from BlockLayout's constructors only, so that a wrong builder in masks/ cannot hide a wrong kernel.

@@ -1,8 +1,4 @@
-"""Is a layout exactly the mask that a sentence about one query and one key describes?
-
-Knows a literal double loop over positions, in plain Python, and how to hold a layout to it.
-Must not know how any builder works.
-"""
+"""Comparison of a layout with a predicate, by a literal double loop over positions in plain Python."""
 
 from __future__ import annotations
 

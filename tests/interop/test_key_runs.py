@@ -1,4 +1,4 @@
-"""interop/runs.py, flashmask.py and magi.py, against loops over the peers' own definitions, pair by pair."""
+"""interop/key_runs.py, flashmask.py and magi.py, against loops over the formats' own definitions, pair by pair."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.interop import from_flashmask, from_magi, to_flashmask, to_magi
-from blocksparse_flash.interop.runs import layout_of_runs, merged, runs_of
+from blocksparse_flash.interop.key_runs import layout_of_runs, merged, runs_of
 from tests.support.dense_masks import Problem, problem, problems
 
 seeds = st.integers(0, 2**32 - 1)
@@ -51,7 +51,7 @@ def test_runs_are_the_longest_of_every_query(problem: Problem) -> None:
 def test_a_few_pairs_at_once_give_the_same(problem: Problem) -> None:
     layout = BlockLayout.from_dense(problem.mask, block_size=problem.block_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("blocksparse_flash.interop.runs._PAIRS_AT_ONCE", 1)
+        patch.setattr("blocksparse_flash.interop.key_runs._PAIRS_AT_ONCE", 1)
         found = runs_of(layout)
         again = layout_of_runs(
             found, layout.shape[:2], q_len=layout.q_len, kv_len=layout.kv_len, block_size=layout.block_size

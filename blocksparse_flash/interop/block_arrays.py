@@ -1,7 +1,4 @@
-"""Which blocks does a layout store, as plain arrays, and which layout do such arrays describe?
-
-Knows BlockLayout, its documented tensors, block lists and blocks of another size. Must not know any peer's format.
-"""
+"""Stored blocks of a layout as NumPy arrays on the host, and layouts from such arrays."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Which keys does each query see, as runs of consecutive tokens, and which layout do such runs describe?
-
-Knows runs, layouts and their blocks. Must not know any peer's format. Keys and queries change places by `layout.T`.
+"""Masks as runs: the maximal ranges of consecutive keys that each query attends to.
 
     query 0 | 1 1 0 0 1 |  ->  runs [0, 2) and [4, 5)
 
-Time and memory grow with the runs and the stored blocks, never with q_len * kv_len.
+Time and memory grow with the number of runs and stored blocks, not with q_len * kv_len. For runs of queries per key,
+use `layout.T`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from ..blocks import block_list
 from ..blocks.block_list import EMPTY, FULL, Array, Size
 from ..layout import BlockLayout
-from .stored import layout_of, stored
+from .block_arrays import layout_of, stored
 
 # pairs held at once while bits are drawn: some tens of megabytes
 _PAIRS_AT_ONCE = 1 << 24
