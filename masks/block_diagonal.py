@@ -22,7 +22,7 @@ def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) ->
         is_kept = kv_chunk <= q_chunk if sees_past else kv_chunk == q_chunk
         return is_kept if sees_future else is_kept & (kv_pos <= q_pos + shift)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         chunks = chunks_in(canvas, size, row, col)
         future = np.zeros_like(row) if sees_future else np.minimum(canvas.distances(row, col)[0], 0)
         return joint_numbers(chunks.queries, chunks.keys, chunks.apart, future)
@@ -34,10 +34,7 @@ def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) ->
 
     check_rows(canvas, keys_of)
     first, stop = canvas.cols_between(*keys_of(np.arange(canvas.n_rows)))
-    within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_ranges(first, stop), dedup_key=dedup_key)
 
 
 def block_diagonal(length: Length, *, size: int, causal: bool = False, block_size: BlockSize = 128) -> BlockLayout:

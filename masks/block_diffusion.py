@@ -105,7 +105,7 @@ def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> B
     span = canvas.block_q + canvas.block_kv
     n_places = 2 * span + 1 + canvas.n_rows + canvas.n_cols
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         place = np.clip(down.first[row] - across.first[col], -span, span) + span
         is_border = down.is_border[row] | across.is_border[col]
         # what meets the border of the halves looks like nothing else
@@ -118,7 +118,4 @@ def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> B
         return np.where(is_full, -1, (down.kinds[row] * n_col_kinds + across.kinds[col]) * n_places + place)
 
     rows, cols = _candidates(canvas, length, size)
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)

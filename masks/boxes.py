@@ -237,7 +237,7 @@ def _along(layout: BlockLayout, canvas: Canvas, tokens: Tokens, step: int) -> Bl
     # what all of a row see
     begin, end = lows.max(axis=1), highs.min(axis=1)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         is_full = (begin[row] <= first[col]) & (last[col] <= end[row]) & (step == 1)
         parts = (row_kinds[row], col_kinds[col], first[col] - least[row])
         return joint_numbers(is_full.astype(np.int64), *(np.where(is_full, 0, part) for part in parts))
@@ -248,9 +248,7 @@ def _along(layout: BlockLayout, canvas: Canvas, tokens: Tokens, step: int) -> Bl
         is_kept = (lowest <= key) & (key <= highest)
         return torch.from_numpy(is_kept & ((key - lowest) % step == 0) if step > 1 else is_kept)
 
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=layout, looks=looks
-    )
+    return canvas.from_predicate(attends, within=layout, dedup_key=dedup_key)
 
 
 def boxes(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis], order: np.ndarray | None) -> BlockLayout:
@@ -265,7 +263,7 @@ def boxes(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis], order: np.n
     else:
         rows, cols = _candidates_in_order(canvas, grid, axes, tokens, order)
     rows, cols = distinct_blocks(canvas, rows, cols)
-    layout = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    layout = canvas.from_blocks(rows, cols)
     # axis by axis: along one of them many more blocks look alike than along all
     for axis, seen in enumerate(axes):
         layout = _along(layout, canvas, Tokens(*(numbers[axis] for numbers in tokens)), seen.step)

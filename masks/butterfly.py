@@ -110,4 +110,4 @@ def butterfly(
         )
     else:
         rows, cols = _cells(canvas.n_rows, n_factors)
-    return BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return canvas.from_blocks(rows, cols)

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
+
+from blocksparse_flash import BlockLayout
 
 from .checks import read_integer
 
@@ -18,6 +21,9 @@ ROWS_AT_ONCE = 1 << 20
 # what the builders accept: tokens, or (q_len, kv_len); a block side, or (block_q, block_kv)
 Length = int | tuple[int, int]
 BlockSize = int | tuple[int, int]
+
+Predicate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+DedupKey = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Canvas(NamedTuple):
@@ -65,6 +71,23 @@ class Canvas(NamedTuple):
         """Lowest and highest distance in each block, as though no block were ragged."""
         corner = row * self.block_q + self.shift - col * self.block_kv
         return corner - (self.block_kv - 1), corner + (self.block_q - 1)
+
+    def from_blocks(self, rows: np.ndarray, cols: np.ndarray) -> BlockLayout:
+        """The layout of these full blocks, in any order."""
+        return BlockLayout.from_blocks(rows, cols, self.q_len, self.kv_len, block_size=self.block_size)
+
+    def from_ranges(self, first: np.ndarray, stop: np.ndarray) -> BlockLayout:
+        """The layout of full blocks first[row] .. stop[row] - 1 of each row."""
+        return BlockLayout.from_ranges(first, stop, self.q_len, self.kv_len, block_size=self.block_size)
+
+    def from_predicate(self, attends: Predicate, *, within: BlockLayout, dedup_key: DedupKey) -> BlockLayout:
+        """The pairs of `within` for which attends(q_pos, kv_pos) is true.
+
+        dedup_key  (row, col) -> int64: blocks with equal keys have equal pairs, so one of them is evaluated
+        """
+        return BlockLayout.from_predicate(
+            attends, self.q_len, self.kv_len, block_size=self.block_size, within=within, looks=dedup_key
+        )
 
 
 def _read_pair(name: str, value: object, *, at_least: int, at_most: int | None = None, unit: str) -> tuple[int, int]:

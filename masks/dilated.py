@@ -27,7 +27,7 @@ def _one_head(canvas: Canvas, *, window: int, dilation: int, causal: bool) -> Bl
         distance = q_pos + shift - kv_pos
         return (low <= distance) & (distance <= high) & (distance % dilation == 0)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, highest = canvas.distances(row, col)
         # inside the window a block repeats every dilation; at its edges, the numbers from dilation on say where
         is_inside = (lowest >= low) & (highest <= high)
@@ -42,10 +42,7 @@ def _one_head(canvas: Canvas, *, window: int, dilation: int, causal: bool) -> Bl
         distances = np.arange(low, high + 1, dilation)
         first_key, last_key = first_query - distances, last_query - distances
     rows, cols = blocks_between(canvas, first_key, last_key)
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
 def dilated_window(

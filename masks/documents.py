@@ -68,7 +68,7 @@ def _candidates(canvas: Canvas, packed: Packed, *, causal: bool) -> tuple[np.nda
     return spread(first, stop)
 
 
-def _looks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:
+def _dedup_keys(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:
     """int64 (blocks,), equal for blocks with equal bits: where documents begin in them, and how far apart they are."""
     numbers = packed.numbers
     is_begin = np.diff(numbers, prepend=numbers[:1]) > 0
@@ -78,12 +78,12 @@ def _looks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *
     # a block that has a pair holds fewer documents, and reaches less far beyond the diagonal
     span = canvas.block_q + canvas.block_kv
     apart = numbers[rows * canvas.block_q] - numbers[cols * canvas.block_kv]
-    looks = (row_kinds[rows] * n_col_kinds + col_kinds[cols]) * (2 * span) + apart + span
+    keys = (row_kinds[rows] * n_col_kinds + col_kinds[cols]) * (2 * span) + apart + span
     if causal:
         lowest, _ = canvas.distances(rows, cols)
         # below the diagonal the distance makes no difference
-        looks = looks * span - np.minimum(lowest, 0)
-    return looks
+        keys = keys * span - np.minimum(lowest, 0)
+    return keys
 
 
 def _bitmasks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:
@@ -138,7 +138,7 @@ def documents(
     packed = _pack(canvas, bounds)
     rows, cols = _candidates(canvas, packed, causal=causal)
     _, representatives, ids = np.unique(
-        _looks(canvas, packed, rows, cols, causal=causal), return_index=True, return_inverse=True
+        _dedup_keys(canvas, packed, rows, cols, causal=causal), return_index=True, return_inverse=True
     )
     words = _bitmasks(canvas, packed, rows[representatives], cols[representatives], causal=causal)
     # [n_rows + 1]

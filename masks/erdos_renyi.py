@@ -63,9 +63,7 @@ def _one_head(canvas: Canvas, density: float, seed: int, head: int) -> BlockLayo
         places, found = _draw_rows(stream_keys(seed, head * ROWS_OF_A_HEAD + chunk), canvas.n_cols, density)
         rows.append(chunk[places])
         cols.append(found)
-    return BlockLayout.from_blocks(
-        np.concatenate(rows), np.concatenate(cols), canvas.q_len, canvas.kv_len, block_size=canvas.block_size
-    )
+    return canvas.from_blocks(np.concatenate(rows), np.concatenate(cols))
 
 
 def erdos_renyi(

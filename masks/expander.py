@@ -138,4 +138,4 @@ def expander(length: Length, *, degree: int, seed: int, block_size: BlockSize = 
         is_kept = ~np.eye(n_blocks, dtype=bool)
         is_kept[rows, cols] = False
         rows, cols = np.nonzero(is_kept)
-    return BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return canvas.from_blocks(rows, cols)

@@ -73,19 +73,14 @@ def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128
     col_kinds = kinds_of_sides(is_global_key, canvas.block_kv)
     n_col_kinds = int(col_kinds.max(initial=0)) + 1
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         return row_kinds[row] * n_col_kinds + col_kinds[col]
 
     global_rows, other_rows = np.flatnonzero(row_kinds), np.flatnonzero(row_kinds == 0)
     cols, global_cols = np.arange(canvas.n_cols), np.flatnonzero(col_kinds)
     check_nnz(global_rows.size * cols.size + other_rows.size * global_cols.size)
-    within = BlockLayout.from_blocks(
+    within = canvas.from_blocks(
         np.concatenate([np.repeat(global_rows, cols.size), np.repeat(other_rows, global_cols.size)]),
         np.concatenate([np.tile(cols, global_rows.size), np.tile(global_cols, other_rows.size)]),
-        canvas.q_len,
-        canvas.kv_len,
-        block_size=canvas.block_size,
     )
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=within, dedup_key=dedup_key)

@@ -40,7 +40,7 @@ def _candidates(canvas: Canvas, levels: list[Level], *, causal: bool) -> tuple[n
     return blocks_between(canvas, first_key, np.minimum(last_key, last_query) if causal else last_key)
 
 
-def _looks_of(canvas: Canvas, level: Level, row: np.ndarray, col: np.ndarray) -> list[np.ndarray]:
+def _dedup_parts(canvas: Canvas, level: Level, row: np.ndarray, col: np.ndarray) -> list[np.ndarray]:
     """Numbers that are equal where siblings of a level above the first have equal pairs."""
     cell, period, unit = level
     pairs = chunks_in(canvas, 2 * cell, row, col)
@@ -129,17 +129,14 @@ def hierarchical(
             is_kept = is_kept | (is_sibling & (kv_pos % period >= period - unit))
         return is_kept & (kv_pos <= q_pos) if causal else is_kept
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         nearest = chunks_in(canvas, pair, row, col)
         parts = [nearest.queries, nearest.keys, nearest.apart]
         for level in kept[1:]:
-            parts += _looks_of(canvas, level, row, col)
+            parts += _dedup_parts(canvas, level, row, col)
         if causal:
             parts.append(np.minimum(canvas.distances(row, col)[0], 0))
         return joint_numbers(*parts)
 
     rows, cols = _candidates(canvas, kept, causal=causal)
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)

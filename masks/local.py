@@ -39,7 +39,7 @@ def _band(canvas: Canvas, *, left: int | None, right: int | None, within: BlockL
         distance = q_pos + shift - kv_pos
         return (low <= distance) & (distance <= high)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, highest = canvas.distances(row, col)
         # how far a block reaches beyond the edges: 0 inside the band, elsewhere it grows with the distance, so that
         # equal numbers mean equal distances
@@ -53,10 +53,8 @@ def _band(canvas: Canvas, *, left: int | None, right: int | None, within: BlockL
 
         check_rows(canvas, keys_of)
         first, stop = canvas.cols_between(*keys_of(np.arange(canvas.n_rows)))
-        within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+        within = canvas.from_ranges(first, stop)
+    return canvas.from_predicate(attends, within=within, dedup_key=dedup_key)
 
 
 def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> BlockLayout:

@@ -53,7 +53,7 @@ def _candidates(canvas: Canvas, scale: Scale) -> tuple[np.ndarray, np.ndarray]:
     return rows[sources], cols[places]
 
 
-def _looks_of(canvas: Canvas, scale: Scale, row: np.ndarray, col: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+def _dedup_parts(canvas: Canvas, scale: Scale, row: np.ndarray, col: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
     """(parts, is_full): numbers that are equal where the scale keeps equal pairs, and whether it keeps all."""
     segment, dilation, _ = scale
     chunks = chunks_in(canvas, segment, row, col)
@@ -79,10 +79,10 @@ def _one_head(canvas: Canvas, scales: Sequence[Scale], *, causal: bool) -> Block
             is_kept = is_kept | (queries == keys)
         return is_kept & (kv_pos <= q_pos) if causal else is_kept
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         parts, is_full = [], np.zeros(row.shape, dtype=bool)
         for scale in scales:
-            scale_parts, is_full_scale = _looks_of(canvas, scale, row, col)
+            scale_parts, is_full_scale = _dedup_parts(canvas, scale, row, col)
             parts += scale_parts
             is_full |= is_full_scale
         parts = [np.where(is_full, 0, part) for part in parts]
@@ -98,10 +98,7 @@ def _one_head(canvas: Canvas, scales: Sequence[Scale], *, causal: bool) -> Block
         _, highest = canvas.distances(rows, cols)
         rows, cols = rows[highest >= 0], cols[highest >= 0]
     rows, cols = distinct_blocks(canvas, rows, cols)
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
 def longnet(

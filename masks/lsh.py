@@ -55,14 +55,11 @@ def _one_head(canvas: Canvas, query_buckets: np.ndarray, key_buckets: np.ndarray
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         return queries[q_pos] == keys[kv_pos]
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         # blocks that have a pair, in one bucket on either side, are full; no two others need look the same
         return np.where(is_single_row[row] & is_single_col[col], -1, row * canvas.n_cols + col)
 
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
 def lsh(q_buckets: Buckets, kv_buckets: Buckets | None = None, *, block_size: BlockSize = 128) -> BlockLayout:

@@ -42,7 +42,7 @@ def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> Bl
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         return (kv_pos < prefix) | (kv_pos <= q_pos + shift)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, _ = canvas.distances(row, col)
         # how many keys of the block are in the prefix; all of them, or none in the future, is full
         in_prefix = np.clip(prefix - col * canvas.block_kv, 0, canvas.block_kv)
@@ -55,7 +55,4 @@ def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> Bl
 
     check_rows(canvas, keys_of)
     first, stop = canvas.cols_between(*keys_of(np.arange(canvas.n_rows)))
-    within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_ranges(first, stop), dedup_key=dedup_key)

@@ -196,4 +196,4 @@ def pixelfly(
     # global rows are whole, the others have the global cols
     first = np.zeros(canvas.n_rows, dtype=np.int64)
     stop = np.where(np.arange(canvas.n_rows) < global_blocks, canvas.n_cols, min(global_blocks, canvas.n_cols))
-    return flat | BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return flat | canvas.from_ranges(first, stop)

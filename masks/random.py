@@ -181,4 +181,4 @@ def random(
     check_nnz(canvas.n_rows * count)
     rows = np.arange(canvas.n_rows)
     places, cols = draw_distinct(seed, rows, sizes=np.full_like(rows, canvas.n_cols), counts=np.full_like(rows, count))
-    return BlockLayout.from_blocks(rows[places], cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return canvas.from_blocks(rows[places], cols)

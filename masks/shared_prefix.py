@@ -54,10 +54,10 @@ def shared_prefix(
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         return (q_pos >= prefix) & (kv_pos < prefix)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         return 2 * (row * block_q >= prefix) + (col < n_full_cols)
 
     within = BlockLayout.from_ranges(np.zeros_like(rows), stop, length, length, block_size=own.block_size)
     return own | BlockLayout.from_predicate(
-        attends, length, length, block_size=own.block_size, within=within, looks=looks
+        attends, length, length, block_size=own.block_size, within=within, looks=dedup_key
     )

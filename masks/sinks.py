@@ -26,7 +26,7 @@ def _sinks(canvas: Canvas, *, sinks: int, window: int, last: int) -> BlockLayout
         distance = q_pos + shift - kv_pos
         return (distance >= 0) & ((kv_pos < sinks) | (distance < window) | (q_pos >= first_last))
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, highest = canvas.distances(row, col)
         n_sinks = np.clip(sinks - col * canvas.block_kv, 0, canvas.block_kv)
         n_last = np.clip((row + 1) * canvas.block_q - first_last, 0, canvas.block_q)
@@ -53,12 +53,7 @@ def _sinks(canvas: Canvas, *, sinks: int, window: int, last: int) -> BlockLayout
     for number in range(2):
         check_rows(canvas, stretch(number))
     within_rows, within_cols = blocks_between(canvas, *keys_of(np.arange(canvas.n_rows)))
-    within = BlockLayout.from_blocks(
-        within_rows, within_cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size
-    )
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(within_rows, within_cols), dedup_key=dedup_key)
 
 
 def sink_window(length: Length, *, sinks: int, window: int, block_size: BlockSize = 128) -> BlockLayout:

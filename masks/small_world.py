@@ -100,6 +100,4 @@ def small_world(
     seed = read_integer("seed", seed, at_least=0, at_most=MAX_SEED)
     check_nnz(n_blocks * neighbors)
     near, far = _edges(n_blocks, neighbors // 2, rewire, seed)
-    return BlockLayout.from_blocks(
-        np.append(near, far), np.append(far, near), canvas.q_len, canvas.kv_len, block_size=canvas.block_size
-    )
+    return canvas.from_blocks(np.append(near, far), np.append(far, near))

@@ -55,7 +55,7 @@ def _one_head(canvas: Canvas, fixed: Fixed, *, causal: bool) -> BlockLayout:
         )
         return is_kept & (kv_pos <= q_pos) if causal else is_kept
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         chunks = chunks_in(canvas, stride, row, col)
         # the summary among the keys of a block that lies in one chunk; inside the queries' own it makes no difference
         place = col * block_kv % stride
@@ -66,10 +66,7 @@ def _one_head(canvas: Canvas, fixed: Fixed, *, causal: bool) -> BlockLayout:
         return joint_numbers(np.where(chunks.is_apart, -1, chunks.queries), chunks.keys, chunks.apart, summary, future)
 
     rows, cols = _candidates(canvas, fixed, causal=causal)
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
 def fixed(

@@ -65,7 +65,7 @@ def strided(length: Length, *, stride: int, causal: bool = False, block_size: Bl
         is_kept = (distance.abs() < stride) | (distance % stride == 0)
         return is_kept & (distance >= 0) if causal else is_kept
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, highest = canvas.distances(row, col)
         meets_window = (lowest < stride) & (highest > -stride)
         is_inside = (lowest >= 0 if causal else lowest > -stride) & (highest < stride)
@@ -74,7 +74,4 @@ def strided(length: Length, *, stride: int, causal: bool = False, block_size: Bl
         return np.where(is_inside, -1, np.where(meets_window, near, lowest % stride))
 
     rows, cols = _candidates(canvas, stride=stride, causal=causal)
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)

@@ -104,7 +104,7 @@ def tree(
 
     n_full_cols = prompt // canvas.block_kv
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         # no two blocks of nodes need look the same
         return np.where(col < n_full_cols, -1, row * canvas.n_cols + col)
 
@@ -112,7 +112,4 @@ def tree(
     all_rows = np.arange(canvas.n_rows)
     prompt_rows, prompt_cols = spread(np.zeros_like(all_rows), np.full_like(all_rows, -(-prompt // canvas.block_kv)))
     rows, cols = distinct_blocks(canvas, np.append(rows, prompt_rows), np.append(cols, prompt_cols))
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)

@@ -79,7 +79,7 @@ def _one_head(canvas: Canvas, is_vertical: np.ndarray, is_slash: np.ndarray) -> 
     stretches = np.lib.stride_tricks.sliding_window_view(padded, span - 1)
     n_slashes_before = np.append(0, np.cumsum(padded))
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, _ = canvas.distances(row, col)
         # a block's slashes follow from its lowest distance
         lows, which = np.unique(lowest, return_inverse=True)
@@ -92,10 +92,7 @@ def _one_head(canvas: Canvas, is_vertical: np.ndarray, is_slash: np.ndarray) -> 
         return (col_kinds[col] * n_kinds + kinds[which]) * span - np.minimum(lowest, 0)
 
     rows, cols = _candidates(canvas, is_vertical, is_slash)
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
 def vertical_slash(length: Length, *, verticals: Numbers, slashes: Numbers, block_size: BlockSize = 128) -> BlockLayout:
