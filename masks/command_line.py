@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "--block-size",
         type=_block_size,
         default=128,
-        help="tokens per side: 128 (default), or queries,keys as in 64,128",
+        help="tokens per side: 128 (default), or a pair as 64,128",
     )
     show = commands.add_parser("show", parents=[mask], help="draw a mask in text, or to a file")
     show.add_argument(

@@ -33,8 +33,8 @@ def _read_scores(scores: Scores, canvas: Canvas) -> np.ndarray:
     grid = canvas.n_rows, canvas.n_cols
     if not 2 <= array.ndim <= 4 or array.shape[-2:] != grid:
         raise ValueError(
-            f"scores: expected shape ([[batch,] heads,] n_rows, n_cols) that ends in {grid}, from {canvas.q_len} queries "
-            f"and {canvas.kv_len} keys in blocks of {canvas.block_size}, got {tuple(array.shape)}"
+            f"scores: expected shape ([[batch,] heads,] n_rows, n_cols) that ends in {grid}, from {canvas.q_len} "
+            f"queries and {canvas.kv_len} keys in blocks of {canvas.block_size}, got {tuple(array.shape)}"
         )
     if 0 in array.shape[:-2]:
         raise ValueError(f"scores: expected at least one batch and one head, got shape {tuple(array.shape)}")

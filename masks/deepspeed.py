@@ -213,8 +213,8 @@ class FixedSparsityConfig(SparsityConfig):
     If the last window is cut short, its global blocks stay at their place, or move to the end of the sequence if that
     place lies beyond it.
 
-    Differs from DeepSpeed: with unidirectional attention a row sees global blocks up to its own. In DeepSpeed a row sees
-    all global blocks of a window from the first one on, up to num_global_blocks - 1 blocks of the future.
+    Differs from DeepSpeed: a unidirectional row sees global blocks up to its own. In DeepSpeed the rows from the first
+    global block of a window on see all of them, up to num_global_blocks - 1 blocks of the future.
 
     Child et al., "Sparse Transformers", arXiv:1904.10509, section 4.3 (fixed attention), customised by DeepSpeed.
 
@@ -268,8 +268,8 @@ class VariableSparsityConfig(SparsityConfig):
     horizontal_global_attention  True: rows of global blocks see all cols; bidirectional only
     seed                      0 to 2**64 - 1, required if num_random_blocks > 0
 
-    Differs from DeepSpeed: unidirectional random blocks are drawn from the past (all of it, in rows with too few blocks),
-    in DeepSpeed from all cols. In a unidirectional global range a row sees the blocks up to its own; in DeepSpeed rows
+    Differs from DeepSpeed: unidirectional random blocks are drawn from the past, all of it in rows with too few blocks.
+    DeepSpeed draws from all cols. In a unidirectional global range a row sees the blocks up to its own; in DeepSpeed rows
     inside the range see its future blocks.
 
     >>> VariableSparsityConfig(num_heads=1, local_window_blocks=[1, 2]).make_layout(80)[0, 4].tolist()
@@ -316,8 +316,7 @@ class BigBirdSparsityConfig(SparsityConfig):
     seed                       0 to 2**64 - 1, required if num_random_blocks > 0
 
     Differs from DeepSpeed: unidirectional rows with fewer than num_random_blocks blocks take all of them; in DeepSpeed
-    more than one random block raises an error. `masks.bigbird` draws its random blocks outside the window and the global
-    blocks.
+    more than one random block raises an error. `masks.bigbird` draws random blocks outside window and global blocks.
 
     Zaheer et al., "Big Bird", arXiv:2007.14062, section 2 (internal transformer construction).
 

@@ -60,7 +60,7 @@ def _pack(canvas: Canvas, bounds: np.ndarray) -> Packed:
 
 
 def _candidates(canvas: Canvas, packed: Packed, *, causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that hold a pair, ascending: from the document of the first query to that of the last."""
+    """(rows, cols) of the blocks that hold a pair, ascending: from the first query's document to the last query's."""
     rows = np.arange(canvas.n_rows)
     first_query, last_query = canvas.row_span(rows)
     last_key = last_query if causal else packed.ends[packed.numbers[last_query]] - 1

@@ -95,9 +95,9 @@ def expander(length: Length, *, degree: int, seed: int, block_size: BlockSize = 
     """Each block attends to `degree` other blocks, which attend to it: a random regular graph.
 
     Such a graph has no bottleneck: with high probability, information spreads between any two blocks in about as few
-    layers as the degree permits. It is the union of degree // 2 random Hamiltonian cycles and, for an odd degree, a random
-    perfect matching. Repeated edges are exchanged within their cycle, so every row has exactly `degree` blocks. If degree
-    exceeds half of the blocks, the graph is the complement of a sparser one. The diagonal is not added: use
+    layers as the degree permits. It is the union of degree // 2 random Hamiltonian cycles and, for an odd degree, a
+    random perfect matching. Repeated edges are exchanged within their cycle, so every row has exactly `degree` blocks.
+    If degree exceeds half of the blocks, the graph is the complement of a sparser one. The diagonal is not added: use
     `expander(...) | local(...)`.
 
     The graph depends on (seed, degree, number of blocks) only: random orders sort the blocks by the words of streams
