@@ -15,7 +15,7 @@ def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> Bl
     """Each token attends to the whole prefix, and to itself and every token before it.
 
     Keeps kv_pos < prefix or d >= 0, where d = q_pos + (kv_len - q_len) - kv_pos: the sequences are aligned at their
-    ends. Tokens of the prefix see each other in both directions, the others are causal.
+    ends. Tokens of the prefix see each other in both directions; the others are causal.
 
     prefix=3 on 5 tokens:
         1 1 1 0 0
@@ -25,10 +25,10 @@ def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> Bl
         1 1 1 1 1
 
     length      tokens, or (q_len, kv_len)
-    prefix      tokens of the prefix among the keys, 0 (causal) to kv_len (everything)
+    prefix      key tokens in the prefix, 0 (causal) to kv_len (dense)
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
-    raises      ValueError if prefix is out of range, TypeError if it is no int
+    raises      ValueError if prefix is out of range; TypeError if it is not an int
 
     Raffel et al., "Exploring the Limits of Transfer Learning" (T5), arXiv:1910.10683, section 3.2.1 (prefix LM).
 
@@ -44,7 +44,7 @@ def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> Bl
 
     def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, _ = canvas.distances(row, col)
-        # how many keys of the block are in the prefix; all of them, or none in the future, is full
+        # keys of the block in the prefix; a block is full if all are, or if none is in the future
         in_prefix = np.clip(prefix - col * canvas.block_kv, 0, canvas.block_kv)
         is_full = (in_prefix == canvas.block_kv) | (lowest >= 0)
         return np.where(is_full, 1, lowest * canvas.block_kv - in_prefix)
