@@ -269,8 +269,8 @@ class VariableSparsityConfig(SparsityConfig):
     seed                      0 to 2**64 - 1, required if num_random_blocks > 0
 
     Differs from DeepSpeed: unidirectional random blocks are drawn from the past, all of it in rows with too few blocks.
-    DeepSpeed draws from all cols. In a unidirectional global range a row sees the blocks up to its own; in DeepSpeed rows
-    inside the range see its future blocks.
+    DeepSpeed draws from all cols. In a unidirectional global range a row sees the blocks up to its own; in
+    DeepSpeed rows inside the range see its future blocks.
 
     >>> VariableSparsityConfig(num_heads=1, local_window_blocks=[1, 2]).make_layout(80)[0, 4].tolist()
     [1, 0, 0, 1, 1]

@@ -75,8 +75,8 @@ def erdos_renyi(
 
     The number of blocks in a row is binomial, unlike that of `random`, which is the same in every row. Whether a block
     is kept depends on (seed, density, head, row, col) only, so a longer sequence keeps the blocks of a shorter one.
-    Time and memory are O(nnz + n_rows * n_cols / 4096): row r of head h skips from one kept block to the next, and skip i
-    passes over as many blocks as there are k >= 1 with u(i) < (1 - density)**k,
+    Time and memory are O(nnz + n_rows * n_cols / 4096): row r of head h skips from one kept block to the next, and skip
+    i passes over as many blocks as there are k >= 1 with u(i) < (1 - density)**k,
 
         u(i) = (mix(mix(mix(seed) ^ (h * 2**32 + r)) ^ i) >> 11) * 2**-53,  mix as in `random`,
 

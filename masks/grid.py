@@ -61,10 +61,11 @@ def neighborhood(
 ) -> BlockLayout:
     """Each token attends to the nearest `kernel` tokens along every axis, as many at the edges as in the interior.
 
-    Along an axis of n tokens without dilation, token x sees kernel tokens from clamp(leader - kernel // 2, 0,
-    n - kernel) on. The leader is x, or the middle one of the `stride` tokens that share a window. Along a causal axis, x
-    sees the tokens leader - kernel + 1 to x, fewer at the beginning, and the leader is the last token of its group. With
-    dilation, this applies to the sequence of every dilation-th token. A pair attends if it attends along every axis.
+    Along an axis of n tokens without dilation, token x sees kernel tokens from clamp(leader - kernel // 2, 0, n -
+    kernel) on. The leader is x, or the middle one of the `stride` tokens that share a window. Along a causal axis, x
+    sees the tokens leader - kernel + 1 to x, fewer at the beginning, and the leader is the last token of its group.
+    With dilation, this applies to the sequence of every dilation-th token. A pair attends if it attends along every
+    axis.
 
     grid=5, kernel=3, then also stride=2, or causal:
         1 1 1 0 0     1 1 1 0 0     1 0 0 0 0
@@ -161,9 +162,9 @@ def sliding_tile(
 ) -> BlockLayout:
     """Each tile of tokens attends to the nearest tiles along every axis: `neighborhood` with tiles instead of tokens.
 
-    Along an axis of n tiles, tile t sees m = kernel // tile tiles from clamp(t - m // 2, 0, n - m) on. A pair attends if
-    its tiles do so along all axes. With order=tile_order(grid, tile=tile) and tiles of one or more whole blocks, every
-    block is full or empty; in row-major order most blocks are partial.
+    Along an axis of n tiles, tile t sees m = kernel // tile tiles from clamp(t - m // 2, 0, n - m) on. A pair attends
+    if its tiles do so along all axes. With order=tile_order(grid, tile=tile) and tiles of one or more whole blocks,
+    every block is full or empty; in row-major order most blocks are partial.
 
     grid=6, kernel=4, tile=2:
         1 1 1 1 0 0

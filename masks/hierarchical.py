@@ -76,10 +76,10 @@ def hierarchical(
 ) -> BlockLayout:
     """Each token attends to all nearby tokens, and to ever sparser summaries of cells farther away.
 
-    Level 0 cuts the keys into cells of `size` tokens; the siblings 2 n and 2 n + 1 form a cell of the next level. A token
-    attends to its own cell of level 0 and to the sibling of that cell. At every level above, it attends to `size` summary
-    keys of the sibling of its cell: at level k to keys with kv_pos % (unit * 2**k) >= unit * 2**k - unit. The keys per
-    query grow with the logarithm of the length, and every token is reached through a summary.
+    Level 0 cuts the keys into cells of `size` tokens; the siblings 2 n and 2 n + 1 form a cell of the next level. A
+    token attends to its own cell of level 0 and to the sibling of that cell. At every level above, it attends to `size`
+    summary keys of the sibling of its cell: at level k to keys with kv_pos % (unit * 2**k) >= unit * 2**k - unit. The
+    keys per query grow with the logarithm of the length, and every token is reached through a summary.
 
     H-Transformer-1D attends to means of 2**k tokens instead. With unit=1 a summary key is the last token of each mean;
     with the default, unit=size, summary keys are the last level-0 cell of the sibling, which leaves most far blocks

@@ -60,8 +60,8 @@ def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> Blo
     """Each token attends to the tokens at distance at most `window` on either side, itself included.
 
     window=(left, right) keeps the `left` tokens before it, itself and the `right` tokens after it. Queries and keys are
-    aligned at their ends, as with causal=True: query i is at key position i + kv_len - q_len. A query whose window holds
-    no key attends to nothing.
+    aligned at their ends, as with causal=True: query i is at key position i + kv_len - q_len. A query whose window
+    holds no key attends to nothing.
 
     window=1 and window=(2, 0) on 5 tokens:
         1 1 0 0 0     1 0 0 0 0
@@ -90,8 +90,8 @@ def causal(length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to itself and to every token before it.
 
     Keeps kv_pos <= q_pos + (kv_len - q_len): the last query sees every key. With more queries than keys, the first
-    q_len - kv_len queries see none. `attention(q, k, v, causal=True)` is the same mask; use this layout to combine it with
-    others.
+    q_len - kv_len queries see none. `attention(q, k, v, causal=True)` is the same mask; use this layout to combine it
+    with others.
 
     2 queries and 5 keys; 5 queries and 2 keys:
         1 1 1 1 0     0 0

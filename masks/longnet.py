@@ -146,7 +146,8 @@ def longnet(
     sizes, steps = read_integers("segments", segments).tolist(), read_integers("dilations", dilations).tolist()
     if not sizes or len(sizes) != len(steps):
         raise ValueError(
-            f"segments, dilations: expected one of each for every scale, at least one, got {len(sizes)} and {len(steps)}"
+            f"segments, dilations: expected one of each for every scale, at least one, got {len(sizes)} "
+            f"and {len(steps)}"
         )
     for size, step in zip(sizes, steps, strict=True):
         read_integer("segments", size, at_least=1, unit="tokens")

@@ -66,8 +66,8 @@ def lsh(q_buckets: Buckets, kv_buckets: Buckets | None = None, *, block_size: Bl
     """Each query attends to the keys of its own bucket.
 
     The caller computes the buckets with a locality-sensitive hash, which gives nearby vectors equal numbers with high
-    probability. In text order buckets are scattered, and most blocks hold some pair and need a bitmask. Sort the tokens by
-    bucket first, and the mask becomes blocks along the diagonal:
+    probability. In text order buckets are scattered, and most blocks hold some pair and need a bitmask. Sort the tokens
+    by bucket first, and the mask becomes blocks along the diagonal:
 
         order = buckets.argsort(stable=True)
         layout = lsh(buckets[order])

@@ -129,8 +129,8 @@ def tile_order(grid: Grid, *, tile: int | Sequence[int]) -> torch.Tensor:
 def morton_order(grid: Grid) -> torch.Tensor:
     """Z-order (Morton) curve: squares within squares, on a grid with any sides.
 
-    If both sides are the same power of two, every aligned run of 4**k positions is a square of 2**k by 2**k tokens. Other
-    grids follow the curve of the enclosing power of two, and skip the tokens beyond the grid.
+    If both sides are the same power of two, every aligned run of 4**k positions is a square of 2**k by 2**k tokens.
+    Other grids follow the curve of the enclosing power of two, and skip the tokens beyond the grid.
 
     grid=(4, 4), the position of each token:
         0  1  4  5
@@ -154,8 +154,8 @@ def morton_order(grid: Grid) -> torch.Tensor:
 def hilbert_order(grid: Grid) -> torch.Tensor:
     """Hilbert curve: like the Z-order curve, but without jumps, on a grid with any sides.
 
-    If all sides are the same power of two, consecutive positions are neighbours, so blocks of any size are compact. Other
-    grids follow the curve of the enclosing power of two, and skip the tokens beyond the grid.
+    If all sides are the same power of two, consecutive positions are neighbours, so blocks of any size are compact.
+    Other grids follow the curve of the enclosing power of two, and skip the tokens beyond the grid.
 
     grid=(4, 4), the position of each token:
         0  1 14 15

@@ -73,8 +73,8 @@ def bigbird(
         # . # . . . # #
 
     This is the internal construction of the paper, ITC. For the extended one, ETC, use extra_tokens with
-    global_blocks=0: the sequence begins with extra_tokens global tokens, exact to the token, and the pattern above begins
-    after them, not aligned with the blocks of the layout.
+    global_blocks=0: the sequence begins with extra_tokens global tokens, exact to the token, and the pattern above
+    begins after them, not aligned with the blocks of the layout.
 
     length         tokens, extra tokens included, or (q_len, kv_len) with equal numbers of blocks
     window_blocks  width of the window in blocks, the diagonal included; odd
@@ -164,8 +164,8 @@ def pixelfly(
 ) -> BlockLayout:
     """A flat butterfly, and global blocks at the start: the sparse pattern of Pixelated Butterfly.
 
-    A block is full if `butterfly` keeps it, row < global_blocks, or col < global_blocks. The global rows and columns take
-    the role of the low-rank term of the paper.
+    A block is full if `butterfly` keeps it, row < global_blocks, or col < global_blocks. The global rows and columns
+    take the role of the low-rank term of the paper.
 
     n_factors=2, global_blocks=1 on 8 blocks (queries down, keys across):
         # # # # # # # #

@@ -65,7 +65,7 @@ def _try_draws(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The first counts[i] distinct numbers of each stream i among its first `width` draws.
 
-    returns  (is_enough, places, numbers): the streams that have enough distinct numbers, and numbers[j] of stream places[j]
+    returns  (is_enough, places, numbers): streams with enough distinct numbers, and numbers[j] of stream places[j]
     """
     # [streams, width]
     draws = np.arange(width, dtype=np.uint64)
@@ -145,8 +145,8 @@ def random(
     """Each block row attends to the same number of random blocks, drawn without replacement.
 
     The blocks depend on (seed, row, number of cols) only: they are the same on every machine and in every version, and
-    more queries leave existing rows unchanged. The diagonal is not added: use `random(...) | local(...)`. Row r reads the
-    words w(0), w(1), ... with
+    more queries leave existing rows unchanged. The diagonal is not added: use `random(...) | local(...)`. Row r reads
+    the words w(0), w(1), ... with
 
         w(draw) = mix(mix(mix(seed) ^ r) ^ draw),  mix = splitmix64: add 0x9E3779B97F4A7C15, then finalise
         col     = (w >> 32) * n_cols >> 32

@@ -74,8 +74,8 @@ def tree(
 ) -> BlockLayout:
     """Each node attends to itself, to its ancestors, and to the whole prompt.
 
-    The queries are the nodes; the keys are the prompt followed by the nodes, as when drafted tokens are verified against
-    a KV cache. There may be several roots, the drafts that follow the prompt directly.
+    The queries are the nodes; the keys are the prompt followed by the nodes, as when drafted tokens are verified
+    against a KV cache. There may be several roots, the drafts that follow the prompt directly.
 
     parents=[-1, 0, 0, 1] and prompt=2:
         1 1 | 1 0 0 0

@@ -38,8 +38,8 @@ def _read_marks(name: str, values: Numbers, kv_len: int) -> list[np.ndarray]:
         is_outside = (numbers < 0) | (numbers >= kv_len)
         if is_outside.any():
             raise ValueError(
-                f"{place}: expected numbers from 0 to {kv_len - 1}, one less than the keys, got {numbers[is_outside][0]} "
-                f"at place {np.flatnonzero(is_outside)[0]}"
+                f"{place}: expected numbers from 0 to {kv_len - 1}, one less than the keys, got "
+                f"{numbers[is_outside][0]} at place {np.flatnonzero(is_outside)[0]}"
             )
         marks = np.zeros(kv_len, dtype=bool)
         marks[numbers] = True
@@ -99,8 +99,8 @@ def vertical_slash(length: Length, *, verticals: Numbers, slashes: Numbers, bloc
     """Each token attends to the chosen keys before it, and to the tokens at the chosen distances back.
 
     Keeps d >= 0 and (kv_pos in verticals or d in slashes), where d = q_pos + (kv_len - q_len) - kv_pos: the sequences
-    are aligned at their ends. The diagonal is not added. slashes=range(100) is a window of 100 tokens, verticals=range(4)
-    are four attention sinks.
+    are aligned at their ends. The diagonal is not added. slashes=range(100) is a window of 100 tokens,
+    verticals=range(4) are four attention sinks.
 
     verticals=[1], slashes=[0, 3] on 5 tokens:
         1 0 0 0 0
