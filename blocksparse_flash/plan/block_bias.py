@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..blocks.block_list import Size
+from ..kernels.plan_format import PARTIAL, RECORD, TILE, Plan, mark_dynamic
 from ..runtime import tracing
-from .host_builder import PARTIAL, RECORD, TILE, Plan
 
 # above every key of a block or a tile
 _LAST = 2**62
@@ -61,8 +61,8 @@ def build(
         found = torch.searchsorted(block_keys, wanted.contiguous())
         return torch.where(exists & (block_keys[found] == wanted), found, len(indices)).to(torch.int32)
 
-    row_tile = _listed(plan.row_items, plan.row_indices)
-    axis, col, row = _listed(plan.col_items, plan.col_indices)
+    row_tile = _listed(plan.row_records, plan.row_indices)
+    axis, col, row = _listed(plan.col_records, plan.col_indices)
     rows = of_tiles(row_tile)
 
     tile_keys, order = _keys(*row_tile, tile_grid).sort()
@@ -76,13 +76,8 @@ def build(
     inside = q_pos % TILE // pieces[0] * rows.shape[2] + kv_pos % TILE // pieces[1]
     entry = order[found.clamp(max=len(order) - 1)]
     places = torch.where(exists, entry * rows[0].numel() + inside, rows.numel()).flatten(1)
-    return of_any_length(BiasIndex(rows, of_tiles((axis, row, col)), places))
-
-
-def of_any_length(index: BiasIndex) -> BiasIndex:
-    """As plan.of_any_length: another layout does not recompile."""
-    for tensor in index:
-        tensor._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+    index = BiasIndex(rows, of_tiles((axis, row, col)), places)
+    mark_dynamic(index)
     return index
 
 

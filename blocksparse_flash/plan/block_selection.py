@@ -20,8 +20,17 @@ from torch import Tensor
 
 from ..blocks import checks
 from ..blocks.block_list import FULL, Frame, Size
+from ..kernels.plan_format import (
+    ALL_SUBTILES,
+    PARTIAL,
+    RECORD,
+    SUBTILES_BIT,
+    TILE,
+    Plan,
+    list_lengths,
+    with_dynamic_lengths,
+)
 from ..runtime import tracing
-from .host_builder import ALL_QUARTERS, PARTIAL, QUARTERS_BIT, RECORD, TILE, Plan, list_lengths, of_any_length
 
 # sub-blocks of a tile up to which every bitmask that can occur is made in advance: 2^4 patterns
 FEW = 4
@@ -257,7 +266,7 @@ def _plan_by_kernels(
     n_entries = capacity * grid.tiles[0] * grid.tiles[1]
     lengths = _lengths(n_entries, rows.axes, grid.shape, has_quarters=grid.has_quarters)
     with tracing.on_device(bits.device):
-        return of_any_length(Plan._make(plan_builder.build_plan(bits, grid, (batch, heads), lengths)))
+        return with_dynamic_lengths(Plan._make(plan_builder.build_plan(bits, grid, (batch, heads), lengths)))
 
 
 def _lengths(n_entries: int, axes: int, grid: Size, *, has_quarters: bool) -> tuple[int, int, int]:
@@ -265,7 +274,7 @@ def _lengths(n_entries: int, axes: int, grid: Size, *, has_quarters: bool) -> tu
     # one more for what is left out; none is known to be long
     size = min(n_entries, axes * grid[0] * grid[1] + 1)
     (n_indices, n_row_ids), (_, n_col_ids) = (
-        list_lengths(size, 0, of_rows=of_rows, has_quarters=has_quarters) for of_rows in (True, False)
+        list_lengths(size, 0, of_rows=of_rows, has_subtiles=has_quarters) for of_rows in (True, False)
     )
     return n_indices, n_row_ids, n_col_ids
 
@@ -307,12 +316,12 @@ def _plan_by_operations(
 
 
 def _quarters_of(words: Tensor) -> Tensor:
-    """plan.quarters_of bitmasks, int64."""
+    """plan.subtiles_of bitmasks, int64."""
     of_quarters = words.view(-1, 2, TILE // 2, 2, TILE // 64)
     low, high = of_quarters.amin(dim=(2, 4)).flatten(1), of_quarters.amax(dim=(2, 4)).flatten(1)
     is_made = (low == high).logical_and_(low == low.clamp(-1, 0)).all(dim=1)
     bits = -low << torch.arange(4, device=words.device)
-    return torch.where(is_made, bits.sum(dim=1), ALL_QUARTERS)
+    return torch.where(is_made, bits.sum(dim=1), ALL_SUBTILES)
 
 
 def _tiles(indptr: Tensor, indices: Tensor, grid: Size, block_size: Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -382,7 +391,7 @@ def _walked(
     keys = torch.add(majors.flip(0), majors, alpha=line)
     keys.add_(is_full, alpha=line - PARTIAL).add_(axis, alpha=line * n_major)
     if quarters is not None:
-        keys.add_(quarters < ALL_QUARTERS, alpha=PARTIAL)
+        keys.add_(quarters < ALL_SUBTILES, alpha=PARTIAL)
         # see plan._is_single
         for side, (shift, halves) in enumerate(((2, 3), (1, 5))):
             keys[side].add_(((quarters | (quarters >> shift)) & halves) != halves, alpha=PARTIAL)
@@ -421,14 +430,14 @@ def _walked(
         lists[0, :, :size] = (keys[:, :size] & (line - 1)) - PARTIAL
     else:
         # taken from the index of a partial tile
-        mark = (ALL_QUARTERS - quarters << QUARTERS_BIT).add_(PARTIAL).masked_fill_(is_full, 0)
+        mark = (ALL_SUBTILES - quarters << SUBTILES_BIT).add_(PARTIAL).masked_fill_(is_full, 0)
         lists[0, :, :size] = (keys[:, :size] & (PARTIAL - 1)) - mark[order[:, :size]]
     lists[1, :, :size] = ids.masked_fill(is_full, 0)[order[:, :size]]
     sides: list[Tensor] = []
     for side in (0, 1):
         sides.append(records[side, :, : grid[side]].reshape(*leads, grid[side], RECORD).contiguous())
         sides += [lists[0, side, :n_indices], lists[1, side, : n_ids[side]]]
-    return of_any_length(Plan._make([*sides, words]))
+    return with_dynamic_lengths(Plan._make([*sides, words]))
 
 
 class _Looks:

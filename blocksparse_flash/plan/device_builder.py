@@ -14,9 +14,10 @@ import torch
 
 from ..blocks.block_list import BlockRows, Frame
 from ..blocks.transfer import sent_flat
+from ..kernels.plan_format import TILE, Plan, list_lengths, with_dynamic_lengths
 from ..runtime import tracing
 from .block_selection import FREE_WORDS, MOST_LINES, MOST_OF_ALL_AXES, WORDS_OF_ENTRY
-from .host_builder import TILE, Plan, counted, list_lengths, long_lines, of_any_length
+from .host_builder import counted, long_lines
 
 # blocks from which on that pays. H200, what a new mask adds to a step of `hopper` that is waited for, milliseconds, three times in turns:
 # 2,048 blocks 0.80 0.54 0.71 from the host, 0.42 0.37 0.44 so. Of such a plan the GPU itself takes 19 to 26 microseconds
@@ -59,7 +60,7 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     _, n_col_ids = list_lengths(nnz, n_split_cols, of_rows=False)
     with tracing.on_device(device):
         listed = sent_flat((tiles.indptr, tiles.cols), device)
-        plan = of_any_length(Plan._make(_maker(frame)(listed, lengths=(n_indices, n_row_ids, n_col_ids))))
+        plan = with_dynamic_lengths(Plan._make(_maker(frame)(listed, lengths=(n_indices, n_row_ids, n_col_ids))))
         if not non_blocking and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
     return plan

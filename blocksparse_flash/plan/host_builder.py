@@ -13,59 +13,21 @@ import numpy as np
 import torch
 
 from ..blocks.block_list import Array, BlockRows, Frame
-from ..blocks.transfer import may_pin, sent, to_device, views, zeros
+from ..blocks.transfer import may_pin, sent, views, zeros
+from ..kernels.plan_format import (
+    ALL_SUBTILES,
+    LONG,
+    PARTIAL,
+    RECORD,
+    SUBTILES_BIT,
+    TILE,
+    Plan,
+    list_lengths,
+    with_dynamic_lengths,
+)
 
-TILE = 128
-# int32 words of a record of row_items / col_items
-RECORD = 8
-# taken from the index of a partial tile; above every index, as lengths are below 2^31
-PARTIAL = 1 << 24
-# which quarters of a partial tile attend, at this bit of its entry: bit 2 * half of its queries + half of its keys. All four, as
-# PARTIAL alone sets them: the bitmask says which pairs
-QUARTERS_BIT, ALL_QUARTERS = 25, 15
-# a line with more than one of so many parts of its head's tiles may be worth splitting; so a head has fewer
-LONG = 64
 # of the tiles of a list
 _NONE = np.zeros(0, np.intp)
-
-
-class Plan(NamedTuple):
-    """Tiles of a layout, by rows (for the output and dq) and by columns (for dk and dv). All int32, on one device.
-
-    row_items    (batch | 1, heads | 1, tile rows, 8), one record a tile row, in launch order (longest row first):
-                 row, begin, n_tiles, n_partial, position, n_quartered, n_single, n_long
-    row_indices  tile columns: entries begin .. begin + n_tiles - 1 are the tiles of that row, n_partial partial ones, of which
-                 the last n_quartered are made of whole quarters, 64 x 64, of which to the last n_single only one half of their
-                 keys attend, and then the full ones, each kind ascending; a partial one is listed less PARTIAL = 2^24, so that
-                 its sign says so, its lowest 24 bits are the tile column, and of a quartered one bits 25 to 28 say which
-                 quarters attend
-    row_ids      which bitmask each of these tiles has; 0, and never read, for a full one. Longer than row_indices by 8 for
-                 each record at the front that is worth splitting, and a rest below 8, which is odd where a tile is made of
-                 whole quarters
-    col_*        the same by tile columns (col_indices are tile rows; n_single: of which only one half of their queries attend)
-    words        (distinct, 128, 4): bit j of word w of row i is the pair (query i, key 32 w + j) of the tile
-
-    `position` of record i is where the record of row i stands, to find a given row. `n_long` (the same in every record)
-    counts the records at the front whose work is over twice the mean, but never all: a launch takes those of all heads first. A tile
-    is full only if all of its 128 x 128 pairs exist and attend, so a kernel neither masks nor bounds-checks it; tiles on
-    a ragged edge are partial, with zeros past the end.
-
-    Worth splitting among programs is a line with over 1/64 of its head's tiles, and over twice the mean. How many there
-    are, of the head that has most, stands in a length, and so does whether a tile is made of whole quarters: a launch decides
-    by shapes, without waiting for the device.
-    """
-
-    row_items: torch.Tensor
-    row_indices: torch.Tensor
-    row_ids: torch.Tensor
-    col_items: torch.Tensor
-    col_indices: torch.Tensor
-    col_ids: torch.Tensor
-    words: torch.Tensor
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Plan:
-        """The same plan on another device."""
-        return of_any_length(Plan(*to_device(self, device, non_blocking=non_blocking)))
 
 
 def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool = False) -> Plan:
@@ -82,33 +44,23 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     last = _last(frame.q_len), _last(frame.kv_len)
     quarters = _NONE
     if len(partial):
-        quarters = np.concatenate([quarters_of(words), _edge_quarters(*last)]).take(ids[partial])
-    has_quarters = bool((quarters < ALL_QUARTERS).any())
+        quarters = np.concatenate([subtiles_of(words), _edge_quarters(*last)]).take(ids[partial])
+    has_subtiles = bool((quarters < ALL_SUBTILES).any())
     most, n_long = long_lines(work, nnz, frame)
     shapes: list[tuple[int, ...]] = []
     for side, (_, n_split) in zip((by_rows, by_cols), n_long, strict=True):
-        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows, has_quarters=has_quarters)
+        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows, has_subtiles=has_subtiles)
         shapes += (frame.batch, frame.heads, side.n_lines // frame.leads, RECORD), (n_indices,), (n_ids,)
     shapes.append((len(words) + 3, TILE, TILE // 32))
     packed, places = zeros(shapes, is_pinned=may_pin(device))
-    row_items, row_indices, row_ids, col_items, col_indices, col_ids, of_words = views(packed, places)
-    _list(by_rows, ids, partial, quarters, row_indices[:nnz], row_ids[:nnz], of_rows=True)
-    _list(by_cols, ids, partial, quarters, col_indices[:nnz], col_ids[:nnz], of_rows=False)
+    row_records, row_indices, row_bitmask_ids, col_records, col_indices, col_bitmask_ids, of_words = views(packed, places)
+    _list(by_rows, ids, partial, quarters, row_indices[:nnz], row_bitmask_ids[:nnz], of_rows=True)
+    _list(by_cols, ids, partial, quarters, col_indices[:nnz], col_bitmask_ids[:nnz], of_rows=False)
     records = _records(by_rows, by_cols, partial, quarters, work, most, [n for n, _ in n_long], frame)
-    row_items[...] = records[: by_rows.n_lines].reshape(row_items.shape)
-    col_items[...] = records[by_rows.n_lines :].reshape(col_items.shape)
+    row_records[...] = records[: by_rows.n_lines].reshape(row_records.shape)
+    col_records[...] = records[by_rows.n_lines :].reshape(col_records.shape)
     of_words[:-3], of_words[-3:] = words.view(np.int32), _edge_words(*last)
-    return of_any_length(Plan(*sent(packed, places, device, non_blocking=non_blocking)))
-
-
-def of_any_length(plan: Plan) -> Plan:
-    """Tells torch.compile that the lists may have any length, so that another layout does not recompile.
-
-    What torch._dynamo.maybe_mark_dynamic does, which would import the whole compiler: 3 s.
-    """
-    for tensor in (plan.row_indices, plan.row_ids, plan.col_indices, plan.col_ids, plan.words):
-        tensor._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
-    return plan
+    return with_dynamic_lengths(Plan(*sent(packed, places, device, non_blocking=non_blocking)))
 
 
 def _last(length: int) -> int:
@@ -128,8 +80,8 @@ def _edge_words(n_queries: int, n_keys: int) -> Array:
     return np.packbits(np.stack(pairs), axis=-1, bitorder="little").view(np.int32)
 
 
-def quarters_of(words: Array) -> Array:
-    """Of which quarters each bitmask is made, as an entry of a list says it; ALL_QUARTERS of one that is not made of whole ones.
+def subtiles_of(words: Array) -> Array:
+    """Of which quarters each bitmask is made, as an entry of a list says it; ALL_SUBTILES of one that is not made of whole ones.
 
     words  32 bits (distinct, 128, 4)
     """
@@ -138,15 +90,15 @@ def quarters_of(words: Array) -> Array:
     is_made = ((left == right) & ((left == 0) | (~left == 0))).all(axis=(1, 2))
     made = words[is_made].reshape(-1, 2, TILE // 2, TILE // 32)
     is_made[is_made] = (made == made[:, :, :1]).all(axis=(1, 2, 3))
-    quarters = np.full(len(words), ALL_QUARTERS, np.int32)
+    quarters = np.full(len(words), ALL_SUBTILES, np.int32)
     quarters[is_made] = (left[is_made] != 0).reshape(-1, 4) @ np.array([1, 2, 4, 8], np.int32)
     return quarters
 
 
 @functools.lru_cache(maxsize=256)
 def _edge_quarters(n_queries: int, n_keys: int) -> Array:
-    """`quarters_of` what `_edge_words` has; read only."""
-    return quarters_of(_edge_words(n_queries, n_keys))
+    """`subtiles_of` what `_edge_words` has; read only."""
+    return subtiles_of(_edge_words(n_queries, n_keys))
 
 
 class Side(NamedTuple):
@@ -208,15 +160,15 @@ def _list(
     """Write the tiles of each line, partial ones first, and their ids; where there are 0s.
 
     partial    which tiles are
-    quarters   of these, as `quarters_of` has them
+    quarters   of these, as `subtiles_of` has them
     of_rows    the lines are rows, and come one after another
     """
     if not len(partial):
         indices[:] = side.minor if of_rows else side.minor.take(_order(side.line, side.n_lines))
         return
     rank, minor = 4 * side.line + 3, side.minor.copy()
-    rank[partial] -= 3 - (quarters < ALL_QUARTERS) - _is_single(quarters, of_rows=of_rows)
-    minor[partial] -= PARTIAL + ((ALL_QUARTERS - quarters) << QUARTERS_BIT)
+    rank[partial] -= 3 - (quarters < ALL_SUBTILES) - _is_single(quarters, of_rows=of_rows)
+    minor[partial] -= PARTIAL + ((ALL_SUBTILES - quarters) << SUBTILES_BIT)
     order = _order(rank, 4 * side.n_lines)
     indices[:], listed_ids[:] = minor.take(order), np.maximum(ids, 0).take(order)
 
@@ -234,7 +186,7 @@ def _records(
     """Records of the lines of both directions, one after the other, (lines, 8), in launch order: see Plan.
 
     partial   which tiles are
-    quarters  of these, as `quarters_of` has them
+    quarters  of these, as `subtiles_of` has them
     work      tiles of each line, `most` of the longest
     n_long    of each direction
     """
@@ -247,7 +199,7 @@ def _records(
     if len(partial):
         lines = np.concatenate([by_rows.line[partial], by_cols.line[partial] + n_of_rows])
         fields[:, 3] = np.bincount(lines, minlength=len(work))
-        is_quartered = quarters < ALL_QUARTERS
+        is_quartered = quarters < ALL_SUBTILES
         if is_quartered.any():
             fields[:, 5] = np.bincount(lines[np.tile(is_quartered, 2)], minlength=len(work))
             is_single = np.concatenate([_is_single(quarters, of_rows=of_rows) for of_rows in (True, False)])
@@ -311,17 +263,3 @@ def _order(values: Array, limit: int) -> Array:
     for shift in range(16, (limit - 1).bit_length(), 16):
         order = order.take((values.take(order) >> shift).astype(np.uint16).argsort(kind="stable"))
     return order
-
-
-def list_lengths(n_tiles: int, n_long: int, *, of_rows: bool, has_quarters: bool = False) -> tuple[int, int]:
-    """How long the list of n_tiles tiles is with zeros behind it, and that of their bitmasks.
-
-    n_long        records at the front that are worth splitting
-    has_quarters  whether a tile is listed as made of whole quarters
-
-    At least one zero: kernels read an index ahead. Lengths of different residues mod 8 keep torch.compile from taking two
-    that happen to agree for one symbol, which would recompile for the next layout where they differ.
-    """
-    # 1 mod 8, and at least 9
-    length = 8 * max(1, -(-n_tiles // 8)) + 1
-    return length, length + 8 * n_long + (2 if of_rows else 4) + has_quarters

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.kernels.plan_format import PARTIAL, TILE
 from blocksparse_flash.plan.block_bias import dense, piece_of
-from blocksparse_flash.plan.host_builder import PARTIAL, TILE
 
 SIZES: list[int | tuple[int, int]] = [16, 48, 64, 80, 128, 256, (32, 176)]
 
@@ -49,9 +49,9 @@ def test_pieces_and_blocks_find_each_other(block_size: Any, causal: bool) -> Non
     layout = some(block_size)
     plan, index = layout.plan("cpu", causal=causal), layout.bias_index("cpu", causal=causal)
     blocks, (block_q, block_kv), (piece_q, piece_kv) = blocks_of(layout), layout.block_size, piece_of(layout.block_size)
-    row_tiles = tiles_of(plan.row_items, plan.row_indices)
+    row_tiles = tiles_of(plan.row_records, plan.row_indices)
     col_tiles = {
-        place: (axis, row, col) for place, (axis, col, row) in tiles_of(plan.col_items, plan.col_indices).items()
+        place: (axis, row, col) for place, (axis, col, row) in tiles_of(plan.col_records, plan.col_indices).items()
     }
     assert sorted(row_tiles.values()) == sorted(col_tiles.values()) and len(row_tiles) > 3
     pieces_of: dict[int, set[int]] = {place: set() for place in blocks.values()}

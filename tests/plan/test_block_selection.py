@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse_flash import BlockLayout, attention
 from blocksparse_flash.kernels import schedule
+from blocksparse_flash.kernels.plan_format import ALL_SUBTILES, PARTIAL, SUBTILES_BIT, TILE, Plan
 from blocksparse_flash.plan import block_selection
-from blocksparse_flash.plan.host_builder import ALL_QUARTERS, PARTIAL, QUARTERS_BIT, TILE, Plan, quarters_of
+from blocksparse_flash.plan.host_builder import subtiles_of
 
 SIDES = (16, 32, 64, 128, 256)
 # what a record says; the numbers between are free
@@ -39,22 +40,22 @@ def selected(
 
 def pairs(plan: Plan, side: str, axes: int, q_len: int, kv_len: int) -> Tensor:
     """bool (axes, q_len, kv_len): what a kernel that walks the rows, or the columns, sees; checks the order of tiles."""
-    items, indices, ids = (getattr(plan, f"{side}_{name}") for name in ("items", "indices", "ids"))
+    items, indices, ids = (getattr(plan, f"{side}_{name}") for name in ("records", "indices", "bitmask_ids"))
     n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
     mask = torch.zeros(axes, n_rows * TILE, n_cols * TILE, dtype=torch.bool)
-    bits = (plan.words[..., None] >> torch.arange(32) & 1).bool().reshape(-1, TILE, TILE)
+    bits = (plan.bitmasks[..., None] >> torch.arange(32) & 1).bool().reshape(-1, TILE, TILE)
     for axis, records in enumerate(items.reshape(axes, -1, items.shape[-1]).tolist()):
         assert [record[2] for record in records] == sorted((record[2] for record in records), reverse=True)
         for major, record in enumerate(records[record[4]] for record in records):
             assert record[0] == major
             entries = [(ids[at].item(), indices[at].item()) for at in range(record[1], record[1] + record[2])]
             partial = [(minor & (PARTIAL - 1), bits[look]) for look, minor in entries if minor < 0]
-            said = [minor >> QUARTERS_BIT & ALL_QUARTERS for _, minor in entries if minor < 0]
-            made = quarters_of(plan.words[[look for look, minor in entries if minor < 0]].numpy()).tolist()
+            said = [minor >> SUBTILES_BIT & ALL_SUBTILES for _, minor in entries if minor < 0]
+            made = subtiles_of(plan.bitmasks[[look for look, minor in entries if minor < 0]].numpy()).tolist()
             n_mixed = record[3] - record[QUARTERED]
             # those made of whole quarters are the last of the partial ones
-            assert said[:n_mixed] == [ALL_QUARTERS] * n_mixed and said[n_mixed:] == made[n_mixed:]
-            assert ALL_QUARTERS not in said[n_mixed:]
+            assert said[:n_mixed] == [ALL_SUBTILES] * n_mixed and said[n_mixed:] == made[n_mixed:]
+            assert ALL_SUBTILES not in said[n_mixed:]
             full = [(minor, torch.ones(TILE, TILE, dtype=torch.bool)) for _, minor in entries if minor >= 0]
             assert len(partial) == record[3] and all(minor < 0 for _, minor in entries[: len(partial)])
             n_both = record[3] - record[SINGLE]
@@ -95,11 +96,11 @@ def test_layout_and_plan_are_those_of_the_host(
     plan, on_host = layout.plan("cpu", causal=causal), expected.plan("cpu", causal=causal)
     for side in ("row", "col"):
         assert torch.equal(pairs(plan, side, axes[0] * axes[1], q_len, kv_len).reshape(mask.shape), mask)
-        name = f"{side}_items"
+        name = f"{side}_records"
         has_quarters = min(block_size) == 64
         fields = [*FIELDS, QUARTERED, SINGLE] if has_quarters else FIELDS
         assert torch.equal(getattr(plan, name)[..., fields], getattr(on_host, name)[..., fields])
-        n_indices, n_ids = (len(getattr(plan, f"{side}_{name}")) for name in ("indices", "ids"))
+        n_indices, n_ids = (len(getattr(plan, f"{side}_{name}")) for name in ("indices", "bitmask_ids"))
         assert schedule.has_quarters(n_indices, n_ids) == has_quarters
         assert has_quarters or not getattr(plan, name)[..., QUARTERED].any()
 
@@ -221,7 +222,7 @@ def test_copies_are_planned_as_the_host_plans() -> None:
     layout = BlockLayout.from_topk(indices, 300, 300, block_size=64)
     for other in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), layout.to("cpu")):
         assert other == expected
-        assert torch.equal(other.plan("cpu").row_items[..., FIELDS], expected.plan("cpu").row_items[..., FIELDS])
+        assert torch.equal(other.plan("cpu").row_records[..., FIELDS], expected.plan("cpu").row_records[..., FIELDS])
     assert (layout | expected) == expected and (layout & ~expected).nnz == 0 and layout.T == expected.T
 
 

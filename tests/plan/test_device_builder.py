@@ -8,8 +8,8 @@ import torch
 import masks
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
+from blocksparse_flash.kernels.plan_format import TILE
 from blocksparse_flash.plan import device_builder
-from blocksparse_flash.plan.host_builder import TILE
 from blocksparse_flash.runtime import tracing
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -28,8 +28,8 @@ def drawn(batch: int, heads: int, q_len: int, kv_len: int, density: float, *, is
 def looks(layout: BlockLayout, device: torch.device, side: str) -> torch.Tensor:
     """What each listed tile of a plan attends to: int32 (tiles, 128, 4), all bits for a full one."""
     plan = layout.plan(device)
-    indices, ids = (getattr(plan, f"{side}_{name}")[: layout.nnz] for name in ("indices", "ids"))
-    return torch.where((indices < 0)[:, None, None], plan.words[ids.long()], -1).cpu()
+    indices, ids = (getattr(plan, f"{side}_{name}")[: layout.nnz] for name in ("indices", "bitmask_ids"))
+    return torch.where((indices < 0)[:, None, None], plan.bitmasks[ids.long()], -1).cpu()
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,10 @@ def test_the_plan_is_that_of_the_host(
     frame = Frame(*layout.shape, layout.block_size)
     plan = device_builder.build_plan(layout._rows(), frame, device, non_blocking=False)
     if is_long:
-        assert min(len(expected.row_ids), len(expected.col_ids)) > len(expected.row_indices) + 8
-    for name in ("row_items", "row_indices", "col_items", "col_indices"):
+        assert min(len(expected.row_bitmask_ids), len(expected.col_bitmask_ids)) > len(expected.row_indices) + 8
+    for name in ("row_records", "row_indices", "col_records", "col_indices"):
         assert torch.equal(getattr(plan, name).cpu(), getattr(expected, name)), name
-    assert len(plan.row_ids) == len(expected.row_ids) and len(plan.col_ids) == len(expected.col_ids)
+    assert len(plan.row_bitmask_ids) == len(expected.row_bitmask_ids) and len(plan.col_bitmask_ids) == len(expected.col_bitmask_ids)
     other = BlockLayout.from_state_dict(layout.state_dict())
     other._cache["plans"][device, False] = plan
     for side in ("row", "col"):
@@ -79,7 +79,7 @@ def test_of_a_selection_on_the_host_only_what_is_used_is_sent(device: torch.devi
     expected = BlockLayout.from_blocks([0, 1, 1], [3, 0, 1], 300, 512, block_size=TILE).plan("cpu")
     frame = Frame(*layout.shape, layout.block_size)
     plan = device_builder.build_plan(layout._rows(), frame, device, non_blocking=True)
-    for name in ("row_items", "row_indices", "col_items", "col_indices"):
+    for name in ("row_records", "row_indices", "col_records", "col_indices"):
         assert torch.equal(getattr(plan, name).cpu(), getattr(expected, name)), name
 
 
@@ -93,8 +93,8 @@ def test_a_layout_asks_for_it(monkeypatch: pytest.MonkeyPatch, device: torch.dev
 
     monkeypatch.setattr(device_builder, "suits", suits)
     layout = drawn(1, 1, 512, 640, 0.5)
-    assert len(layout.plan(device).words) == 8 and asked == [True]
-    assert len(masks.local(512, window=100).plan(device).words) != 8
+    assert len(layout.plan(device).bitmasks) == 8 and asked == [True]
+    assert len(masks.local(512, window=100).plan(device).bitmasks) != 8
     causal = layout.plan(device, causal=True)
     expected = (layout & masks.causal((512, 640))).plan(device)
     assert all(map(torch.equal, causal, expected))

@@ -13,17 +13,12 @@ from hypothesis import strategies as st
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
 from blocksparse_flash.kernels import schedule
+from blocksparse_flash.kernels.plan_format import ALL_SUBTILES, LONG, PARTIAL, SUBTILES_BIT, TILE, Plan
 from blocksparse_flash.plan.host_builder import (
-    ALL_QUARTERS,
-    LONG,
-    PARTIAL,
-    QUARTERS_BIT,
-    TILE,
-    Plan,
     _long,
     _order,
     long_lines,
-    quarters_of,
+    subtiles_of,
 )
 
 
@@ -56,17 +51,17 @@ def looks_of(mask: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
 
 
 def quarters(tile: np.ndarray) -> int:
-    """Which quarters of a tile attend, if it is made of whole ones, else ALL_QUARTERS."""
+    """Which quarters of a tile attend, if it is made of whole ones, else ALL_SUBTILES."""
     parts = [tile[64 * (i // 2) :, 64 * (i % 2) :][:64, :64] for i in range(4)]
     if all(part.all() or not part.any() for part in parts):
         return sum(int(part.all()) << i for i, part in enumerate(parts))
-    return ALL_QUARTERS
+    return ALL_SUBTILES
 
 
 def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
     """One direction of a plan, of masks (batch, heads, q_len, kv_len)."""
     items, indices, ids = (tensor.numpy() for tensor in (plan[:3] if of_rows else plan[3:6]))
-    words = np.unpackbits(plan.words.numpy().view(np.uint8), axis=-1, bitorder="little").astype(bool)
+    words = np.unpackbits(plan.bitmasks.numpy().view(np.uint8), axis=-1, bitorder="little").astype(bool)
     axes = [looks_of(mask) for mask in masks.reshape(-1, *masks.shape[2:])]
     n_lines = -(-masks.shape[2 if of_rows else 3] // TILE)
     counts = np.array([[sum(key[not of_rows] == line for key in looks) for line in range(n_lines)] for looks in axes])
@@ -93,12 +88,12 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
                 tile = words[ids[first + place]] if place < n_partial else np.ones((TILE, TILE), bool)
                 assert place < n_partial or ids[first + place] == 0
                 if place < n_partial:
-                    found_quarters = (listed[place] >> QUARTERS_BIT) & ALL_QUARTERS
+                    found_quarters = (listed[place] >> SUBTILES_BIT) & ALL_SUBTILES
                     assert found_quarters == quarters(tile)
-                    assert (found_quarters < ALL_QUARTERS) == (place >= ends[1])
+                    assert (found_quarters < ALL_SUBTILES) == (place >= ends[1])
                     # the other tokens of the tile, in two halves: one of which attends to nothing
                     is_single = not tile.any(0 if of_rows else 1).reshape(2, -1).any(1).all()
-                    assert (is_single and found_quarters < ALL_QUARTERS) == (place >= ends[2])
+                    assert (is_single and found_quarters < ALL_SUBTILES) == (place >= ends[2])
                     # what a kernel that looks at the sign alone reads: tokens, in 32 bits
                     assert int(listed[place]) * TILE % 2**32 == 2**31 + minors[place] * TILE
                 found[(line, minor) if of_rows else (minor, line)] = tile
@@ -142,8 +137,8 @@ def test_which_bitmasks_are_made_of_whole_quarters() -> None:
     broken[3::5, 127, 127] ^= True
     broken[4::5, 65, 40] ^= True
     words = np.packbits(np.concatenate([tiles, broken]), axis=-1, bitorder="little").view(np.int32)
-    assert quarters_of(words).tolist() == [*range(16), *[ALL_QUARTERS] * 80]
-    assert quarters_of(words[:0]).shape == (0,)
+    assert subtiles_of(words).tolist() == [*range(16), *[ALL_SUBTILES] * 80]
+    assert subtiles_of(words[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("lengths", [(5 * TILE, 6 * TILE), (5 * TILE + 64, 6 * TILE + 7)])
@@ -153,7 +148,7 @@ def test_tiles_of_whole_quarters_are_listed_by_their_halves(lengths: tuple[int, 
     blocks = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.4
     layout = BlockLayout.from_block_mask(blocks, *lengths, block_size=64)
     plan = layout.plan("cpu")
-    assert not torch.equal(plan.row_items[..., 6].sum(), plan.col_items[..., 6].sum())
+    assert not torch.equal(plan.row_records[..., 6].sum(), plan.col_records[..., 6].sum())
     check_side(plan, layout.to_dense().numpy(), of_rows=True)
     check_side(plan, layout.to_dense().numpy(), of_rows=False)
 
@@ -168,7 +163,7 @@ def test_full_tiles_alone_and_long_lines(causal: bool) -> None:
     if causal:
         masks = masks & np.tri(10 * TILE, 12 * TILE, 2 * TILE, dtype=bool)
     plan = layout.plan("cpu", causal=causal)
-    assert plan.row_items[0, 0, 0, 7] > 0
+    assert plan.row_records[0, 0, 0, 7] > 0
     check_side(plan, masks, of_rows=True)
     check_side(plan, masks, of_rows=False)
 

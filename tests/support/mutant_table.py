@@ -332,8 +332,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan/host_builder.py",
-            "PARTIAL + ((ALL_QUARTERS - quarters) << QUARTERS_BIT)",
-            "PARTIAL + (quarters << QUARTERS_BIT)",
+            "PARTIAL + ((ALL_SUBTILES - subtiles) << SUBTILES_BIT)",
+            "PARTIAL + (subtiles << SUBTILES_BIT)",
             "tests/plan/test_host_builder.py",
         ),
         (
@@ -361,9 +361,9 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/plan/test_host_builder.py",
         ),
         (
-            "plan/host_builder.py",
-            "length + 8 * n_long +",
-            "length + 8 * min(n_long, 1) +",
+            "kernels/plan_format.py",
+            "n_indices + 8 * n_split +",
+            "n_indices + 8 * min(n_split, 1) +",
             "tests/plan/test_host_builder.py",
         ),
         (
