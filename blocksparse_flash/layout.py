@@ -782,7 +782,7 @@ class BlockLayout:
 
     def _new_plan(self, device: torch.device, causal: bool, non_blocking: bool = False) -> Plan:
         if "selection" in self._cache and device == self.device:
-            return block_selection.build_plan(self._cache["selection"], **self._frame.sizes, causal=causal)
+            return block_selection.plan_of_selection(self._cache["selection"], **self._frame.sizes, causal=causal)
         if causal:
             restricted = self._causal()
             if restricted == self:

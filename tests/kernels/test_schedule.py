@@ -94,7 +94,9 @@ def test_lists_of_different_kinds_never_have_a_length_in_common(kind: str) -> No
             indices = torch.arange(n_blocks).repeat(1, 1, 40, 1)
             layout = BlockLayout.from_topk(indices, 40 * TILE, 40 * TILE, block_size=TILE)
         plan = layout.plan("cpu")
-        lengths = [len(values) for values in (plan.row_indices, plan.row_bitmask_ids, plan.col_indices, plan.col_bitmask_ids)]
+        lengths = [
+            len(values) for values in (plan.row_indices, plan.row_bitmask_ids, plan.col_indices, plan.col_bitmask_ids)
+        ]
         assert [length % 8 for length in lengths] == [1, 3, 1, 5]
         # the two that always agree, one value behind the last
         assert lengths[0] == lengths[2] > int(plan.row_records[..., 2].sum())
