@@ -40,7 +40,7 @@ def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) ->
     first, stop = canvas.cols_between(*keys_of(np.arange(canvas.n_rows)))
     within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
     return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, dedup_key=looks
     )
 
 

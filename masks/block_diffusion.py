@@ -124,5 +124,5 @@ def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> B
     rows, cols = _candidates(canvas, length, size)
     within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
     return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, dedup_key=looks
     )

@@ -250,7 +250,7 @@ def _along(layout: BlockLayout, canvas: Canvas, tokens: Tokens, step: int) -> Bl
         return torch.from_numpy(is_kept & ((key - lowest) % step == 0) if step > 1 else is_kept)
 
     return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=layout, looks=looks
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=layout, dedup_key=looks
     )
 
 

@@ -48,7 +48,7 @@ def _one_head(canvas: Canvas, *, window: int, dilation: int, causal: bool) -> Bl
     rows, cols = blocks_between(canvas, first_key, last_key)
     within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
     return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, dedup_key=looks
     )
 
 

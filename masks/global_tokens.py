@@ -91,5 +91,5 @@ def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128
         block_size=canvas.block_size,
     )
     return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, dedup_key=looks
     )

@@ -145,5 +145,5 @@ def hierarchical(
     rows, cols = _candidates(canvas, kept, causal=causal)
     within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
     return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, dedup_key=looks
     )

@@ -65,7 +65,7 @@ def _one_head(canvas: Canvas, query_buckets: np.ndarray, key_buckets: np.ndarray
 
     within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
     return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, dedup_key=looks
     )
 
 

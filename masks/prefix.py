@@ -61,5 +61,5 @@ def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> Bl
     first, stop = canvas.cols_between(*keys_of(np.arange(canvas.n_rows)))
     within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
     return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, dedup_key=looks
     )

@@ -61,7 +61,7 @@ def _sinks(canvas: Canvas, *, sinks: int, window: int, last: int) -> BlockLayout
         within_rows, within_cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size
     )
     return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, dedup_key=looks
     )
 
 

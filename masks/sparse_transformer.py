@@ -69,7 +69,7 @@ def _one_head(canvas: Canvas, fixed: Fixed, *, causal: bool) -> BlockLayout:
     rows, cols = _candidates(canvas, fixed, causal=causal)
     within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
     return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, dedup_key=looks
     )
 
 

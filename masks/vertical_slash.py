@@ -98,7 +98,7 @@ def _one_head(canvas: Canvas, is_vertical: np.ndarray, is_slash: np.ndarray) -> 
     rows, cols = _candidates(canvas, is_vertical, is_slash)
     within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
     return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
+        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, dedup_key=looks
     )
 
 

@@ -120,7 +120,7 @@ def layout_of_runs(runs: Runs, axes: Size, *, q_len: int, kv_len: int, block_siz
     kinds = block_list.edge_kinds(keys[partial], q_len=q_len, kv_len=kv_len, block_size=block_size)
     for part in _chunks(len(partial), block_q * (block_kv + 1)):
         gathering.add(_drawn(keys[partial[part]], runs, flat_rows, q_pos % block_q, n_cols, block_size), kinds[part])
-    looks[partial], words = gathering.looks()
+    looks[partial], words = gathering.ids()
     return layout_of(keys, looks, words, axes, q_len=q_len, kv_len=kv_len, block_size=block_size)
 
 

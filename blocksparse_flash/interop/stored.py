@@ -117,7 +117,7 @@ def causal_part(layout: BlockLayout) -> BlockLayout:
         **sizes(layout),
         within=layout,
         # how far the first query of a block sees past its first key; beyond the sides a block is empty or full
-        looks=lambda row, col: np.clip(row * block_q + ahead - col * block_kv, -block_q, block_kv),
+        dedup_key=lambda row, col: np.clip(row * block_q + ahead - col * block_kv, -block_q, block_kv),
     )
 
 

@@ -228,7 +228,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "if True:",
             "tests/blocks/test_block_list.py",
         ),
-        ("blocks/block_list.py", "looks + self._n_words, looks)", "looks, looks)", "tests/blocks/test_block_list.py"),
+        ("blocks/block_list.py", "ids + self._n_words, ids)", "ids, ids)", "tests/blocks/test_block_list.py"),
         (
             "blocks/block_list.py",
             "down = place // n_across * SIDE_UNIT - old[0]",
