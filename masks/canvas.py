@@ -84,7 +84,7 @@ class Canvas(NamedTuple):
         dedup_key  (row, col) -> int64: blocks with equal keys have equal pairs, so one of them is evaluated
         """
         return BlockLayout.from_predicate(
-            attends, self.q_len, self.kv_len, block_size=self.block_size, within=within, looks=dedup_key
+            attends, self.q_len, self.kv_len, block_size=self.block_size, within=within, dedup_key=dedup_key
         )
 
 

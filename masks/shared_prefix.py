@@ -59,5 +59,5 @@ def shared_prefix(
 
     within = BlockLayout.from_ranges(np.zeros_like(rows), stop, length, length, block_size=own.block_size)
     return own | BlockLayout.from_predicate(
-        attends, length, length, block_size=own.block_size, within=within, looks=dedup_key
+        attends, length, length, block_size=own.block_size, within=within, dedup_key=dedup_key
     )

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..blocks import checks
 from ..blocks.block_list import Array
+from ..kernels.plan_format import TILE
 from ..layout import BlockLayout
-from ..plan.host_builder import TILE
 from . import ownership, times, traffic
 from .agreement import agreed, said_by_all
 from .costs import ELEMENT_BYTES, HEAD_DIM, Costs, costs_of, report, slower_than_one

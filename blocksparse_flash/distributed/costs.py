@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..blocks.block_list import Array
-from ..plan.host_builder import TILE
+from ..kernels.plan_format import TILE
 from . import times, traffic
 from .ownership import Pairs
 from .times import Call, Work

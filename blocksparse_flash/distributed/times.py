@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..plan.host_builder import TILE
+from ..kernels.plan_format import TILE
 
 # bytes a second that a rank receives, and what a message takes besides
 LINK, LATENCY = 278e9, 36e-6

@@ -75,7 +75,7 @@ def built(whole: Whole) -> BlockLayout:
         length,
         block_size=layout.block_size,
         within=layout,
-        looks=lambda row, col: row * block_q - col * block_kv,
+        dedup_key=lambda row, col: row * block_q - col * block_kv,
     )
 
 

@@ -114,7 +114,7 @@ def causal_part(layout: BlockLayout) -> BlockLayout:
         **sizes(layout),
         within=layout,
         # distance of the first query and key of a block; clipped, since a block beyond that is empty or full
-        looks=lambda row, col: np.clip(row * block_q + ahead - col * block_kv, -block_q, block_kv),
+        dedup_key=lambda row, col: np.clip(row * block_q + ahead - col * block_kv, -block_q, block_kv),
     )
 
 

@@ -121,7 +121,7 @@ def layout_of_runs(runs: Runs, axes: Size, *, q_len: int, kv_len: int, block_siz
         gathering.add(
             _run_bitmasks(keys[partial[part]], runs, flat_rows, q_pos % block_q, n_cols, block_size), kinds[part]
         )
-    ids[partial], words = gathering.looks()
+    ids[partial], words = gathering.ids()
     return layout_of(keys, ids, words, axes, q_len=q_len, kv_len=kv_len, block_size=block_size)
 
 

@@ -228,7 +228,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "if True:",
             "tests/blocks/test_block_list.py",
         ),
-        ("blocks/block_list.py", "looks + self._n_words, looks)", "looks, looks)", "tests/blocks/test_block_list.py"),
+        ("blocks/block_list.py", "ids + self._n_words, ids)", "ids, ids)", "tests/blocks/test_block_list.py"),
         (
             "blocks/block_list.py",
             "down = place // n_across * SIDE_UNIT - old[0]",
@@ -332,8 +332,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan/host_builder.py",
-            "PARTIAL + ((ALL_QUARTERS - quarters) << QUARTERS_BIT)",
-            "PARTIAL + (quarters << QUARTERS_BIT)",
+            "PARTIAL + ((ALL_SUBTILES - subtiles) << SUBTILES_BIT)",
+            "PARTIAL + (subtiles << SUBTILES_BIT)",
             "tests/plan/test_host_builder.py",
         ),
         (
@@ -361,9 +361,9 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/plan/test_host_builder.py",
         ),
         (
-            "plan/host_builder.py",
-            "length + 8 * n_long +",
-            "length + 8 * min(n_long, 1) +",
+            "kernels/plan_format.py",
+            "n_indices + 8 * n_split +",
+            "n_indices + 8 * min(n_split, 1) +",
             "tests/plan/test_host_builder.py",
         ),
         (
