@@ -56,7 +56,7 @@ def built(whole: Whole) -> BlockLayout:
     """The layout; of equal arguments the same object."""
     layout, length, left, right = whole
     if isinstance(layout, str):
-        import masks
+        from .. import masks
 
         layout = masks.build(layout, length)
     if layout is None:
