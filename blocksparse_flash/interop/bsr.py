@@ -282,8 +282,8 @@ def to_torch_sparse(
     """One batch and head as a sparse bool tensor over tokens, on the layout's device.
 
     batch, head    indices into the layout
-    sparse_layout  torch.sparse_bsr: blocks of layout.block_size, with the shape rounded up to whole blocks, False beyond
-                   the lengths; torch.sparse_csr: shape (q_len, kv_len), in O(pairs that attend)
+    sparse_layout  torch.sparse_bsr: blocks of layout.block_size, with the shape rounded up to whole blocks and
+                   False beyond the lengths; torch.sparse_csr: shape (q_len, kv_len), in O(pairs that attend)
     raises         ValueError for another sparse_layout
     """
     single = one_head(layout, batch, head)

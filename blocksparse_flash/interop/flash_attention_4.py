@@ -23,7 +23,7 @@ class BlockSparseTensors(NamedTuple):
     full_block_cnt, full_block_idx  the same for full blocks
     block_size      (block_q, block_kv)
     cu_total_m_blocks, cu_block_idx_offsets  for varlen batches; always None here
-    dq_write_order, dq_write_order_full, spt  for deterministic gradients; always None here, computed by FlashAttention-4
+    dq_write_order, dq_write_order_full, spt  for deterministic gradients; always None, FlashAttention-4 computes them
     """
 
     mask_block_cnt: torch.Tensor
