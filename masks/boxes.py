@@ -115,7 +115,7 @@ def _runs(axis: Axis, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, 
     return sources, np.maximum(first[sources], begins[runs]), np.minimum(last[sources], stops[runs] - 1)
 
 
-def _stretches(
+def _seen_ranges(
     grid: Sequence[int], axes: Sequence[Axis], level: int, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], gap: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(rows, first, last) of the tokens that the pieces see, as ranges; gaps of less than `gap` tokens are filled."""
@@ -153,7 +153,7 @@ def _seen(axis: Axis, coordinate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _candidates(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis]) -> tuple[np.ndarray, np.ndarray]:
     """(rows, cols) of the blocks that may hold a pair of row-major tokens, with repeats."""
     found = [
-        _stretches(grid, axes, level, pieces, canvas.block_kv) for level, pieces in enumerate(_pieces(canvas, grid))
+        _seen_ranges(grid, axes, level, pieces, canvas.block_kv) for level, pieces in enumerate(_pieces(canvas, grid))
     ]
     rows, begin, stop = (np.concatenate(parts) for parts in zip(*found, strict=True))
     first, stop = canvas.cols_between(begin, stop)

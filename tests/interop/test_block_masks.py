@@ -173,8 +173,7 @@ def layout_of(mask: np.ndarray, block_size: Any = 128) -> BlockLayout:
         (
             lambda: to_block_sparse_attention(layout_of(causal(256, 256))),
             ValueError,
-            r"cannot be given to Block-Sparse-Attention, which takes whole 128 x 128 blocks: "
-            r"block \(row 0, col 0\) of batch 0, head 0 attends in part",
+            r"takes whole 128 x 128 blocks: block \(row 0, col 0\) of batch 0, head 0 attends in part",
         ),
         (
             lambda: to_block_sparse_attention(layout_of(np.tri(256, k=-1) > 0), causal=True),
