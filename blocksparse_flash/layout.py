@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -32,9 +33,10 @@ from .blocks.checks import TENSORS
 from .blocks.reindexing import crop, gather
 from .blocks.statistics import Description, describe
 from .blocks.transfer import to_device
+from .kernels.plan_format import TILE, Plan
 from .plan import block_bias, block_selection, device_builder
 from .plan.block_bias import BiasIndex
-from .plan.host_builder import TILE, Plan, build_plan
+from .plan.host_builder import build_plan
 from .runtime import tracing
 
 Integers = torch.Tensor | Array | list[int]
@@ -160,9 +162,10 @@ class BlockLayout:
         *,
         block_size: int | Size,
         within: BlockLayout | None = None,
-        looks: predicates.Looks | None = None,
+        dedup_key: predicates.DedupKey | None = None,
         heads: int | None = None,
         batch: int | None = None,
+        looks: predicates.DedupKey | None = None,
     ) -> BlockLayout:
         """The layout of the pairs for which fn is true, on the host (on within's device, if it is given).
 
@@ -170,9 +173,10 @@ class BlockLayout:
         fn       fn(q_pos, kv_pos) -> bool tensor; int64 tensors that broadcast. With heads or batch given,
                  fn(batch, head, q_pos, kv_pos). Called with some 4 M pairs at a time
         within   equals from_predicate(fn) & within, but only the blocks of `within` are evaluated: O(nnz) at any length
-        looks    looks(row, col) -> int64, arrays of the same shape: a promise that blocks with equal numbers look the
-                 same under fn (but for the ragged edges), so that only one of them is evaluated
+        dedup_key  dedup_key(row, col) -> int64, arrays of the same shape: a promise that fn gives equal blocks for equal
+                 keys (ragged edges aside), so that only one of them is evaluated
         heads, batch  None: one layout shared by all
+        looks    the old name of dedup_key, deprecated
 
         >>> window = lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 64
         >>> BlockLayout.from_predicate(window, 256, 256, block_size=64).density
@@ -180,7 +184,10 @@ class BlockLayout:
         """
         frame = checks.frame(q_len, kv_len, block_size)
         frame = frame._replace(batch=checks.axis(batch, "batch"), heads=checks.axis(heads, "heads"))
-        predicates.check(fn, looks)
+        if looks is not None:
+            warnings.warn("looks= is deprecated, use dedup_key=", DeprecationWarning, stacklevel=2)
+            dedup_key = looks
+        predicates.check(fn, dedup_key)
         n_blocks = frame.n_rows * frame.n_cols
         if within is None:
             checks.check_nnz(frame.leads * n_blocks)
@@ -192,7 +199,7 @@ class BlockLayout:
             checks.joint(frame[:2], within.shape[:2], "within")
             keys = set_operations.keys_over(within._block_list().keys, within.shape[:2], frame[:2], n_blocks)
         by_head = heads is not None or batch is not None
-        found = predicates.evaluate(fn, keys, heads=frame.heads, by_head=by_head, looks=looks, **frame.sizes)
+        found = predicates.evaluate(fn, keys, heads=frame.heads, by_head=by_head, dedup_key=dedup_key, **frame.sizes)
         if within is None:
             return cls._from_block_list(found, frame)
         return cls._from_block_list(found, frame, within.device) & within
@@ -781,7 +788,7 @@ class BlockLayout:
 
     def _new_plan(self, device: torch.device, causal: bool, non_blocking: bool = False) -> Plan:
         if "selection" in self._cache and device == self.device:
-            return block_selection.build_plan(self._cache["selection"], **self._frame.sizes, causal=causal)
+            return block_selection.plan_of_selection(self._cache["selection"], **self._frame.sizes, causal=causal)
         if causal:
             restricted = self._causal()
             if restricted == self:
@@ -807,8 +814,8 @@ class BlockLayout:
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""
-        fn, looks = predicates.causal(self._frame)
-        return self.from_predicate(fn, self.q_len, self.kv_len, block_size=self.block_size, within=self, looks=looks)
+        fn, key = predicates.causal(self._frame)
+        return self.from_predicate(fn, **self._frame.sizes, within=self, dedup_key=key)
 
 
 def _copied(name: str) -> property:

@@ -1,7 +1,6 @@
-"""Which pattern of attention: functions that return a BlockLayout, one family a file, and orders of the tokens.
+"""Mask builders: functions that return a BlockLayout, one family a file, and token orders for grids.
 
-Knows the names of the families, and of `build`, which reads them from a line of text.
-Must not know anything else: patterns compose with | & ^ ~ - of the layouts they return.
+Layouts compose with | & ^ ~ -, and `build` reads such an expression from text.
 """
 
 from .alibi_windows import alibi_windows

@@ -1,8 +1,4 @@
-"""What happens on `python -m masks`?
-
-Knows that the command line answers.
-Must not know its commands.
-"""
+"""Entry point of `python -m masks`."""
 
 from .command_line import main
 

@@ -1,8 +1,4 @@
-"""How far does each head look when distance is charged by the head?
-
-Knows whose slopes ALiBi's are, and that a penalty of slope * distance up to a threshold is a window.
-Must not know how windows are built, beyond calling them.
-"""
+"""ALiBi windows: per-head windows that drop pairs whose ALiBi penalty exceeds a threshold."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ def _read_positive(name: str, value: object) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a positive number, got {value!r} ({specs_of(value)})")
     number = float(value)
-    # written so that nan is refused too
+    # also refuses nan
     if not 0.0 < number < math.inf:
         raise ValueError(f"{name}: expected a positive number, got {value!r}")
     return number
@@ -42,25 +38,25 @@ def alibi_windows(
     causal: bool = False,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """Each head attends as far as its ALiBi penalty stays at most `threshold`: a window of its own.
+    """Each head has its own window, which holds the tokens whose ALiBi penalty is at most `threshold`.
 
-    Keeps slope_h * |d| <= threshold, where d = q_pos + (kv_len - q_len) - kv_pos, that is local(window=w_h) with
-    w_h = floor(threshold / slope_h), the quotient taken exactly. Keys further away would be weighted by at most
-    exp(-threshold) of their unpenalised weight.
+    Keeps slope_h * |d| <= threshold, where d = q_pos + (kv_len - q_len) - kv_pos: head h is local(window=w_h) with
+    w_h = floor(threshold / slope_h), computed exactly. ALiBi multiplies the weight of every dropped key by less than
+    exp(-threshold).
 
     length      tokens, or (q_len, kv_len), aligned at their ends
     threshold   largest penalty kept, in units of the scores, positive
-    heads       how many heads, with the slopes of the paper: 2**(-8 (h + 1) / heads) for a power of two; for another
-                number those of the power of two below, then every other one of the power of two above
-    slopes      (heads,), positive: the slopes themselves. Exactly one of heads and slopes is given
-    causal      True keeps d >= 0 only, as the paper does
+    heads       number of heads, which get the slopes of the paper: 2**(-8 (h + 1) / heads) for a power of two; else
+                those of the next lower power of two, followed by every other slope of the next higher one
+    slopes      (heads,), positive: the slopes, instead of heads
+    causal      True also requires d >= 0, as the paper does
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, heads, q_len, kv_len), exact to the token
-    raises      ValueError if both or neither of heads and slopes are given, or a number is not positive, TypeError if
-                one is no number
+    raises      ValueError if both or neither of heads and slopes are given, or a value is not positive; TypeError if
+                a value is not a number
 
-    Press et al., "Train Short, Test Long", arXiv:2108.12409, section 3 (slopes); the cut at a threshold is that of
-    xFormers' alibi_pattern.
+    Press et al., "Train Short, Test Long", arXiv:2108.12409, section 3 (slopes). The threshold is that of xFormers'
+    alibi_pattern.
 
     >>> alibi_windows(1024, heads=8, threshold=16.0, causal=True).shape
     (1, 8, 1024, 1024)

@@ -1,8 +1,4 @@
-"""Which pairs are in the same chunk, or not in a later one?
-
-Knows chunks of equal size, laid on the keys from the first one on.
-Must not know how bitmasks are packed or shared.
-"""
+"""Block-diagonal and block-causal masks over chunks of equal size, which begin at key 0."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from .kinds import joint_numbers
 
 
 def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) -> BlockLayout:
-    """The pairs of one chunk; with the earlier chunks if sees_past, without the later tokens unless sees_future."""
+    """The pairs within chunks; sees_past adds all earlier chunks, sees_future keeps later tokens of the same chunk."""
     shift = canvas.shift
 
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
@@ -26,7 +22,7 @@ def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) ->
         is_kept = kv_chunk <= q_chunk if sees_past else kv_chunk == q_chunk
         return is_kept if sees_future else is_kept & (kv_pos <= q_pos + shift)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         chunks = chunks_in(canvas, size, row, col)
         future = np.zeros_like(row) if sees_future else np.minimum(canvas.distances(row, col)[0], 0)
         return joint_numbers(chunks.queries, chunks.keys, chunks.apart, future)
@@ -38,17 +34,14 @@ def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) ->
 
     check_rows(canvas, keys_of)
     first, stop = canvas.cols_between(*keys_of(np.arange(canvas.n_rows)))
-    within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_ranges(first, stop), dedup_key=dedup_key)
 
 
 def block_diagonal(length: Length, *, size: int, causal: bool = False, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the tokens of its own chunk: squares along the diagonal.
 
-    Chunks begin at key 0, size, 2 * size, ...; query i stands at key i + kv_len - q_len, as with causal=True. The size
-    need not fit the blocks. For chunks of different sizes use `documents`.
+    Chunks begin at key 0, size, 2 * size, ...; query i is at key position i + kv_len - q_len, as with causal=True. The
+    size need not be a multiple of the block size. For chunks of different sizes use `documents`.
 
     size=2 on 5 tokens, plain and causal:
         1 1 0 0 0     1 0 0 0 0
@@ -58,13 +51,14 @@ def block_diagonal(length: Length, *, size: int, causal: bool = False, block_siz
         0 0 0 0 1     0 0 0 0 1
 
     length      tokens, or (q_len, kv_len)
-    size        tokens in a chunk; the last one holds what is left
-    causal      True keeps d >= 0 only, where d = q_pos + (kv_len - q_len) - kv_pos
+    size        tokens in a chunk; the last chunk may be shorter
+    causal      True also requires d >= 0, where d = q_pos + (kv_len - q_len) - kv_pos
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
-    raises      ValueError if size < 1, TypeError if it is no int or causal is no bool
+    raises      ValueError if size < 1; TypeError if it is not an int or causal is not a bool
 
-    Qiu et al., "Blockwise Self-Attention for Long Document Understanding", arXiv:1911.02972, section 3 (the identity permutation).
+    Qiu et al., "Blockwise Self-Attention for Long Document Understanding", arXiv:1911.02972, section 3
+    (the identity permutation).
 
     >>> block_diagonal(1024, size=256).density
     0.25
@@ -77,8 +71,8 @@ def block_diagonal(length: Length, *, size: int, causal: bool = False, block_siz
 def block_causal(length: Length, *, size: int, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to its own chunk, in both directions, and to every chunk before it.
 
-    Keeps kv_pos // size <= (q_pos + kv_len - q_len) // size. With size=1 it is `causal`; frames of a video and blocks
-    that are generated at once want a larger size.
+    Keeps kv_pos // size <= (q_pos + kv_len - q_len) // size. With size=1 it equals `causal`; larger sizes suit
+    frames of a video and blocks of tokens that are generated together.
 
     size=2 on 5 tokens:
         1 1 0 0 0
@@ -91,9 +85,9 @@ def block_causal(length: Length, *, size: int, block_size: BlockSize = 128) -> B
     size        tokens in a chunk; chunks begin at key 0, size, 2 * size, ...
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
-    raises      ValueError if size < 1, TypeError if it is no int
+    raises      ValueError if size < 1; TypeError if it is not an int
 
-    Arriola et al., "Block Diffusion", arXiv:2503.09573 (attention of a block to itself and those before it).
+    Arriola et al., "Block Diffusion", arXiv:2503.09573 (a block attends to itself and to earlier blocks).
 
     >>> block_causal(1024, size=256).density
     0.625

@@ -1,8 +1,4 @@
-"""What may a noised block of tokens see while a block diffusion model trains?
-
-Knows BD3-LM: noised tokens and clean tokens side by side, in diffusion blocks that are denoised one after another.
-Must not know how tokens are noised, nor how bitmasks are packed or shared.
-"""
+"""Training mask of block diffusion (BD3-LM): noised tokens followed by clean tokens, in diffusion blocks."""
 
 from __future__ import annotations
 
@@ -18,29 +14,29 @@ from .checks import read_integer
 
 
 def _candidates(canvas: Canvas, length: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that have a pair, each once, ascending."""
+    """(rows, cols) of the blocks that hold a pair, unique and ascending."""
     first, last = canvas.row_span(np.arange(canvas.n_rows))
-    # the noised queries of a row see their own blocks, and the clean keys before the last of them
+    # noised queries see their own diffusion blocks, and clean keys before the last of these
     last_noised = np.minimum(last, length - 1)
     is_noised, is_clean = first < length, last >= length
     own_begin, own_end = first // size * size, np.minimum((last_noised // size + 1) * size, length)
     before_end = length + np.where(is_noised, last_noised // size * size, 0)
-    # the clean ones see the clean keys to the end of their block
+    # clean queries see clean keys up to the end of their own diffusion block
     clean_end = length + np.where(is_clean, ((last - length) // size + 1) * size, 0)
-    # [rows, 2]: keys begin .. end - 1 among the noised and among the clean ones
+    # [rows, 2]: keys begin .. end - 1 of the noised and of the clean half
     begin = np.stack([np.where(is_noised, own_begin, 0), np.full_like(first, length)], axis=1)
     end = np.stack([np.where(is_noised, own_end, 0), np.minimum(np.maximum(before_end, clean_end), 2 * length)], axis=1)
     return blocks_between(canvas, begin, end - 1)
 
 
 class Sides(NamedTuple):
-    """What the block rows (or cols) hold, each int64 (sides,).
+    """The diffusion blocks within each block row (or col), int64 (sides,) unless said otherwise.
 
-    kinds      equal for sides that hold the same parts of diffusion blocks, of the same half
-    first      the diffusion block of the first token, counted in its half
-    last       the diffusion block of the last token, counted in its half
+    kinds      equal for sides of the same half that cut diffusion blocks at the same places
+    first      diffusion block of the first token, counted within its half
+    last       diffusion block of the last token, counted within its half
     is_clean   bool: the first token is clean
-    is_border  bool: holds tokens of both halves; at most one does, and no other side is of its kind
+    is_border  bool: holds tokens of both halves; at most one side does, and its kind is unique
     """
 
     kinds: np.ndarray
@@ -60,10 +56,10 @@ def _sides(n_sides: int, side: int, length: int, size: int) -> Sides:
 
 
 def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> BlockLayout:
-    """Noised tokens attend to their own block and to the clean ones before it, clean tokens to clean blocks up to theirs.
+    """Noised tokens attend to their own and to earlier clean blocks, clean tokens to clean blocks up to their own.
 
-    The sequence is [x_t | x_0]: `length` noised tokens, then the `length` clean ones, both cut into diffusion blocks of
-    `size` tokens. Token i of either half lies in diffusion block i // size; the last one may be shorter.
+    The sequence is [x_t | x_0]: `length` noised tokens, then `length` clean tokens. Token i of either half is in
+    diffusion block i // size; the last block of a half may be shorter.
 
     length=4, size=2 (noised | clean, queries down, keys across):
         1 1 0 0 | 0 0 0 0
@@ -80,7 +76,7 @@ def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> B
     size        tokens in a diffusion block, at least 1
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, 2 * length, 2 * length), shared by every head, exact to the token
-    raises      ValueError if length < 0 or size < 1, TypeError if one is no int
+    raises      ValueError if length < 0 or size < 1; TypeError if one is not an int
 
     Arriola et al., "Block Diffusion", arXiv:2503.09573, section 3.1 and appendix B.6 (M_BD, M_OBC, M_BC).
 
@@ -96,7 +92,7 @@ def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> B
         is_clean_query, is_clean_key = q_pos >= length, kv_pos >= length
         query_block = (q_pos - length * is_clean_query) // size
         key_block = (kv_pos - length * is_clean_key) // size
-        # one comparison of all pairs for each half of the keys; the other half gets numbers that no block has
+        # one comparison per half of the keys; the other half gets numbers that no diffusion block has
         of_noised = query_block.where(~is_clean_query, -1) == key_block.where(~is_clean_key, -2)
         of_clean = key_block.where(is_clean_key, length) < query_block + is_clean_query
         return of_noised | of_clean
@@ -105,24 +101,21 @@ def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> B
         _sides(n, side, length, size) for n, side in zip((canvas.n_rows, canvas.n_cols), canvas.block_size, strict=True)
     )
     n_col_kinds = int(across.kinds.max(initial=0)) + 1
-    # a side meets at most as many diffusion blocks as it has tokens: further apart, all or nothing attends
+    # a side meets at most one diffusion block per token, so farther apart a block is full or empty
     span = canvas.block_q + canvas.block_kv
     n_places = 2 * span + 1 + canvas.n_rows + canvas.n_cols
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         place = np.clip(down.first[row] - across.first[col], -span, span) + span
         is_border = down.is_border[row] | across.is_border[col]
-        # what meets the border of the halves looks like nothing else
+        # blocks on the border of the halves have unique keys
         place = np.where(across.is_border[col], 2 * span + 1 + row, place)
         place = np.where(down.is_border[row], 2 * span + 1 + canvas.n_rows + col, place)
-        # most blocks of a long sequence: clean keys before all queries, or in the diffusion block of clean queries
+        # most stored blocks are full: clean keys that all queries see, or one noised diffusion block
         is_before = across.is_clean[col] & (across.last[col] < down.first[row] + down.is_clean[row])
         is_own = ~across.is_clean[col] & (across.first[col] == down.last[row]) & (across.last[col] == down.first[row])
         is_full = (is_before | is_own) & ~is_border
         return np.where(is_full, -1, (down.kinds[row] * n_col_kinds + across.kinds[col]) * n_places + place)
 
     rows, cols = _candidates(canvas, length, size)
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)

@@ -1,7 +1,6 @@
-"""Which blocks hold the pairs, when each token of a grid attends to a box of it?
+"""Layouts in which each token of a grid attends to a box: a product of one range per axis.
 
-Knows tokens laid on a grid, row-major or in an order of the caller's, and boxes that are a product of stretches, one
-an axis. Must not know which box a family gives to a token.
+Shared by the families of grid.py, for row-major tokens or any order of them.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from blocksparse_flash import BlockLayout
 from .canvas import Canvas, distinct_blocks, spread
 from .kinds import joint_numbers, kinds_of_rows
 
-# sides of blocks are multiples of this, so that a group of as many tokens lies in one row
+# block sides are multiples of 16, so an aligned group of 16 tokens lies in one row
 GROUP = 16
 
 
 class Axis(NamedTuple):
-    """What a token sees along one axis: from coordinate x the coordinates low[x], low[x] + step, ... to high[x].
+    """What a token sees along one axis: a token at x sees the coordinates low[x], low[x] + step, ..., high[x].
 
     low, high  int64 (side,), low[x] <= x <= high[x]
     """
@@ -33,9 +32,9 @@ class Axis(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The tokens in the order of their positions, filled up to whole blocks with the last one.
+    """The tokens by position, padded to whole blocks with copies of the last token.
 
-    place, low, high  int16 or int32 (axes, padded length): coordinates, and the ends of the stretches seen from there
+    place, low, high  int16 or int32 (axes, padded length): coordinates, and the ends of the ranges seen from there
     """
 
     place: np.ndarray
@@ -44,12 +43,12 @@ class Tokens(NamedTuple):
 
 
 def _volumes(grid: Sequence[int]) -> list[int]:
-    """Tokens from one coordinate to the next, for each axis."""
+    """Strides of the row-major grid, in tokens."""
     return [int(np.prod(grid[axis + 1 :], dtype=np.int64)) for axis in range(len(grid))]
 
 
 def _tokens(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis], order: np.ndarray | None) -> Tokens:
-    # narrow numbers are read, compared and told apart faster
+    # narrow integers are compared and sorted faster
     narrow = np.int16 if max(grid) < 2**15 else np.int32
     n_padded = max(canvas.n_rows * canvas.block_q, canvas.n_cols * canvas.block_kv)
 
@@ -69,23 +68,26 @@ def _tokens(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis], order: np
     )
 
 
-# -------------------------------------------------------------------------------------- candidates, row by row of tokens
+# ------------------------------------------------------------------------------ candidates, row-major
 
 
 def _pieces(canvas: Canvas, grid: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """For each axis, the (rows, first, last) tokens of pieces of rows: a stretch of one line along this axis, whole in
-    all later ones. A row has two pieces an axis at most: one up to the next whole line, one from the last."""
+    """Block rows cut into pieces that are ranges along one axis: for each axis, (rows, first token, last token).
+
+    A piece is complete along all later axes and constant along all earlier ones. A row has at most two pieces per axis:
+    one up to the next complete line, one after the last.
+    """
     volumes = _volumes(grid)
     begin = np.arange(canvas.n_rows) * canvas.block_q
     end = np.minimum(begin + canvas.block_q, canvas.q_len)
     ends = []
-    # outwards: to the end of the line that a row begins in
+    # outwards: to the end of the line in which the row begins
     for axis in range(len(grid) - 1, 0, -1):
         whole = begin + (end - begin) // volumes[axis] * volumes[axis]
         stop = np.minimum(-(-begin // volumes[axis - 1]) * volumes[axis - 1], whole)
         ends.append((axis, begin, stop))
         begin = stop
-    # inwards: whole lines as long as they fit
+    # inwards: as many complete lines as fit
     for axis, volume in enumerate(volumes):
         stop = begin + (end - begin) // volume * volume
         ends.append((axis, begin, stop))
@@ -101,7 +103,7 @@ def _pieces(canvas: Canvas, grid: Sequence[int]) -> list[tuple[np.ndarray, np.nd
 
 
 def _runs(axis: Axis, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(sources, first, last): stretches of coordinates cut where what is seen does not move along with them."""
+    """(sources, first, last): ranges of coordinates, cut where low[x] - x or high[x] - x changes."""
     coordinates = np.arange(axis.low.size)
     is_cut = np.diff(axis.low - coordinates, prepend=0) != 0
     is_cut |= np.diff(axis.high - coordinates, prepend=0) != 0
@@ -113,17 +115,17 @@ def _runs(axis: Axis, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, 
     return sources, np.maximum(first[sources], begins[runs]), np.minimum(last[sources], stops[runs] - 1)
 
 
-def _stretches(
+def _seen_ranges(
     grid: Sequence[int], axes: Sequence[Axis], level: int, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], gap: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(rows, first, last) of the tokens that the pieces see, in stretches with gaps of less than `gap` tokens."""
+    """(rows, first, last) of the tokens that the pieces see, as ranges; gaps of less than `gap` tokens are filled."""
     volumes = _volumes(grid)
     rows, first, last = pieces
     corner, end = np.unravel_index(first, grid), np.unravel_index(last, grid)
     axis, volume = axes[level], volumes[level]
     if axis.step * volume <= gap:
         sources = np.arange(rows.size)
-        # all that is seen from a stretch of coordinates lies between the least and the greatest from its ends on
+        # the hull of everything seen from these coordinates
         least = np.minimum.accumulate(axis.low[::-1])[::-1][corner[level]]
         greatest = np.maximum.accumulate(axis.high)[end[level]]
     else:
@@ -142,16 +144,16 @@ def _stretches(
 
 
 def _seen(axis: Axis, coordinate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(sources, coordinates): every coordinate seen from each of those given, one after another."""
+    """(sources, coordinates): every coordinate seen from each given one."""
     low = axis.low[coordinate]
     sources, steps = spread(np.zeros_like(low), (axis.high[coordinate] - low) // axis.step + 1)
     return sources, low[sources] + steps * axis.step
 
 
 def _candidates(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis]) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that may hold a pair, of row-major tokens; some come twice."""
+    """(rows, cols) of the blocks that may hold a pair of row-major tokens, with repeats."""
     found = [
-        _stretches(grid, axes, level, pieces, canvas.block_kv) for level, pieces in enumerate(_pieces(canvas, grid))
+        _seen_ranges(grid, axes, level, pieces, canvas.block_kv) for level, pieces in enumerate(_pieces(canvas, grid))
     ]
     rows, begin, stop = (np.concatenate(parts) for parts in zip(*found, strict=True))
     first, stop = canvas.cols_between(begin, stop)
@@ -159,14 +161,14 @@ def _candidates(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis]) -> tu
     return rows[sources], cols
 
 
-# ------------------------------------------------------------------------------------------- candidates, in any order
+# ------------------------------------------------------------------------------ candidates, any order
 
 
 def _cells(canvas: Canvas, grid: Sequence[int], order: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """(cells, cols): the cell of each coordinate, for each axis, and the col that all tokens of a cell lie in.
+    """(cells, cols): for each axis the cell of each coordinate, and the block col that holds all tokens of a cell.
 
-    Axes are cut where a token and its neighbour along the axis lie in different cols. Tiles that hold whole blocks are
-    cut at their faces, and not one by one.
+    An axis is cut wherever some token and its neighbour along it are in different cols, so tiles of whole blocks are
+    cut only at their faces.
     """
     cols = np.empty_like(order)
     cols[order] = np.arange(order.size) // canvas.block_kv
@@ -184,16 +186,16 @@ def _cells(canvas: Canvas, grid: Sequence[int], order: np.ndarray) -> tuple[list
 def _groups(
     canvas: Canvas, axes: Sequence[Axis], tokens: Tokens
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(rows, low, high, step) of boxes around all that groups of queries see, (axes, groups) but for the rows.
+    """(rows, low, high, step) of the boxes that groups of queries see; rows (groups,), the others (axes, groups).
 
-    Groups are whole rows, a few queries or one, whichever have the smallest boxes: large ones where an order keeps
-    neighbours together.
+    A group is a block row, 16 queries or one query, whichever gives the smallest boxes: large groups pay off where the
+    order keeps neighbours together.
     """
     n_queries, steps = canvas.n_rows * canvas.block_q, np.array([axis.step for axis in axes])[:, None]
     found = []
     for size in (canvas.block_q, GROUP, 1):
         place, low, high = (numbers[:, :n_queries].reshape(len(axes), n_queries // size, size) for numbers in tokens)
-        # a group at one coordinate sees every step-th, another all between
+        # a group at a single coordinate keeps its step, any other fills its range
         step = np.where(place.min(axis=2) == place.max(axis=2), steps, 1)
         low, high = low.min(axis=2).astype(np.int64), high.max(axis=2).astype(np.int64)
         n_seen = ((high - low) // step + 1).prod(axis=0).sum()
@@ -205,13 +207,13 @@ def _groups(
 def _candidates_in_order(
     canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis], tokens: Tokens, order: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that may hold a pair; some come twice."""
+    """(rows, cols) of the blocks that may hold a pair, with repeats."""
     rows, low, high, step = _groups(canvas, axes, tokens)
     cells, cols = _cells(canvas, grid, order)
     sources, places = np.arange(rows.size), np.zeros(rows.size, dtype=np.int64)
     for axis, cell in enumerate(cells):
         begin, end, pace = low[axis, sources], high[axis, sources], step[axis, sources]
-        # every cell between, or those of every step-th coordinate
+        # every cell in the range, or the cells of every step-th coordinate
         counts = np.where(pace > 1, (end - begin) // pace, cell[end] - cell[begin]) + 1
         seen, number = spread(np.zeros_like(counts), counts)
         begin, pace = begin[seen], pace[seen]
@@ -220,44 +222,43 @@ def _candidates_in_order(
     return rows[sources], cols.reshape(-1)[places]
 
 
-# ------------------------------------------------------------------------------------------------------------ the layout
+# ----------------------------------------------------------------------------------------- the layout
 
 
 def _along(layout: BlockLayout, canvas: Canvas, tokens: Tokens, step: int) -> BlockLayout:
-    """The pairs of the layout that see each other along one axis, whose numbers `tokens` has."""
+    """The pairs of `layout` that attend along one axis; `tokens` holds the numbers of that axis."""
     place, low, high = tokens
     in_rows, in_cols = (canvas.n_rows, canvas.block_q), (canvas.n_cols, canvas.block_kv)
     # [rows, block_q] and [cols, block_kv]
     lows, highs = (ends[: canvas.n_rows * canvas.block_q].reshape(in_rows) for ends in (low, high))
     places = place[: canvas.n_cols * canvas.block_kv].reshape(in_cols)
     least, first = lows.min(axis=1, keepdims=True), places.min(axis=1, keepdims=True)
-    # what a row sees, from the least that it sees on; where the keys of a col are, from its first one on
+    # relative to the lowest coordinate that the row sees, and to the lowest of the col
     row_kinds = kinds_of_rows(np.concatenate([lows - least, highs - least], axis=1))
     col_kinds = kinds_of_rows(places - first)
     least, first, last = (ends.astype(np.int64).reshape(-1) for ends in (least, first, places.max(axis=1)))
-    # what all of a row see
+    # what every query of a row sees
     begin, end = lows.max(axis=1), highs.min(axis=1)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         is_full = (begin[row] <= first[col]) & (last[col] <= end[row]) & (step == 1)
         parts = (row_kinds[row], col_kinds[col], first[col] - least[row])
         return joint_numbers(is_full.astype(np.int64), *(np.where(is_full, 0, part) for part in parts))
 
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
-        # NumPy compares short integers several times faster than PyTorch does
+        # NumPy compares short integers several times faster than PyTorch
         key, lowest, highest = place[kv_pos.numpy()], low[q_pos.numpy()], high[q_pos.numpy()]
         is_kept = (lowest <= key) & (key <= highest)
         return torch.from_numpy(is_kept & ((key - lowest) % step == 0) if step > 1 else is_kept)
 
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=layout, looks=looks
-    )
+    return canvas.from_predicate(attends, within=layout, dedup_key=dedup_key)
 
 
 def boxes(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis], order: np.ndarray | None) -> BlockLayout:
-    """Each token attends to the product of the stretches that it sees along the axes.
+    """Each token attends to the product of the ranges that it sees along the axes.
 
-    canvas   of as many queries and keys as the grid has tokens, at least one
+    canvas   q_len and kv_len both equal the number of tokens of the grid, at least one
+    axes     one Axis for each axis of the grid
     order    int64 (tokens,), a permutation: the token at each position; None is row-major
     """
     tokens = _tokens(canvas, grid, axes, order)
@@ -266,8 +267,8 @@ def boxes(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis], order: np.n
     else:
         rows, cols = _candidates_in_order(canvas, grid, axes, tokens, order)
     rows, cols = distinct_blocks(canvas, rows, cols)
-    layout = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    # axis by axis: along one of them many more blocks look alike than along all
+    layout = canvas.from_blocks(rows, cols)
+    # axis by axis: far more blocks are equal along one axis than along all
     for axis, seen in enumerate(axes):
         layout = _along(layout, canvas, Tokens(*(numbers[axis] for numbers in tokens)), seen.step)
     return layout

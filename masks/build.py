@@ -1,7 +1,6 @@
-"""Which layout does a line of text describe?
+"""Parser for masks written as text, such as "butterfly | local(window=512)".
 
-Knows the grammar of a specification: names, calls with literals, operators; and how to point at a wrong word.
-Must not know any pattern: builders are called by name, and say themselves what they refuse.
+Builders are called by name and check their own arguments; errors point at the wrong word.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from blocksparse_flash import BlockLayout
 from .canvas import BlockSize, Length, read_canvas
 from .checks import specs_of
 
-# no pattern needs as much; far below what Python's own parser and stack can take
+# no mask needs as much, and Python's own parser and stack can take far more
 MOST_CHARACTERS = 2000
 MOST_NESTED = 100
 
@@ -34,15 +33,15 @@ BINARY: dict[type[ast.operator], Callable[..., BlockLayout]] = {
 
 
 class Specification(NamedTuple):
-    """A text to be read, and what all of its masks share."""
+    """A text to be parsed, and the length and block size of all of its masks."""
 
     text: str
     length: Length
     block_size: BlockSize
 
     def wrong(self, place: ast.expr | ast.keyword, message: str) -> ValueError:
-        """The message, with the text below it and carets under the place."""
-        # Python's parser counts octets
+        """The message, followed by the text with carets under the place."""
+        # offsets of ast count UTF-8 bytes
         begin, end = (len(self.text.encode()[:offset].decode()) for offset in (place.col_offset, place.end_col_offset))
         return self.wrong_at(begin, end, message)
 
@@ -59,21 +58,21 @@ def _gives_a_layout(function: Callable[..., object]) -> bool:
 
 
 def exported() -> dict[str, Builder]:
-    """Name -> builder, of all masks that `masks` gives out: neither orders of tokens nor `build` itself."""
-    # the package is loaded by the time anyone calls; importing it here would close a circle
+    """Name -> builder, of all masks that `masks` exports, without token orders and `build` itself."""
+    # importing the package here would be circular; it is loaded by the time of any call
     package = sys.modules[__package__]
-    given_out = {name: getattr(package, name) for name in package.__all__ if name != build.__name__}
-    return {name: function for name, function in given_out.items() if _gives_a_layout(function)}
+    public = {name: getattr(package, name) for name in package.__all__ if name != build.__name__}
+    return {name: function for name, function in public.items() if _gives_a_layout(function)}
 
 
 def arguments_of(builder: Builder) -> dict[str, inspect.Parameter]:
-    """Its parameters but for the length, which is that of the whole specification."""
+    """Parameters of a builder without `length`, which the whole specification shares."""
     parameters = inspect.signature(builder).parameters
     return {name: parameter for name, parameter in parameters.items() if name != "length"}
 
 
 def arguments_line(builder: Builder) -> str:
-    """The parameters but for the length, as a call would spell them: window, block_size=128."""
+    """Parameters of a builder without `length`, as in a call: window, block_size=128."""
     return ", ".join(
         name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
         for name, parameter in arguments_of(builder).items()
@@ -112,7 +111,7 @@ def _literal(spec: Specification, node: ast.expr) -> Any:
 
 
 def _given(spec: Specification, name: str, builder: Builder, call: ast.Call) -> dict[str, ast.expr]:
-    """Argument -> the node of its value; positional ones come in the order of the parameters, without the length."""
+    """Argument -> the node of its value. Positional values follow the order of the parameters, without `length`."""
     allowed = list(arguments_of(builder))
     takes = f"{name} takes {arguments_line(builder)}"
     if len(call.args) > len(allowed):
@@ -154,7 +153,7 @@ def _called(spec: Specification, node: ast.Name | ast.Call) -> BlockLayout:
     try:
         layout = builder(**values)
     except (TypeError, ValueError) as error:
-        # builders begin with the name of the argument that they refuse
+        # error messages of builders begin with the name of the argument
         place = given.get(str(error).partition(":")[0], node)
         raise spec.wrong(place, str(error)) from error
     lengths = spec.length if isinstance(spec.length, tuple) else (spec.length, spec.length)
@@ -187,20 +186,20 @@ def _evaluate(spec: Specification, node: ast.expr, depth: int = 0) -> BlockLayou
 def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
     """The layout of a mask written as text, for configuration files and command lines.
 
-    A specification is made of the masks of this package, with their arguments, and the operators of layouts: `|` either,
-    `&` both, `-` the first but not the second, `^` exactly one, `~` not, and parentheses; `~` binds before `-`, then
-    `&`, `^`, `|`, as in Python. Values are numbers, strings, True, False, None, lists and tuples, by name or in the
-    order of the parameters, the length left out. Nothing is evaluated but this: no other names, no arithmetic, no
-    attributes.
+    A specification combines masks of this package, called with their arguments except `length`, by the operators of
+    layouts: `|` either, `&` both, `-` the first but not the second, `^` exactly one, `~` not, and parentheses. As in
+    Python `~` binds first, then `-`, `&`, `^` and `|`. Arguments are numbers, strings, True, False, None, lists and
+    tuples, by name or by position. Nothing else is evaluated: no other names, no arithmetic, no attributes.
 
     spec        for example "butterfly | local(window=512) - local(64)"; at most 2000 characters
-    length      tokens, or (q_len, kv_len), handed to every mask that takes a length; the others, such as
-                "neighborhood(grid=(32, 32), kernel=7)", must come to it
-    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv), handed to every mask that does not
-                name its own
+    length      tokens, or (q_len, kv_len), passed to every mask that takes a length; other masks, such as
+                "neighborhood(grid=(32, 32), kernel=7)", must have it
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv), passed to every mask that does not
+                set its own
     returns     BlockLayout of shape (1, heads | 1, q_len, kv_len)
-    raises      ValueError if the text is no specification or a mask refuses its arguments, with the text and carets
-                under the wrong word, close names and the arguments there are; TypeError if spec is no string
+    raises      ValueError if the text is not a specification or a mask refuses its arguments; the message has the text
+                with carets under the wrong word, similar names and the accepted arguments. TypeError if spec is not a
+                string
 
     >>> build("butterfly | local(window=512)", 16384).nnz
     1644
@@ -210,18 +209,18 @@ def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLay
     if len(spec) > MOST_CHARACTERS:
         raise ValueError(f"spec: expected at most {MOST_CHARACTERS} characters, got {len(spec)}")
     read_canvas(length, block_size)
-    # on one line, as an expression in parentheses may stand
+    # on one line, since a specification may span several
     specification = Specification(" ".join(spec.split()), length, block_size)
     if not specification.text:
         raise ValueError("spec: expected the name of a mask, got nothing")
     try:
         tree = ast.parse(specification.text, mode="eval")
     except SyntaxError as error:
-        # characters, counted from 1; None where Python knows no place
+        # offset counts characters from 1, or is None
         begin = 0 if error.offset is None else error.offset - 1
         raise specification.wrong_at(begin, begin + 1, f"spec: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:
-        # a zero byte; more nesting than the parser takes
+        # a null byte, or nesting too deep for the parser
         raise ValueError(
             f"spec: expected a specification, got what cannot be parsed: {error or 'too deeply nested'}"
         ) from None

@@ -1,8 +1,6 @@
-"""Which blocks does a flat butterfly keep?
+"""Flat block butterfly of Pixelated Butterfly: partners at XOR distance 2**k.
 
-Knows the closed form of Pixelated Butterfly: a cell attends to itself and to its partners at XOR distance 2**k; a cell
-is a block, or what a smaller or larger grid of cells is stretched to.
-Must not know bitmasks: every kept block is full.
+The cells of the butterfly are blocks, or with `stretch` a grid of cells laid over any lengths. Kept blocks are full.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ def _cells(n_cells: int, n_factors: int | None) -> tuple[np.ndarray, np.ndarray]
     if n_factors is None:
         n_factors = all_factors
     n_factors = read_integer("n_factors", n_factors, at_least=0, at_most=all_factors)
-    # of the cells c < n_cells, how many have c ^ 2**bit below it too: all of the whole periods, and a part of the rest
+    # number of cells c with c ^ 2**bit < n_cells: all cells of complete periods, and part of the rest
     periods = [(n_cells % (2 << bit), 1 << bit) for bit in range(n_factors)]
     check_nnz(n_cells + sum(n_cells - rest + 2 * max(0, rest - flip) for rest, flip in periods))
     cells = np.arange(n_cells)
@@ -34,7 +32,7 @@ def _cells(n_cells: int, n_factors: int | None) -> tuple[np.ndarray, np.ndarray]
 
 
 def _read_stretch(stretch: int, canvas: Canvas) -> int:
-    # with more cells than tokens on both sides, some would be nowhere
+    # with more cells than queries and keys, some cells would hold no token
     stretch = read_integer("stretch", stretch, at_least=1, at_most=max(1, canvas.q_len, canvas.kv_len))
     if stretch & (stretch - 1):
         raise ValueError(f"stretch: expected a power of two, as every cell needs its partners, got {stretch}")
@@ -42,10 +40,10 @@ def _read_stretch(stretch: int, canvas: Canvas) -> int:
 
 
 def _stretched(canvas: Canvas, n_cells: int, cells: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that hold a token pair of a kept cell."""
+    """(rows, cols) of the blocks that hold a token pair of a kept cell pair."""
     spans = []
     for length, side in ((canvas.q_len, canvas.block_q), (canvas.kv_len, canvas.block_kv)):
-        # token i is in cell i * n_cells // length: cell c begins at ceil(c * length / n_cells)
+        # token i is in cell i * n_cells // length, so cell c begins at ceil(c * length / n_cells)
         bounds = -(-np.arange(n_cells + 1) * length // n_cells)
         first = bounds[:-1] // side
         # a cell without tokens has no blocks
@@ -63,14 +61,14 @@ def butterfly(
     """Each block attends to itself and to the blocks whose index differs from its own in one of the low bits.
 
     A block is full if col == row or col == row XOR 2**k for some k < n_factors: the sum of the butterfly factors of
-    strides 1, 2, 4, ... instead of their product. After log2(blocks) layers every token has met every other one.
-    On a grid whose side is no power of two, partners beyond the grid are left out.
+    strides 1, 2, 4, ... instead of their product. After log2(blocks) layers every token has reached every other one.
+    If the number of blocks is not a power of two, partners beyond the grid are dropped.
 
-    With stretch=n, it is a grid of n x n cells that is laid over the queries and keys, whatever their lengths: token i
-    is in cell i * n // length, and a block is full if it holds a pair of a kept cell. Where n is the number of blocks
-    both are the same.
+    With stretch=n, the butterfly pairs the cells of an n x n grid laid over queries and keys of any lengths: token i is
+    in cell i * n // length, and a block is full if it holds a pair of a kept cell. If n is the number of blocks and the
+    cells coincide with the blocks, the result is the same.
 
-    On 8 blocks, all three factors (queries down, keys across); 4 x 8 blocks, stretch=4:
+    8 blocks with all three factors, and 4 x 8 blocks with stretch=4 (queries down, keys across):
         # # # . # . . .     # # # # # # . .
         # # . # . # . .     # # # # . . # #
         # . # # . . # .     # # . . # # # #
@@ -80,13 +78,13 @@ def butterfly(
         . . # . # . # #
         . . . # . # # #
 
-    length      tokens, queries and keys alike, or (q_len, kv_len) with equal ones; any two with stretch
+    length      tokens, or (q_len, kv_len), which must be equal unless stretch is given
     n_factors   factors kept, 0 (block diagonal) to ceil(log2(blocks)), or log2(stretch); None means all of them
-    stretch     cells per side of the butterfly, a power of two; None is one cell a block
+    stretch     cells per side of the butterfly, a power of two; None means one cell per block
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only
-    raises      ValueError if the lengths or the block counts of queries and keys differ and stretch is not given, if
-                stretch is no power of two or exceeds the tokens, or n_factors is out of range
+    raises      ValueError if the lengths or block counts of queries and keys differ without stretch, if stretch is not
+                a power of two or exceeds both lengths, or if n_factors is out of range
 
     Dao et al., "Pixelated Butterfly", arXiv:2112.00029, section 3 (block butterfly, flat butterfly).
 
@@ -112,4 +110,4 @@ def butterfly(
         )
     else:
         rows, cols = _cells(canvas.n_rows, n_factors)
-    return BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return canvas.from_blocks(rows, cols)

@@ -1,8 +1,4 @@
-"""On which grid of blocks is a mask drawn?
-
-Knows lengths, block sizes, where a block lies in tokens, and which blocks meet given stretches of keys.
-Must not know any pattern, nor how a layout is stored.
-"""
+"""Lengths, block size and alignment of a layout under construction, and arithmetic on its grid of blocks."""
 
 from __future__ import annotations
 
@@ -10,24 +6,28 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
+
+from blocksparse_flash import BlockLayout
 
 from .checks import read_integer
 
-# positions are int32 in a plan
-MOST_TOKENS = 2**31 - 1
-# and so are offsets into the blocks of a layout
-MOST_BLOCKS = 2**31 - 1
-# counted at once by check_rows
+# positions in a plan and offsets into the blocks of a layout are int32
+MOST_TOKENS = MOST_BLOCKS = 2**31 - 1
+# rows per step of check_rows
 ROWS_AT_ONCE = 1 << 20
-# what the builders accept: tokens, or (q_len, kv_len); a block side, or (block_q, block_kv)
+# tokens, or (q_len, kv_len); tokens per side of a block, or (block_q, block_kv)
 Length = int | tuple[int, int]
 BlockSize = int | tuple[int, int]
 
+Predicate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+DedupKey = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
 
 class Canvas(NamedTuple):
-    """Lengths and block size of a layout to be built.
+    """Lengths and block size of a layout under construction.
 
-    Queries and keys are aligned at their ends: query i stands at key position i + shift. The distance of a pair is
+    Queries and keys are aligned at their ends: query i is at key position i + shift. The distance of a pair is
     d = q_pos + shift - kv_pos, 0 on the diagonal, positive towards earlier keys.
     """
 
@@ -38,7 +38,7 @@ class Canvas(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """How many keys precede the first query; negative when there are more queries than keys."""
+        """Number of keys before the first query; negative if there are more queries than keys."""
         return self.kv_len - self.q_len
 
     @property
@@ -54,21 +54,38 @@ class Canvas(NamedTuple):
         return self.block_q, self.block_kv
 
     def row_span(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First and last query of each row, both existing, as positions among the keys (they may lie outside)."""
+        """Key positions of the first and last query of each row, without padding; they may lie outside the keys."""
         first = row * self.block_q
         last = np.minimum(first + self.block_q, self.q_len) - 1
         return first + self.shift, last + self.shift
 
     def cols_between(self, first_key: np.ndarray, last_key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Cols first .. stop - 1 that meet the keys first_key .. last_key, cropped to the grid."""
+        """(first, stop): cols first .. stop - 1 hold the keys first_key .. last_key, cropped to the grid."""
         first = np.clip(first_key // self.block_kv, 0, self.n_cols)
         stop = np.clip(last_key // self.block_kv + 1, 0, self.n_cols)
         return first, stop
 
     def distances(self, row: np.ndarray, col: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Lowest and highest distance in each block, as though no block were ragged."""
+        """Lowest and highest distance in each block, padding included."""
         corner = row * self.block_q + self.shift - col * self.block_kv
         return corner - (self.block_kv - 1), corner + (self.block_q - 1)
+
+    def from_blocks(self, rows: np.ndarray, cols: np.ndarray) -> BlockLayout:
+        """The layout of these full blocks, in any order."""
+        return BlockLayout.from_blocks(rows, cols, self.q_len, self.kv_len, block_size=self.block_size)
+
+    def from_ranges(self, first: np.ndarray, stop: np.ndarray) -> BlockLayout:
+        """The layout of full blocks first[row] .. stop[row] - 1 of each row."""
+        return BlockLayout.from_ranges(first, stop, self.q_len, self.kv_len, block_size=self.block_size)
+
+    def from_predicate(self, attends: Predicate, *, within: BlockLayout, dedup_key: DedupKey) -> BlockLayout:
+        """The pairs of `within` for which attends(q_pos, kv_pos) is true.
+
+        dedup_key  (row, col) -> int64: blocks with equal keys have equal pairs, so one of them is evaluated
+        """
+        return BlockLayout.from_predicate(
+            attends, self.q_len, self.kv_len, block_size=self.block_size, within=within, dedup_key=dedup_key
+        )
 
 
 def _read_pair(name: str, value: object, *, at_least: int, at_most: int | None = None, unit: str) -> tuple[int, int]:
@@ -82,11 +99,11 @@ def _read_pair(name: str, value: object, *, at_least: int, at_most: int | None =
 
 
 def read_canvas(length: Length, block_size: BlockSize) -> Canvas:
-    """The grid of blocks that `length` and `block_size` describe.
+    """The canvas of a length and a block size, checked.
 
     length      tokens, or (q_len, kv_len)
     block_size  tokens per side of a block, or (block_q, block_kv): multiples of 16 from 16 to 256
-    raises      TypeError for anything but ints, ValueError out of range
+    raises      TypeError if a number is not an int, ValueError if it is out of range
 
     >>> read_canvas((100, 300), 64)
     Canvas(q_len=100, kv_len=300, block_q=64, block_kv=64)
@@ -99,9 +116,9 @@ def read_canvas(length: Length, block_size: BlockSize) -> Canvas:
 
 
 def read_square_canvas(length: Length, block_size: BlockSize) -> Canvas:
-    """As read_canvas, where queries and keys must have equally many blocks.
+    """As read_canvas, for a square grid of blocks.
 
-    raises  ValueError also if the block counts differ
+    raises  ValueError also if queries and keys have different numbers of blocks
 
     >>> read_square_canvas((100, 128), 64).n_rows
     2
@@ -116,9 +133,9 @@ def read_square_canvas(length: Length, block_size: BlockSize) -> Canvas:
 
 
 def check_nnz(nnz: int, *, least: str = "") -> None:
-    """Refuse a mask of more blocks than a layout can store, before its blocks are listed.
+    """Refuse a mask with more blocks than a layout can store, before its blocks are listed.
 
-    least  "at least ", where nnz is a lower bound
+    least  prefix of the number in the message, such as "at least " for a lower bound
     """
     if nnz > MOST_BLOCKS:
         raise ValueError(
@@ -128,10 +145,11 @@ def check_nnz(nnz: int, *, least: str = "") -> None:
 
 
 def check_rows(canvas: Canvas, keys_of: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> None:
-    """check_nnz of a mask whose rows each meet at least a stretch of keys, a million rows at a time: rows of the longest
-    sequences with the smallest blocks take gigabytes.
+    """check_nnz for a mask in which every row meets at least one range of keys.
 
-    keys_of  of rows, first and last key of a stretch that they meet; less than the first key is no stretch
+    Counts a million rows at a time: all rows of the longest sequences would take gigabytes.
+
+    keys_of  rows -> (first key, last key) of the range; last < first is an empty range
     """
     if canvas.n_rows * canvas.n_cols <= MOST_BLOCKS:
         return
@@ -144,7 +162,7 @@ def check_rows(canvas: Canvas, keys_of: Callable[[np.ndarray], tuple[np.ndarray,
 
 
 def spread(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(sources, numbers): first[i] .. stop[i] - 1 for each i in turn, and which i each is from; stop <= first is none.
+    """(sources, numbers): the numbers first[i] .. stop[i] - 1 for each i in turn, and the i each one comes from.
 
     >>> [array.tolist() for array in spread(np.array([5, 0, 8]), np.array([7, 0, 11]))]
     [[0, 0, 2, 2, 2], [5, 6, 8, 9, 10]]
@@ -156,35 +174,35 @@ def spread(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def blocks_between(canvas: Canvas, first_key: np.ndarray, last_key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that meet one of the stretches of keys of their row, each block once, ascending.
+    """(rows, cols) of the blocks that meet one of the key ranges of their row, unique and ascending.
 
-    first_key  int64 (n_rows, stretches): where each stretch begins, in any order
-    last_key   int64 (n_rows, stretches): its last key; less than the first key is an empty stretch
+    first_key  int64 (n_rows, ranges): first key of each range, in any order
+    last_key   int64 (n_rows, ranges): last key of each range; last < first is an empty range
     """
     first, stop = canvas.cols_between(first_key, last_key)
     stop = np.where(last_key < first_key, first, stop)
-    n_stretches = first.shape[1]
-    if n_stretches > 1:
+    n_ranges = first.shape[1]
+    if n_ranges > 1:
         order = np.argsort(first, axis=1, kind="stable")
         first, stop = np.take_along_axis(first, order, axis=1), np.take_along_axis(stop, order, axis=1)
-        # a stretch goes on where the ones before it have ended
+        # a range begins where the ranges before it have ended
         first[:, 1:] = np.maximum(first[:, 1:], np.maximum.accumulate(stop, axis=1)[:, :-1])
-    stretches, cols = spread(first.reshape(-1), stop.reshape(-1))
-    return stretches // max(n_stretches, 1), cols
+    ranges, cols = spread(first.reshape(-1), stop.reshape(-1))
+    return ranges // max(n_ranges, 1), cols
 
 
 def distinct_blocks(canvas: Canvas, rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the named blocks, each once, ascending."""
+    """(rows, cols) of the given blocks, unique and ascending."""
     keys = rows * canvas.n_cols + cols
     n_blocks = canvas.n_rows * canvas.n_cols
     if n_blocks > 16 * keys.size:
-        # made of ascending runs, mostly, which this sort merges
+        # stable: merges the ascending runs that the keys are mostly made of
         keys.sort(kind="stable")
         keys = keys[np.diff(keys, prepend=-1) > 0]
     else:
-        # not few of the blocks are named: marking them takes less than sorting does
-        is_named = np.zeros(n_blocks, dtype=bool)
-        is_named[keys] = True
-        keys = np.flatnonzero(is_named)
-    # no blocks, no cols
+        # many blocks of the grid are given: marking them is faster than sorting
+        is_given = np.zeros(n_blocks, dtype=bool)
+        is_given[keys] = True
+        keys = np.flatnonzero(is_given)
+    # without cols there are no keys
     return np.divmod(keys, max(canvas.n_cols, 1))

@@ -1,8 +1,4 @@
-"""Are the numbers that a caller gave whole numbers, and in range?
-
-Knows how an integer argument and a list of integers are read, and how a refusal is worded.
-Must not know what any of them means: blocks, windows and documents are the business of the builders.
-"""
+"""Checks of integers, fractions, switches and lists of integers given by the caller."""
 
 from __future__ import annotations
 
@@ -25,13 +21,13 @@ def specs_of(value: object) -> str:
 
 
 def read_integer(name: str, value: object, *, at_least: int, at_most: int | None = None, unit: str = "") -> int:
-    """`value` as an int, or an error that names the argument, the range and what came.
+    """`value` as an int, or an error that names the argument, the accepted range and the value.
 
-    name      the argument as the caller knows it, for the message
-    at_least  smallest value accepted
-    at_most   largest value accepted; None means no limit
-    unit      what is counted, for the message: "tokens", "blocks"
-    raises    TypeError for a bool or anything that is not a whole number by type, ValueError out of range
+    name      name of the argument, for the message
+    at_least  smallest accepted value
+    at_most   largest accepted value; None means no limit
+    unit      unit of the number, for the message: "tokens", "blocks"
+    raises    TypeError if the type is not an integer type or is bool, ValueError if the value is out of range
 
     >>> read_integer("window", 64, at_least=0)
     64
@@ -47,7 +43,7 @@ def read_integer(name: str, value: object, *, at_least: int, at_most: int | None
 
 
 def read_fraction(name: str, value: object) -> float:
-    """`value` as a float from 0 to 1, or an error that names the argument and what came.
+    """`value` as a float from 0 to 1, or an error that names the argument and the value.
 
     >>> read_fraction("density", 0.25)
     0.25
@@ -55,7 +51,7 @@ def read_fraction(name: str, value: object) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number from 0 to 1, got {value!r} ({specs_of(value)})")
     fraction = float(value)
-    # written so that nan is refused too
+    # also refuses nan
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"{name}: expected a number from 0 to 1, got {value!r}")
     return fraction
@@ -64,7 +60,7 @@ def read_fraction(name: str, value: object) -> float:
 def read_integers(name: str, values: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
     """A sequence, array or tensor of integers as int64 (count,), on the host.
 
-    raises  TypeError unless every entry is an integer by type, ValueError unless there is one axis
+    raises  TypeError if an entry is not an integer by type, ValueError unless there is exactly one axis
 
     >>> read_integers("tokens", [0, 5, 9]).tolist()
     [0, 5, 9]
@@ -79,11 +75,11 @@ def read_integers(name: str, values: Sequence[int] | np.ndarray | torch.Tensor) 
         for place, value in enumerate(values):
             if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
                 raise TypeError(f"{name}: expected ints, got {value!r} ({specs_of(value)}) at place {place}")
-        # an empty list has no type of its own
+        # np.asarray([]) would be float64
         array = np.asarray(values) if len(values) else np.empty(0, dtype=np.int64)
     else:
         raise TypeError(f"{name}: expected ints in a sequence, array or tensor, got {values!r} ({specs_of(values)})")
-    # a list of ints has another type only if they are too large for one
+    # NumPy gives a list of ints another type only if one is too large for 64 bits
     is_too_large = isinstance(values, Sequence) and array.dtype.kind not in "iu"
     if array.dtype.kind not in "iu" and not is_too_large:
         raise TypeError(f"{name}: expected ints, got {specs_of(values)}")

@@ -1,7 +1,6 @@
-"""Where do chunks of equal size begin inside a block, and how do its queries' chunks stand to its keys'?
+"""Position of equal-size chunks relative to blocks.
 
-Knows chunks laid on the keys from the first one on, and queries aligned with the last keys.
-Must not know what a pattern makes of them.
+Chunks begin at key 0, size, 2 * size, ...; queries are aligned with the last keys.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from .checks import read_integer
 
 
 class Chunks(NamedTuple):
-    """What chunks look like in each block. Blocks with equal numbers have their chunks in the same places.
+    """Chunks within each block. Blocks with equal numbers have their chunks at the same places.
 
-    queries    int64 (blocks,): where the first query stands in its chunk, or -1 if all queries are in one chunk
-    keys       int64 (blocks,): the same of the keys
-    apart      int64 (blocks,): chunks from the first query's to the first key's; a larger number than that can be, with
-               the same sign, if is_apart
-    is_apart   bool (blocks,): whether no query shares a chunk with a key
-    is_inside  bool (blocks,): whether all queries and all keys are in one chunk
+    queries    int64 (blocks,): offset of the first query in its chunk, or -1 if all queries are in one chunk
+    keys       int64 (blocks,): the same for the keys
+    apart      int64 (blocks,): chunk of the first key minus chunk of the first query; one large number of the same sign
+               if is_apart
+    is_apart   bool (blocks,): no query shares a chunk with a key
+    is_inside  bool (blocks,): all queries and all keys are in one chunk
     """
 
     queries: np.ndarray
@@ -33,13 +32,13 @@ class Chunks(NamedTuple):
 
 
 def chunks_in(canvas: Canvas, size: int, row: np.ndarray, col: np.ndarray) -> Chunks:
-    """The chunks of `size` tokens in the blocks (row, col), as though no block were ragged."""
+    """The chunks of `size` tokens in the blocks (row, col), padding included."""
     first_query, first_key = row * canvas.block_q + canvas.shift, col * canvas.block_kv
     q_chunk, last_q_chunk = first_query // size, (first_query + canvas.block_q - 1) // size
     kv_chunk, last_kv_chunk = first_key // size, (first_key + canvas.block_kv - 1) // size
     has_one_q, has_one_kv = q_chunk == last_q_chunk, kv_chunk == last_kv_chunk
     apart, is_apart = kv_chunk - q_chunk, (kv_chunk > last_q_chunk) | (last_kv_chunk < q_chunk)
-    # blocks that share a chunk are nearer than this
+    # larger than `apart` of any block that shares a chunk
     beyond = canvas.block_q + canvas.block_kv
     return Chunks(
         queries=np.where(has_one_q, -1, first_query % size),
@@ -51,5 +50,5 @@ def chunks_in(canvas: Canvas, size: int, row: np.ndarray, col: np.ndarray) -> Ch
 
 
 def read_size(name: str, size: object, canvas: Canvas) -> int:
-    """`size` as an int of at least 1, cut to one that holds every token: a longer chunk holds no more."""
+    """`size` as an int of at least 1, capped at a size with which one chunk holds every token."""
     return min(read_integer(name, size, at_least=1, unit="tokens"), max(1, canvas.q_len + canvas.kv_len))

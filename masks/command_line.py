@@ -1,8 +1,4 @@
-"""What does a mask look like, and what does it cost? `python -m masks` answers on a terminal.
-
-Knows the options of the command line and how its reports are printed.
-Must not know any pattern, nor how pictures are drawn.
-"""
+"""Command line of `python -m masks`: draw, describe, list and time masks."""
 
 from __future__ import annotations
 
@@ -53,16 +49,23 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     mask = argparse.ArgumentParser(add_help=False)
     mask.add_argument("spec", help='a mask, or masks joined by | & - ~: "butterfly | local(window=512)"')
-    mask.add_argument("--length", type=int, required=True, help="tokens; of the queries, if --kv-length is given")
-    mask.add_argument("--kv-length", type=int, help="tokens of the keys, if there are more or fewer")
-    mask.add_argument("--block-size", type=_block_size, default=128, help="tokens: 128 (the default), or 64,128")
+    mask.add_argument("--length", type=int, required=True, help="tokens, or query tokens if --kv-length is given")
+    mask.add_argument("--kv-length", type=int, help="key tokens, if not --length")
+    mask.add_argument(
+        "--block-size",
+        type=_block_size,
+        default=128,
+        help="tokens per side: 128 (default), or a pair as 64,128",
+    )
     show = commands.add_parser("show", parents=[mask], help="draw a mask in text, or to a file")
-    show.add_argument("--out", type=_picture_path, help=f"a file to draw to, {' or '.join(PICTURES)}; needs matplotlib")
-    commands.add_parser("describe", parents=[mask], help="report what a mask holds")
-    commands.add_parser("list", help="every mask, its arguments and what it keeps")
+    show.add_argument(
+        "--out", type=_picture_path, help=f"image file to write, {' or '.join(PICTURES)}; needs matplotlib"
+    )
+    commands.add_parser("describe", parents=[mask], help="print statistics of a mask")
+    commands.add_parser("list", help="list every mask with its arguments")
     bench = commands.add_parser("bench", parents=[mask], help="time the construction of a mask")
     bench.add_argument(
-        "--repeat", type=int, default=5, help="how many times it is built; the median counts (default 5)"
+        "--repeat", type=int, default=5, help="number of builds, of which the median is printed (default 5)"
     )
     return parser
 
@@ -109,9 +112,10 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the arguments are those of the process by default.
+    """Run one command.
 
-    returns  0, or 2 after a message on the standard error stream if a mask or an option is wrong
+    arguments  command-line arguments; None means those of the process
+    returns    exit status: 0, or 2 after an error message on stderr
     """
     options = _parser().parse_args(arguments)
     try:

@@ -1,8 +1,4 @@
-"""Which blocks does a score for every block choose?
-
-Knows scores of blocks on the host: the k best of a row, and the fewest that hold a share of its softmax.
-Must not know where scores come from (pooled queries and keys, an indexer), nor devices.
-"""
+"""Masks from block scores on the host: the top k of each row, or the fewest that hold a share p of its softmax."""
 
 from __future__ import annotations
 
@@ -37,8 +33,8 @@ def _read_scores(scores: Scores, canvas: Canvas) -> np.ndarray:
     grid = canvas.n_rows, canvas.n_cols
     if not 2 <= array.ndim <= 4 or array.shape[-2:] != grid:
         raise ValueError(
-            f"scores: expected shape ([[batch,] heads,] n_rows, n_cols) that ends in {grid}, from {canvas.q_len} queries "
-            f"and {canvas.kv_len} keys in blocks of {canvas.block_size}, got {tuple(array.shape)}"
+            f"scores: expected shape ([[batch,] heads,] n_rows, n_cols) that ends in {grid}, from {canvas.q_len} "
+            f"queries and {canvas.kv_len} keys in blocks of {canvas.block_size}, got {tuple(array.shape)}"
         )
     if 0 in array.shape[:-2]:
         raise ValueError(f"scores: expected at least one batch and one head, got shape {tuple(array.shape)}")
@@ -53,7 +49,7 @@ def _read_scores(scores: Scores, canvas: Canvas) -> np.ndarray:
 
 
 def _open_blocks(canvas: Canvas, causal: bool) -> np.ndarray:
-    """bool (n_rows, n_cols): which blocks may be chosen; with causal those that have a pair not in the future."""
+    """bool (n_rows, n_cols): the blocks that may be chosen; if causal, those with a pair that is not in the future."""
     if not causal:
         return np.ones((canvas.n_rows, canvas.n_cols), dtype=bool)
     _, last_query = canvas.row_span(np.arange(canvas.n_rows))
@@ -68,20 +64,22 @@ def _layout_of(is_chosen: np.ndarray, canvas: Canvas, causal: bool) -> BlockLayo
 def top_k(
     scores: Scores, q_len: int, kv_len: int, *, k: int, block_size: BlockSize = 128, causal: bool = False
 ) -> BlockLayout:
-    """Each block row attends to the k blocks of the highest scores.
+    """Each block row attends to the k blocks with the highest scores.
 
-    Of equal scores the lowest col wins. A score of -inf is never chosen; a row with fewer than k others keeps those.
-    Nothing is added: `top_k(...) | local(...)` keeps the diagonal as well.
+    Ties go to the lowest col. Blocks with score -inf are never chosen, even if fewer than k others exist. The diagonal
+    is not added: use `top_k(...) | local(...)`.
 
-    scores      float ([[batch,] heads,] n_rows, n_cols), array or tensor, on any device: brought to the host
-    q_len, kv_len  tokens
-    k           blocks in every row; more than there are means all
+    scores      float ([[batch,] heads,] n_rows, n_cols), array or tensor; copied to the host
+    q_len       query tokens
+    kv_len      key tokens
+    k           blocks in every row; more than n_cols means all
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
-    causal      True chooses among the blocks that hold a pair with kv_pos <= q_pos + (kv_len - q_len), and keeps only
-                those pairs
-    returns     BlockLayout of shape (batch | 1, heads | 1, q_len, kv_len), of full blocks only unless causal. Time and
+    causal      True chooses among blocks that hold a pair with kv_pos <= q_pos + (kv_len - q_len), and keeps only such
+                pairs
+    returns     BlockLayout of shape (batch | 1, heads | 1, q_len, kv_len), full blocks only unless causal; in time and
                 memory O(scores)
-    raises      ValueError if scores have another shape or hold nan or inf, or k < 0, TypeError if they are no floats
+    raises      ValueError if scores have another shape or hold nan or inf, or if k < 0; TypeError if scores are not
+                floating-point
 
     Jiang et al., "MInference 1.0", arXiv:2407.02490, section 3.2 (block-sparse heads); Lu et al., "MoBA",
     arXiv:2502.13189, section 2.2.
@@ -107,22 +105,23 @@ def top_k(
 def top_p(
     scores: Scores, q_len: int, kv_len: int, *, p: float, block_size: BlockSize = 128, causal: bool = False
 ) -> BlockLayout:
-    """Each block row attends to the fewest blocks that together hold at least the share p of the row's softmax.
+    """Each block row attends to the fewest blocks whose softmax weights sum to at least p.
 
-    The softmax is over the scores of a row, in float64; blocks are taken from the highest score down, of equal scores
-    the lowest col first, until their shares sum to p. A score of -inf has no share and is never chosen. p=0 keeps
-    nothing, p=1 every block whose share is not 0.
+    The softmax runs over the scores of a row, in float64. Blocks are taken by descending score, ties by ascending col,
+    until their weights sum to p. Blocks with score -inf are never chosen. p=0 keeps no block, p=1 every block whose
+    weight is not 0.
 
-    scores      float ([[batch,] heads,] n_rows, n_cols), array or tensor, on any device: brought to the host
-    q_len, kv_len  tokens
-    p           share of the softmax, 0 to 1
+    scores      float ([[batch,] heads,] n_rows, n_cols), array or tensor; copied to the host
+    q_len       query tokens
+    kv_len      key tokens
+    p           sum of softmax weights to keep, 0 to 1
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
-    causal      True shares out and chooses among the blocks that hold a pair with kv_pos <= q_pos + (kv_len - q_len),
-                and keeps only those pairs
-    returns     BlockLayout of shape (batch | 1, heads | 1, q_len, kv_len), of full blocks only unless causal. Time and
+    causal      True applies softmax and choice to blocks that hold a pair with kv_pos <= q_pos + (kv_len - q_len), and
+                keeps only such pairs
+    returns     BlockLayout of shape (batch | 1, heads | 1, q_len, kv_len), full blocks only unless causal; in time and
                 memory O(scores)
-    raises      ValueError if scores have another shape or hold nan or inf, or p lies outside, TypeError if they are no
-                floats
+    raises      ValueError if scores have another shape or hold nan or inf, or if p is out of range; TypeError if scores
+                are not floating-point
 
     Xu et al., "XAttention", arXiv:2503.16428, section 2.2 (threshold block selection).
 
@@ -136,13 +135,13 @@ def top_p(
     values[..., ~_open_blocks(canvas, causal)] = -np.inf
     order = np.argsort(-values, axis=-1, kind="stable")
     highest = values.max(axis=-1, keepdims=True, initial=-np.inf)
-    # a row of -inf alone has no shares
+    # in a row of only -inf all weights are 0
     weights = np.exp(values - np.where(np.isfinite(highest), highest, 0.0))
     descending = np.take_along_axis(weights, order, axis=-1)
-    # what is left from each place on, summed from the smallest: sums from the largest would lose the small ones near p=1
+    # suffix sums, from the smallest weight: prefix sums would lose small weights near p=1
     left = np.cumsum(descending[..., ::-1], axis=-1)[..., ::-1]
     total = left[..., :1]
-    # taken while those before it hold less than p, that is while more than 1 - p is left
+    # taken while the blocks before hold less than p, that is while more than 1 - p is left
     is_taken = (left > (1.0 - p) * total) & (descending > 0.0)
     is_chosen = np.zeros(values.shape, dtype=bool)
     np.put_along_axis(is_chosen, order, is_taken, axis=-1)

@@ -1,25 +1,24 @@
-"""Which layout does a sparsity configuration of DeepSpeed describe?
+"""The sparsity configurations of DeepSpeed (deepspeed.ops.sparse_attention), by the same names and arguments.
 
-Knows the names, arguments and defaults of deepspeed.ops.sparse_attention, and what each of its patterns keeps.
-Must not know DeepSpeed itself, which need not be installed.
+DeepSpeed need not be installed.
 
     from masks.deepspeed import FixedSparsityConfig
 
     config = FixedSparsityConfig(num_heads=16, block=64, attention="unidirectional")
-    config.make_layout(4096)  # int64 (heads, rows, cols), 1 where a block is kept, as DeepSpeed gives it
-    config.layout(4096)       # the BlockLayout: never holds rows x cols, and exact to the token when unidirectional
+    config.make_layout(4096)  # int64 (heads, rows, cols), 1 where a block is kept, as in DeepSpeed
+    config.layout(4096)       # BlockLayout: no dense rows x cols tensor, and exact to the token when unidirectional
 
-In all of them `block` is the side of a block in tokens, numbers of blocks are in blocks, and different_layout_per_head
-gives every head a layout of its own where the pattern has any to give (random blocks, global patterns).
+`block` is the side of a block in tokens, and all other counts are in blocks. different_layout_per_head gives every head
+its own layout where the pattern has more than one to offer (random blocks, global patterns).
 
-Differences, in every configuration:
-- attention="unidirectional" attends to nothing in the future. There, a kept block on the diagonal is kept whole, and its
-  upper half is the future unless the caller masks it again; here `layout` keeps only kv_pos <= q_pos of it.
-- Random blocks are drawn by the hash of `masks.random` from `seed`, a required last argument where there are any; there,
-  they come from the global generator of Python's random module.
+Differences from DeepSpeed, in every configuration:
+- attention="unidirectional" attends to nothing in the future. DeepSpeed keeps the blocks on the diagonal whole, and
+  their upper half is the future unless the caller masks it; `layout` keeps only kv_pos <= q_pos of them.
+- Random blocks are drawn by the hash of `masks.random` from `seed`, a last argument that is required if there are any.
+  DeepSpeed draws them from the global generator of Python's random module.
 - The length need not be a multiple of the block.
-- Any wrong argument is a ValueError or a TypeError, at once.
-What else differs is said in the docstring of the configuration.
+- Every wrong argument raises a ValueError or a TypeError at construction.
+Further differences are in the docstring of each configuration.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from .heads import by_head
 from .local import past_of
 from .random import MAX_SEED, draw_distinct
 
-# the draws of a head's rows are streams from here on: no grid has so many rows
+# streams per head, more than any grid has rows
 ROWS_OF_A_HEAD = 2**32
 
 Blocks = tuple[np.ndarray, np.ndarray]
@@ -54,7 +53,7 @@ def _sliding(n_blocks: int, num_sliding_window_blocks: int) -> Blocks:
 
 
 def _windows(n_blocks: int, sizes: Sequence[int]) -> Blocks:
-    """Windows of these sizes one after another, the last size again and again."""
+    """Consecutive windows of these sizes; the last size repeats."""
     bounds = np.cumsum([0, *sizes])
     bounds = np.append(bounds, np.arange(bounds[-1] + sizes[-1], n_blocks + sizes[-1], sizes[-1]))
     rows = np.arange(n_blocks)
@@ -63,7 +62,7 @@ def _windows(n_blocks: int, sizes: Sequence[int]) -> Blocks:
 
 
 def _global(n_blocks: int, starts: np.ndarray, stops: np.ndarray, *, horizontal: bool) -> Blocks:
-    """Cols starts[i] .. stops[i] - 1 in all rows, and with `horizontal` those rows in all cols."""
+    """Cols starts[i] .. stops[i] - 1 of all rows; with `horizontal` also these rows with all cols."""
     _, lines = spread(np.minimum(starts, n_blocks), np.minimum(stops, n_blocks))
     blocks = np.arange(n_blocks)
     down, across = np.tile(blocks, lines.size), np.repeat(lines, n_blocks)
@@ -71,10 +70,10 @@ def _global(n_blocks: int, starts: np.ndarray, stops: np.ndarray, *, horizontal:
 
 
 def _random(n_blocks: int, count: int, seed: int | None, head: int, *, past_only: bool) -> Blocks:
-    """`count` cols of every row, drawn among all, or among those up to the diagonal (all of them, if there are fewer)."""
+    """`count` cols of every row, drawn among all, or with past_only among those up to the diagonal (at most all)."""
     rows = np.arange(n_blocks if count else 0)
     sizes = rows + 1 if past_only else np.full_like(rows, n_blocks)
-    # checked: there is a seed where there is a count
+    # _check_random requires a seed if count > 0
     places, cols = draw_distinct(
         0 if seed is None else seed, head * ROWS_OF_A_HEAD + rows, sizes=sizes, counts=np.minimum(count, sizes)
     )
@@ -128,11 +127,11 @@ def _read_global(indices: Sequence[int], ends: Sequence[int] | None) -> tuple[np
 
 @dataclass(frozen=True)
 class SparsityConfig(ABC):
-    """What all configurations share; not one itself.
+    """Base class of the configurations.
 
     num_heads                  heads of the layer
     block                      tokens per side of a block, a multiple of 16 from 16 to 256
-    different_layout_per_head  True: every head has its own layout
+    different_layout_per_head  True gives every head its own layout
     """
 
     num_heads: int
@@ -156,12 +155,12 @@ class SparsityConfig(ABC):
 
     @abstractmethod
     def _blocks(self, n_blocks: int, head: int) -> list[Blocks]:
-        """(rows, cols) of the blocks that a head keeps; some may come again, some lie in the future."""
+        """(rows, cols) of the blocks that a head keeps, in parts; with repeats, and before the future is removed."""
 
     def layout(self, seq_len: int) -> BlockLayout:
-        """The BlockLayout of so many tokens, shape (1, num_layout_heads, seq_len, seq_len).
+        """The BlockLayout for seq_len tokens, shape (1, num_layout_heads, seq_len, seq_len).
 
-        Of full blocks only if attention is bidirectional; otherwise exact to the token on the diagonal.
+        Full blocks only if bidirectional; if unidirectional, exact to the token on the diagonal.
         """
         canvas = read_canvas(read_integer("seq_len", seq_len, at_least=0, unit="tokens"), self.block)
         stacked = by_head(lambda head: self._head(canvas, head), range(self.num_layout_heads))
@@ -200,22 +199,22 @@ class DenseSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class FixedSparsityConfig(SparsityConfig):
-    """Windows of num_local_blocks, and in each the blocks that stand for it: all rows see them.
+    """Windows of num_local_blocks, each with global blocks that all rows see.
 
     num_heads, block, different_layout_per_head  as SparsityConfig
-    num_local_blocks    blocks of a window; rows see their own window
-    num_global_blocks   blocks of a window that all rows see: its last ones for head 0. Divides num_local_blocks
+    num_local_blocks    blocks of a window; each row sees its own window
+    num_global_blocks   global blocks of a window, its last ones for head 0. Divides num_local_blocks
     attention           "bidirectional", or "unidirectional": a row sees the cols up to its own
-    horizontal_global_attention    True: the rows of the global blocks see all cols. Bidirectional only
-    num_different_global_patterns  head h takes the global blocks 1 + h % this many groups from the end of a window; needs
-                        different_layout_per_head if more than 1, and at most num_local_blocks / num_global_blocks
+    horizontal_global_attention    True: rows of global blocks see all cols; bidirectional only
+    num_different_global_patterns  number of places that heads use for the global blocks: head h takes group
+                        1 + h % this from the end of a window. At most num_local_blocks / num_global_blocks; more than 1
+                        needs different_layout_per_head
 
-    A last window that is cut short has its global blocks where a whole one has them, or if they lie beyond the end, at
-    the end.
+    If the last window is cut short, its global blocks stay at their place, or move to the end of the sequence if that
+    place lies beyond it.
 
-    Differs: unidirectional with num_global_blocks > 1 shows a global block to the rows from its own on; there, to the
-    rows from the first global block of the window on, which lets them see up to num_global_blocks - 1 blocks of the
-    future.
+    Differs from DeepSpeed: a unidirectional row sees global blocks up to its own. In DeepSpeed the rows from the first
+    global block of a window on see all of them, up to num_global_blocks - 1 blocks of the future.
 
     Child et al., "Sparse Transformers", arXiv:1904.10509, section 4.3 (fixed attention), customised by DeepSpeed.
 
@@ -261,18 +260,17 @@ class VariableSparsityConfig(SparsityConfig):
     """Windows of given sizes, given global blocks, and random blocks in every row.
 
     num_heads, block, different_layout_per_head  as SparsityConfig
-    num_random_blocks         random cols of every row, drawn among all, or when unidirectional among those up to its own
-    local_window_blocks       sizes of the first windows; the last size goes on to the end
+    num_random_blocks         random cols per row, drawn among all, or if unidirectional among those up to its own
+    local_window_blocks       sizes of the first windows; the last size repeats to the end
     global_block_indices      cols that all rows see
-    global_block_end_indices  None, or one for each index: cols index .. end - 1 are seen. What lies beyond the end of
-                              the sequence is left out
+    global_block_end_indices  None, or an end for each index: all rows see cols index .. end - 1, as far as they exist
     attention                 "bidirectional", or "unidirectional": a row sees the cols up to its own
-    horizontal_global_attention  True: the rows of the global blocks see all cols. Bidirectional only
+    horizontal_global_attention  True: rows of global blocks see all cols; bidirectional only
     seed                      0 to 2**64 - 1, required if num_random_blocks > 0
 
-    Differs: unidirectional random blocks are drawn from the past (rows with fewer blocks take all of it); there, from all
-    cols, the future included. Unidirectional global ranges of several blocks show each to the rows from its own on; there,
-    all of them to the rows from the first on, which lets rows inside the range see its future blocks.
+    Differs from DeepSpeed: unidirectional random blocks are drawn from the past, all of it in rows with too few blocks.
+    DeepSpeed draws from all cols. In a unidirectional global range a row sees the blocks up to its own; in
+    DeepSpeed rows inside the range see its future blocks.
 
     >>> VariableSparsityConfig(num_heads=1, local_window_blocks=[1, 2]).make_layout(80)[0, 4].tolist()
     [1, 0, 0, 1, 1]
@@ -307,18 +305,18 @@ class VariableSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class BigBirdSparsityConfig(SparsityConfig):
-    """A sliding window, random blocks in every row, and the first blocks as global ones.
+    """A sliding window, random blocks in every row, and the first blocks as global blocks.
 
     num_heads, block, different_layout_per_head  as SparsityConfig
-    num_random_blocks          random cols of every row, drawn among all, or when unidirectional among those up to its own;
-                               they may fall on others that are kept
+    num_random_blocks          random cols per row, drawn among all, or if unidirectional among those up to its own;
+                               they may coincide with window or global blocks
     num_sliding_window_blocks  width of the window: |row - col| <= this // 2
-    num_global_blocks          first rows and cols that are kept whole
+    num_global_blocks          number of leading rows and cols that are kept whole
     attention                  "bidirectional", or "unidirectional": a row sees the cols up to its own
     seed                       0 to 2**64 - 1, required if num_random_blocks > 0
 
-    Differs: unidirectional rows with fewer blocks up to their own than num_random_blocks take all of them; there, more
-    than one random block is an error of the generator. `masks.bigbird` draws its random blocks beside the others.
+    Differs from DeepSpeed: unidirectional rows with fewer than num_random_blocks blocks take all of them; in DeepSpeed
+    more than one random block raises an error. `masks.bigbird` draws random blocks outside window and global blocks.
 
     Zaheer et al., "Big Bird", arXiv:2007.14062, section 2 (internal transformer construction).
 
@@ -351,7 +349,7 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class BSLongformerSparsityConfig(SparsityConfig):
-    """A sliding window, and given global blocks that see and are seen by all.
+    """A sliding window, and given global blocks that see all blocks and are seen by all.
 
     num_heads, block, different_layout_per_head  as SparsityConfig
     num_sliding_window_blocks  width of the window: |row - col| <= this // 2
@@ -386,11 +384,11 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """A sliding window alone.
+    """A sliding window only.
 
     num_heads, block  as SparsityConfig
-    num_sliding_window_blocks  |row - col| <= this // 2; unidirectional only the half up to the diagonal, so that 3 are
-                               two blocks in a row
+    num_sliding_window_blocks  width of the window: |row - col| <= this // 2; if unidirectional only the half up to the
+                               diagonal, two blocks per row for a width of 3
     attention                  "unidirectional" (the default here), or "bidirectional"
 
     Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1, in blocks.

@@ -1,8 +1,4 @@
-"""Which pairs lie in a window with gaps?
-
-Knows dilated sliding windows: every dilation-th token of a stretch around each query.
-Must not know how bitmasks are packed or shared.
-"""
+"""Dilated sliding windows: every dilation-th token of a window around each query."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from .heads import by_head
 
 
 def _one_head(canvas: Canvas, *, window: int, dilation: int, causal: bool) -> BlockLayout:
-    # no distance is as large as the lengths together
+    # larger than any distance
     unlimited = max(1, canvas.q_len + canvas.kv_len)
     dilation = min(dilation, unlimited)
     window = min(window, unlimited // dilation)
@@ -31,25 +27,22 @@ def _one_head(canvas: Canvas, *, window: int, dilation: int, causal: bool) -> Bl
         distance = q_pos + shift - kv_pos
         return (low <= distance) & (distance <= high) & (distance % dilation == 0)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, highest = canvas.distances(row, col)
-        # inside the window a block repeats every dilation; at its edges, the numbers from dilation on say where
+        # inside the window blocks repeat with period `dilation`; blocks at an edge have keys above that
         is_inside = (lowest >= low) & (highest <= high)
         return np.where(is_inside, lowest % dilation, dilation + lowest + unlimited + canvas.block_q + canvas.block_kv)
 
     first_query, last_query = (position[:, None] for position in canvas.row_span(np.arange(canvas.n_rows)))
     if dilation < canvas.block_q + canvas.block_kv:
-        # whole blocks hold some kept distance, wherever they lie: one stretch a row
+        # every block of the window holds a kept distance: one range per row
         first_key, last_key = first_query - high, last_query - low
     else:
         # [rows, kept distances]
         distances = np.arange(low, high + 1, dilation)
         first_key, last_key = first_query - distances, last_query - distances
     rows, cols = blocks_between(canvas, first_key, last_key)
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
 def dilated_window(
@@ -60,11 +53,11 @@ def dilated_window(
     causal: bool = False,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """Each token attends to the `window` nearest of every dilation-th token on either side, and to itself.
+    """Each token attends to itself and to `window` tokens on either side, `dilation` tokens apart.
 
     Keeps |d| <= window * dilation and d % dilation == 0, where d = q_pos + (kv_len - q_len) - kv_pos: the sequences are
-    aligned at their ends. A larger dilation sees farther with as many keys: with dilation 1 it is `local`. A dilation
-    shorter than a block leaves no block of the window empty, so it saves no work; one a head widens what a layer sees.
+    aligned at their ends. dilation=1 is `local`; a larger one sees farther with the same number of keys. A dilation
+    shorter than a block leaves no block of the window empty, so it saves no work.
 
     window=1, dilation=2 on 5 tokens, plain and causal:
         1 0 1 0 0     1 0 0 0 0
@@ -74,12 +67,12 @@ def dilated_window(
         0 0 1 0 1     0 0 1 0 1
 
     length      tokens, or (q_len, kv_len)
-    window      tokens attended to on each side, besides the token itself; they reach window * dilation tokens far
-    dilation    tokens from one of them to the next, at least 1; or one for each head
-    causal      True keeps d >= 0 only
+    window      tokens attended to on each side, the token itself not counted; they span window * dilation tokens
+    dilation    distance between them, at least 1; or a sequence with one for each head
+    causal      True also requires d >= 0
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), or (1, len(dilation), q_len, kv_len), exact to the token
-    raises      ValueError if window < 0, or a dilation < 1, or none is given; TypeError if one is no int
+    raises      ValueError if window < 0, a dilation is < 1, or dilation is empty; TypeError if one is not an int
 
     Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1 (dilated sliding window; their w is 2 * window + 1).
 

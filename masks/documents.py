@@ -1,8 +1,7 @@
-"""Which tokens belong to the same document?
+"""Packed documents, laid end to end and given by cumulative lengths.
 
-Knows packed sequences: documents laid end to end, given by their cumulative lengths. Writes bitmasks word by word,
-because where documents end is different in almost every block: a predicate would be asked for every pair.
-Must not know how bitmasks are made canonical; the layout sees to that.
+Bitmasks are written word by word instead of through a predicate: document boundaries differ in almost every block, so
+that a predicate would be evaluated for every pair.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ LOW_BITS = ((np.uint64(1) << np.arange(33, dtype=np.uint64)) - np.uint64(1)).ast
 
 
 class Packed(NamedTuple):
-    """Documents that have tokens, over whole blocks: the last one goes on to the end of the last block.
+    """The nonempty documents, padded to whole blocks: the last one extends to the end of the last block.
 
     numbers  int64 (padded length,): the document of each token
-    begins   int64 (documents,): the first token of each
-    ends     int64 (documents,): the token after the last one
+    begins   int64 (documents,): its first token
+    ends     int64 (documents,): the token after its last one
     """
 
     numbers: np.ndarray
@@ -61,7 +60,7 @@ def _pack(canvas: Canvas, bounds: np.ndarray) -> Packed:
 
 
 def _candidates(canvas: Canvas, packed: Packed, *, causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that have a pair, ascending: from the first query's document to the last one's."""
+    """(rows, cols) of the blocks that hold a pair, ascending: from the first query's document to the last query's."""
     rows = np.arange(canvas.n_rows)
     first_query, last_query = canvas.row_span(rows)
     last_key = last_query if causal else packed.ends[packed.numbers[last_query]] - 1
@@ -69,27 +68,27 @@ def _candidates(canvas: Canvas, packed: Packed, *, causal: bool) -> tuple[np.nda
     return spread(first, stop)
 
 
-def _looks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:
-    """int64 (blocks,), equal for blocks with equal bits: where documents begin in them, and how far apart they are."""
+def _dedup_keys(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:
+    """int64 (blocks,), equal for blocks with equal bits: from document boundaries within a block and their distance."""
     numbers = packed.numbers
     is_begin = np.diff(numbers, prepend=numbers[:1]) > 0
     row_kinds = kinds_of_sides(is_begin[: canvas.n_rows * canvas.block_q], canvas.block_q)
     col_kinds = kinds_of_sides(is_begin[: canvas.n_cols * canvas.block_kv], canvas.block_kv)
     n_col_kinds = int(col_kinds.max(initial=0)) + 1
-    # a block that has a pair holds fewer documents, and reaches less far beyond the diagonal
+    # exceeds the number of documents in a block, and its reach beyond the diagonal
     span = canvas.block_q + canvas.block_kv
     apart = numbers[rows * canvas.block_q] - numbers[cols * canvas.block_kv]
-    looks = (row_kinds[rows] * n_col_kinds + col_kinds[cols]) * (2 * span) + apart + span
+    keys = (row_kinds[rows] * n_col_kinds + col_kinds[cols]) * (2 * span) + apart + span
     if causal:
         lowest, _ = canvas.distances(rows, cols)
-        # below the diagonal the distance makes no difference
-        looks = looks * span - np.minimum(lowest, 0)
-    return looks
+        # blocks below the diagonal do not depend on the distance
+        keys = keys * span - np.minimum(lowest, 0)
+    return keys
 
 
 def _bitmasks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray, *, causal: bool) -> np.ndarray:
-    """int32 (blocks, block_q, words): a query attends to one stretch of keys, so its bits follow from the two ends."""
-    # [block_kv + 1, words]: row n has the bits of the first n keys
+    """int32 (blocks, block_q, words), from the first and last key of each query: its keys are one range."""
+    # [block_kv + 1, words]: row n has the first n bits set
     keys = np.arange(canvas.block_kv + 1)[:, None] - np.arange(0, canvas.block_kv, 32)
     first_bits = LOW_BITS[np.clip(keys, 0, 32)]
     # [blocks, block_q]
@@ -98,7 +97,7 @@ def _bitmasks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray
     origin = cols[:, None] * canvas.block_kv
     stop = (q_pos + 1 if causal else packed.ends[document]) - origin
     words = first_bits.take(stop, axis=0, mode="clip")
-    # the stretch: the keys before its stop, but for those before its first
+    # keys before `stop`, without those before the document
     words ^= first_bits.take(packed.begins[document] - origin, axis=0, mode="clip") & words
     return words.view(np.int32)
 
@@ -108,8 +107,8 @@ def documents(
 ) -> BlockLayout:
     """Each token attends to the tokens of its own document.
 
-    Documents are packed end to end; document i holds the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, as in
-    variable-length attention calls. A document of no tokens is allowed and has no effect.
+    Documents are packed end to end; document i holds the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, as in varlen
+    attention calls. An empty document has no effect.
 
     cu_seqlens=[0, 2, 5], plain and causal:
         1 1 0 0 0     1 0 0 0 0
@@ -119,11 +118,11 @@ def documents(
         0 0 1 1 1     0 0 1 1 1
 
     cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at the length
-    causal      True keeps kv_pos <= q_pos only
+    causal      True also requires kv_pos <= q_pos
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, length, length), length = cu_seqlens[-1], shared by every head,
                 exact to the token
-    raises      ValueError if cu_seqlens is empty, starts elsewhere or decreases, TypeError unless all are ints
+    raises      ValueError if cu_seqlens is empty, does not start at 0 or decreases; TypeError unless all are ints
 
     Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027, section 3.2 (masking).
 
@@ -133,13 +132,13 @@ def documents(
     bounds = _read_bounds(cu_seqlens)
     causal = read_switch("causal", causal)
     canvas = read_canvas(int(bounds[-1]), block_size)
-    # a document fills the blocks that lie within it on both sides, or their lower half
+    # lower bound: the full blocks of each document, half of them if causal
     within = [np.maximum(np.diff(bounds) // side - 1, 0) for side in canvas.block_size]
     check_nnz(int((within[0] * within[1]).sum()) // (2 if causal else 1), least="at least ")
     packed = _pack(canvas, bounds)
     rows, cols = _candidates(canvas, packed, causal=causal)
     _, representatives, ids = np.unique(
-        _looks(canvas, packed, rows, cols, causal=causal), return_index=True, return_inverse=True
+        _dedup_keys(canvas, packed, rows, cols, causal=causal), return_index=True, return_inverse=True
     )
     words = _bitmasks(canvas, packed, rows[representatives], cols[representatives], causal=causal)
     # [n_rows + 1]

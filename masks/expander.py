@@ -1,7 +1,6 @@
-"""Which blocks are neighbours in a random graph where every block has equally many?
+"""Random regular graphs of blocks: unions of Hamiltonian cycles, plus a perfect matching for an odd degree.
 
-Knows random regular graphs: unions of random Hamiltonian cycles, and of a random matching for an odd degree.
-Must not know NumPy's or torch's generators: their streams may change, a layout must not.
+The draws come from the hash of random.py: generator streams of NumPy and torch may change between versions.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from .random import MAX_SEED, below, draw_words, permutation, stream_keys
 
 
 class _Graph:
-    """A graph on n blocks that grows by a cycle or a matching at a time and never draws an edge twice.
+    """A graph on n blocks that grows by a cycle or a matching at a time, without repeated edges.
 
-    partners  int64 (n, degree): the neighbours of each block, those drawn so far first
+    partners  int64 (n, degree): the neighbours of each block; the first columns are filled
     """
 
     def __init__(self, n: int, degree: int, seed: int) -> None:
@@ -28,30 +27,30 @@ class _Graph:
         self._n_partners = self._n_orders = self._n_choices = 0
 
     def random_order(self) -> np.ndarray:
-        """All blocks; order number i is that of stream i + 1."""
+        """All blocks in random order; order i reads stream i + 1."""
         self._n_orders += 1
         return permutation(stream_keys(self._seed, np.array([self._n_orders])), self.n)
 
     def choose(self, is_possible: np.ndarray) -> int:
-        """One place where is_possible; choice number i reads word i of stream 0."""
+        """A random index at which is_possible; choice i reads word i of stream 0."""
         word = draw_words(stream_keys(self._seed, np.array([0])), np.array([self._n_choices]))
         self._n_choices += 1
         places = np.flatnonzero(is_possible)
         return int(places[below(word, places.size)[0]])
 
     def are_joined(self, some: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """bool: whether some[i] and others[i] are neighbours already."""
+        """bool: some[i] and others[i] are neighbours already."""
         return (self.partners[some, : self._n_partners] == others[:, None]).any(axis=1)
 
     def is_free(self, block: int) -> np.ndarray:
-        """bool (n,): which blocks may become its neighbours."""
+        """bool (n,): the blocks that may become its neighbours."""
         free = np.ones(self.n, dtype=bool)
         free[self.partners[block, : self._n_partners]] = False
         free[block] = False
         return free
 
     def join(self, some: np.ndarray, others: np.ndarray) -> None:
-        """One neighbour more for every block: others[i] for some[i]; both are all blocks in some order."""
+        """Give every block some[i] the neighbour others[i]; both arguments are permutations of the blocks."""
         self.partners[some, self._n_partners] = others
         self._n_partners += 1
 
@@ -59,18 +58,18 @@ class _Graph:
 def _add_cycle(graph: _Graph) -> None:
     """Join the blocks around a random cycle.
 
-    Where an edge (a, b) of the cycle is there already, the stretch from b to some c is turned around, so that (a, b)
-    and (c, d) become (a, c) and (b, d). With fewer than n / 2 neighbours each, a and b leave such a c (the argument of
-    Dirac's theorem), and every turn leaves fewer edges drawn twice.
+    If an edge (a, b) of the cycle exists already, the section from b to some c is reversed, which replaces (a, b) and
+    (c, d) by (a, c) and (b, d). Such a c exists, since a and b have fewer than n / 2 neighbours each (the argument of
+    Dirac's theorem), and every reversal reduces the number of repeated edges.
     """
     cycle = graph.random_order()
-    is_again = graph.are_joined(cycle, np.roll(cycle, -1))
-    for a, b in zip(cycle[is_again].tolist(), np.roll(cycle, -1)[is_again].tolist(), strict=True):
-        # so that b is first; turned stretches run the other way
+    is_repeated = graph.are_joined(cycle, np.roll(cycle, -1))
+    for a, b in zip(cycle[is_repeated].tolist(), np.roll(cycle, -1)[is_repeated].tolist(), strict=True):
+        # b first; reversed sections run the other way
         cycle = np.roll(cycle, -int(np.flatnonzero(cycle == b)[0]))
         if cycle[1] == a:
             cycle = np.roll(cycle[::-1], 1)
-        # an edge (c, d) of a turn before may have been this one
+        # an earlier reversal may have removed this edge
         if cycle[-1] == a:
             place = graph.choose(graph.is_free(a)[cycle[:-1]] & graph.is_free(b)[cycle[1:]])
             cycle[: place + 1] = cycle[place::-1].copy()
@@ -79,7 +78,7 @@ def _add_cycle(graph: _Graph) -> None:
 
 
 def _add_matching(graph: _Graph) -> None:
-    """Join the blocks two by two. Pairs (a, b) that are joined already exchange partners with some (c, d)."""
+    """Join the blocks in random pairs. A pair (a, b) that is joined already swaps partners with some (c, d)."""
     order = graph.random_order()
     mates = np.empty(graph.n, dtype=np.int64)
     mates[order[::2]], mates[order[1::2]] = order[1::2], order[::2]
@@ -95,24 +94,25 @@ def _add_matching(graph: _Graph) -> None:
 def expander(length: Length, *, degree: int, seed: int, block_size: BlockSize = 128) -> BlockLayout:
     """Each block attends to `degree` other blocks, which attend to it: a random regular graph.
 
-    Such a graph has no bottleneck: whatever `degree` is, a few layers carry a word from every block to every other one,
-    with high probability about as few as any graph of that degree needs. It is the union of random Hamiltonian cycles
-    (of degree // 2 of them), and for an odd degree of a random perfect matching; edges that would be drawn twice are
-    exchanged within their cycle, so that every row has exactly `degree` blocks. Beyond half of the blocks the graph is
-    what another one leaves out. The diagonal is not added: `expander(...) | local(...)` adds it.
+    Such a graph has no bottleneck: with high probability, information spreads between any two blocks in about as few
+    layers as the degree permits. It is the union of degree // 2 random Hamiltonian cycles and, for an odd degree, a
+    random perfect matching. Repeated edges are exchanged within their cycle, so every row has exactly `degree` blocks.
+    If degree exceeds half of the blocks, the graph is the complement of a sparser one. The diagonal is not added: use
+    `expander(...) | local(...)`.
 
-    The graph is a function of (seed, degree, number of blocks) alone: random orders sort the blocks by the words of
-    `masks.random`'s streams 1, 2, ..., exchanges read stream 0.
+    The graph depends on (seed, degree, number of blocks) only: random orders sort the blocks by the words of streams
+    1, 2, ... of `masks.random`, and exchanges read stream 0.
 
-    length      tokens; (q_len, kv_len) if both have equally many blocks
-    degree      blocks in every row, 0 to blocks - 1; even if the number of blocks is odd
+    length      tokens, or (q_len, kv_len) with equal numbers of blocks
+    degree      blocks in every row, 0 to n_blocks - 1; even if n_blocks is odd
     seed        0 to 2**64 - 1
     block_size  tokens per side of a block, a multiple of 16
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only; symmetric
-    raises      ValueError if the block counts of queries and keys differ, degree and blocks are both odd, or a number
-                is out of range
+    raises      ValueError if the block counts of queries and keys differ, if degree and n_blocks are both odd, or if a
+                number is out of range
 
-    Shirzad et al., "Exphormer", arXiv:2303.06147, section 3.2 (expander graphs as attention), there of permutations.
+    Shirzad et al., "Exphormer", arXiv:2303.06147, section 3.2 (expander graphs as attention), which builds them
+    from permutations.
 
     >>> expander(2048, degree=4, seed=0).density
     0.25
@@ -139,4 +139,4 @@ def expander(length: Length, *, degree: int, seed: int, block_size: BlockSize = 
         is_kept = ~np.eye(n_blocks, dtype=bool)
         is_kept[rows, cols] = False
         rows, cols = np.nonzero(is_kept)
-    return BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return canvas.from_blocks(rows, cols)

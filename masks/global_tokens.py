@@ -1,8 +1,4 @@
-"""Which tokens attend to everything, and are attended to by everything?
-
-Knows the union of whole rows and whole columns of tokens.
-Must not know how bitmasks are packed or shared.
-"""
+"""Global tokens, which attend to every token and to which every token attends."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ Tokens = int | Sequence[int] | np.ndarray | torch.Tensor
 
 
 def read_tokens(name: str, tokens: Tokens, kv_len: int) -> np.ndarray:
-    """bool (kv_len,): which keys are global. name: the argument, for messages."""
+    """bool (kv_len,): the global keys. name: the argument, for messages."""
     is_global = np.zeros(kv_len, dtype=bool)
     if isinstance(tokens, Sequence | np.ndarray | torch.Tensor):
         positions = read_integers(name, tokens)
@@ -38,10 +34,10 @@ def read_tokens(name: str, tokens: Tokens, kv_len: int) -> np.ndarray:
 
 
 def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128) -> BlockLayout:
-    """The global tokens attend to every token, and every token attends to them; nothing else.
+    """Global tokens attend to every token, and every token attends to them; no other pair attends.
 
-    Tokens are named by their position among the keys. When there are more keys than queries, query i stands at key
-    i + kv_len - q_len, as with causal=True, so that a decoding step of one query is global only if its token is.
+    Tokens are given by their position among the keys. Query i is at key position i + kv_len - q_len, as with
+    causal=True, so the query of a decoding step is global only if its token is.
 
     tokens=1 and tokens=[2] on 4 tokens:
         1 1 1 1     0 0 1 0
@@ -50,11 +46,11 @@ def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128
         1 0 0 0     0 0 1 0
 
     length      tokens, or (q_len, kv_len)
-    tokens      how many tokens at the start, 0 to kv_len, or their positions, 0 to kv_len - 1, in any order
-                (sequence, array or tensor of ints; a position named twice counts once)
+    tokens      number of leading tokens, 0 to kv_len, or positions, 0 to kv_len - 1, in any order (sequence, array or
+                tensor of ints; repeats have no effect)
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
-    raises      ValueError if a position lies outside, TypeError unless all are ints
+    raises      ValueError if a number is out of range; TypeError unless all are ints
 
     Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1 (global attention).
 
@@ -63,7 +59,7 @@ def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128
     """
     canvas = read_canvas(length, block_size)
     is_global_key = read_tokens("tokens", tokens, canvas.kv_len)
-    # query i is the token at key i + shift; those before the first key are no global tokens
+    # query i is the token at key position i + shift; queries before the first key are not global
     is_global_query = np.zeros(canvas.q_len, dtype=bool)
     shared = min(canvas.q_len, canvas.kv_len)
     is_global_query[canvas.q_len - shared :] = is_global_key[canvas.kv_len - shared :]
@@ -77,19 +73,14 @@ def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128
     col_kinds = kinds_of_sides(is_global_key, canvas.block_kv)
     n_col_kinds = int(col_kinds.max(initial=0)) + 1
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         return row_kinds[row] * n_col_kinds + col_kinds[col]
 
     global_rows, other_rows = np.flatnonzero(row_kinds), np.flatnonzero(row_kinds == 0)
     cols, global_cols = np.arange(canvas.n_cols), np.flatnonzero(col_kinds)
     check_nnz(global_rows.size * cols.size + other_rows.size * global_cols.size)
-    within = BlockLayout.from_blocks(
+    within = canvas.from_blocks(
         np.concatenate([np.repeat(global_rows, cols.size), np.repeat(other_rows, global_cols.size)]),
         np.concatenate([np.tile(cols, global_rows.size), np.tile(global_cols, other_rows.size)]),
-        canvas.q_len,
-        canvas.kv_len,
-        block_size=canvas.block_size,
     )
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=within, dedup_key=dedup_key)

@@ -1,8 +1,4 @@
-"""Which pairs are near each other on a grid of pixels, or of frames and pixels?
-
-Knows the families on one, two, three or more axes: neighbourhoods, windows, tiles, lines.
-Must not know how blocks and bitmasks come from what a token sees along each axis.
-"""
+"""Masks on a grid of pixels or of frames and pixels: neighbourhoods, windows, tiles and axes."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ def _read_causal(causal: bool | Sequence[bool], grid: Sequence[int]) -> tuple[bo
 
 def _neighbourhood(side: int, *, kernel: int, dilation: int, stride: int, causal: bool) -> Axis:
     coordinate = np.arange(side)
-    # every dilation-th coordinate is a sequence of its own, with places 0 to size - 1
+    # every dilation-th coordinate forms a sequence of its own, with places 0 to size - 1
     group, place = coordinate % dilation, coordinate // dilation
     size = -(-(side - group) // dilation)
     group_of_stride = place // stride * stride
@@ -63,15 +59,15 @@ def neighborhood(
     order: Order | None = None,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """Each token attends to the nearest `kernel` tokens along every axis: exactly as many at the edges as elsewhere.
+    """Each token attends to the nearest `kernel` tokens along every axis, as many at the edges as in the interior.
 
-    Along an axis of n tokens, and without dilation, token x sees kernel tokens from clamp(leader - kernel // 2, 0,
-    n - kernel) on, where the leader is x itself, or the middle one of the `stride` tokens that share a window. A causal
-    axis sees the tokens from leader - kernel + 1 to x instead, fewer at the beginning; the leader is then the last of
-    its group. A dilation makes a sequence of its own of every dilation-th token. A pair attends if it does so along all
-    axes.
+    Along an axis of n tokens without dilation, token x sees kernel tokens from clamp(leader - kernel // 2, 0, n -
+    kernel) on. The leader is x, or the middle one of the `stride` tokens that share a window. Along a causal axis, x
+    sees the tokens leader - kernel + 1 to x, fewer at the beginning, and the leader is the last token of its group.
+    With dilation, this applies to the sequence of every dilation-th token. A pair attends if it attends along every
+    axis.
 
-    grid=5, kernel=3, plain, with stride=2, and causal:
+    grid=5, kernel=3, then also stride=2, or causal:
         1 1 1 0 0     1 1 1 0 0     1 0 0 0 0
         1 1 1 0 0     1 1 1 0 0     1 1 0 0 0
         0 1 1 1 0     0 0 1 1 1     1 1 1 0 0
@@ -80,14 +76,14 @@ def neighborhood(
 
     grid        tokens along each axis, (height, width) or (frames, height, width), row-major; an int is one axis
     kernel      tokens seen along each axis; an int for all of them
-    dilation    tokens from one that is seen to the next; kernel * dilation is at most the side
-    stride      neighbouring tokens that share a window, 1 to kernel
-    causal      True, or which axes, see no later token along the axis
-    order       int64 (tokens,): the token at each position, as `tile_order` gives it, or "morton" or "hilbert", the
-                name of a curve; None is row-major
+    dilation    distance between these tokens; kernel * dilation is at most the side
+    stride      number of neighbouring tokens that share a window, 1 to kernel
+    causal      bool, or one for each axis: True sees no later token along the axis
+    order       int64 (tokens,): the token at each position, as from `tile_order`; or "morton" or "hilbert". None is
+                row-major
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, tokens, tokens), shared by every head, exact to the token
-    raises      ValueError if a number is out of range or there is one for a wrong number of axes
+    raises      ValueError if a number is out of range, or a sequence does not have one entry per axis
 
     Hassani et al., "Neighborhood Attention Transformer", arXiv:2204.07143, section 3.1; dilation arXiv:2209.15001,
     causal axes arXiv:2403.04690, stride "Generalized Neighborhood Attention", arXiv:2504.16922, section 3.
@@ -116,11 +112,10 @@ def neighborhood(
 def swin(
     grid: Grid, *, window: PerAxis, shift: PerAxis = 0, order: Order | None = None, block_size: BlockSize = 128
 ) -> BlockLayout:
-    """Each token attends to the tokens of its own window; windows tile the grid, from a shift on.
+    """Each token attends to the tokens of its own window; windows tile the grid, offset by `shift`.
 
-    Along each axis, tokens are in one window if (x - shift) // window is equal, rounded down: the tokens before the
-    shift are a window of their own, and the last one holds what is left. These are the pairs that the masked attention
-    of a cyclically shifted feature map keeps.
+    Along each axis, the window of token x is (x - shift) // window: tokens before the shift form a window, and the last
+    window may be smaller. Masked attention on a cyclically shifted feature map keeps the same pairs.
 
     grid=5, window=2, and with shift=1:
         1 1 0 0 0     1 0 0 0 0
@@ -131,12 +126,12 @@ def swin(
 
     grid        tokens along each axis, row-major; an int is one axis
     window      tokens of a window along each axis; an int for all of them
-    shift       where along each axis the second window begins, 0 to window - 1; every other layer takes window // 2
-    order       int64 (tokens,): the token at each position, as `tile_order` gives it, or "morton" or "hilbert", the
-                name of a curve; None is row-major
+    shift       offset of the windows along each axis, 0 to window - 1; the paper uses window // 2 in every other layer
+    order       int64 (tokens,): the token at each position, as from `tile_order`; or "morton" or "hilbert". None is
+                row-major
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, tokens, tokens), shared by every head, exact to the token
-    raises      ValueError if a number is out of range or there is one for a wrong number of axes
+    raises      ValueError if a number is out of range, or a sequence does not have one entry per axis
 
     Liu et al., "Swin Transformer", arXiv:2103.14030, section 3.2.
 
@@ -154,7 +149,7 @@ def swin(
     for side, size, ahead in zip(grid, windows, shifts, strict=True):
         if ahead >= size:
             raise ValueError(f"shift: expected less than the window, {size} tokens, got {ahead}")
-        # beyond these a larger shift, and a larger window, change nothing
+        # larger shifts and windows have no effect
         first = min(ahead, side)
         width = min(size, side + first + 1)
         begin = (np.arange(side) - first) // width * width + first
@@ -165,11 +160,11 @@ def swin(
 def sliding_tile(
     grid: Grid, *, kernel: PerAxis, tile: PerAxis, order: Order | None = None, block_size: BlockSize = 128
 ) -> BlockLayout:
-    """Each tile of tokens attends to the nearest tiles along every axis: a neighbourhood whose tokens are tiles.
+    """Each tile of tokens attends to the nearest tiles along every axis: `neighborhood` with tiles instead of tokens.
 
-    Along an axis of n tiles, tile t sees kernel // tile tiles from clamp(t - kernel // tile // 2, 0, n - kernel //
-    tile) on. A pair attends if its tiles do so along all axes. With order=tile_order(grid, tile=tile), and tiles of one
-    block or several, every block is full or empty; row-major, most of them are neither.
+    Along an axis of n tiles, tile t sees m = kernel // tile tiles from clamp(t - m // 2, 0, n - m) on. A pair attends
+    if its tiles do so along all axes. With order=tile_order(grid, tile=tile) and tiles of one or more whole blocks,
+    every block is full or empty; in row-major order most blocks are partial.
 
     grid=6, kernel=4, tile=2:
         1 1 1 1 0 0
@@ -181,13 +176,13 @@ def sliding_tile(
 
     grid        tokens along each axis, row-major; an int is one axis
     kernel      tokens seen along each axis, a multiple of the tile; an int for all of them
-    tile        tokens of a tile along each axis; tiles at the far ends may be smaller
-    order       int64 (tokens,): the token at each position, as `tile_order` gives it, or "morton" or "hilbert", the
-                name of a curve; None is row-major
+    tile        tokens of a tile along each axis; the last tile of an axis may be smaller
+    order       int64 (tokens,): the token at each position, as from `tile_order`; or "morton" or "hilbert". None is
+                row-major
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, tokens, tokens), shared by every head, exact to the token
-    raises      ValueError if kernel is no multiple of tile or holds more tiles than there are, or a number is out of
-                range, or there is one for a wrong number of axes
+    raises      ValueError if kernel is not a multiple of tile or exceeds the grid, if a number is out of range, or if a
+                sequence does not have one entry per axis
 
     Zhang et al., "Fast Video Generation with Sliding Tile Attention", arXiv:2502.04507, section 3.
 
@@ -220,9 +215,9 @@ def axial(
     order: Order | None = None,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """Each token attends to the tokens on its lines: those that differ from it along one axis, and itself.
+    """Each token attends to itself and to the tokens that differ from it along a single axis.
 
-    The union over the axes. Axial Transformers give every layer one axis, axes=[0] and then axes=[1].
+    The mask is the union over `axes`. Axial Transformers alternate axes=[0] and axes=[1] from layer to layer.
 
     grid=(2, 3), all axes, and axes=[1]:
         1 1 1 1 0 0     1 1 1 0 0 0
@@ -233,13 +228,13 @@ def axial(
         0 0 1 1 1 1     0 0 0 1 1 1
 
     grid        tokens along each axis, row-major; an int is one axis
-    axes        along which axes to attend, 0 the first; None is all of them
-    causal      True sees no later token of a line
-    order       int64 (tokens,): the token at each position, as `tile_order` gives it, or "morton" or "hilbert", the
-                name of a curve; None is row-major
+    axes        axes to attend along, from 0; None means all
+    causal      True sees no later token along the axis
+    order       int64 (tokens,): the token at each position, as from `tile_order`; or "morton" or "hilbert". None is
+                row-major
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, tokens, tokens), shared by every head, exact to the token
-    raises      ValueError if an axis does not exist, or none is given
+    raises      ValueError if an axis does not exist or axes is empty
 
     Ho et al., "Axial Attention in Multidimensional Transformers", arXiv:1912.12180, section 3.
 

@@ -1,8 +1,4 @@
-"""How do the masks of single heads become one layout?
-
-Knows layouts of one head each, and settings that several heads may share.
-Must not know any pattern, nor how layouts are stacked.
-"""
+"""Layouts of several heads from one builder per head."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from blocksparse_flash import BlockLayout
 
 from .checks import read_integer
 
-# far above any model's, far below what would fill the memory before it is refused
+# far more than any model has; refused before memory runs out
 MOST_HEADS = 2**16
 
 Setting = TypeVar("Setting")
@@ -27,7 +23,7 @@ def read_heads(heads: int | None) -> int | None:
 def by_head(build: Callable[[Setting], BlockLayout], settings: Sequence[Setting]) -> BlockLayout:
     """The layout whose head h is build(settings[h]); equal settings are built once.
 
-    build    gives a layout of shape (1, 1, q_len, kv_len), of the same lengths and block size for every setting
+    build    returns a layout of shape (1, 1, q_len, kv_len), with the same lengths and block size for every setting
     returns  BlockLayout of shape (1, len(settings), q_len, kv_len)
     """
     built = {setting: build(setting) for setting in dict.fromkeys(settings)}

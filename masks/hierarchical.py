@@ -1,8 +1,4 @@
-"""Which pairs does a hierarchy of coarser and coarser views keep?
-
-Knows dyadic cells: every cell has a sibling, and two siblings make a cell of the next level.
-Must not know how bitmasks are packed or shared.
-"""
+"""Hierarchical attention: dyadic cells of the keys, each seen whole from nearby and through a summary from afar."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from .kinds import joint_numbers
 
 
 class Level(NamedTuple):
-    """Cells of `cell` tokens; of a sibling cell, the last `unit` keys of every `period` are kept."""
+    """Cells of `cell` tokens; the last `unit` keys of every `period` keys of a sibling cell are kept."""
 
     cell: int
     period: int
@@ -30,13 +26,13 @@ class Level(NamedTuple):
 def _candidates(canvas: Canvas, levels: list[Level], *, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     """(rows, cols) of the blocks that may hold a pair."""
     first_query, last_query = (position[:, None] for position in canvas.row_span(np.arange(canvas.n_rows)))
-    # own cells and their siblings are whole, from those of the first query to those of the last one
+    # own cells and their siblings are whole: one range from the first query's to the last query's
     pair = 2 * levels[0].cell
     begins, lasts = [first_query // pair * pair], [(last_query // pair + 1) * pair - 1]
     for cell, period, unit in levels[1:]:
-        # [rows, cells that a row meets]: as many as any row can, repeating its last one
+        # [rows, cells of a row]: the maximum number for any row, repeating its last cell
         met = np.minimum(first_query // cell + np.arange(canvas.block_q // cell + 2), last_query // cell)
-        # [rows, cells, summaries of the sibling]
+        # [rows, cells, summaries of the sibling cell]
         summaries = ((met ^ 1) * cell)[:, :, None] + np.arange(period - unit, cell, period)
         begins.append(summaries.reshape(canvas.n_rows, -1))
         lasts.append(begins[-1] + unit - 1)
@@ -44,19 +40,19 @@ def _candidates(canvas: Canvas, levels: list[Level], *, causal: bool) -> tuple[n
     return blocks_between(canvas, first_key, np.minimum(last_key, last_query) if causal else last_key)
 
 
-def _looks_of(canvas: Canvas, level: Level, row: np.ndarray, col: np.ndarray) -> list[np.ndarray]:
-    """Numbers that are equal where siblings of a level above the first have equal pairs."""
+def _dedup_parts(canvas: Canvas, level: Level, row: np.ndarray, col: np.ndarray) -> list[np.ndarray]:
+    """Numbers that are equal for blocks with equal pairs at a level above 0."""
     cell, period, unit = level
     pairs = chunks_in(canvas, 2 * cell, row, col)
 
     def halves(first: np.ndarray, side: int) -> np.ndarray:
-        # which half of a pair of siblings, or where in the pair a block begins that lies in both
+        # 0 or 1: the sibling that holds the block; 2 and up: offset in the pair of a block that meets both
         return np.where(first // cell == (first + side - 1) // cell, first // cell % 2, 2 + first % (2 * cell))
 
     queries = halves(row * canvas.block_q + canvas.shift, canvas.block_q)
     first_key = col * canvas.block_kv
     keys, place = halves(first_key, canvas.block_kv), first_key % period
-    # how many keys of the block come before the summary, and before its end, if there is one at most
+    # number of keys before the summary and before its end, for blocks with at most one summary
     ahead, until = (np.clip(end - place, 0, canvas.block_kv) for end in (period - unit, period))
     summary = np.where(place + canvas.block_kv <= period, -1 - ahead * (canvas.block_kv + 1) - until, place)
     has_none = pairs.is_apart | ((queries < 2) & (queries == keys))
@@ -64,7 +60,7 @@ def _looks_of(canvas: Canvas, level: Level, row: np.ndarray, col: np.ndarray) ->
 
 
 def _read_levels(canvas: Canvas, size: int, levels: int | None) -> int:
-    # cells of the last level are at least half of all keys
+    # cells of the last level hold at least half of all keys
     all_levels = max(1, (-(-canvas.kv_len // size) - 1).bit_length())
     return all_levels if levels is None else read_integer("levels", levels, at_least=1, at_most=all_levels)
 
@@ -78,17 +74,16 @@ def hierarchical(
     causal: bool = False,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """Each token attends to all tokens near it, and to fewer of every sibling cell the farther away that is.
+    """Each token attends to all nearby tokens, and to ever sparser summaries of cells farther away.
 
-    Level 0 cuts the keys into cells of `size` tokens; two siblings, cells 2 n and 2 n + 1, make a cell of the next
-    level. A token attends to its own cell of level 0 and to its sibling. At every level above, it attends to as many
-    summary keys of its cell's sibling as a cell of level 0 has tokens: at level k those with kv_pos % (unit * 2**k) >=
-    unit * 2**k - unit. So a row grows with the logarithm of the length, and every token is seen through a summary.
+    Level 0 cuts the keys into cells of `size` tokens; the siblings 2 n and 2 n + 1 form a cell of the next level. A
+    token attends to its own cell of level 0 and to the sibling of that cell. At every level above, it attends to `size`
+    summary keys of the sibling of its cell: at level k to keys with kv_pos % (unit * 2**k) >= unit * 2**k - unit. The
+    keys per query grow with the logarithm of the length, and every token is reached through a summary.
 
-    H-Transformer-1D attends to means of 2**k tokens there, whose place the summary keys take: unit=1 is the last token
-    behind each mean; the default, unit=size, is the last cell of level 0 of the sibling, which leaves far blocks empty.
-    (With whole siblings instead of summaries, the levels together are `block_diagonal` of size * 2**levels.)
-    Query i stands at key i + kv_len - q_len.
+    H-Transformer-1D attends to means of 2**k tokens instead. With unit=1 a summary key is the last token of each mean;
+    with the default, unit=size, summary keys are the last level-0 cell of the sibling, which leaves most far blocks
+    empty. Query i is at key position i + kv_len - q_len.
 
     size=1 on 8 tokens, all three levels; size=2, unit=1:
         1 1 0 1 0 0 0 1     1 1 1 1 0 1 0 1
@@ -102,14 +97,14 @@ def hierarchical(
 
     length      tokens, or (q_len, kv_len)
     size        tokens in a cell of level 0
-    levels      levels kept, 1 (own cell and sibling) to ceil(log2(cells)); None means all of them
-    unit        neighbouring tokens that a summary is made of, a divisor of size; None is size
-    causal      True keeps d >= 0 only, where d = q_pos + (kv_len - q_len) - kv_pos
+    levels      number of levels, 1 (own cell and sibling) to ceil(log2(cells)); None means all
+    unit        consecutive tokens of a summary, a divisor of size; None means size
+    causal      True also requires d >= 0, where d = q_pos + (kv_len - q_len) - kv_pos
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
-    raises      ValueError if a number is out of range or unit does not divide size, TypeError if one is no int
+    raises      ValueError if a number is out of range or unit does not divide size; TypeError if one is not an int
 
-    Zhu and Soricut, "H-Transformer-1D", arXiv:2107.11906 (hierarchical attention of one dimension).
+    Zhu and Soricut, "H-Transformer-1D", arXiv:2107.11906 (hierarchical attention in one dimension).
 
     >>> hierarchical(65536, size=128).nnz
     5120
@@ -122,7 +117,7 @@ def hierarchical(
     n_levels = _read_levels(canvas, size, levels)
     kept = [Level(size << level, unit << level, unit) for level in range(n_levels)]
     shift, pair = canvas.shift, read_size("size", 2 * size, canvas)
-    # with one level alone a cell may be longer than everything, and needs no more than that
+    # with a single level, a cell may exceed the sequence; cap it
     kept[0] = Level(min(size, canvas.q_len + canvas.kv_len + 1), *kept[0][1:])
 
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
@@ -133,17 +128,14 @@ def hierarchical(
             is_kept = is_kept | (is_sibling & (kv_pos % period >= period - unit))
         return is_kept & (kv_pos <= q_pos) if causal else is_kept
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         nearest = chunks_in(canvas, pair, row, col)
         parts = [nearest.queries, nearest.keys, nearest.apart]
         for level in kept[1:]:
-            parts += _looks_of(canvas, level, row, col)
+            parts += _dedup_parts(canvas, level, row, col)
         if causal:
             parts.append(np.minimum(canvas.distances(row, col)[0], 0))
         return joint_numbers(*parts)
 
     rows, cols = _candidates(canvas, kept, causal=causal)
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)

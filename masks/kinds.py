@@ -1,8 +1,4 @@
-"""Which of many things look the same? Equal numbers for those that do.
-
-Knows rows of a table, block rows and cols with marked tokens, and how several numbers become one.
-Must not know what is marked, nor what a pattern does with the numbers.
-"""
+"""Equal numbers for equal things: rows of a table, marked tokens of a block row or col, tuples of numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +6,9 @@ import numpy as np
 
 
 def kinds_of_rows(table: np.ndarray) -> np.ndarray:
-    """Which rows of a table are the same: equal numbers, from 0 on, for those that are.
+    """Equal numbers, from 0 on, for equal rows of a table.
 
-    table    (rows, numbers) of any integer type
+    table    (rows, columns) of any integer type
     returns  int64 (rows,)
 
     >>> kinds_of_rows(np.array([[1, 2], [0, 3], [1, 2]])).tolist()
@@ -25,11 +21,11 @@ def kinds_of_rows(table: np.ndarray) -> np.ndarray:
 
 
 def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
-    """Which block rows (or cols) have the same marks: equal numbers for those that do.
+    """Equal numbers for block rows (or cols) with equal marks.
 
-    marks    bool (length,), one for each token
+    marks    bool (length,), one per token
     side     tokens of a block along this axis
-    returns  int64 (blocks,), 0 for a side without marks
+    returns  int64 (blocks,), 0 for a block without marks
 
     >>> kinds_of_sides(np.arange(100) % 32 == 5, 16).tolist()
     [1, 0, 1, 0, 1, 0, 0]
@@ -40,13 +36,13 @@ def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
     sides.reshape(-1)[: marks.size] = marks
     kinds = np.zeros(n_blocks, dtype=np.int64)
     is_marked = sides.any(axis=1)
-    # [marked sides, octets]
+    # [marked sides, bytes]
     kinds[is_marked] = kinds_of_rows(np.packbits(sides[is_marked], axis=1)) + 1
     return kinds
 
 
 def joint_numbers(*parts: np.ndarray) -> np.ndarray:
-    """One number for each place, equal where all the parts are equal, and only there.
+    """One number per entry, equal if and only if all parts are equal.
 
     parts    int64 (n,) each
     returns  int64 (n,), in no particular order

@@ -1,8 +1,4 @@
-"""Which pairs are near each other, or not in the future?
-
-Knows sliding windows and causal masks: both keep the pairs whose distance lies between two numbers.
-Must not know how bitmasks are packed or shared.
-"""
+"""Sliding windows and causal masks: pairs whose distance lies between two bounds."""
 
 from __future__ import annotations
 
@@ -32,8 +28,8 @@ def _read_window(window: Window) -> tuple[int | None, int | None]:
 
 
 def _band(canvas: Canvas, *, left: int | None, right: int | None, within: BlockLayout | None = None) -> BlockLayout:
-    """The pairs at distance -right to left; of `within` only, if it is given."""
-    # no distance is as large as this
+    """The pairs at distance -right to left, limited to `within` if it is given."""
+    # larger than any distance
     unlimited = canvas.q_len + canvas.kv_len
     high = unlimited if left is None else min(left, unlimited)
     low = -unlimited if right is None else -min(right, unlimited)
@@ -43,10 +39,9 @@ def _band(canvas: Canvas, *, left: int | None, right: int | None, within: BlockL
         distance = q_pos + shift - kv_pos
         return (low <= distance) & (distance <= high)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, highest = canvas.distances(row, col)
-        # how far a block reaches beyond the edges: 0 inside the band, elsewhere it grows with the distance, so that
-        # equal numbers mean equal distances
+        # reach beyond the edges: 0 inside the band, else monotonic in the distance, so equal keys mean equal pairs
         return np.minimum(lowest - low, 0) + np.maximum(highest - high, 0)
 
     if within is None:
@@ -57,18 +52,16 @@ def _band(canvas: Canvas, *, left: int | None, right: int | None, within: BlockL
 
         check_rows(canvas, keys_of)
         first, stop = canvas.cols_between(*keys_of(np.arange(canvas.n_rows)))
-        within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+        within = canvas.from_ranges(first, stop)
+    return canvas.from_predicate(attends, within=within, dedup_key=dedup_key)
 
 
 def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the tokens at distance at most `window` on either side, itself included.
 
-    With (left, right), to the `left` tokens before it, itself and the `right` tokens after it. When there are more
-    keys than queries the two sequences are aligned at their ends: query i stands at key i + kv_len - q_len, as with
-    causal=True. A query whose window holds no key attends to nothing.
+    window=(left, right) keeps the `left` tokens before it, itself and the `right` tokens after it. Queries and keys are
+    aligned at their ends, as with causal=True: query i is at key position i + kv_len - q_len. A query whose window
+    holds no key attends to nothing.
 
     window=1 and window=(2, 0) on 5 tokens:
         1 1 0 0 0     1 0 0 0 0
@@ -81,7 +74,7 @@ def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> Blo
     window      tokens on each side; 0 is the diagonal. Or (left, right), where None means unlimited
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
-    raises      ValueError if a side is negative, TypeError if it is no int
+    raises      ValueError if a side is negative; TypeError if it is not an int
 
     Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1 (sliding window; their w is 2 * window + 1).
 
@@ -96,8 +89,8 @@ def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> Blo
 def causal(length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to itself and to every token before it.
 
-    Keeps kv_pos <= q_pos + (kv_len - q_len): the last query sees every key. With more queries than keys the first
-    q_len - kv_len queries see none. `attention(q, k, v, causal=True)` means the same; use this layout to combine it
+    Keeps kv_pos <= q_pos + (kv_len - q_len): the last query sees every key. With more queries than keys, the first
+    q_len - kv_len queries see none. `attention(q, k, v, causal=True)` is the same mask; use this layout to combine it
     with others.
 
     2 queries and 5 keys; 5 queries and 2 keys:
@@ -110,6 +103,7 @@ def causal(length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
     length      tokens, or (q_len, kv_len)
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
+    raises      ValueError if a length is negative or block_size is out of range
 
     Child et al., "Sparse Transformers", arXiv:1904.10509, section 4.2 (full self-attention).
 
@@ -120,7 +114,7 @@ def causal(length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
 
 
 def past_of(layout: BlockLayout) -> BlockLayout:
-    """The pairs of a layout that do not lie in the future: layout & causal, in O(layout.nnz).
+    """The pairs of a layout that are not in the future: layout & causal, in O(layout.nnz).
 
     >>> past_of(local(1024, window=64)) == local(1024, window=(64, 0))
     True

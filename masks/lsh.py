@@ -1,8 +1,4 @@
-"""Which queries and keys were hashed into the same bucket?
-
-Knows bucket numbers of queries and of keys.
-Must not know how tokens are hashed, nor how bitmasks are packed or shared.
-"""
+"""Masks from bucket numbers, as locality-sensitive hashing of queries and keys gives them."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ Buckets = np.ndarray | torch.Tensor
 
 
 def _read_buckets(name: str, buckets: Buckets) -> list[np.ndarray]:
-    """int64 (length,) of every head, or of one for all."""
+    """int64 (length,) for each head, or a single one for all."""
     if not isinstance(buckets, np.ndarray | torch.Tensor):
         raise TypeError(f"{name}: expected ints in an array or tensor, got {specs_of(buckets)}")
     if buckets.ndim not in (1, 2) or (buckets.ndim == 2 and not len(buckets)):
@@ -28,14 +24,14 @@ def _read_buckets(name: str, buckets: Buckets) -> list[np.ndarray]:
 
 
 def _sides_of(buckets: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """(buckets, blocks), every bucket with every block row (or col) that has a token in it, ascending."""
+    """(buckets, blocks): the distinct pairs of a bucket and a block row (or col) with a token in it, ascending."""
     n_blocks = -(-buckets.size // side)
     pairs = np.unique(buckets * n_blocks + np.arange(buckets.size) // side)
     return pairs // max(1, n_blocks), pairs % max(1, n_blocks)
 
 
 def _is_single(buckets: np.ndarray, side: int) -> np.ndarray:
-    """bool (blocks,): whether all tokens of a block row (or col) are in one bucket."""
+    """bool (blocks,): all tokens of the block row (or col) are in one bucket."""
     if not buckets.size:
         return np.empty(0, dtype=bool)
     begins = np.arange(0, buckets.size, side)
@@ -43,12 +39,12 @@ def _is_single(buckets: np.ndarray, side: int) -> np.ndarray:
 
 
 def _one_head(canvas: Canvas, query_buckets: np.ndarray, key_buckets: np.ndarray) -> BlockLayout:
-    # small numbers for whatever the hash gave
+    # renumber the buckets from 0
     _, numbers = np.unique(np.append(query_buckets, key_buckets), return_inverse=True)
     query_buckets, key_buckets = numbers[: canvas.q_len], numbers[canvas.q_len :]
     of_rows, rows = _sides_of(query_buckets, canvas.block_q)
     of_cols, cols = _sides_of(key_buckets, canvas.block_kv)
-    # every row of a bucket meets every col of it
+    # every row of a bucket meets every col of the bucket
     begin, end = (np.searchsorted(of_cols, of_rows, side=side) for side in ("left", "right"))
     places, met = spread(begin, end)
     rows, cols = distinct_blocks(canvas, rows[places], cols[met])
@@ -59,23 +55,19 @@ def _one_head(canvas: Canvas, query_buckets: np.ndarray, key_buckets: np.ndarray
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         return queries[q_pos] == keys[kv_pos]
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
-        # blocks that have a pair, in one bucket on either side, are full; no two others need look the same
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+        # a candidate with one bucket on each side is full; the other blocks get unique keys
         return np.where(is_single_row[row] & is_single_col[col], -1, row * canvas.n_cols + col)
 
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
 def lsh(q_buckets: Buckets, kv_buckets: Buckets | None = None, *, block_size: BlockSize = 128) -> BlockLayout:
     """Each query attends to the keys of its own bucket.
 
-    Buckets are numbers from a locality-sensitive hash of queries and keys, which the caller computes: near vectors get
-    equal numbers with high probability. In the order of the text every bucket is scattered, so that most blocks have
-    some pair and a bitmask of their own. Sort the tokens by bucket first, and the mask becomes blocks along the
-    diagonal:
+    The caller computes the buckets with a locality-sensitive hash, which gives nearby vectors equal numbers with high
+    probability. In text order buckets are scattered, and most blocks hold some pair and need a bitmask. Sort the tokens
+    by bucket first, and the mask becomes blocks along the diagonal:
 
         order = buckets.argsort(stable=True)
         layout = lsh(buckets[order])
@@ -87,14 +79,14 @@ def lsh(q_buckets: Buckets, kv_buckets: Buckets | None = None, *, block_size: Bl
         1 1 0 0
         0 0 0 0
 
-    q_buckets   int (q_len,), or (heads, q_len): any ints, array or tensor
-    kv_buckets  int (kv_len,), or (heads, kv_len); None: those of the queries, as in Reformer
+    q_buckets   int (q_len,) or (heads, q_len), array or tensor, of any values
+    kv_buckets  int (kv_len,) or (heads, kv_len); None uses q_buckets, as Reformer does
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, heads | 1, q_len, kv_len), exact to the token; one head, shared by all, unless
-                one of the two has an axis of heads. A query alone in its bucket attends to nothing
-    raises      ValueError if a shape is another or the numbers of heads differ, TypeError unless the buckets are ints
+                an argument has a head axis. A query whose bucket holds no key attends to nothing
+    raises      ValueError if a shape is wrong or the numbers of heads differ; TypeError unless the buckets are ints
 
-    Kitaev et al., "Reformer", arXiv:2001.04451, section 2 (one round of hashing, not sorted into chunks); sorted:
+    Kitaev et al., "Reformer", arXiv:2001.04451, section 2 (one round of hashing, without chunks); sorting:
     Han et al., "HyperAttention", arXiv:2310.05869, section 3.1.
 
     >>> lsh(np.arange(512) // 128).nnz
@@ -108,5 +100,5 @@ def lsh(q_buckets: Buckets, kv_buckets: Buckets | None = None, *, block_size: Bl
         raise ValueError(
             f"q_buckets, kv_buckets: expected equally many heads, or one for all, got {len(queries)} and {len(keys)}"
         )
-    # one list is that of every head
+    # a single list is shared by every head
     return by_head(lambda head: _one_head(canvas, queries[head % len(queries)], keys[head % len(keys)]), range(heads))

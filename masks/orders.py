@@ -1,7 +1,6 @@
-"""In which order should the tokens of a grid be laid, so that neighbours share blocks?
+"""Token orders for grids: tiles and space-filling curves, as permutations of the row-major tokens.
 
-Knows tiles and space-filling curves: permutations of the row-major tokens.
-Must not know masks; those that live on a grid take an order as `order=`.
+Neighbours on the grid then share blocks; the masks of grid.py take such a permutation as `order=`.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from .checks import read_integer, read_integers
 
 Grid = int | Sequence[int]
 
-# so many of at least two tokens have the most tokens there may be
+# with two tokens per axis, 31 axes reach MOST_TOKENS
 MOST_AXES = 31
 
 
 def read_grid(grid: Grid) -> tuple[int, ...]:
-    """The sides of a grid, each at least 1; an int is one axis.
+    """The sides of a grid, each at least 1; an int is a grid of one axis.
 
     >>> read_grid([4, 6])
     (4, 6)
@@ -41,7 +40,7 @@ def read_grid(grid: Grid) -> tuple[int, ...]:
 def read_per_axis(
     name: str, value: int | Sequence[int], grid: Sequence[int], *, at_least: int, unit: str = "tokens"
 ) -> tuple[int, ...]:
-    """One int for each axis of the grid; an int is the same for all.
+    """One int for each axis of the grid; a single int applies to all.
 
     >>> read_per_axis("kernel", 3, (4, 6), at_least=1)
     (3, 3)
@@ -80,8 +79,8 @@ def _places(grid: Sequence[int]) -> np.ndarray:
 
 
 def _by_bits(places: np.ndarray, n_bits: int) -> np.ndarray:
-    """int64 (tokens,): tokens in the order of their bits, the highest of every axis first."""
-    # the bits of all axes may be more than a number has
+    """int64 (tokens,): tokens sorted by the interleaved bits of their coordinates, highest bits first."""
+    # all interleaved bits may exceed 64, so sort by several codes
     at_once = 62 // len(places)
     codes = []
     for stop in range(n_bits, 0, -at_once):
@@ -90,7 +89,7 @@ def _by_bits(places: np.ndarray, n_bits: int) -> np.ndarray:
             for place in places:
                 code = code << 1 | place >> bit & 1
         codes.append(code)
-    # the last key counts first
+    # lexsort takes the most significant key last
     return np.lexsort(codes[::-1]) if codes else np.zeros(1, dtype=np.int64)
 
 
@@ -100,20 +99,20 @@ def _n_bits(grid: Sequence[int]) -> int:
 
 
 def tile_order(grid: Grid, *, tile: int | Sequence[int]) -> torch.Tensor:
-    """Tile after tile, row-major, and row-major within each tile; tiles at the far ends may be smaller.
+    """Token order by tiles: tiles in row-major order, and tokens in row-major order within each tile.
 
-    Where tiles hold a whole number of blocks, a mask that keeps or drops whole tiles (`sliding_tile`) has full blocks
-    only.
+    The last tile of an axis may be smaller. If a tile holds a whole number of blocks, a mask of whole tiles, such as
+    `sliding_tile`, has full blocks only.
 
-    grid=(2, 4), tile=2: the tokens 0 1 4 5, then 2 3 6 7
+    grid=(2, 4), tile=2 gives 0 1 4 5, then 2 3 6 7:
         0 1 | 2 3
         4 5 | 6 7
 
     grid     tokens along each axis
     tile     tokens of a tile along each axis; an int for all of them
-    returns  int64 (tokens,): the row-major token at each position, so that x[:, :, order] is reordered and
-             torch.argsort(order) is the way back
-    raises   ValueError if a side is less than 1, or tile has another number of axes
+    returns  int64 (tokens,): the row-major token at each position, so x[:, :, order] reorders a tensor and
+             torch.argsort(order) restores it
+    raises   ValueError if a side is less than 1, or tile does not have one entry per axis
 
     Zhang et al., "Fast Video Generation with Sliding Tile Attention", arXiv:2502.04507, section 3.
 
@@ -123,15 +122,15 @@ def tile_order(grid: Grid, *, tile: int | Sequence[int]) -> torch.Tensor:
     grid = read_grid(grid)
     tiles = np.array(read_per_axis("tile", tile, grid, at_least=1))[:, None]
     places = _places(grid)
-    # last key first; equal tiles keep their tokens row-major, as lexsort is stable
+    # most significant key last; lexsort is stable, so tokens of a tile stay row-major
     return torch.from_numpy(np.lexsort((places // tiles)[::-1]).astype(np.int64))
 
 
 def morton_order(grid: Grid) -> torch.Tensor:
-    """The Z-order curve: squares within squares, on a grid with any sides.
+    """Z-order (Morton) curve: squares within squares, on a grid with any sides.
 
-    A run of 4 ** k positions that begins at a multiple of it is a square of 2 ** k by 2 ** k tokens where the sides are
-    equal powers of two. On other grids the curve of the power of two around them is followed, without what lies beyond.
+    If both sides are the same power of two, every aligned run of 4**k positions is a square of 2**k by 2**k tokens.
+    Other grids follow the curve of the enclosing power of two, and skip the tokens beyond the grid.
 
     grid=(4, 4), the position of each token:
         0  1  4  5
@@ -153,10 +152,10 @@ def morton_order(grid: Grid) -> torch.Tensor:
 
 
 def hilbert_order(grid: Grid) -> torch.Tensor:
-    """The Hilbert curve: as the Z-order, without jumps, on a grid with any sides.
+    """Hilbert curve: like the Z-order curve, but without jumps, on a grid with any sides.
 
-    Consecutive positions are neighbours where the sides are equal powers of two; so blocks of any size are compact. On
-    other grids the curve of the power of two around them is followed, without what lies beyond.
+    If all sides are the same power of two, consecutive positions are neighbours, so blocks of any size are compact.
+    Other grids follow the curve of the enclosing power of two, and skip the tokens beyond the grid.
 
     grid=(4, 4), the position of each token:
         0  1 14 15
@@ -175,7 +174,7 @@ def hilbert_order(grid: Grid) -> torch.Tensor:
     """
     grid = read_grid(grid)
     places, n_bits = _places(grid), _n_bits(grid)
-    # Skilling's transposed index: undo the turns of each square, from the coarsest to the finest, then Gray-code
+    # Skilling's transposed index: undo the rotation of each square from coarse to fine, then Gray-code
     for bit in range(n_bits - 1, 0, -1):
         below = (1 << bit) - 1
         for axis in range(len(grid)):

@@ -1,8 +1,4 @@
-"""Which pairs may look ahead inside a prefix, and nowhere else?
-
-Knows the prefix language model: a causal mask whose first tokens are seen by everyone.
-Must not know how bitmasks are packed or shared.
-"""
+"""Prefix language model: causal, except that every token sees the whole prefix."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> Bl
     """Each token attends to the whole prefix, and to itself and every token before it.
 
     Keeps kv_pos < prefix or d >= 0, where d = q_pos + (kv_len - q_len) - kv_pos: the sequences are aligned at their
-    ends. Tokens of the prefix see each other in both directions, the others are causal.
+    ends. Tokens of the prefix see each other in both directions; the others are causal.
 
     prefix=3 on 5 tokens:
         1 1 1 0 0
@@ -29,10 +25,10 @@ def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> Bl
         1 1 1 1 1
 
     length      tokens, or (q_len, kv_len)
-    prefix      tokens of the prefix among the keys, 0 (causal) to kv_len (everything)
+    prefix      key tokens in the prefix, 0 (causal) to kv_len (dense)
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
-    raises      ValueError if prefix is out of range, TypeError if it is no int
+    raises      ValueError if prefix is out of range; TypeError if it is not an int
 
     Raffel et al., "Exploring the Limits of Transfer Learning" (T5), arXiv:1910.10683, section 3.2.1 (prefix LM).
 
@@ -46,9 +42,9 @@ def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> Bl
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         return (kv_pos < prefix) | (kv_pos <= q_pos + shift)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, _ = canvas.distances(row, col)
-        # how many keys of the block are in the prefix; all of them, or none in the future, is full
+        # keys of the block in the prefix; a block is full if all are, or if none is in the future
         in_prefix = np.clip(prefix - col * canvas.block_kv, 0, canvas.block_kv)
         is_full = (in_prefix == canvas.block_kv) | (lowest >= 0)
         return np.where(is_full, 1, lowest * canvas.block_kv - in_prefix)
@@ -59,7 +55,4 @@ def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> Bl
 
     check_rows(canvas, keys_of)
     first, stop = canvas.cols_between(*keys_of(np.arange(canvas.n_rows)))
-    within = BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_ranges(first, stop), dedup_key=dedup_key)

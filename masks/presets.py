@@ -1,8 +1,4 @@
-"""Which patterns do papers put together, and under which name?
-
-Knows recipes: unions of windows, butterflies, global tokens and random blocks.
-Must not know how their parts are built, beyond calling them.
-"""
+"""Combinations from papers: BigBird, Longformer and Pixelated Butterfly."""
 
 from __future__ import annotations
 
@@ -22,11 +18,11 @@ from .random import MAX_SEED, draw_distinct
 def _blocks_of_bigbird(
     n_blocks: int, *, window_blocks: int, random_blocks: int, global_blocks: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that `bigbird` keeps, each once."""
+    """(rows, cols) of the blocks that `bigbird` keeps, without repeats."""
     n_global = min(global_blocks, n_blocks)
     n_side = min(window_blocks // 2, n_blocks)
     blocks, own = np.arange(n_blocks), np.arange(n_global, n_blocks)
-    # the window of each row, without global cols: cols begin .. stop - 1
+    # window of each row without global cols: cols begin .. stop - 1
     begin, stop = np.maximum(own - n_side, n_global), np.minimum(own + n_side + 1, n_blocks)
     # [rows, window]
     near = own[:, None] + np.arange(-n_side, n_side + 1)
@@ -36,7 +32,7 @@ def _blocks_of_bigbird(
     places, numbers = draw_distinct(
         seed, own, sizes=n_others, counts=np.minimum(min(random_blocks, n_blocks), n_others)
     )
-    # the others are the cols from the last global one to the window, and those behind it
+    # candidates are numbered from the last global col to the window, then behind the window
     is_behind = numbers >= (begin - n_global)[places]
     drawn = n_global + numbers + np.where(is_behind, (stop - begin)[places], 0)
 
@@ -60,36 +56,36 @@ def bigbird(
     seed: int,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """Blocks near the diagonal, blocks drawn at random, and the first blocks as global ones.
+    """A window of blocks, random blocks, and global blocks at the start.
 
-    A block is full if |row - col| <= window_blocks // 2, or row < global_blocks, or col < global_blocks, or if it is
-    one of the random_blocks which its row draws among the others (all of them, if there are no more). The draw is that
-    of `masks.random`, a function of (seed, row, number of others) alone; the others are numbered from left to right.
+    A block is full if |row - col| <= window_blocks // 2, row < global_blocks, col < global_blocks, or if it is one of
+    the random_blocks that its row draws among the remaining blocks (all of these, if there are not more). The draw is
+    that of `masks.random` and depends on (seed, row, number of remaining blocks) only.
 
     window_blocks=3, random_blocks=1, global_blocks=1, seed=0 on 8 blocks (queries down, keys across):
         # # # # # # # #
-    # # # . # . . .
-    # # # # . . . #
-    # # # # # . . .
-    # . # # # # . .
-    # # . . # # # .
-    # . . # . # # #
-    # . # . . . # #
+        # # # . # . . .
+        # # # # . . . #
+        # # # # # . . .
+        # . # # # # . .
+        # # . . # # # .
+        # . . # . # # #
+        # . # . . . # #
 
-    That is the paper's internal construction, ITC. For the extended one, ETC, give extra_tokens: so many tokens stand
-    in front of the sequence, attend to everything and are attended to by everything, exact to the token; the pattern
-    above begins behind them, its blocks wherever they fall. ETC as the paper has it keeps global_blocks=0.
+    This is the internal construction of the paper, ITC. For the extended one, ETC, use extra_tokens with
+    global_blocks=0: the sequence begins with extra_tokens global tokens, exact to the token, and the pattern above
+    begins after them, not aligned with the blocks of the layout.
 
-    length         tokens, the extra ones included; (q_len, kv_len) if both have equally many blocks
-    window_blocks  width of the window in blocks, the diagonal included: odd
+    length         tokens, extra tokens included, or (q_len, kv_len) with equal numbers of blocks
+    window_blocks  width of the window in blocks, the diagonal included; odd
     random_blocks  blocks drawn in each row that is not global
-    global_blocks  blocks at the start that attend to and are attended to by everything
-    extra_tokens   global tokens in front of the sequence, 0 to length; with any, queries and keys are equally many
+    global_blocks  blocks at the start that attend to every block and to which every block attends
+    extra_tokens   global tokens at the start, 0 to length; if any, q_len must equal kv_len
     seed           0 to 2**64 - 1
     block_size     tokens per side of a block, a multiple of 16
-    returns        BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only unless there
-                   are extra tokens
-    raises         ValueError if the block counts of queries and keys differ, or a number is out of range
+    returns        BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only without extra
+                   tokens
+    raises         ValueError if the block counts of queries and keys differ or a number is out of range
 
     Zaheer et al., "Big Bird", arXiv:2007.14062, section 2 (internal and extended transformer construction).
 
@@ -129,7 +125,7 @@ def bigbird(
 
 
 def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_size: BlockSize = 128) -> BlockLayout:
-    """A sliding window, and tokens that attend to and are attended to by everything.
+    """A sliding window, and global tokens.
 
     The union `local(length, window=window) | global_tokens(length, tokens=global_tokens)`.
 
@@ -142,7 +138,7 @@ def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_s
 
     length         tokens, or (q_len, kv_len), aligned at their ends
     window         tokens on each side, or (left, right), where None means unlimited
-    global_tokens  how many tokens at the start, or positions among the keys
+    global_tokens  number of leading tokens, or positions among the keys
     block_size     tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns        BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
     raises         as `local` and `global_tokens` do
@@ -152,7 +148,7 @@ def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_s
     >>> longformer(1024, window=64, global_tokens=1).density
     0.53125
     """
-    # refused under the name that it has here
+    # report errors under the name that the argument has here
     read_tokens("global_tokens", global_tokens, read_canvas(length, block_size).kv_len)
     near = local(length, window=window, block_size=block_size)
     return near | global_tokens_layout(length, tokens=global_tokens, block_size=block_size)
@@ -166,10 +162,10 @@ def pixelfly(
     stretch: int | None = None,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """A flat butterfly, and the first blocks as global ones: the two sparse parts of Pixelated Butterfly.
+    """A flat butterfly, and global blocks at the start: the sparse pattern of Pixelated Butterfly.
 
-    A block is full if `butterfly` keeps it, or row < global_blocks, or col < global_blocks. In attention the global
-    rows and columns stand for the low-rank term of the paper.
+    A block is full if `butterfly` keeps it, row < global_blocks, or col < global_blocks. The global rows and columns
+    take the role of the low-rank term of the paper.
 
     n_factors=2, global_blocks=1 on 8 blocks (queries down, keys across):
         # # # # # # # #
@@ -181,10 +177,10 @@ def pixelfly(
         # . . . # . # #
         # . . . . # # #
 
-    length         tokens, or (q_len, kv_len): equal ones, or any two with stretch
+    length         tokens, or (q_len, kv_len), which must be equal unless stretch is given
     n_factors      factors of the butterfly; None means all of them
-    global_blocks  blocks at the start that attend to and are attended to by everything
-    stretch        cells per side of the butterfly, a power of two; None is one cell a block
+    global_blocks  blocks at the start that attend to every block and to which every block attends
+    stretch        cells per side of the butterfly, a power of two; None means one cell per block
     block_size     tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns        BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only
     raises         ValueError as `butterfly` does, or if global_blocks is negative
@@ -200,4 +196,4 @@ def pixelfly(
     # global rows are whole, the others have the global cols
     first = np.zeros(canvas.n_rows, dtype=np.int64)
     stop = np.where(np.arange(canvas.n_rows) < global_blocks, canvas.n_cols, min(global_blocks, canvas.n_cols))
-    return flat | BlockLayout.from_ranges(first, stop, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return flat | canvas.from_ranges(first, stop)

@@ -1,7 +1,6 @@
-"""Which blocks does a seed draw?
+"""Random blocks drawn by a counter-based hash.
 
-Knows a counter-based hash, and how distinct blocks of a row are read from it.
-Must not know NumPy's or torch's generators: their streams may change, a layout must not.
+The hash is used instead of the generators of NumPy and torch, whose streams may change between versions.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 HALF_WORD = np.uint64(32)
 MAX_SEED = 2**64 - 1
 
-# draws made beyond the expected number, in their standard deviations; a row that needs more is drawn again
+# draws beyond the expected number, in standard deviations; a row that needs more is drawn again
 DEVIATIONS = 4
 
-# draws held at once, to bound the memory: 8 MiB an array
+# draws per step, to bound memory: 8 MiB per array
 DRAWS_AT_ONCE = 2**20
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """splitmix64's step, on uint64 arrays: wraps around, a bijection."""
+    """One step of splitmix64 on uint64 arrays, modulo 2**64; a bijection."""
     words = words + GAMMA
     words = (words ^ (words >> np.uint64(30))) * MULTIPLIERS[0]
     words = (words ^ (words >> np.uint64(27))) * MULTIPLIERS[1]
@@ -37,48 +36,48 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 
 def stream_keys(seed: int, streams: np.ndarray) -> np.ndarray:
-    """uint64, one for each stream: what its draws are mixed with. streams (n,), 0 to 2**63 - 1."""
+    """uint64 (n,): the key of each stream, for draw_words. streams (n,), 0 to 2**63 - 1."""
     return _mix(_mix(np.array([seed], dtype=np.uint64)) ^ streams.astype(np.uint64))
 
 
 def draw_words(keys: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """uint64, evenly distributed: word number `draws` of each stream; keys as stream_keys gives, broadcast with draws."""
+    """Uniform uint64: word number `draws` of each stream. keys come from stream_keys and broadcast with draws."""
     return _mix(keys ^ draws.astype(np.uint64))
 
 
 def permutation(key: np.ndarray, size: int) -> np.ndarray:
-    """0 .. size - 1 in random order: sorted by the words of one stream, key (1,)."""
+    """0 .. size - 1 in random order, sorted by the words of one stream; key (1,)."""
     return np.argsort(draw_words(key, np.arange(size)), kind="stable")
 
 
 def below(words: np.ndarray, size: int) -> np.ndarray:
-    """int64, evenly distributed in 0 .. size - 1, one for each word; size below 2**32."""
+    """Uniform int64 in 0 .. size - 1, one per word; size below 2**32."""
     return (((words >> HALF_WORD) * np.uint64(size)) >> HALF_WORD).astype(np.int64)
 
 
 def chances(words: np.ndarray) -> np.ndarray:
-    """float64, evenly distributed in [0, 1), one for each word: its upper 53 bits."""
+    """Uniform float64 in [0, 1), one per word: its upper 53 bits."""
     return (words >> np.uint64(11)) * 2.0**-53
 
 
 def _try_draws(
     keys: np.ndarray, sizes: np.ndarray, counts: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first distinct numbers of each stream among its first `width` draws.
+    """The first counts[i] distinct numbers of each stream i among its first `width` draws.
 
-    returns  (is_enough, places, numbers): streams that met as many as they want, and the numbers of those
+    returns  (is_enough, places, numbers): streams with enough distinct numbers, and numbers[j] of stream places[j]
     """
     # [streams, width]
     draws = np.arange(width, dtype=np.uint64)
     numbers = ((draw_words(keys[:, None], draws) >> HALF_WORD) * sizes.astype(np.uint64)[:, None]) >> HALF_WORD
-    # sorted by number, then by draw: the first of equal numbers is its earliest draw
+    # sorted by number, then by draw, so the first of equal numbers is the earliest draw
     packed = np.sort((numbers << HALF_WORD) | draws, axis=1)
     numbers = packed >> HALF_WORD
     arrivals = (packed & np.uint64(2**32 - 1)).astype(np.int64)
     is_repeat = np.zeros(arrivals.shape, dtype=bool)
     is_repeat[:, 1:] = numbers[:, 1:] == numbers[:, :-1]
     arrivals[is_repeat] = width
-    # the draw at which a stream has met as many distinct numbers as it wants
+    # the draw that completes the distinct numbers of a stream
     last_arrival = np.take_along_axis(np.sort(arrivals, axis=1), counts[:, None] - 1, axis=1)
     is_enough = last_arrival < width
     places, slots = np.nonzero((arrivals <= last_arrival) & is_enough)
@@ -88,11 +87,11 @@ def _try_draws(
 def _first_distinct(
     seed: int, rows: np.ndarray, sizes: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As draw_distinct, by draws alone: counts are at most half of sizes."""
+    """As draw_distinct, for counts of at most half of sizes."""
     keys = stream_keys(seed, rows)
     pending = np.flatnonzero(counts)
     found_places, found_numbers = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    # draws expected before so many distinct numbers are met; never fewer than so many
+    # expected draws until counts distinct numbers are found
     expected = -sizes[pending] * np.log1p(-counts[pending] / sizes[pending])
     width = math.ceil(np.max(expected + DEVIATIONS * np.sqrt(expected), initial=0.0)) + 1
     while pending.size:
@@ -114,12 +113,12 @@ def draw_distinct(
 ) -> tuple[np.ndarray, np.ndarray]:
     """counts[i] distinct numbers from 0 to sizes[i] - 1, drawn from the stream of rows[i], for every i.
 
-    rows     int64 (n,), names of the streams
+    rows     int64 (n,), numbers of the streams
     sizes    int64 (n,), each below 2**32
     counts   int64 (n,), from 0 to sizes
     returns  (places, numbers), int64 (counts.sum(),): numbers[j] belongs to rows[places[j]]; in any order
     """
-    # drawing more than half of a row would meet mostly what it has already drawn
+    # beyond half of the numbers, most draws repeat: draw the numbers to leave out instead
     is_excluding = 2 * counts > sizes
     drawn = np.where(is_excluding, sizes - counts, counts)
     places, numbers = _first_distinct(seed, rows, sizes, drawn)
@@ -143,27 +142,26 @@ def random(
     seed: int,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """Each block row attends to so many blocks drawn at random, without replacement.
+    """Each block row attends to the same number of random blocks, drawn without replacement.
 
-    The blocks are a function of (seed, row, number of cols) alone: the same on every machine and in every version,
-    and a longer sequence of queries keeps the rows it had. The diagonal is not added: `random(...) | local(...)` adds
-    it. Row r reads the words w(0), w(1), ... with
+    The blocks depend on (seed, row, number of cols) only: they are the same on every machine and in every version, and
+    more queries leave existing rows unchanged. The diagonal is not added: use `random(...) | local(...)`. Row r reads
+    the words w(0), w(1), ... with
 
         w(draw) = mix(mix(mix(seed) ^ r) ^ draw),  mix = splitmix64: add 0x9E3779B97F4A7C15, then finalise
         col     = (w >> 32) * n_cols >> 32
 
-    and keeps the first so many distinct cols; if it wants more than half of the row, those cols are what it leaves
-    out instead.
+    and keeps the first distinct cols. If a row keeps more than half of its blocks, the drawn cols are those left out.
 
     length          tokens, or (q_len, kv_len)
     blocks_per_row  blocks in every row, 0 to n_cols
-    density         share of the blocks of every row: round(density * n_cols) of them. Exactly one of the two is given
+    density         share of the blocks of every row, instead of blocks_per_row: round(density * n_cols) blocks
     seed            0 to 2**64 - 1
     block_size      tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns         BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only
-    raises          ValueError if both or neither of blocks_per_row and density are given, or one is out of range
+    raises          ValueError if both or neither of blocks_per_row and density are given, or a number is out of range
 
-    Zaheer et al., "Big Bird", arXiv:2007.14062, section 2 (random attention), here without window and global blocks.
+    Zaheer et al., "Big Bird", arXiv:2007.14062, section 2 (random attention), without window and global blocks.
 
     >>> layout = random(1024, blocks_per_row=2, seed=0)
     >>> layout.nnz, layout.density
@@ -182,4 +180,4 @@ def random(
     check_nnz(canvas.n_rows * count)
     rows = np.arange(canvas.n_rows)
     places, cols = draw_distinct(seed, rows, sizes=np.full_like(rows, canvas.n_cols), counts=np.full_like(rows, count))
-    return BlockLayout.from_blocks(rows[places], cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
+    return canvas.from_blocks(rows[places], cols)

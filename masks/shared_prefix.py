@@ -1,8 +1,4 @@
-"""Which tokens belong to the same continuation of a shared prefix?
-
-Knows packed continuations: one prefix (a question, a system prompt), then texts that see it but not each other.
-Must not know how documents are kept apart, beyond calling `documents`.
-"""
+"""Packed continuations of one shared prefix, which see the prefix but not each other."""
 
 from __future__ import annotations
 
@@ -20,12 +16,12 @@ from .documents import documents
 def shared_prefix(
     cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, *, causal: bool = True, block_size: BlockSize = 128
 ) -> BlockLayout:
-    """Each token attends to its own document and to the first one, which is the prefix of all others.
+    """Each token attends to its own document and to the first document, the prefix shared by all others.
 
-    Documents are packed end to end, as for `documents`; document 0 is the prefix (the shared question of several
-    answers). The prefix attends to itself only.
+    Documents are packed end to end, as for `documents`. Document 0 is the prefix, for example a question with several
+    answers, and attends to itself only.
 
-    cu_seqlens=[0, 2, 4, 6], causal and not:
+    cu_seqlens=[0, 2, 4, 6], causal and not causal:
         1 0 0 0 0 0     1 1 0 0 0 0
         1 1 0 0 0 0     1 1 0 0 0 0
         1 1 1 0 0 0     1 1 1 1 0 0
@@ -35,12 +31,12 @@ def shared_prefix(
 
     cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at the length; cu_seqlens[1] is the length of
                 the prefix
-    causal      True keeps kv_pos <= q_pos only
+    causal      True also requires kv_pos <= q_pos
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, length, length), length = cu_seqlens[-1], shared by every head,
                 exact to the token
-    raises      ValueError if cu_seqlens is empty, starts elsewhere or decreases, TypeError unless all are ints or
-                causal is no bool
+    raises      ValueError if cu_seqlens is empty, does not start at 0 or decreases; TypeError unless all are ints and
+                causal is a bool
 
     Wang et al., "FlashMask", arXiv:2410.01359, section 3 (share question mask).
 
@@ -51,17 +47,17 @@ def shared_prefix(
     length, prefix = own.kv_len, int(cu_seqlens[1]) if len(cu_seqlens) > 1 else 0
     n_full_cols = prefix // own.block_size[1]
     block_q = own.block_size[0]
-    # rows that hold a query behind the prefix
+    # rows with a query after the prefix attend to its cols
     rows = np.arange(own.n_rows)
     stop = np.where((rows + 1) * block_q > prefix, -(-prefix // own.block_size[1]), 0)
 
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         return (q_pos >= prefix) & (kv_pos < prefix)
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         return 2 * (row * block_q >= prefix) + (col < n_full_cols)
 
     within = BlockLayout.from_ranges(np.zeros_like(rows), stop, length, length, block_size=own.block_size)
     return own | BlockLayout.from_predicate(
-        attends, length, length, block_size=own.block_size, within=within, looks=looks
+        attends, length, length, block_size=own.block_size, within=within, dedup_key=dedup_key
     )

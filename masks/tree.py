@@ -1,8 +1,4 @@
-"""Which nodes of a tree of drafted tokens may see which?
-
-Knows speculative decoding: every node continues its parent, and sees its ancestors and a prompt before them all.
-Must not know how drafts are made or verified, nor how bitmasks are packed or shared.
-"""
+"""Tree attention for speculative decoding: drafted tokens see their ancestors and the prompt."""
 
 from __future__ import annotations
 
@@ -30,15 +26,17 @@ def _read_parents(parents: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndar
 
 
 def _walks(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """When a walk around the tree enters and leaves each node: node a is an ancestor of b, or b itself, if and only if
-    enters[a] <= enters[b] < leaves[a]."""
+    """(enters, leaves) of each node in a depth-first walk.
+
+    Node a is b or an ancestor of b if and only if enters[a] <= enters[b] < leaves[a].
+    """
     n_nodes, parent_of = parents.size, parents.tolist()
-    # one place more, the last: all roots are children of node -1
+    # one extra entry at the end: roots are children of node -1
     sizes = [1] * (n_nodes + 1)
     for node in range(n_nodes - 1, -1, -1):
         sizes[parent_of[node]] += sizes[node]
     enters = [0] * (n_nodes + 1)
-    # where the next child of a node is entered
+    # entry of the next child of a node
     free = [0] * (n_nodes + 1)
     for node, parent in enumerate(parent_of):
         enters[node] = free[parent]
@@ -49,10 +47,10 @@ def _walks(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _candidates(canvas: Canvas, parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that have a pair of nodes, each once, ascending: the blocks on the ways to the roots."""
+    """(rows, cols) of the blocks that hold a pair of nodes, unique and ascending: blocks on the paths to the roots."""
     nodes = np.arange(parents.size)
     cols_of = (nodes + canvas.shift) // canvas.block_kv
-    # the nearest ancestor in an earlier col, -1 if there is none: jumps double until all have left their col
+    # nearest ancestor in an earlier col, or -1, by pointer doubling
     exits = parents.copy()
     while True:
         stays = np.flatnonzero((exits >= 0) & (cols_of[exits] == cols_of))
@@ -76,8 +74,8 @@ def tree(
 ) -> BlockLayout:
     """Each node attends to itself, to its ancestors, and to the whole prompt.
 
-    The queries are the nodes, the keys the prompt and then the nodes, as when drafted tokens are verified against a
-    cache. Several roots are allowed: they are the drafts that follow the prompt directly.
+    The queries are the nodes; the keys are the prompt followed by the nodes, as when drafted tokens are verified
+    against a KV cache. There may be several roots, the drafts that follow the prompt directly.
 
     parents=[-1, 0, 0, 1] and prompt=2:
         1 1 | 1 0 0 0
@@ -85,11 +83,11 @@ def tree(
         1 1 | 1 0 1 0
         1 1 | 1 1 0 1
 
-    parents     int (nodes,): the node that each one continues, -1 for a root; every node comes after its parent
+    parents     int (nodes,): the parent of each node, -1 for a root; parents come before their children
     prompt      tokens of the prompt, at least 0
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, nodes, prompt + nodes), shared by every head, exact to the token
-    raises      ValueError if a node does not come after its parent, TypeError unless all are ints
+    raises      ValueError if a node comes before its parent; TypeError unless all are ints
 
     Miao et al., "SpecInfer", arXiv:2305.09781, section 4.2 (tree attention, topology-aware causal mask).
 
@@ -108,15 +106,12 @@ def tree(
 
     n_full_cols = prompt // canvas.block_kv
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
-        # no two blocks of nodes need look the same
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+        # full prompt blocks share a key; blocks of nodes get unique keys
         return np.where(col < n_full_cols, -1, row * canvas.n_cols + col)
 
     rows, cols = _candidates(canvas, numbers)
     all_rows = np.arange(canvas.n_rows)
     prompt_rows, prompt_cols = spread(np.zeros_like(all_rows), np.full_like(all_rows, -(-prompt // canvas.block_kv)))
     rows, cols = distinct_blocks(canvas, np.append(rows, prompt_rows), np.append(cols, prompt_cols))
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)

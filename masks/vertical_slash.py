@@ -1,8 +1,4 @@
-"""Which pairs lie in chosen columns and on chosen diagonals?
-
-Knows the vertical-slash pattern of MInference: keys that every later query sees, and distances that every query looks back.
-Must not know how columns and distances are found, nor how bitmasks are packed or shared.
-"""
+"""Vertical-slash masks of MInference: chosen key columns and chosen diagonals."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ def _is_nested(values: object) -> bool:
 
 
 def _read_marks(name: str, values: Numbers, kv_len: int) -> list[np.ndarray]:
-    """bool (kv_len,) for every head, or one for all: which numbers are named."""
+    """bool (kv_len,) for each head, or a single one for all: True at the given numbers."""
     nested: list[Any] = list(values) if _is_nested(values) else [values]
     if not nested:
         raise ValueError(f"{name}: expected at least one head, got none")
@@ -42,8 +38,8 @@ def _read_marks(name: str, values: Numbers, kv_len: int) -> list[np.ndarray]:
         is_outside = (numbers < 0) | (numbers >= kv_len)
         if is_outside.any():
             raise ValueError(
-                f"{place}: expected numbers from 0 to {kv_len - 1}, one less than the keys, got {numbers[is_outside][0]} "
-                f"at place {np.flatnonzero(is_outside)[0]}"
+                f"{place}: expected numbers from 0 to {kv_len - 1}, one less than the keys, got "
+                f"{numbers[is_outside][0]} at place {np.flatnonzero(is_outside)[0]}"
             )
         marks = np.zeros(kv_len, dtype=bool)
         marks[numbers] = True
@@ -52,15 +48,15 @@ def _read_marks(name: str, values: Numbers, kv_len: int) -> list[np.ndarray]:
 
 
 def _candidates(canvas: Canvas, is_vertical: np.ndarray, is_slash: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, cols) of the blocks that have a pair, each once, ascending."""
+    """(rows, cols) of the blocks that hold a pair, unique and ascending."""
     first_query, last_query = canvas.row_span(np.arange(canvas.n_rows))
-    # a col is met by the rows that see its first vertical
+    # the rows that see the first vertical of a col meet the col
     verticals = np.flatnonzero(is_vertical)
     marked_cols, first_vertical = np.unique(verticals // canvas.block_kv, return_index=True)
     n_seen = np.searchsorted(verticals[first_vertical], last_query, side="right")
     rows, places = spread(np.zeros_like(n_seen), n_seen)
     cols = marked_cols[places]
-    # neighbouring slashes make one band: distances begins .. ends
+    # consecutive slashes form a band: distances begins .. ends
     edges = np.flatnonzero(np.diff(is_slash, prepend=False, append=False))
     begins, ends = edges[::2], edges[1::2] - 1
     # [rows, bands]
@@ -77,37 +73,34 @@ def _one_head(canvas: Canvas, is_vertical: np.ndarray, is_slash: np.ndarray) -> 
         return (vertical_keys[kv_pos] | slash_distances[distance.clamp(min=0)]) & (distance >= 0)
 
     col_kinds = kinds_of_sides(is_vertical, canvas.block_kv)
-    # a block that has a pair reaches less than this beyond the distances there are
+    # padded by the most that a block reaches beyond the valid distances
     padded = np.zeros(is_slash.size + 2 * span, dtype=bool)
     padded[span : span + is_slash.size] = is_slash
-    stretches = np.lib.stride_tricks.sliding_window_view(padded, span - 1)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, span - 1)
     n_slashes_before = np.append(0, np.cumsum(padded))
 
-    def looks(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         lowest, _ = canvas.distances(row, col)
-        # a block's slashes follow from its lowest distance
+        # the lowest distance of a block determines its slashes
         lows, which = np.unique(lowest, return_inverse=True)
         begin = lows + span
         kinds = np.zeros(lows.size, dtype=np.int64)
         is_marked = n_slashes_before[begin + span - 1] > n_slashes_before[begin]
-        kinds[is_marked] = kinds_of_rows(np.packbits(stretches[begin[is_marked]], axis=1)) + 1
+        kinds[is_marked] = kinds_of_rows(np.packbits(windows[begin[is_marked]], axis=1)) + 1
         n_kinds = int(kinds.max(initial=0)) + 1
-        # beyond the diagonal, how far does make a difference; below it, none
+        # blocks that reach beyond the diagonal also depend on the distance
         return (col_kinds[col] * n_kinds + kinds[which]) * span - np.minimum(lowest, 0)
 
     rows, cols = _candidates(canvas, is_vertical, is_slash)
-    within = BlockLayout.from_blocks(rows, cols, canvas.q_len, canvas.kv_len, block_size=canvas.block_size)
-    return BlockLayout.from_predicate(
-        attends, canvas.q_len, canvas.kv_len, block_size=canvas.block_size, within=within, looks=looks
-    )
+    return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
 def vertical_slash(length: Length, *, verticals: Numbers, slashes: Numbers, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the chosen keys before it, and to the tokens at the chosen distances back.
 
     Keeps d >= 0 and (kv_pos in verticals or d in slashes), where d = q_pos + (kv_len - q_len) - kv_pos: the sequences
-    are aligned at their ends. Nothing is added: slashes=range(100) is a window of 100 tokens, verticals=range(4) four
-    attention sinks.
+    are aligned at their ends. The diagonal is not added. slashes=range(100) is a window of 100 tokens,
+    verticals=range(4) are four attention sinks.
 
     verticals=[1], slashes=[0, 3] on 5 tokens:
         1 0 0 0 0
@@ -117,17 +110,16 @@ def vertical_slash(length: Length, *, verticals: Numbers, slashes: Numbers, bloc
         0 1 0 0 1
 
     length      tokens, or (q_len, kv_len)
-    verticals   positions among the keys, 0 to kv_len - 1, in any order (sequence, array or tensor of ints); nested,
-                one list for each head
-    slashes     distances, 0 (the diagonal) to kv_len - 1; nested, one list for each head
+    verticals   positions among the keys, 0 to kv_len - 1, in any order (sequence, array or tensor of ints); a nested
+                sequence has one list per head
+    slashes     distances, 0 (the diagonal) to kv_len - 1; a nested sequence has one list per head
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, heads | 1, q_len, kv_len), exact to the token; one head, shared by all, unless
-                one of the two is nested
-    raises      ValueError if a number lies outside, or the two name different numbers of heads, TypeError unless all
-                are ints
+                an argument is nested
+    raises      ValueError if a number is out of range or the numbers of heads differ; TypeError unless all are ints
 
-    Jiang et al., "MInference 1.0", arXiv:2407.02490, section 3.2 (vertical-slash). There verticals hold the first 30
-    keys and slashes the last 100 distances always.
+    Jiang et al., "MInference 1.0", arXiv:2407.02490, section 3.2 (vertical-slash). MInference always includes the
+    first 30 keys and the 100 nearest distances.
 
     >>> vertical_slash(1024, verticals=[0, 500], slashes=range(100)).density
     0.375
@@ -141,7 +133,7 @@ def vertical_slash(length: Length, *, verticals: Numbers, slashes: Numbers, bloc
             f"verticals, slashes: expected equally many heads, or one list for all, "
             f"got {len(every_vertical)} and {len(every_slash)}"
         )
-    # one list is that of every head
+    # a single list is shared by every head
     return by_head(
         lambda head: _one_head(
             canvas, every_vertical[head % len(every_vertical)], every_slash[head % len(every_slash)]

@@ -108,8 +108,8 @@ def test_from_predicate_within_evaluates_only_stored_blocks() -> None:
     assert max(evaluated) <= 1 << 22
     assert (layout.nnz, len(layout.bitmasks)) == (n_blocks, 1)
     evaluated.clear()
-    looks = {"looks": lambda row, col: row - col}
-    assert BlockLayout.from_predicate(attends, length, length, block_size=128, within=diagonal, **looks) == layout
+    key = {"dedup_key": lambda row, col: row - col}
+    assert BlockLayout.from_predicate(attends, length, length, block_size=128, within=diagonal, **key) == layout
     assert sum(evaluated) == 128 * 128
 
 
@@ -118,7 +118,7 @@ def range_list(stop: int) -> list[int]:
 
 
 @given(problems())
-def test_looks_changes_only_how_often_the_predicate_is_asked(problem: Problem) -> None:
+def test_dedup_key_changes_only_how_often_the_predicate_is_called(problem: Problem) -> None:
     block_size, outer = problem.block_size, problem.mask
     width = int(problem.random.integers(0, 60))
     within = BlockLayout.from_dense(outer, block_size=block_size) if problem.random.random() < 0.7 else None
@@ -133,16 +133,32 @@ def test_looks_changes_only_how_often_the_predicate_is_asked(problem: Problem) -
     def far(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         return row * block_size[0] - col * block_size[1]
 
-    assert BlockLayout.from_predicate(window, looks=far, **sizes) == BlockLayout.from_predicate(window, **sizes)
+    assert BlockLayout.from_predicate(window, dedup_key=far, **sizes) == BlockLayout.from_predicate(window, **sizes)
     # numbers too far apart to be counted
-    apart = BlockLayout.from_predicate(window, looks=lambda row, col: far(row, col) * 2**50, **sizes)
+    apart = BlockLayout.from_predicate(window, dedup_key=lambda row, col: far(row, col) * 2**50, **sizes)
     assert apart == BlockLayout.from_predicate(window, **sizes)
     if outer.shape[1] in (1, 3):
-        one = BlockLayout.from_predicate(steps, looks=far, heads=3, **sizes)
+        one = BlockLayout.from_predicate(steps, dedup_key=far, heads=3, **sizes)
         assert one == BlockLayout.from_predicate(steps, heads=3, **sizes)
 
 
-def test_looks_may_give_any_int64() -> None:
+def test_looks_is_the_deprecated_name_of_dedup_key() -> None:
+    arguments: dict[str, Any] = {"q_len": 256, "kv_len": 256, "block_size": 64}
+    calls: list[int] = []
+
+    def fn(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        calls.append(len(q_pos))
+        return q_pos >= kv_pos
+
+    by_diagonal = lambda row, col: row - col  # noqa: E731
+    expected = BlockLayout.from_predicate(fn, **arguments, dedup_key=by_diagonal)
+    with pytest.warns(DeprecationWarning, match="use dedup_key="):
+        assert BlockLayout.from_predicate(fn, **arguments, looks=by_diagonal) == expected
+    # one block of each of the 7 diagonals
+    assert calls == [7, 7]
+
+
+def test_dedup_key_may_give_any_int64() -> None:
     """Numbers 2**62 apart are told apart: four times that, for four kinds of edge, would be 0 in 64 bits."""
 
     def is_off_diagonal(row: np.ndarray, col: np.ndarray) -> np.ndarray:
@@ -151,7 +167,7 @@ def test_looks_may_give_any_int64() -> None:
     def diagonal(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         return q_pos == kv_pos
 
-    layout = BlockLayout.from_predicate(diagonal, 64, 64, block_size=16, looks=is_off_diagonal)
+    layout = BlockLayout.from_predicate(diagonal, 64, 64, block_size=16, dedup_key=is_off_diagonal)
     assert layout == BlockLayout.from_dense(torch.eye(64, dtype=torch.bool), block_size=16)
 
 
@@ -346,9 +362,9 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "within: batch and heads",
     ),
-    "looks-number": (lambda: _predicate(looks=3), TypeError, "looks must be a function"),
-    "looks-float": (lambda: _predicate(looks=lambda row, col: row / 2), TypeError, "looks must give integers"),
-    "looks-shape": (lambda: _predicate(looks=lambda row, col: row[1:]), ValueError, "looks must give one number"),
+    "dedup-key-number": (lambda: _predicate(dedup_key=3), TypeError, "dedup_key must be a function"),
+    "dedup-key-float": (lambda: _predicate(dedup_key=lambda row, col: row / 2), TypeError, "dedup_key must give integers"),
+    "dedup-key-shape": (lambda: _predicate(dedup_key=lambda row, col: row[1:]), ValueError, "dedup_key must give one number"),
     "rows-float": (lambda: _by_index([0.0], [0]), ValueError, "rows must be integers, got float64"),
     "rows-bool": (lambda: _by_index(torch.tensor([True]), [0]), ValueError, "rows must be integers, got bool"),
     "rows-2-axes": (lambda: _by_index([[0]], [0]), ValueError, "rows must have one axis"),
@@ -698,7 +714,7 @@ def test_a_million_tokens_take_memory_for_their_blocks_only() -> None:
     )
     local = BlockLayout.from_predicate(
         lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 200, length, length, block_size=128,
-        within=band, looks=lambda row, col: row - col,
+        within=band, dedup_key=lambda row, col: row - col,
     )  # fmt: skip
     layout = butterfly | local | local.T
     assert butterfly.nnz == 14 * 8192 and layout.nnz > butterfly.nnz

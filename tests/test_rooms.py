@@ -22,7 +22,7 @@ ROOMS = [
     ["explanation"],
     ["merging"],
     ["functional"],
-    ["interop"],
+    ["interop", "masks"],
     ["nn"],
     ["distributed", "huggingface"],
 ]

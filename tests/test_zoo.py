@@ -1,11 +1,11 @@
-"""Is every backend right on every layout, type, grouping and head size, forward and backward?
+"""Accuracy of every backend on every layout, dtype, head grouping and head size, forward and backward.
 
-The product of BACKENDS, cases.LAYOUTS (and no layout) and CALLS, held to the one tolerance. By default a spread of it runs, in
-which every layout meets every value of every axis on `eager`, and every family of layouts meets them on `triton`, which
-Triton's interpreter makes slow on the CPU; --zoo=full runs all of it. With a GPU the same tests run there, and where it is
-one of compute capability 9.0 those calls which `hopper` has code for run on that too.
+The product of BACKENDS, cases.LAYOUTS (and no layout) and CALLS, all with one tolerance. By default a part of it runs:
+on `eager` every layout meets every value of every axis, on `triton` every family of layouts does, since Triton's
+interpreter is slow on the CPU. --zoo=full runs all of it. On a GPU of compute capability 9.0 the calls that `hopper`
+supports run on `hopper` too.
 
-Every input is a view into a larger buffer full of NaN, and new memory is full of NaN: what reads beyond shows.
+Every input is a view into a larger buffer full of NaN, and new memory is full of NaN: a read out of bounds shows.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SEED = 2**40 + 7
 
 @dataclass(frozen=True)
 class Call:
-    """What a call is besides its layout and backend."""
+    """Arguments of a call besides its layout and backend."""
 
     dtype: torch.dtype = torch.float32
-    # 4: as many as query heads; of 1 and 2 there are 4 query heads
+    # 4: as many as query heads; 1 and 2: shared by 4 query heads
     kv_heads: int = 4
     head_dim: int = 64
     v_dim: int | None = None
@@ -46,7 +46,7 @@ class Call:
     has_sinks: bool = False
     softcap: float | None = None
     has_slopes: bool = False
-    # of blocks, where there is a layout: "" none, "blocks" shared by all, "heads" one for each head, "batch" for each of all
+    # block_bias, with a layout: "" none, "blocks" shared, "heads" per head, "batch" per batch and head
     bias: str = ""
 
     def __str__(self) -> str:
@@ -62,19 +62,19 @@ class Call:
 
     @property
     def has_scores(self) -> bool:
-        """Whether an option of the scores is among it, which `hopper` has not."""
+        """Whether the call uses a score mod, which `hopper` lacks."""
         return self.has_sinks or self.softcap is not None or self.has_slopes or bool(self.bias)
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 # head_dim 16: the least a tensor core takes; 40: padded to 64; 64, 128: what models use. Grouped heads are 4 to 1.
-# Neighbours in this list differ in everything: four in a row have both types, both groupings and all sizes
+# Any four in a row have both dtypes, both groupings and all sizes
 PRODUCT = [
     Call(dtype=dtype, kv_heads=kv_heads, head_dim=head_dim)
     for start in range(4)
     for head_dim, (dtype, kv_heads) in zip(
         (16, 40, 64, 128),
-        # each start is another pairing of the sizes with these four
+        # each start pairs the sizes differently with these four
         itertools.islice(itertools.cycle([(FLOAT32, 4), (BFLOAT16, 1), (BFLOAT16, 4), (FLOAT32, 1)]), start, start + 4),
         strict=True,
     )
@@ -97,7 +97,7 @@ OPTIONS = [
     Call(head_dim=16, scale=-0.3),
     Call(head_dim=16, scale=0.0),
 ]
-# float16, as Triton's interpreter cuts bfloat16 off instead of rounding it: sums over all pairs of a block add that up
+# float16: Triton's interpreter truncates bfloat16 instead of rounding, which adds up in sums over a block
 SCORES = [
     Call(head_dim=32, bias="blocks"),
     Call(head_dim=64, bias="heads", dtype=torch.float16, kv_heads=1),
@@ -106,16 +106,32 @@ SCORES = [
     Call(head_dim=32, softcap=1.5, kv_heads=1),
     Call(head_dim=32, has_slopes=True, causal=True, dtype=torch.float16),
     Call(
-        head_dim=64, bias="heads", has_sinks=True, softcap=3.0, has_slopes=True, has_kv_lengths=True, dropout_p=0.3,
-        dtype=torch.float16, kv_heads=1,
+        head_dim=64,
+        bias="heads",
+        has_sinks=True,
+        softcap=3.0,
+        has_slopes=True,
+        has_kv_lengths=True,
+        dropout_p=0.3,
+        dtype=torch.float16,
+        kv_heads=1,
     ),
-    Call(head_dim=16, bias="blocks", has_sinks=True, softcap=1.0, has_slopes=True, scale=-0.3, has_kv_lengths=True, kv_heads=1),
+    Call(
+        head_dim=16,
+        bias="blocks",
+        has_sinks=True,
+        softcap=1.0,
+        has_slopes=True,
+        scale=-0.3,
+        has_kv_lengths=True,
+        kv_heads=1,
+    ),
     Call(head_dim=32, softcap=5.0, has_sinks=True, scale=0.0, dtype=torch.float16),
     Call(head_dim=32, bias="batch", causal=True, has_kv_lengths=True, dropout_p=0.2),
     Call(head_dim=32, has_sinks=True, has_kv_lengths=True, causal=True, kv_heads=1),
-]  # fmt: skip
+]
 CALLS = [*PRODUCT, *EXTRAS, *OPTIONS, *SCORES]
-# `hopper` has 16-bit types, no dropout and no options of the scores
+# `hopper` supports 16-bit dtypes, no dropout and no score mods
 HOPPER_CALLS = [
     *(call for call in CALLS if call.dtype != FLOAT32 and not call.dropout_p and not call.has_scores),
     Call(head_dim=128, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
@@ -124,12 +140,12 @@ HOPPER_CALLS = [
     Call(head_dim=128, v_dim=64, dtype=BFLOAT16),
     Call(head_dim=8, v_dim=72, dtype=torch.float16),
     Call(head_dim=96, dtype=BFLOAT16),
-    # rows of 200 and 6 bytes
+    # token strides of 200 and 6 bytes, not multiples of 16
     Call(head_dim=100, v_dim=3, dtype=BFLOAT16),
     Call(head_dim=256, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
     Call(head_dim=64, v_dim=256, scale=-0.3, dtype=torch.float16),
 ]
-# lengths without a layout: no tail; both tails ragged, either one longer; less than a tile
+# lengths without a layout: no tail; both tails ragged, q or kv longer; less than a tile
 DENSE = [(256, 256), (113, 203), (203, 113), (7, 300), (300, 5)]
 
 Layout = cases.Case | tuple[int, int]
@@ -140,12 +156,12 @@ def name_of(layout: Layout) -> str:
 
 
 def family_of(layout: Layout) -> str:
-    """Layouts that are alike: what stands before the first dash."""
+    """Family of a layout: its name up to the first dash."""
     return name_of(layout).split("-")[0]
 
 
 def calls_for(index: int, backend: str) -> list[Call]:
-    """The spread: a rotating part of each list of CALLS for the layout of this index."""
+    """The calls of the spread for the layout of this index: a rotating part of each list."""
     others = [*OPTIONS, *EXTRAS]
     if backend == "hopper":
         # seven: prime to the number of calls, so that neighbours differ
@@ -185,13 +201,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def sizes_of(layout: Layout, call: Call) -> tuple[int, int, int, int]:
-    """batch, heads, q_len, kv_len: as few batches and heads as the layout and the call have a use for."""
+    """batch, heads, q_len, kv_len, with as few batches and heads as layout and call need."""
     batch, heads, q_len, kv_len = layout.build().shape if isinstance(layout, cases.Case) else (2, 1, *layout)
     return max(batch, 2 if call.has_kv_lengths else 1), max(heads, 4 if call.kv_heads < 4 else 2), q_len, kv_len
 
 
 def inputs(layout: Layout, call: Call) -> dict[str, Tensor]:
-    """q, k, v, dout, dlse of the call's type, contiguous on the CPU; keys and values beyond a kv_length are NaN."""
+    """q, k, v, dout, dlse in the dtype of the call, contiguous on the CPU; k and v beyond kv_lengths are NaN."""
     batch, heads, q_len, kv_len = sizes_of(layout, call)
     kv_heads = call.kv_heads if call.kv_heads < 4 else heads
     v_dim = call.head_dim if call.v_dim is None else call.v_dim
@@ -212,13 +228,13 @@ def inputs(layout: Layout, call: Call) -> dict[str, Tensor]:
 
 
 def kv_lengths(layout: Layout, call: Call, device: torch.device) -> Tensor:
-    """Inside the last tile of the keys for one batch, after a few keys for the other."""
+    """One length in the last key tile, the other after a few keys."""
     kv_len = sizes_of(layout, call)[3]
     return torch.tensor([max(0, kv_len - 3), min(kv_len, 9)], dtype=torch.int32, device=device)
 
 
 def added(layout: Layout, call: Call, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """sinks, alibi_slopes, block_bias, as far as the call has them."""
+    """The sinks, alibi_slopes and block_bias that the call uses."""
     batch, heads, *_ = sizes_of(layout, call)
     generator = torch.Generator().manual_seed(heads)
     tensors = {}
@@ -232,7 +248,7 @@ def added(layout: Layout, call: Call, dtype: torch.dtype, device: torch.device) 
             call.bias if built.shape[:2] == (1, 1) else "blocks"
         ]
         tensors["block_bias"] = torch.randn(*shape, built.capacity, generator=generator)
-    # not in 16 bits: nobody's parameters of this kind are, and they would be rounded before anything is computed
+    # at least float32, like such parameters in models; 16 bits would round them before any computation
     dtype = torch.promote_types(dtype, FLOAT32)
     return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
 
@@ -251,7 +267,7 @@ def run(
     *,
     deterministic: bool = False,
 ) -> list[Tensor]:
-    """out, lse, dq, dk, dv, and the gradients of what is added."""
+    """out, lse, dq, dk, dv, and the gradients of the score mods."""
     options = {name: tensor.requires_grad_() for name, tensor in added(layout, call, call.dtype, device).items()}
     leaves = [tensors[name].requires_grad_() for name in ("q", "k", "v")]
     out, lse = attention_with_lse(
@@ -262,7 +278,7 @@ def run(
         kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
         dropout_p=call.dropout_p,
         seed=SEED,
-        # never None: the tests' poisoned memory asks for True, with which `hopper` has another backward
+        # never None: poisoned memory turns determinism on, with which `hopper` runs another backward
         deterministic=deterministic,
         backend=backend,
         softcap=call.softcap,
@@ -274,10 +290,10 @@ def run(
     return [out.detach(), lse.detach(), *grads]
 
 
-# the same call comes once for each backend
+# cached, since every backend gets the same calls
 @lru_cache(maxsize=64)
 def expected(layout: Layout, call: Call, device: torch.device) -> list[tuple[list[Tensor], Tensor]]:
-    """For each of `names` the plain results in the call's type (lse in float32 at least), and float64's."""
+    """For each result: plain PyTorch in the dtype of the call (lse in float32 at least), and in float64."""
 
     def results(dtype: torch.dtype) -> list[list[Tensor]]:
         return plain.results(
@@ -310,7 +326,7 @@ def assert_backend_is_accurate(
         if result.dim() >= 3 and name != "dblock_bias":
             assert_as_accurate(result, plains, truth, name=name)
         else:
-            # a number a head or a block: as lse has one a row
+            # one number per head or block, compared like lse
             assert_as_accurate(as_rows(result), [as_rows(plain) for plain in plains], as_rows(truth), name=name)
 
 
@@ -355,7 +371,7 @@ def test_the_full_zoo_is_the_whole_product():
 
 
 (PER_HEAD,) = [case for case in cases.LAYOUTS if case.name == "per-head"]
-# columns of which the longest come first: 1, 2, 3 and then 0 in the first head, so that an order is not its own inverse
+# tile columns by length are 1, 2, 3, 0 in the first head, a permutation that is not its own inverse
 CYCLES = cases.Case(
     "cycles",
     lambda: BlockLayout.from_block_mask(
@@ -370,12 +386,12 @@ CYCLES = cases.Case(
 @pytest.mark.parametrize("layout", [PER_HEAD, CYCLES, (40, 50)], ids=name_of)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_several_key_heads_have_a_group_each(name, layout, device):
-    """Of one key head, or as many as query heads, a kernel that takes the wrong one of a group is right."""
+    """With 1 or 4 key heads, a kernel with a wrong head index could still be right."""
     call = Call(head_dim=16, kv_heads=2, dtype=torch.float16 if name == "hopper" else FLOAT32)
     assert_backend_is_accurate(name, layout, call, device)
 
 
-# steps of 32 keys: the diagonal leaves one pair of a step out, one pair in
+# steps of 32 keys, of which the diagonal masks one pair, or all but one
 @pytest.mark.parametrize("layout", [(70, 100), (70, 103)], ids=name_of)
 def test_a_diagonal_about_the_edge_of_a_step(layout, device):
     assert_backend_is_accurate("triton", layout, Call(head_dim=16, causal=True), device)
@@ -383,7 +399,7 @@ def test_a_diagonal_about_the_edge_of_a_step(layout, device):
 
 @pytest.mark.parametrize("name", ["eager", "triton"])
 def test_gradients_may_be_expanded(name, device):
-    """out.sum() hands back a gradient whose strides are all 0; autograd may also hand back none."""
+    """out.sum() gives a gradient with strides 0; autograd may also give None."""
     tensors = {key: value.to(device) for key, value in inputs((40, 50), Call(head_dim=16)).items()}
     leaves = [tensors[key].requires_grad_() for key in ("q", "k", "v")]
     results = []
@@ -397,7 +413,7 @@ def test_gradients_may_be_expanded(name, device):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_expanded_gradient_is_as_good_as_a_written_one(name, device):
-    """In 16 bits, where the copy engine wants other strides than 0."""
+    """In 16 bits, where TMA cannot load strides of 0."""
     tensors = {key: value.to(device, BFLOAT16) for key, value in inputs((40, 50), Call(head_dim=16)).items()}
     leaves = [tensors[key].requires_grad_() for key in ("q", "k", "v")]
     out, _ = attention_with_lse(*leaves, backend=name)

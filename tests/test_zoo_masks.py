@@ -1,8 +1,8 @@
-"""Does attention compute every mask of the package, forward and backward?
+"""Accuracy of attention on every mask family, forward and backward.
 
-Each family once, small and ragged, held to the one tolerance as in test_zoo.py: on `eager` always, on `triton` where there
-is a GPU; in Triton's interpreter, which is slow, only those of MET_BY_TRITON. What the masks mean is tested family by
-family; here their layouts are what they say they are.
+Each family once, small and ragged, with the tolerance of test_zoo.py: always on `eager`, and on `triton` where there is
+a GPU. In Triton's interpreter, which is slow, only the families in MET_BY_TRITON run. tests/masks tests what the masks
+mean.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ OTHERS = {
     "top_p": {"scores": SCORES, "q_len": LENGTH, "kv_len": LENGTH, "p": 0.5},
     "tree": {"parents": [-1, *((node - 1) // 2 for node in range(1, 120))], "prompt": 80},
 }
-# one of each kind: full blocks, windows, heads that differ, more keys than queries, given documents, a grid
+# one of each kind: full blocks, windows, different heads, more keys than queries, documents, a grid
 MET_BY_TRITON = ["alibi_windows", "bigbird", "documents", "fixed", "lsh", "sink_window", "swin", "top_k", "tree"]
 FAMILIES = [name for name in masks.__all__ if name != "build" and not name.endswith("_order")]
 
 
 def given(name: str) -> dict[str, Any]:
-    """The arguments of a small layout of LENGTH tokens of a family; block_diffusion takes half of them."""
+    """Arguments of a family for a small layout of LENGTH tokens; block_diffusion takes half the length."""
     if name in OTHERS:
         return {**OTHERS[name], "block_size": BLOCK_SIZE}
     length = LENGTH // 2 if name == "block_diffusion" else LENGTH
@@ -51,13 +51,13 @@ def given(name: str) -> dict[str, Any]:
 
 
 CASES = {name: Case(name, lambda name=name: getattr(masks, name)(**given(name))) for name in FAMILIES}
-# float32 shows a wrong pair best; bfloat16 and heads that share one of the keys' are what models use
+# float32 shows a wrong pair best; models use bfloat16 and shared key heads
 CALLS = {"float32": Call(head_dim=32), "bfloat16": Call(head_dim=64, kv_heads=1, dtype=torch.bfloat16)}
 
 
 def check(backend: str, name: str, call: str, device: torch.device) -> None:
     heads = CASES[name].build().shape[1]
-    # four heads share one; a layout of two or three heads has as many of the keys'
+    # four heads share one key head; layouts of two or three heads have one each
     changes = {"kv_heads": 4} if heads not in (1, 4) else {}
     assert_backend_is_accurate(backend, CASES[name], dataclasses.replace(CALLS[call], **changes), device)
 

@@ -70,7 +70,7 @@ def whole_layout(pattern: Pattern) -> BlockLayout:
         return blocks
     return BlockLayout.from_predicate(
         lambda q_pos, kv_pos: kv_pos <= q_pos, pattern.length, pattern.length, block_size=BLOCK, within=blocks,
-        looks=lambda row, col: (row > col).astype("int64") - (row < col),
+        dedup_key=lambda row, col: (row > col).astype("int64") - (row < col),
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def layout_of(name: str, options: argparse.Namespace) -> BlockLayout:
     # `& masks.causal(length)` would list half of all blocks first
     return BlockLayout.from_predicate(
         lambda q_pos, kv_pos: kv_pos <= q_pos, options.length, options.length, block_size=128,
-        within=masks.butterfly(options.length), looks=lambda row, col: (row > col).astype("int64") - (row < col),
+        within=masks.butterfly(options.length), dedup_key=lambda row, col: (row > col).astype("int64") - (row < col),
     )  # fmt: skip
 
 

@@ -1,13 +1,13 @@
-"""Which blocks does a mask have, and which token pairs in each? Arithmetic on sorted lists of blocks and bitmasks.
+"""Block lists, the NumPy form of layouts: canonical form, equality of bitmasks, regrouping to another block size.
 
-Knows NumPy, keys, ids and bits. A block list is three arrays:
+A block list is three arrays:
     keys      int64 (nnz,), strictly ascending: (lead * n_rows + row) * n_cols + col, where lead = batch * heads + head
-    ids       int32 (nnz,): FULL, or which bitmask
+    ids       int32 (nnz,): FULL, or index of the bitmask
     bitmasks  uint32 (distinct, block_q, ceil(block_kv / 32)), key 0 in the lowest bit
-It is canonical when no stored block is empty, a block is FULL exactly when all its existing pairs attend (a ragged last
-block counts only the pairs inside the lengths), bits of pairs that do not exist are 0, no two bitmasks are equal, every
-bitmask is used, and bitmasks are numbered by first appearance. Equal masks then have equal lists.
-Must not know torch, devices, layouts, tiles or kernels.
+
+It is canonical if no stored block is empty, a block is FULL exactly when all its existing pairs attend (a ragged last block
+has only the pairs inside the lengths), bits of pairs that do not exist are 0, bitmasks are distinct, used, and numbered by
+first appearance. Equal masks then have equal lists.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Size = tuple[int, int]
 Axis = Literal["batch", "heads"]
 
 FULL = -1
-# the look of a block in which nothing attends; never stored
+# id of a block in which no pair attends; never stored
 EMPTY = -2
 
-# every side of a block is a multiple of this, so bitmasks can be cut and joined in pieces of 16 bits
+# every side of a block is a multiple of this, so bitmasks are cut and joined in pieces of 16 bits
 SIDE_UNIT = 16
 
-# bytes of the largest temporary array of a step that could otherwise grow with (distinct bitmasks x pairs)
+# bytes of a temporary array that would otherwise grow with (distinct bitmasks x pairs)
 _CHUNK_BYTES = 1 << 26
 
 
@@ -41,9 +41,9 @@ class BlockList(NamedTuple):
 
 
 class BlockRows(NamedTuple):
-    """A block list with its keys split as a layout stores them.
+    """A block list in CSR form, as layouts store it.
 
-    indptr   int32 (leads, n_rows + 1): offsets into cols, which each lead begins where the one before it ends
+    indptr   int32 (leads, n_rows + 1): offsets into cols; each lead begins where the one before ends
     cols     int32 (nnz,)
     ids, bitmasks  as of a BlockList
     """
@@ -55,7 +55,7 @@ class BlockRows(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What the keys of a list count in: the axes and lengths of its layout, and its block size."""
+    """Sizes of the layout that a block list belongs to."""
 
     batch: int
     heads: int
@@ -77,7 +77,7 @@ class Frame(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The keyword arguments of most functions here."""
+        """Keyword arguments of most functions here."""
         return {"q_len": self.q_len, "kv_len": self.kv_len, "block_size": self.block_size}
 
 
@@ -85,12 +85,12 @@ class Frame(NamedTuple):
 
 
 def grid(q_len: int, kv_len: int, block_size: Size) -> Size:
-    """(n_rows, n_cols): blocks down and across, a ragged last one counted."""
+    """(n_rows, n_cols) in blocks, including a ragged last one."""
     return -(-q_len // block_size[0]), -(-kv_len // block_size[1])
 
 
 def divided(values: Array, by: int) -> tuple[Array, Array]:
-    """(quotient, remainder) of integers that are not negative; np.divmod minds signs, in three times the time."""
+    """(quotient, remainder) of non-negative integers; np.divmod handles signs and takes three times as long."""
     quotient = values // max(by, 1)
     return quotient, values - quotient * by
 
@@ -144,7 +144,7 @@ def edge_kinds(keys: Array, *, q_len: int, kv_len: int, block_size: Size) -> Arr
 
 
 def full_list(keys: Array, block_size: Size) -> BlockList:
-    """The list in which every block named by the ascending keys is full."""
+    """The list of full blocks at the ascending keys."""
     return BlockList(keys, np.full(len(keys), FULL, np.int32), no_bitmasks(block_size))
 
 
@@ -152,24 +152,23 @@ def _split(keys: Array, frame: Frame) -> tuple[Array, Array]:
     """indptr and cols of ascending keys, as of BlockRows."""
     n_rows, n_cols, leads = frame.n_rows, frame.n_cols, frame.leads
     first = n_cols * np.arange(leads * n_rows + 1)
-    # keys are ascending, so the offset of a row is where its first key would stand
     offsets = keys.searchsorted(first)
     cols = (keys - first[:-1].repeat(offsets[1:] - offsets[:-1])).astype(np.int32)
-    # a lead ends where the next one begins: their offsets overlap by one
+    # each lead ends where the next begins, so their offsets overlap by one
     step = offsets.itemsize
     indptr = np.ndarray((leads, n_rows + 1), offsets.dtype, offsets, strides=(step * n_rows, step)).astype(np.int32)
     return indptr, cols
 
 
 def by_rows(found: BlockList, frame: Frame) -> BlockRows:
-    """The list by rows, which shares nothing with it but bitmasks."""
+    """The list in CSR form; shares only the bitmasks with it."""
     return BlockRows(*_split(found.keys, frame), found.ids.astype(np.int32), np.ascontiguousarray(found.bitmasks))
 
 
 def full_rows(keys: Array, frame: Frame) -> BlockRows:
-    """The list, by rows, in which every block named by the ascending keys is full."""
+    """The list of full blocks at the ascending keys, in CSR form."""
     ids = np.empty(len(keys), np.int32)
-    # np.full, but for half of its time
+    # twice as fast as np.full
     ids.fill(FULL)
     return BlockRows(*_split(keys, frame), ids, no_bitmasks(frame.block_size))
 
@@ -182,7 +181,7 @@ def by_keys(rows: BlockRows, frame: Frame) -> BlockList:
 
 
 def ranges(starts: Array, counts: Array) -> Array:
-    """start, start + 1, ..., start + count - 1 of each range, one after another, int64."""
+    """start, ..., start + count - 1 of each range, concatenated, int64."""
     ends = np.cumsum(counts)
     values: Array = np.repeat(starts - (ends - counts), counts)
     values += np.arange(len(values))
@@ -205,7 +204,7 @@ def _mix(values: Array, seed: int) -> Array:
 
 
 def at_once(bytes_each: int) -> int:
-    """How many things fill about _CHUNK_BYTES; at least one."""
+    """Number of items that fill about _CHUNK_BYTES; at least 1."""
     return max(1, _CHUNK_BYTES // max(1, bytes_each))
 
 
@@ -216,16 +215,16 @@ def chunks(count: int, bytes_each: int) -> Iterator[slice]:
 
 
 def _first_of(hashes: Array) -> Array:
-    """For each element the index of the first one with the same hash."""
+    """Index of the first element with the same hash, for each element."""
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def _first_equal_bitmask(words: Array) -> Array:
-    """For each bitmask the index of the first one equal to it, int64. Found by hash, then verified bit by bit."""
+    """Index of the first equal bitmask, for each bitmask, int64. Found by hash, then verified bit by bit."""
     table = np.ascontiguousarray(words).reshape(len(words), words[0].size if len(words) else 2).view(np.uint64)
     for seed in itertools.count():
-        # multipliers by position, so that moved words change the sum
+        # weights by position, so that moved words change the sum
         weights = _mix(np.arange(table.shape[1]), seed) | np.uint64(1)
         hashes = np.empty(len(table), np.uint64)
         for part in chunks(len(table), 8 * table.shape[1]):
@@ -239,10 +238,7 @@ def _first_equal_bitmask(words: Array) -> Array:
 
 
 def distinct(codes: Array, limit: int) -> tuple[Array, Array]:
-    """(values, inverse) of int64 codes in [0, limit): the distinct ones, ascending, and which of them each element is.
-
-    As np.unique, without sorting when the codes are dense enough to be counted.
-    """
+    """np.unique(codes, return_inverse=True) of int64 codes in [0, limit), without a sort if they are dense."""
     if limit > 4 * len(codes) + 65536:
         values, inverse = np.unique(codes, return_inverse=True)
         return values, inverse.reshape(-1)
@@ -252,10 +248,10 @@ def distinct(codes: Array, limit: int) -> tuple[Array, Array]:
 
 
 def renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
-    """Number bitmasks by first appearance and drop those which no block uses."""
+    """Number the bitmasks by first appearance and drop unused ones."""
     partial = np.flatnonzero(ids >= 0)
     first = np.full(len(bitmasks), len(ids))
-    # of repeated indices the last assignment stays: walk backwards to keep the first appearance
+    # the last assignment to an index wins: reversed, so that the first appearance does
     first[ids[partial[::-1]]] = partial[::-1]
     used = np.flatnonzero(first < len(ids))
     order = used[np.argsort(first[used], kind="stable")]
@@ -269,11 +265,11 @@ def renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
 
 
 def classify(words: Array, kinds: Array, there: Array) -> tuple[Array, Array]:
-    """(outcome, kept): what each bitmask is. outcome: EMPTY, FULL, or index in kept, whose bitmasks are distinct.
+    """(outcome, kept): EMPTY, FULL or an index into kept for each bitmask; the bitmasks in kept are distinct.
 
-    words  uint32 (n, block_q, words), without bits of pairs that do not exist
-    kinds  (n,): edge kind of the blocks that look so
-    there  what `existing` gives
+    words  uint32 (n, block_q, words), 0 for pairs that do not exist
+    kinds  (n,): edge kind of the blocks with this bitmask
+    there  from `existing`
     """
     outcome = _first_equal_bitmask(words)
     for kind in range(4):
@@ -288,76 +284,78 @@ def classify(words: Array, kinds: Array, there: Array) -> tuple[Array, Array]:
     return outcome, words[used]
 
 
-def _follow(looks: Array, outcome: Array) -> Array:
-    """outcome[look] of each look that is an index; FULL and EMPTY stay."""
-    followed = looks.copy()
-    is_partial = looks >= 0
-    followed[is_partial] = outcome[looks[is_partial]]
-    return followed
+def _mapped(ids: Array, outcome: Array) -> Array:
+    """outcome[id] of each id; FULL and EMPTY stay."""
+    mapped = ids.copy()
+    is_partial = ids >= 0
+    mapped[is_partial] = outcome[ids[is_partial]]
+    return mapped
 
 
-def settle(keys: Array, looks: Array, words: Array, kinds: Array, there: Array) -> BlockList:
-    """The canonical list of blocks that look like one of `words`; looks (nnz,): index in words, FULL or EMPTY.
+def settle(keys: Array, ids: Array, words: Array, kinds: Array, there: Array) -> BlockList:
+    """The canonical list of blocks with these bitmasks.
 
-    The keys are ascending; words, kinds, there as in `classify`.
+    keys  ascending
+    ids   (nnz,): index into words, FULL or EMPTY
+    words, kinds, there  as in `classify`
     """
     outcome, words = classify(words, kinds, there)
-    looks = _follow(looks, outcome)
-    stored = looks != EMPTY
+    ids = _mapped(ids, outcome)
+    stored = ids != EMPTY
     if not stored.all():
-        keys, looks = keys[stored], looks[stored]
-    return renumber(keys, looks, words)
+        keys, ids = keys[stored], ids[stored]
+    return renumber(keys, ids, words)
 
 
 class Gathering:
-    """Collects classified blocks chunk by chunk, so that no more than a chunk of unclassified bitmasks is held."""
+    """Collects blocks chunk by chunk, so that only one chunk of unclassified bitmasks is in memory."""
 
     def __init__(self, there: Array) -> None:
         self.there = there
-        self._looks: list[Array] = []
+        self._ids: list[Array] = []
         self._words: list[Array] = [there[:0]]
         self._n_words = 0
 
     def add(self, words: Array, kinds: Array) -> None:
-        looks, kept = classify(words, kinds, self.there)
-        self._looks.append(np.where(looks >= 0, looks + self._n_words, looks))
+        ids, kept = classify(words, kinds, self.there)
+        self._ids.append(np.where(ids >= 0, ids + self._n_words, ids))
         self._words.append(kept)
         self._n_words += len(kept)
 
-    def looks(self) -> tuple[Array, Array]:
-        """(looks, words): index in words, FULL or EMPTY of every bitmask added, in order; the words are distinct."""
+    def ids(self) -> tuple[Array, Array]:
+        """(ids, words): index into words, FULL or EMPTY of every bitmask added; words are distinct."""
         words = np.concatenate(self._words)
-        looks = np.concatenate([*self._looks, np.zeros(0, np.int64)])
+        ids = np.concatenate([*self._ids, np.zeros(0, np.int64)])
         used, number = distinct(_first_equal_bitmask(words), len(words))
-        return _follow(looks, number), words[used]
+        return _mapped(ids, number), words[used]
 
 
-def gathered(keys: Array, looks: Array, words: Array) -> BlockList:
-    """The canonical list of blocks that look as a Gathering says."""
-    stored = looks != EMPTY
-    return renumber(keys[stored], looks[stored], words)
+def gathered(keys: Array, ids: Array, words: Array) -> BlockList:
+    """The canonical list of blocks with the ids and words of a Gathering."""
+    stored = ids != EMPTY
+    return renumber(keys[stored], ids[stored], words)
 
 
 def canonical(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
-    """The canonical list of the same mask. keys must be ascending; bits beyond the lengths are dropped."""
+    """The canonical list of the same mask; keys must be ascending, bits beyond the lengths are dropped."""
     if not len(bitmasks):
         return full_list(keys, block_size)
     there = existing(q_len, kv_len, block_size)
     kinds = edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
     codes = np.where(ids >= 0, 4 * ids.astype(np.int64) + kinds + 1, 0)
-    values, looks = distinct(codes, 4 * len(bitmasks) + 1)
-    # value 0 stands for FULL, when there is one
+    values, which = distinct(codes, 4 * len(bitmasks) + 1)
+    # value 0 is FULL, if there is one
     n_full = int(len(values) > 0 and values[0] == 0)
     values = values[n_full:] - 1
     words = bitmasks[values // 4] & there[values % 4]
-    return settle(keys, looks - n_full if n_full else looks, words, values % 4, there)
+    return settle(keys, which - n_full if n_full else which, words, values % 4, there)
 
 
 # -------------------------------------------------------------------------------------------------------------- regroup
 
 
 def first_equal_run(codes: Array, starts: Array, counts: Array, kinds: Array) -> Array:
-    """For each tile the first one with the same pieces and edge kind; codes (pieces,) lie tile after tile, in order."""
+    """Index of the first tile with the same pieces and edge kind, for each tile; codes (pieces,) are tile by tile."""
     for seed in itertools.count():
         hashes = np.add.reduceat(_mix(codes, seed), starts) + _mix(kinds, seed + 1)
         first = _first_of(hashes)
@@ -369,7 +367,7 @@ def first_equal_run(codes: Array, starts: Array, counts: Array, kinds: Array) ->
 
 
 def _pieces(rows: Array, old: int, new: int, length: int) -> tuple[Array, Array]:
-    """The first tile which each block meets along one axis, and how many it meets."""
+    """(first tile that each block overlaps along one axis, number of tiles it overlaps)."""
     first = rows * old // new
     return first, (np.minimum((rows + 1) * old, length) - 1) // new - first + 1
 
@@ -377,9 +375,8 @@ def _pieces(rows: Array, old: int, new: int, length: int) -> tuple[Array, Array]
 def regroup(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, old: Size, new: Size) -> BlockList:
     """The same mask in blocks of another size, exact for any two sizes; canonical if the list is.
 
-    Every block is cut along the borders of the new blocks (called tiles here). Tiles made of equal pieces at equal
-    places look the same, so bitmasks are built once for each distinct set of pieces: time O(nnz log nnz), and bits only
-    for what differs.
+    Blocks are cut along the borders of the new blocks (here: tiles). Tiles of equal pieces at equal places have equal
+    bitmasks, so one bitmask is built per distinct set of pieces. O(nnz log nnz).
     """
     if old == new or not len(keys):
         return BlockList(keys, ids, bitmasks) if old == new else full_list(keys, new)
@@ -395,7 +392,7 @@ def regroup(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int
         rows, cols, leads, ids, n_across = rows[source], cols[source], leads[source], ids[source], n_across[source]
         tile_rows, tile_cols = tile_rows[source] + piece // n_across, tile_cols[source] + piece % n_across
     tile_keys = (leads * n_tile_rows + tile_rows) * n_tile_cols + tile_cols
-    # where a block lies relative to its tile, in units of 16 tokens: -old < place < new
+    # place of a block relative to its tile, in units of 16 tokens: -old < place < new
     down = (rows * old[0] - tile_rows * new[0]) // SIDE_UNIT
     across = (cols * old[1] - tile_cols * new[1]) // SIDE_UNIT
     n_places = (old[0] + new[0]) // SIDE_UNIT, (old[1] + new[1]) // SIDE_UNIT
@@ -410,16 +407,16 @@ def regroup(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int
     counts = np.diff(np.append(starts, len(codes)))
     tile_keys = tile_keys[starts]
     kinds = edge_kinds(tile_keys, q_len=q_len, kv_len=kv_len, block_size=new)
-    first, looks = distinct(first_equal_run(codes, starts, counts, kinds), len(starts))
+    first, which = distinct(first_equal_run(codes, starts, counts, kinds), len(starts))
 
     there = existing(q_len, kv_len, new)
     words = _join(codes[ranges(starts[first], counts[first])], counts[first], bitmasks, n_places[1], old, new)
     words &= there[kinds[first]]
-    return settle(tile_keys, looks, words, kinds[first], there)
+    return settle(tile_keys, which, words, kinds[first], there)
 
 
 def _join(codes: Array, counts: Array, bitmasks: Array, n_across: int, old: Size, new: Size) -> Array:
-    """Bitmasks of tiles, uint32 (len(counts), new block_q, words), from the codes of their pieces, tile after tile."""
+    """Bitmasks of tiles, uint32 (len(counts), new block_q, words), from the codes of their pieces, tile by tile."""
     n_all_places = n_across * ((old[0] + new[0]) // SIDE_UNIT)
     tiles = np.repeat(np.arange(len(counts)), counts)
     ones = np.full((1, *bitmasks.shape[1:]), 0xFFFFFFFF, np.uint32)
@@ -428,7 +425,7 @@ def _join(codes: Array, counts: Array, bitmasks: Array, n_across: int, old: Size
     joined = np.zeros((len(counts), new[0], words_per_query(new[1])), np.uint32)
     target = joined.view(np.uint16)
     places, which = distinct(codes % n_all_places, n_all_places)
-    # pieces at one place are copied together: the loop is over places, at most (32 x 32), not over blocks
+    # pieces at one place are copied together: the loop is over places, at most 32 x 32, not over blocks
     order = np.argsort(which, kind="stable")
     bounds = np.searchsorted(which[order], np.arange(len(places) + 1))
     for place, begin, end in zip(places.tolist(), bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -469,7 +466,7 @@ def from_mask(mask: Array, block_size: Size) -> BlockList:
         words = words.reshape(part.shape[0] * rows_here * n_cols, *words.shape[3:])
         keys = (lead * n_rows + row) * n_cols + np.arange(len(words))
         gathering.add(words, edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size))
-    return gathered(np.arange(leads * n_rows * n_cols), *gathering.looks())
+    return gathered(np.arange(leads * n_rows * n_cols), *gathering.ids())
 
 
 def to_mask(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_size: Size) -> Array:

@@ -1,7 +1,4 @@
-"""Is this argument what the description of a layout needs? Every check raises, naming the argument.
-
-Knows lengths, block sizes, tensors and arrays of integers and bools. Must not know BlockLayout or patterns.
-"""
+"""Checks of the arguments that describe a layout. Each raises an error that names the argument."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which blocks does a caller name, by index, by interval, by mask or by matrix? All of them full; and a matrix back.
-
-Knows frames and keys (see blocks.py); checks what it is given. Every `by_` function returns ascending keys.
-Must not know BlockLayout, bitmasks or patterns.
-"""
+"""Keys of full blocks from indices, ranges, a mask or a SciPy matrix; and the SciPy matrix of a block list."""
 
 from __future__ import annotations
 

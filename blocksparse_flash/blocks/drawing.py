@@ -1,7 +1,4 @@
-"""What does a mask look like? In text, and as pictures by matplotlib, which is imported when a picture is asked for.
-
-Knows block lists, their frame, letters and colours. Must not know torch, layouts or patterns.
-"""
+"""Drawings of a layout: as text, and by matplotlib, which is imported when needed."""
 
 from __future__ import annotations
 

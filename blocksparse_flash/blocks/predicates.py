@@ -1,7 +1,4 @@
-"""In which pairs of which blocks is a predicate over positions true?
-
-Knows torch (a predicate computes with tensors) and block lists. Must not know BlockLayout, patterns or devices.
-"""
+"""Evaluation of a predicate over positions on the blocks of a list."""
 
 from __future__ import annotations
 
@@ -14,27 +11,27 @@ import torch
 from . import block_list
 from .block_list import Array, BlockList, Frame, Size
 
-# pairs evaluated at once: 4 M positions keep a predicate's temporaries at some tens of megabytes
+# pairs evaluated at once: with 4 M positions the temporaries of a predicate take tens of megabytes
 _PAIRS_AT_ONCE = 1 << 22
 
 Predicate = Callable[..., torch.Tensor]
-Looks = Callable[[Array, Array], Any]
+DedupKey = Callable[[Array, Array], Any]
 
 
-def check(fn: object, looks: object) -> None:
+def check(fn: object, dedup_key: object) -> None:
     if not callable(fn):
         raise TypeError(f"fn must be a function of positions, got {type(fn).__name__}")
-    if looks is not None and not callable(looks):
-        raise TypeError(f"looks must be a function of rows and cols, got {type(looks).__name__}")
+    if dedup_key is not None and not callable(dedup_key):
+        raise TypeError(f"dedup_key must be a function of rows and cols, got {type(dedup_key).__name__}")
 
 
-def causal(frame: Frame) -> tuple[Predicate, Looks]:
-    """(fn, looks) of kv_pos <= q_pos + (kv_len - q_len): the past and the token itself, aligned bottom-right."""
+def causal(frame: Frame) -> tuple[Predicate, DedupKey]:
+    """(fn, dedup_key) of the causal mask kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""
     ahead = frame.kv_len - frame.q_len
     block_q, block_kv = frame.block_size
     return (
         lambda q_pos, kv_pos: kv_pos <= q_pos + ahead,
-        # how far the first query of a block sees past its first key; beyond the sides a block is empty or full
+        # how far the first query of a block sees past its first key, clipped where blocks are empty or full
         lambda row, col: np.clip(row * block_q + ahead - col * block_kv, -block_q, block_kv),
     )
 
@@ -45,29 +42,29 @@ def evaluate(
     *,
     heads: int,
     by_head: bool,
-    looks: Looks | None,
+    dedup_key: DedupKey | None,
     q_len: int,
     kv_len: int,
     block_size: Size,
 ) -> BlockList:
-    """The canonical list of the pairs of the blocks `keys` (ascending) for which fn is true.
+    """The canonical list of the pairs for which fn is true, in the blocks `keys` (ascending).
 
     fn       fn(q_pos, kv_pos), or fn(batch, head, q_pos, kv_pos) if by_head; int64 tensors that broadcast to
              (blocks, block_q, block_kv), clamped to positions that exist
     heads    size of the head axis, to take the keys apart
-    looks    looks(row, col) -> int64: blocks with equal numbers, at the same kind of edge, look the same; fn is then
+    dedup_key  dedup_key(row, col) -> int64: blocks with equal keys and equal edge kinds have equal pairs, so fn is
              evaluated for one of them
     """
     n_rows, n_cols = block_list.grid(q_len, kv_len, block_size)
     kinds = block_list.edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
     chosen, number = keys, None
-    if looks is not None and len(keys):
-        chosen, number = _representatives(looks, keys, kinds, n_rows, n_cols)
+    if dedup_key is not None and len(keys):
+        chosen, number = _representatives(dedup_key, keys, kinds, n_rows, n_cols)
         kinds = kinds[chosen]
         chosen = keys[chosen]
     gathering = block_list.Gathering(block_list.existing(q_len, kv_len, block_size))
     step = max(1, _PAIRS_AT_ONCE // (block_size[0] * block_size[1]))
-    # named, because the caller may have set another default device
+    # device named: the caller may have set another default device
     q_step, kv_step = (torch.arange(side, device="cpu") for side in block_size)
     for start in range(0, len(chosen), step):
         part = chosen[start : start + step]
@@ -80,23 +77,23 @@ def evaluate(
         bits = _checked(fn(*positions), (len(part), *block_size))
         words = block_list.pack(bits.numpy()) & gathering.there[kinds[start : start + step]]
         gathering.add(words, kinds[start : start + step])
-    found, words = gathering.looks()
+    found, words = gathering.ids()
     return block_list.gathered(keys, found if number is None else found[number], words)
 
 
-def _representatives(looks: Looks, keys: Array, kinds: Array, n_rows: int, n_cols: int) -> tuple[Array, Array]:
-    """(which, number): one key for each distinct (number, edge kind, lead), and to which of them each key belongs."""
+def _representatives(dedup_key: DedupKey, keys: Array, kinds: Array, n_rows: int, n_cols: int) -> tuple[Array, Array]:
+    """(which, number): index of one key per distinct (dedup key, edge kind, lead), and the number of each key's."""
     rows, cols = np.divmod(keys, n_cols)
-    # division is what costs here, and most layouts have one lead
+    # most layouts have one lead, which saves a division, the dominating cost
     leads, rows = np.divmod(rows, n_rows) if rows[-1] >= n_rows else (np.zeros_like(rows), rows)
-    numbers = np.asarray(looks(rows, cols))
+    numbers = np.asarray(dedup_key(rows, cols))
     if numbers.dtype.kind not in "iu":
-        raise TypeError(f"looks must give integers, one for each block, got {numbers.dtype}")
+        raise TypeError(f"dedup_key must give integers, one for each block, got {numbers.dtype}")
     try:
         numbers = np.broadcast_to(numbers, keys.shape).astype(np.int64)
     except ValueError:
         raise ValueError(
-            f"looks must give one number for each block, shape {keys.shape}, got shape {numbers.shape}"
+            f"dedup_key must give one number for each block, shape {keys.shape}, got shape {numbers.shape}"
         ) from None
     lowest = int(numbers.min())
     n_numbers, n_leads = int(numbers.max()) - lowest + 1, int(leads[-1]) + 1
@@ -111,7 +108,7 @@ def _representatives(looks: Looks, keys: Array, kinds: Array, n_rows: int, n_col
 
 
 def _checked(result: object, shape: tuple[int, ...]) -> torch.Tensor:
-    """What a predicate gave, as bool of the wanted shape, on the host."""
+    """The result of a predicate as a bool tensor of this shape on the host."""
     if not isinstance(result, torch.Tensor):
         raise TypeError(
             f"fn must give a bool tensor, got {type(result).__name__}: compute with the positions it is given"

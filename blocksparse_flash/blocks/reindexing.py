@@ -1,8 +1,7 @@
-"""Which blocks does a mask have when its tokens stand elsewhere?
+"""Block lists of reordered token sequences: `gather` for any order, `crop` for an interval.
 
-Knows block lists (see blocks.py) and orders: order[i] is the token that comes to position i, NONE where none does. A
-shift, a pad and a permutation are all orders (orders.py makes them), and all go through `gather`.
-Must not know torch, devices or layouts.
+An order is int64 (new length,): order[i] is the token that comes to position i, NONE for a new token. token_orders.py makes
+the orders of shift, pad, permute and select.
 """
 
 from __future__ import annotations
@@ -139,8 +138,8 @@ def _gather_queries(found: BlockList, frame: Frame, order: Array) -> BlockList:
         keys.append(piece_keys[starts])
         numbers.append(number + n_added)
         n_added += len(chosen)
-    looks, words = gathering.looks()
-    return block_list.gathered(np.concatenate(keys), looks[np.concatenate(numbers)], words)
+    ids, words = gathering.ids()
+    return block_list.gathered(np.concatenate(keys), ids[np.concatenate(numbers)], words)
 
 
 def _parts(lines: Array, counts: Array, limit: int) -> list[slice]:

@@ -1,8 +1,4 @@
-"""Which blocks has the union of two masks, the complement, the transpose, a stack of heads?
-
-Knows block lists (see blocks.py): canonical ones come in, canonical ones go out.
-Must not know torch, devices or layouts.
-"""
+"""Union, intersection, difference, complement, transpose and stacking of canonical block lists."""
 
 from __future__ import annotations
 
@@ -101,7 +97,7 @@ def combine(a: BlockList, b: BlockList, op: Operation, *, q_len: int, kv_len: in
     ids_a, ids_b = _ids_at(a, keys), _ids_at(b, keys)
     kinds = edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
     n_b = len(b.bitmasks) + 2
-    values, looks = distinct(((ids_a + 2) * n_b + ids_b + 2) * 4 + kinds, (len(a.bitmasks) + 2) * n_b * 4)
+    values, which = distinct(((ids_a + 2) * n_b + ids_b + 2) * 4 + kinds, (len(a.bitmasks) + 2) * n_b * 4)
     there = existing(q_len, kv_len, block_size)
     kinds = values % 4
     words = _words_of(values // 4 // n_b - 2, kinds, a.bitmasks, there)
@@ -114,7 +110,7 @@ def combine(a: BlockList, b: BlockList, op: Operation, *, q_len: int, kv_len: in
         words ^= others
     else:
         words &= ~others
-    return settle(keys, looks, words, kinds, there)
+    return settle(keys, which, words, kinds, there)
 
 
 def complement(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_size: Size) -> BlockList:
@@ -129,9 +125,9 @@ def complement(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_
     kinds = edge_kinds(partial.keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
     values, inverse = distinct(partial.ids.astype(np.int64) * 4 + kinds, 4 * len(blocks.bitmasks))
     words = there[values % 4] & ~blocks.bitmasks[values // 4]
-    looks = np.full(len(keys), FULL, np.int64)
-    looks[np.searchsorted(keys, partial.keys)] = inverse
-    return settle(keys, looks, words, values % 4, there)
+    ids = np.full(len(keys), FULL, np.int64)
+    ids[np.searchsorted(keys, partial.keys)] = inverse
+    return settle(keys, ids, words, values % 4, there)
 
 
 def transpose(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
@@ -153,21 +149,21 @@ def transpose(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: i
 def stack(lists: Sequence[BlockList], frames: Sequence[Frame], axis: Axis) -> tuple[BlockList, Frame]:
     """The list whose heads (or batches) are those of the lists, one after another, and its frame; all else is equal."""
     n_blocks, total = frames[0].n_rows * frames[0].n_cols, sum(getattr(frame, axis) for frame in frames)
-    keys, looks, before, n_words = [], [], 0, 0
+    keys, ids, before, n_words = [], [], 0, 0
     for found, frame in zip(lists, frames, strict=True):
         lead, place = np.divmod(found.keys, max(n_blocks, 1))
         batch, head = np.divmod(lead, frame.heads)
         lead = batch * total + before + head if axis == "heads" else (before + batch) * frame.heads + head
         keys.append(lead * n_blocks + place)
-        looks.append(np.where(found.ids >= 0, found.ids + n_words, found.ids).astype(np.int64))
+        ids.append(np.where(found.ids >= 0, found.ids + n_words, found.ids).astype(np.int64))
         before += getattr(frame, axis)
         n_words += len(found.bitmasks)
     every = np.concatenate(keys)
     order = np.argsort(every, kind="stable")
     words = np.concatenate([found.bitmasks for found in lists])
-    # no bitmask is full, whatever edge its blocks stand at: compared with an interior block it stays partial
+    # no bitmask is full at any edge; as an interior block it stays partial
     kinds = np.zeros(len(words), np.int64)
-    stacked = settle(every[order], np.concatenate(looks)[order], words, kinds, existing(**frames[0].sizes))
+    stacked = settle(every[order], np.concatenate(ids)[order], words, kinds, existing(**frames[0].sizes))
     return stacked, frames[0]._replace(**{axis: total})
 
 

@@ -1,7 +1,4 @@
-"""How dense, how balanced and how connected is a mask, and what does it cost?
-
-Knows block lists, their frame, and graphs of blocks (scipy, when asked). Must not know torch, layouts or backends.
-"""
+"""Statistics of a layout: density, balance, connectedness, and cost compared with dense attention."""
 
 from __future__ import annotations
 
@@ -152,17 +149,17 @@ def _balance(lines: Array, n_lines: int) -> Balance:
 def _idle_queries(found: BlockList, frame: Frame) -> int:
     """Queries of all heads that attend to no key."""
     block_q = frame.block_size[0]
-    # a row of rows, the last of which stands for full
+    # the last entry is a full block
     has_key = np.concatenate([(found.bitmasks != 0).any(axis=2), np.ones((1, block_q), np.bool_)])
-    line, look = found.keys // max(frame.n_cols, 1), found.ids
-    # each look of a row counts once, however many blocks have it
-    n_looks = len(found.bitmasks) + 1
-    pairs = np.unique(line * n_looks + np.where(look == FULL, n_looks - 1, look))
+    line, ids = found.keys // max(frame.n_cols, 1), found.ids
+    # each bitmask counts once per row
+    n_ids = len(found.bitmasks) + 1
+    pairs = np.unique(line * n_ids + np.where(ids == FULL, n_ids - 1, ids))
     attends = np.zeros((frame.leads * frame.n_rows, block_q), np.bool_)
     for part in block_list.chunks(len(pairs), block_q):
-        here = pairs[part] // n_looks
+        here = pairs[part] // n_ids
         starts = np.flatnonzero(np.append(True, here[1:] != here[:-1]))
-        attends[here[starts]] |= np.logical_or.reduceat(has_key[pairs[part] % n_looks], starts, axis=0)
+        attends[here[starts]] |= np.logical_or.reduceat(has_key[pairs[part] % n_ids], starts, axis=0)
     exists = attends.reshape(frame.leads, frame.n_rows * block_q)[:, : frame.q_len]
     return int(exists.size - np.count_nonzero(exists))
 

@@ -1,8 +1,4 @@
-"""How does a block list lie in the four tensors of a layout?
-
-Knows indptr, indices, bitmask_ids and bitmasks (see BlockLayout), and copies between devices and the host.
-Must not know what is done with block lists.
-"""
+"""Conversion between block lists and the four tensors of a layout; checksums of pickled layouts."""
 
 from __future__ import annotations
 
@@ -60,12 +56,12 @@ def to_rows(tensors: Sequence[torch.Tensor], frame: Frame, rows: Size) -> tuple[
     counts = np.diff(ends, axis=1).reshape(-1)
     source = ranges(ends[:, :-1].reshape(-1), counts)
     keys = np.repeat(np.arange(len(counts)), counts) * frame.n_cols + indices[source]
-    looks = ids[source]
-    is_partial = looks >= 0
-    used, looks[is_partial] = distinct(looks[is_partial].astype(np.int64), len(bitmasks))
+    ids = ids[source]
+    is_partial = ids >= 0
+    used, ids[is_partial] = distinct(ids[is_partial].astype(np.int64), len(bitmasks))
     block_q = frame.block_size[0]
     q_len = min(stop * block_q, frame.q_len) - first * block_q
-    return BlockList(keys, looks, bitmasks[used].view(np.uint32)), frame._replace(q_len=q_len)
+    return BlockList(keys, ids, bitmasks[used].view(np.uint32)), frame._replace(q_len=q_len)
 
 
 def _checksum(value: Any) -> int:

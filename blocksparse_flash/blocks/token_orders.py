@@ -1,8 +1,6 @@
-"""Which token comes to which position when a sequence is shifted, cropped, padded, permuted or cut into blocks?
+"""Token orders of shift, crop, pad, permute and select, with the checks of their arguments.
 
-Knows lengths and positions along one axis, and checks what a caller says about them. An order is int64 (new length,):
-the token that comes to each position, NONE where none does (gather.py applies it).
-Must not know masks or layouts.
+An order is int64 (new length,): the token that comes to each position, NONE for a new token. reindexing.py applies it.
 """
 
 from __future__ import annotations

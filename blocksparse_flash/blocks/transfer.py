@@ -1,7 +1,4 @@
-"""How do the many small tensors of a layout come to a device? Side by side, by one copy, which costs what one of them would.
-
-Knows int32 tensors and their storages. Must not know what they mean.
-"""
+"""Transfer of many small int32 tensors to a device: packed into one, so that one copy moves all."""
 
 from __future__ import annotations
 

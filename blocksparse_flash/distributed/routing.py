@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..blocks.block_list import Array, ranges
-from ..plan.host_builder import TILE
+from ..kernels.plan_format import TILE
 
 
 class Transfers(NamedTuple):

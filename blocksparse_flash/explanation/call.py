@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.plan_format import Plan
 from ..layout import BlockLayout
-from ..plan.host_builder import Plan
 from ..runtime.tensor_spec import is_tma_loadable
 from . import dispatch
 
@@ -108,7 +108,7 @@ class Call:
         if self.plan is None:
             return self.dense_sides
         group = self.heads // self.kv_heads
-        rows, cols = (items.cpu().numpy() for items in (self.plan.row_items, self.plan.col_items))
+        rows, cols = (items.cpu().numpy() for items in (self.plan.row_records, self.plan.col_records))
         return dispatch.Sides(
             dispatch.of_records(rows, batch=self.batch, heads=self.heads),
             dispatch.of_records(cols, batch=self.batch, heads=self.heads, group=group),

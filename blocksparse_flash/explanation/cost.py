@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .. import ops
-from ..plan.host_builder import Plan
+from ..kernels.plan_format import Plan
 from . import memory, prediction
 from .call import Call
 from .dispatch import TILE, Lines, Sides, by_quarters, in_parts
@@ -30,7 +30,7 @@ GENERIC = Rates((Kernel("rows", 1, 1.0),), 1.0, 0.3, 1.0, 0.0)
 
 def _pairs_of_plan(plan: Plan) -> int:
     """Pairs that attend, over the batches and heads of a plan's own."""
-    items, ids, words = (tensor.cpu().numpy() for tensor in (plan.row_items, plan.row_ids, plan.words))
+    items, ids, words = (tensor.cpu().numpy() for tensor in (plan.row_records, plan.row_bitmask_ids, plan.bitmasks))
     records = items.reshape(-1, items.shape[-1]).astype(np.int64)
     begin, n_tiles, n_partial = records[:, 1], records[:, 2], records[:, 3]
     # the partial ones of each line stand first
@@ -44,7 +44,7 @@ def _attending(call: Call) -> int:
     """Pairs that attend, over all batches and heads."""
     axes = call.batch * call.heads
     if call.plan is not None:
-        shared = call.plan.row_items.shape[0] * call.plan.row_items.shape[1]
+        shared = call.plan.row_records.shape[0] * call.plan.row_records.shape[1]
         return axes // shared * _pairs_of_plan(call.plan)
     if call.causal:
         sees = np.arange(1, call.q_len + 1) + (call.kv_len - call.q_len)

@@ -106,7 +106,7 @@ def _lists(call: Call, *sides: str) -> int:
     return sum(
         tensor.nbytes
         for name, tensor in call.plan._asdict().items()
-        if name == "words" or name.partition("_")[0] in sides
+        if name == "bitmasks" or name.partition("_")[0] in sides
     )
 
 

@@ -52,7 +52,7 @@ def built(full: FullLayout) -> BlockLayout:
     """The layout; equal arguments give the same object."""
     layout, length, left, right = full
     if isinstance(layout, str):
-        import masks
+        from .. import masks
 
         layout = masks.build(layout, length)
     if layout is None:
@@ -71,7 +71,7 @@ def built(full: FullLayout) -> BlockLayout:
         length,
         block_size=layout.block_size,
         within=layout,
-        looks=lambda row, col: row * block_q - col * block_kv,
+        dedup_key=lambda row, col: row * block_q - col * block_kv,
     )
 
 

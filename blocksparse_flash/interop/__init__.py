@@ -1,7 +1,7 @@
-"""Every peer's block-mask format, in (`from_<peer>`) and out (`to_<peer>`).
+"""Conversion from (`from_<library>`) and to (`to_<library>`) the mask formats of other libraries.
 
-Each function keeps a mask bit for bit, or refuses with a ValueError that says why and what to do instead.
-`import blocksparse_flash` does not load this package, and this package loads no peer.
+A conversion is exact, or raises a ValueError that says why it is impossible and what to do instead. None of the
+libraries is imported unless its own classes are needed.
 """
 
 from .attention_masks import from_huggingface, kv_lengths_from_huggingface, to_huggingface

@@ -1,7 +1,6 @@
-"""How does a layout become a dense attention mask of Hugging Face transformers, and such a mask a layout?
+"""Dense attention masks of Hugging Face transformers: 4-D masks, bool or additive, and 2-D padding masks.
 
-Knows 4-D masks, bool or added to the scores, and 2-D padding masks. Must not know models.
-The masks are dense: time and memory O(q_len * kv_len) are the format's own.
+These formats are dense and take O(q_len * kv_len) time and memory.
 """
 
 from __future__ import annotations
@@ -11,19 +10,21 @@ import torch
 from ..blocks import checks
 from ..blocks.block_list import Size
 from ..layout import BlockLayout
-from .stored import check_layout
+from .block_arrays import check_layout
 
 
 def from_huggingface(attention_mask: torch.Tensor, *, block_size: int | Size) -> BlockLayout:
     """The layout of a 4-D attention mask of transformers, exact, on the host.
 
-    A query that may attend to nothing gives output 0 here. An additive mask of finfo.min makes transformers' eager
-    attention average all values instead, masked ones included: the one case in which outputs differ.
+    Outputs differ for queries without keys only: they are 0 here, while transformers' eager attention with an additive
+    mask of finfo.min averages all values, masked ones included.
 
-    attention_mask  (batch, 1 | heads, q_len, kv_len): bool, True attends; or floating and added to the scores, 0 where a
-                    query attends and -inf or finfo(dtype).min where not
-    block_size      tokens per side of a block
-    raises          ValueError naming the first value that is neither: a bias is not a mask
+    attention_mask  (batch, 1 | heads, q_len, kv_len): bool, True attends; or floating and added to the scores, 0 for
+                    pairs that attend and -inf or finfo(dtype).min for the others
+    block_size      tokens per side of a block, or (block_q, block_kv)
+    returns         BlockLayout of shape (batch, 1 | heads, q_len, kv_len)
+    raises          ValueError for a wrong shape or dtype, or naming the first value that is a bias instead of a mask;
+                    TypeError if it is not a tensor
     """
     name = "attention_mask"
     if not isinstance(attention_mask, torch.Tensor):
@@ -52,10 +53,12 @@ def from_huggingface(attention_mask: torch.Tensor, *, block_size: int | Size) ->
 
 
 def to_huggingface(layout: BlockLayout, *, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-    """The 4-D attention mask of a layout, (batch | 1, heads | 1, q_len, kv_len), on its device.
+    """The 4-D attention mask of a layout, on its device.
 
-    dtype   torch.bool: True attends; a floating type: 0 where a query attends and finfo(dtype).min where not, to be
-            added to the scores. See from_huggingface for queries without keys
+    dtype    torch.bool: True attends; a floating type: 0 for pairs that attend and finfo(dtype).min for the others,
+             to be added to the scores. See from_huggingface for queries without keys
+    returns  (batch | 1, heads | 1, q_len, kv_len)
+    raises   ValueError for another dtype
     """
     check_layout(layout)
     mask = layout.to_dense()
@@ -67,10 +70,11 @@ def to_huggingface(layout: BlockLayout, *, dtype: torch.dtype = torch.bool) -> t
 
 
 def kv_lengths_from_huggingface(attention_mask: torch.Tensor) -> torch.Tensor:
-    """What `attention(..., kv_lengths=)` takes, of a padding mask (batch, kv_len); int32 (batch,), on its device.
+    """kv_lengths for `attention(..., kv_lengths=)` from a padding mask of transformers.
 
-    attention_mask  bool or integers, 1 for a token and 0 for padding, which must be on the right
-    raises          ValueError naming the first sequence that is padded on the left or inside
+    attention_mask  (batch, kv_len), bool or integers: 1 for a token and 0 for padding, on the right
+    returns         int32 (batch,), on the device of the mask
+    raises          ValueError for a wrong shape or dtype, or naming the first sequence padded on the left or inside
     """
     name = "attention_mask"
     if not isinstance(attention_mask, torch.Tensor):
@@ -89,7 +93,7 @@ def kv_lengths_from_huggingface(attention_mask: torch.Tensor) -> torch.Tensor:
     misplaced = (is_token[:, 1:] & ~is_token[:, :-1]).any(dim=1)
     if misplaced.any():
         raise ValueError(
-            f"{name} must be padded on the right, but sequence {int(misplaced.nonzero()[0])} has padding before a token:"
-            " set tokenizer.padding_side = 'right', or describe the mask as a layout with a batch axis"
+            f"{name} must be padded on the right, but sequence {int(misplaced.nonzero()[0])} has padding before a "
+            "token: set tokenizer.padding_side = 'right', or describe the mask as a layout with a batch axis"
         )
     return lengths

@@ -1,12 +1,12 @@
-"""How does a layout become a mask over whole blocks, for Block-Sparse-Attention, DeepSpeed or xFormers, and back?
+"""Masks over whole blocks: MIT Block-Sparse-Attention, DeepSpeed and xFormers.
 
-Knows three conventions of one array, rows of queries down and cols of keys across, nonzero where a block attends:
-    MIT Block-Sparse-Attention  base_blockmask bool (batch, sparse heads, n_rows, n_cols), blocks of 128, and a type for
-                                each head
+All three are arrays with queries down and keys across, nonzero where a block attends:
+    MIT Block-Sparse-Attention  base_blockmask bool (batch, sparse heads, n_rows, n_cols), blocks of 128, and a type per
+                                head
     DeepSpeed                   SparsityConfig.make_layout: int64 (heads, n, n), on the CPU
     xFormers                    layout of BlockSparseAttention: int64 (heads, n, n), with causal as a flag
-None of them knows partial blocks; a causal flag cuts those on the diagonal. Must not know kernels.
-xFormers' patterns, bool (N, N), are what `BlockLayout.from_dense` reads.
+None has partial blocks; a causal flag masks within blocks on the diagonal.
+xFormers' patterns, bool (N, N), are read by `BlockLayout.from_dense`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from ..blocks import block_list, checks
 from ..blocks.block_list import Array, Size
 from ..layout import BlockLayout
-from .stored import block_mask_of, causal_part, check_layout, check_zeros_and_ones, host
+from .block_arrays import block_mask_of, causal_part, check_layout, check_zeros_and_ones, host
 
-# Block-Sparse-Attention's only block size
+# the only block size of Block-Sparse-Attention
 _MIT_BLOCK = 128
 _DENSE, _STREAMING, _SPARSE = 0, -1, 1
 
@@ -39,19 +39,21 @@ class BlockSparseAttentionMask(NamedTuple):
 def to_block_sparse_attention(
     layout: BlockLayout, *, batch: int | None = None, heads: int | None = None, causal: bool = False
 ) -> BlockSparseAttentionMask:
-    """The masks of MIT's Block-Sparse-Attention, every head of type 1 (block-sparse), on the layout's device.
+    """The masks of MIT's Block-Sparse-Attention, with every head of type 1 (block-sparse), on the layout's device.
 
-    batch, heads  sizes of the call, if the layout shares an axis: that package broadcasts neither. None: the layout's
-    causal        the flag is_causal of the call; True: the layout must be whole blocks cut by the diagonal
-    raises        ValueError naming the first block of 128 x 128 tokens that attends in part
+    batch    batch size of the call, which does not broadcast; None: that of the layout
+    heads    heads of the call, which do not broadcast; None: those of the layout
+    causal   is_causal of the call; True: the layout must be whole blocks cut by the diagonal
+    returns  BlockSparseAttentionMask(base_blockmask, head_mask_type)
+    raises   ValueError naming the first partial block of 128 x 128 tokens, or a size that does not match the layout
     """
     causal = checks.switch(causal, "causal")
     mask = block_mask_of(layout, (_MIT_BLOCK, _MIT_BLOCK), "Block-Sparse-Attention", causal=causal)
     shape = []
-    for size, asked, name in zip(mask.shape[:2], (batch, heads), ("batch", "heads"), strict=True):
-        wanted = size if asked is None else checks.axis(asked, name)
+    for size, given, name in zip(mask.shape[:2], (batch, heads), ("batch", "heads"), strict=True):
+        wanted = size if given is None else checks.axis(given, name)
         if size not in (1, wanted):
-            raise ValueError(f"{name} must be that of the layout, {size}, or None, got {asked}")
+            raise ValueError(f"{name} must be that of the layout, {size}, or None, got {given}")
         shape.append(wanted)
     base = np.array(np.broadcast_to(mask, (*shape, *mask.shape[2:])), order="C")
     types = torch.full((shape[1],), _SPARSE, dtype=torch.int32, device=layout.device)
@@ -70,16 +72,19 @@ def from_block_sparse_attention(
 ) -> BlockLayout:
     """The layout of one call of MIT's Block-Sparse-Attention, exact, on the host, in blocks of 128.
 
-    Each head has a type: 0 attends to everything, 1 to the next mask of base_blockmask (the second head of type 1 has
-    base_blockmask[:, 1]), -1 to `sink` blocks at the start and `local` ones at the end: up to the row's diagonal if
-    causal, the last of all keys if not. With exact_streaming, sink and local are tokens: key j is seen by query i if
-    j < sink or i + kv_len - q_len - j < local.
+    A head of type 0 is dense. A head of type 1 uses the next mask of base_blockmask: the second such head uses
+    base_blockmask[:, 1]. A head of type -1 attends to `sink` blocks at the start and to `local` blocks up to the
+    diagonal of the row if causal, or to the last `local` blocks of all keys if not. With exact_streaming, sink and
+    local count tokens: query i attends to key j if j < sink or i + kv_len - q_len - j < local.
 
-    base_blockmask   bool (batch, heads of type 1, ceil(q_len / 128), ceil(kv_len / 128)); None: no head is of type 1
+    base_blockmask   bool (batch, heads of type 1, ceil(q_len / 128), ceil(kv_len / 128)); None if no head is of type 1
     head_mask_type   int (heads,): 0, 1 or -1
-    q_len, kv_len    tokens of every sequence; convert sequences of other lengths (cu_seqlens) by themselves
-    streaming_info   int (2 * heads,): sink, local of each head; needed if a head is of type -1
-    causal           is_causal of the call, aligned at the ends; exact_streaming wants it
+    q_len, kv_len    tokens of every sequence; convert sequences of different lengths (cu_seqlens) one at a time
+    streaming_info   int (2 * heads,): sink, local of each head; required if a head is of type -1
+    causal           is_causal of the call, aligned at the ends
+    exact_streaming  True counts sink and local in tokens; requires causal=True
+    returns          BlockLayout of shape (batch, heads, q_len, kv_len)
+    raises           ValueError for wrong types, shapes or missing masks
     """
     q_len, kv_len = checks.length(q_len, "q_len"), checks.length(kv_len, "kv_len")
     causal, exact_streaming = checks.switch(causal, "causal"), checks.switch(exact_streaming, "exact_streaming")
@@ -100,7 +105,7 @@ def from_block_sparse_attention(
     mask[:, types == _DENSE] = True
     mask[:, types == _SPARSE] = sparse
     for head in np.flatnonzero(types == _STREAMING):
-        # tokens are cut out below, from all blocks that may hold some: `local` of them reach into two more than they fill
+        # a superset in blocks, from which tokens are cut below; `local` tokens reach into up to two more blocks
         sink, local = (-(-info[head] // _MIT_BLOCK) + [0, 2]) if exact_streaming else info[head]
         mask[:, head] = _streaming(int(sink), int(local), q_len, kv_len, grid, causal)
     layout = BlockLayout.from_block_mask(mask, q_len, kv_len, block_size=_MIT_BLOCK)
@@ -147,17 +152,18 @@ def _read_streaming(info: torch.Tensor | list[int] | None, types: Array) -> Arra
     pairs = checks.integers(info, "streaming_info")
     if len(pairs) != 2 * len(types) or (pairs < 0).any():
         raise ValueError(
-            f"streaming_info must hold sink and local, not negative, for each of {len(types)} heads, got {pairs.tolist()}"
+            f"streaming_info must hold sink and local, not negative, for each of {len(types)} heads, "
+            f"got {pairs.tolist()}"
         )
     return pairs.reshape(-1, 2)
 
 
 def _streaming(sink: int, local: int, q_len: int, kv_len: int, grid: Size, causal: bool) -> Array:
-    """bool (n_rows, n_cols): the blocks of a streaming head, counted as Block-Sparse-Attention counts them."""
+    """bool (n_rows, n_cols): the blocks of a streaming head, by the rule of Block-Sparse-Attention."""
     row, col = np.arange(grid[0])[:, None], np.arange(grid[1])
     ends = np.full_like(row, grid[1])
     if causal:
-        # blocks of keys before the first query, and rows of queries before the first key, which the diagonal masks
+        # key blocks before the first query, and query rows before the first key
         ends = -(-max(kv_len - q_len, 0) // _MIT_BLOCK) + 1 + row - max(q_len - kv_len, 0) // _MIT_BLOCK
     return (col < sink) | ((col >= ends - local) & (col < ends))
 
@@ -166,41 +172,48 @@ def _streaming(sink: int, local: int, q_len: int, kv_len: int, grid: Size, causa
 
 
 def from_deepspeed(sparsity_layout: torch.Tensor, *, block: int) -> BlockLayout:
-    """The layout of a DeepSpeed SparsityConfig.make_layout(seq_len), exact: whole blocks, shape (1, heads, L, L).
+    """The layout of DeepSpeed's SparsityConfig.make_layout(seq_len), exact.
 
-    A config with attention="unidirectional" leaves out blocks above the diagonal, no pairs inside one: what DeepSpeed
-    computes unless it gets an attn_mask too. `layout & masks.causal(...)` is the token-exact one.
+    With attention="unidirectional", DeepSpeed drops the blocks above the diagonal but keeps blocks on the diagonal
+    whole unless it also gets an attn_mask. `layout & masks.causal(...)` is exact to the token.
 
     sparsity_layout  (heads, n, n) of 0 and 1
     block            tokens per side of a block, config.block
+    returns          BlockLayout of shape (1, heads, n * block, n * block), full blocks only
+    raises           ValueError for a wrong shape or values other than 0 and 1
     """
     return _from_square(sparsity_layout, block, "block")
 
 
 def to_deepspeed(layout: BlockLayout, *, block: int | None = None) -> torch.Tensor:
-    """DeepSpeed's int64 (heads, n, n) layout tensor of a layout, on the CPU, where DeepSpeed wants it.
+    """DeepSpeed's layout tensor of a layout, on the CPU, where DeepSpeed expects it.
 
-    block    tokens per side; None: the layout's block size, which must be square
-    raises   ValueError if a block attends in part, or the layout is rectangular, ragged or has a batch axis
+    block    tokens per side of a block; None: the block size of the layout, which must be square
+    returns  int64 (heads | 1, n, n)
+    raises   ValueError if a block is partial, or if the layout is rectangular, ragged or has a batch axis
     """
     return _to_square(layout, block, "DeepSpeed", causal=False)
 
 
 def from_xformers(sparsity_layout: torch.Tensor, *, block_size: int, causal: bool = False) -> BlockLayout:
-    """The layout of xFormers' BlockSparseAttention(layout, block_size, causal=causal): shape (1, heads, L, L).
+    """The layout of xFormers' BlockSparseAttention(layout, block_size, causal=causal).
 
-    sparsity_layout  (heads, n, n) of 0 and 1, as pattern_to_layout gives it
-    causal           True: pairs above the diagonal are masked inside the blocks as well
+    sparsity_layout  (heads, n, n) of 0 and 1, as returned by pattern_to_layout
+    block_size       tokens per side of a block
+    causal           True also masks pairs above the diagonal within blocks
+    returns          BlockLayout of shape (1, heads, n * block_size, n * block_size)
+    raises           ValueError for a wrong shape or values other than 0 and 1
     """
     layout = _from_square(sparsity_layout, block_size, "block_size")
     return causal_part(layout) if checks.switch(causal, "causal") else layout
 
 
 def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: bool = False) -> torch.Tensor:
-    """xFormers' int64 (heads, n, n) layout tensor of a layout, on its device.
+    """xFormers' layout tensor of a layout, on its device.
 
-    block_size  tokens per side; None: the layout's, which must be square
-    causal      the flag of BlockSparseAttention; True: the layout must be whole blocks cut by the diagonal
+    block_size  tokens per side of a block; None: the block size of the layout, which must be square
+    causal      causal of BlockSparseAttention; True: the layout must be whole blocks cut by the diagonal
+    returns     int64 (heads | 1, n, n)
     raises      ValueError as to_deepspeed
     """
     check_layout(layout)

@@ -1,8 +1,7 @@
-"""How does a layout become a block-sparse-row matrix, for FlashInfer, SciPy or torch.sparse, and such a matrix a layout?
+"""Block-sparse-row matrices of FlashInfer, SciPy and torch.sparse, and CSR matrices over tokens.
 
-Block sparse row: indptr (n_rows + 1,), indices (nnz,) and, unless all blocks are full, the pairs of each stored block
-(nnz, block_q, block_kv). A matrix is one batch and one head. Knows those three, and CSR over tokens.
-Must not know kernels. SciPy is imported when called.
+A matrix describes one batch and one head by indptr (n_rows + 1,), indices (nnz,) and, unless all blocks are full, the
+pairs of each stored block (nnz, block_q, block_kv). SciPy is imported on the first call that needs it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 from ..blocks import block_list, checks
 from ..blocks.block_list import FULL, Array, Size
 from ..layout import BlockLayout
-from .runs import layout_of_runs, merged, runs_of
-from .stored import check_zeros_and_ones, host, layout_of, one_head, sizes, stored
+from .block_arrays import check_zeros_and_ones, host, layout_of, one_head, sizes, stored
+from .key_runs import layout_of_runs, merged, runs_of
 
 
 class Bsr(NamedTuple):
@@ -29,7 +28,7 @@ class Bsr(NamedTuple):
 
 
 def _to_bsr(layout: BlockLayout) -> Bsr:
-    """The matrix of a layout without batch or head axes."""
+    """The matrix of a layout of one batch and head."""
     found = stored(layout)
     indptr = host(layout.indptr)[0, 0].astype(np.int64)
     pairs = np.empty((len(found.ids), *layout.block_size), np.bool_)
@@ -42,7 +41,7 @@ def _to_bsr(layout: BlockLayout) -> Bsr:
 
 
 def _read_rows(indptr: Any, indices: Any, grid: Size) -> tuple[Array, Array]:
-    """(indptr, indices) of the caller as int64, checked."""
+    """(indptr, indices) as int64, checked."""
     n_rows, n_cols = grid
     begins, cols = checks.integers(indptr, "indptr"), checks.integers(indices, "indices")
     counts = np.diff(begins)
@@ -58,7 +57,7 @@ def _read_rows(indptr: Any, indices: Any, grid: Size) -> tuple[Array, Array]:
 def _from_bsr(
     indptr: Any, indices: Any, pairs: Array | None, *, q_len: int, kv_len: int, block_size: Size
 ) -> BlockLayout:
-    """The layout of a matrix whose cols may be in any order; pairs bool (nnz, block_q, block_kv), None: all full."""
+    """The layout of a matrix with cols in any order; pairs bool (nnz, block_q, block_kv), or None if all are full."""
     begins, cols = _read_rows(indptr, indices, block_list.grid(q_len, kv_len, block_size))
     n_cols = block_list.grid(q_len, kv_len, block_size)[1]
     keys = np.repeat(np.arange(len(begins) - 1), np.diff(begins)) * n_cols + cols
@@ -83,8 +82,8 @@ class FlashInferBsr(NamedTuple):
 
     indptr, indices  int32 (n_rows + 1,), (nnz,)
     M, N, R, C       q_len, kv_len, block_q, block_kv
-    mask             bool (nnz, R, C), True attends; None if every block is full, or packed_mask says it
-    packed_mask      uint8: the bits of mask, of each row of blocks query by query, the first pair in the lowest bit
+    mask             bool (nnz, R, C), True attends; None if every block is full or packed_mask is given
+    packed_mask      uint8: the bits of mask, for each block row query by query, first pair in the lowest bit
     """
 
     indptr: torch.Tensor
@@ -100,10 +99,12 @@ class FlashInferBsr(NamedTuple):
 def to_flashinfer(layout: BlockLayout, batch: int = 0, head: int = 0, *, packed: bool = False) -> FlashInferBsr:
     """FlashInfer's arguments for one batch and head of a layout, exact, on the layout's device.
 
-    FlashInfer's fa2 and fa3 backends give all heads one pattern, and its others take no pairs inside a block.
+    FlashInfer's fa2 and fa3 backends use one pattern for all heads; the other backends take no partial blocks.
 
-    packed   give packed_mask instead of mask, an eighth of the memory
-    raises   ValueError if kv_len is no multiple of block_kv: FlashInfer would read keys beyond the last
+    batch, head  indices into the layout
+    packed       True returns packed_mask instead of mask, in an eighth of the memory
+    returns      FlashInferBsr
+    raises       ValueError if kv_len is not a multiple of block_kv: FlashInfer would read keys beyond the last
     """
     single, packed = one_head(layout, batch, head), checks.switch(packed, "packed")
     (block_q, block_kv), found = single.block_size, _to_bsr(single)
@@ -135,11 +136,13 @@ def from_flashinfer(
 ) -> BlockLayout:
     """The layout of FlashInfer's block-sparse rows (M, N = q_len, kv_len; R, C = block_size), exact, on the host.
 
-    indptr, indices  as FlashInferBsr says
-    mask, packed_mask  likewise; at most one. Without them every block is full
+    plan(causal=True) is not converted: in each block row FlashInfer aligns the diagonal with the last key that the row
+    keeps. For the diagonal of the sequence, use `layout & masks.causal(...)`.
 
-    plan(causal=True) is not translated: within each row of blocks FlashInfer aligns the diagonal to the keys that the row
-    keeps, wherever they stand. For the diagonal of the sequence, use `layout & masks.causal(...)`.
+    indptr, indices    as in FlashInferBsr, with cols in any order
+    mask, packed_mask  as in FlashInferBsr, at most one; without them every block is full
+    returns            BlockLayout of shape (1, 1, q_len, kv_len)
+    raises             ValueError for wrong shapes, dtypes or indices, a repeated block, or both masks
     """
     q_len, kv_len = checks.length(q_len, "q_len"), checks.length(kv_len, "kv_len")
     sides = checks.sides(block_size)
@@ -160,13 +163,13 @@ def from_flashinfer(
 
 
 def _row_by_row(pairs: Array, indptr: Array) -> Array:
-    """The pairs of each row of blocks query by query, one row after another: FlashInfer's own order, bool (n,)."""
+    """The pairs in the order of FlashInfer, bool (n,): block row by block row, and query by query within each."""
     parts = [pairs[begin:end].swapaxes(0, 1).reshape(-1) for begin, end in itertools.pairwise(indptr)]
     return np.concatenate([*parts, np.zeros(0, np.bool_)])
 
 
 def _unpacked(packed: torch.Tensor, indptr: Array, nnz: int, q_len: int, sides: Size) -> Array:
-    """bool (nnz, block_q, block_kv) of FlashInfer's packed mask; queries that do not exist may be left out."""
+    """bool (nnz, block_q, block_kv) of FlashInfer's packed mask, with or without the queries beyond q_len."""
     size = nnz * sides[0] * sides[1]
     absent = -q_len % sides[0] * sides[1] * int(indptr[-1] - indptr[-2]) if len(indptr) > 1 else 0
     expected = sorted({-(-size // 8), -(-(size - absent) // 8)})
@@ -189,7 +192,9 @@ def _unpacked(packed: torch.Tensor, indptr: Array, nnz: int, q_len: int, sides: 
 def to_scipy_bsr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
     """One batch and head of a layout as scipy.sparse.bsr_array over tokens, int8: 1 where a query attends to a key.
 
-    Its shape is (n_rows * block_q, n_cols * block_kv), which SciPy wants; what lies beyond the lengths is 0.
+    SciPy requires whole blocks: the shape is (n_rows * block_q, n_cols * block_kv), with 0 beyond the lengths.
+
+    batch, head  indices into the layout
     """
     import scipy.sparse
 
@@ -205,8 +210,10 @@ def to_scipy_bsr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
 def from_scipy_bsr(matrix: Any, *, q_len: int | None = None, kv_len: int | None = None) -> BlockLayout:
     """The layout of a scipy.sparse BSR matrix over tokens, exact; its block size is the matrix's.
 
-    matrix         scipy.sparse.bsr_array or bsr_matrix of 0 and 1 (a block may be stored twice: the sum counts)
-    q_len, kv_len  if the last block is ragged; None: the shape of the matrix
+    matrix         scipy.sparse.bsr_array or bsr_matrix of 0 and 1; blocks stored twice are summed
+    q_len, kv_len  lengths, if the last block is ragged; None: the shape of the matrix
+    returns        BlockLayout of shape (1, 1, q_len, kv_len)
+    raises         TypeError for another type; ValueError for other values, or a 1 beyond the lengths
     """
     import scipy.sparse
 
@@ -216,7 +223,7 @@ def from_scipy_bsr(matrix: Any, *, q_len: int | None = None, kv_len: int | None 
             "from_torch_sparse for a tensor, or BlockLayout.from_dense for an array"
         )
     if not matrix.has_canonical_format:
-        # a copy: summing duplicates would change the caller's
+        # copied, since sum_duplicates works in place
         matrix = _countable(matrix).copy()
         matrix.sum_duplicates()
     q_len, kv_len, sides = _lengths(matrix.shape, matrix.blocksize, q_len, kv_len)
@@ -225,7 +232,10 @@ def from_scipy_bsr(matrix: Any, *, q_len: int | None = None, kv_len: int | None 
 
 
 def to_scipy_csr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
-    """One batch and head of a layout as scipy.sparse.csr_array (q_len, kv_len) over tokens, int8: O(pairs that attend)."""
+    """One batch and head of a layout as scipy.sparse.csr_array (q_len, kv_len), int8: 1 for pairs that attend.
+
+    batch, head  indices into the layout
+    """
     import scipy.sparse
 
     single = one_head(layout, batch, head)
@@ -236,15 +246,19 @@ def to_scipy_csr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
 def from_scipy_csr(matrix: Any, *, block_size: int | Size) -> BlockLayout:
     """The layout of a scipy.sparse matrix over tokens (q_len, kv_len), of any format, exact, in O(its entries).
 
-    matrix   of 0 and 1; a pair stored twice counts with its sum. `BlockLayout.from_scipy` reads a matrix over blocks
-    block_size  of the layout, which the matrix does not have
+    For a matrix over blocks use `BlockLayout.from_scipy`.
+
+    matrix      scipy.sparse matrix or array of 0 and 1; pairs stored twice are summed
+    block_size  tokens per side of a block of the layout, or (block_q, block_kv)
+    returns     BlockLayout of shape (1, 1, q_len, kv_len)
+    raises      TypeError for another type; ValueError for other values or not two axes
     """
     import scipy.sparse
 
     if not scipy.sparse.issparse(matrix):
         raise TypeError(
-            f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}: use from_torch_sparse for a sparse "
-            "tensor, or BlockLayout.from_dense for torch.tensor(matrix)"
+            f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}: use from_torch_sparse for a "
+            "sparse tensor, or BlockLayout.from_dense for torch.tensor(matrix)"
         )
     if matrix.ndim != 2:
         raise ValueError(f"matrix must have two axes (q_len, kv_len), got shape {matrix.shape}")
@@ -255,7 +269,7 @@ def from_scipy_csr(matrix: Any, *, block_size: int | Size) -> BlockLayout:
 
 
 def _countable(matrix: Any) -> Any:
-    """The matrix in a type in which sums of entries do not wrap around: 257 ones are not 1."""
+    """The matrix with int64 instead of narrow integers, so that sums of duplicates do not wrap: 257 ones are not 1."""
     return matrix.astype(np.int64) if matrix.dtype.kind in "iu" else matrix
 
 
@@ -267,8 +281,10 @@ def to_torch_sparse(
 ) -> torch.Tensor:
     """One batch and head as a sparse bool tensor over tokens, on the layout's device.
 
-    sparse_layout  torch.sparse_bsr: blocks of layout.block_size, the shape rounded up to whole blocks, what lies beyond
-                   the lengths False; torch.sparse_csr: shape (q_len, kv_len), O(pairs that attend)
+    batch, head    indices into the layout
+    sparse_layout  torch.sparse_bsr: blocks of layout.block_size, with the shape rounded up to whole blocks and
+                   False beyond the lengths; torch.sparse_csr: shape (q_len, kv_len), in O(pairs that attend)
+    raises         ValueError for another sparse_layout
     """
     single = one_head(layout, batch, head)
     if sparse_layout == torch.sparse_bsr:
@@ -293,8 +309,10 @@ def from_torch_sparse(
     """The layout of a sparse tensor over tokens, of 0 and 1, exact, on the host.
 
     tensor         two axes, torch.sparse_bsr or torch.sparse_csr
-    block_size     of a CSR tensor's layout, which has none of its own; a BSR tensor's is its own
-    q_len, kv_len  of a BSR tensor whose last block is ragged; None: its shape
+    block_size     tokens per side of a block of the layout; required for CSR, and for BSR that of the tensor
+    q_len, kv_len  lengths, if the last block of a BSR tensor is ragged; None: the shape of the tensor
+    returns        BlockLayout of shape (1, 1, q_len, kv_len)
+    raises         ValueError for another format, values other than 0 and 1, or a 1 beyond the lengths
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor must be a sparse torch.Tensor, got {type(tensor).__name__}")
@@ -325,7 +343,7 @@ def from_torch_sparse(
 
 
 def _to_csr(layout: BlockLayout) -> tuple[Array, Array]:
-    """(indptr, kv_pos) of the attending pairs of a layout without batch or head axes."""
+    """(indptr, kv_pos) of the pairs that attend, for a layout of one batch and head."""
     runs = runs_of(layout)
     counts = runs.stop - runs.first
     per_query = np.bincount(runs.lines, weights=counts, minlength=layout.q_len).astype(np.int64)

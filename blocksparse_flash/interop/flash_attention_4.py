@@ -1,6 +1,6 @@
-"""How does a layout become the block-sparse tensors of FlashAttention-4 (flash_attn.cute), and they a layout?
+"""Block-sparse tensors of FlashAttention-4 (flash_attn.cute).
 
-Knows the fields of its BlockSparseTensorsTorch, by name: flash_attn need not be installed. Must not know CuTe.
+Fields are read by name, so flash_attn need not be installed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import torch
 
 from ..blocks import checks
 from ..layout import BlockLayout
-from .kv_lists import KvList, MaskMod, from_kv_lists, look_table, to_kv_lists
-from .stored import check_layout
+from .block_arrays import check_layout
+from .kv_lists import KvList, MaskMod, block_table, from_kv_lists, to_kv_lists
 
 
 class BlockSparseTensors(NamedTuple):
     """The fields of flash_attn.cute.block_sparsity.BlockSparseTensorsTorch: BlockSparseTensorsTorch(*tensors).
 
     mask_block_cnt  int32 (batch | 1, heads | 1, n_rows): partial blocks of each row
-    mask_block_idx  int32 (batch | 1, heads | 1, n_rows, width): their cols, ascending; width is that of the longest row
-    full_block_cnt, full_block_idx  likewise, the full blocks
+    mask_block_idx  int32 (batch | 1, heads | 1, n_rows, width): their cols, ascending; width fits the longest row
+    full_block_cnt, full_block_idx  the same for full blocks
     block_size      (block_q, block_kv)
-    cu_total_m_blocks, cu_block_idx_offsets  of variable-length batches; None here
-    dq_write_order, dq_write_order_full, spt  of deterministic gradients, which FlashAttention-4 computes itself; None here
+    cu_total_m_blocks, cu_block_idx_offsets  for varlen batches; always None here
+    dq_write_order, dq_write_order_full, spt  for deterministic gradients; always None, FlashAttention-4 computes them
     """
 
     mask_block_cnt: torch.Tensor
@@ -39,13 +39,12 @@ class BlockSparseTensors(NamedTuple):
 
 
 class FlashAttention4Mask(NamedTuple):
-    """What flash_attn.cute.flash_attn_func takes for one layout.
+    """Arguments of flash_attn.cute.flash_attn_func for one layout.
 
     block_sparse_tensors      for the forward
-    block_sparse_tensors_bwd  for the backward, rows and cols exchanged. Without it FlashAttention-4 computes dense
-                              gradients, without an error
-    aux_tensors               [looks, bitmasks], what mask_mod needs; None if the layout has no partial blocks, when no
-                              mask_mod is needed either
+    block_sparse_tensors_bwd  for the backward, transposed; without it FlashAttention-4 silently computes dense
+                              gradients
+    aux_tensors               [table, bitmasks] for mask_mod; None if no block is partial, so that no mask_mod is needed
     """
 
     block_sparse_tensors: BlockSparseTensors
@@ -56,20 +55,20 @@ class FlashAttention4Mask(NamedTuple):
 def to_flash_attention_4(layout: BlockLayout) -> FlashAttention4Mask:
     """FlashAttention-4's block-sparse tensors of a layout, on its device, O(nnz) but for aux_tensors.
 
-    The pairs of partial blocks are decided by a mask_mod, a CuTe function which is yours to compile. With
-    looks, bitmasks = aux_tensors, int32 (batch | 1, heads | 1, n_rows, n_cols) and (distinct, block_q, words):
+    Partial blocks need a mask_mod, a CuTe function that the caller compiles. With table, bitmasks = aux_tensors, int32
+    (batch | 1, heads | 1, n_rows, n_cols) and (distinct, block_q, words), it computes
 
-        look = looks[b or 0, h or 0, q // block_q, kv // block_kv]          -1 full, -2 empty
-        attends = bitmasks[look, q % block_q, kv % block_kv // 32] >> (kv % block_kv % 32) & 1
+        i = table[b or 0, h or 0, q // block_q, kv // block_kv]          -1 full, -2 empty
+        attends = bitmasks[i, q % block_q, kv % block_kv // 32] >> (kv % block_kv % 32) & 1
 
-    `interop.kv_lists.mask_mod_of` is the same in torch. FlashAttention-4 limits block_size by GPU (sm90: block_kv is
-    its tile_n; sm100: block_q a multiple of 256), and says so itself.
+    `interop.kv_lists.mask_mod_of` does the same in torch. FlashAttention-4 restricts block_size by GPU (sm90: block_kv
+    is its tile_n; sm100: block_q is a multiple of 256) and raises its own errors.
 
-    returns  FlashAttention4Mask; a ragged last block in which all existing pairs attend is full
+    returns  FlashAttention4Mask; a ragged last block in which every existing pair attends counts as full
     """
     check_layout(layout)
     has_partial = bool((layout.bitmask_ids[: layout.nnz] >= 0).any())
-    return FlashAttention4Mask(_tensors(layout), _tensors(layout.T), list(look_table(layout)) if has_partial else None)
+    return FlashAttention4Mask(_tensors(layout), _tensors(layout.T), list(block_table(layout)) if has_partial else None)
 
 
 def _tensors(layout: BlockLayout) -> BlockSparseTensors:
@@ -89,13 +88,14 @@ def from_flash_attention_4(
 ) -> BlockLayout:
     """The layout of FlashAttention-4's forward block-sparse tensors, exact, on the host.
 
-    tensors     any object with the fields of BlockSparseTensors; block_sparse_tensors, not the _bwd ones
-    q_len, kv_len  tokens, which the tensors do not say
-    mask_mod    mask_mod(batch, head, q_pos, kv_pos) -> bool in torch, for single positions as FlexAttention's: what the
-                CuTe mask_mod computes. Needed if there are partial blocks
-    block_size  (block_q, block_kv), needed if tensors.block_size is None; multiples of 16
-    batch, heads  sizes for which mask_mod is evaluated; None: those of the lists
-    raises      ValueError for variable-length tensors, blocks named twice, and sizes that do not fit
+    tensors        any object with the fields of BlockSparseTensors; those of the forward, not _bwd
+    q_len, kv_len  tokens, which the tensors do not contain
+    mask_mod       mask_mod(batch, head, q_pos, kv_pos) -> bool in torch, for single positions as in FlexAttention; the
+                   same mask as the CuTe mask_mod. Required if there are partial blocks
+    block_size     (block_q, block_kv), multiples of 16; required if tensors.block_size is None
+    batch, heads   sizes for which mask_mod is evaluated; None: those of the lists
+    returns        BlockLayout of shape (batch | 1, heads | 1, q_len, kv_len)
+    raises         ValueError for varlen tensors, repeated blocks and wrong sizes; TypeError if fields are missing
     """
     for name in ("mask_block_cnt", "mask_block_idx"):
         if getattr(tensors, name, None) is None:

@@ -1,6 +1,6 @@
-"""How does a layout become FlashMask's startend_row_indices, and they a layout?
+"""Column bounds of FlashMask (startend_row_indices).
 
-FlashMask (Wang et al., arXiv:2410.01359, section 4.1) says for each key which rows, queries that is, are masked:
+FlashMask (Wang et al., arXiv:2410.01359, section 4.1) gives for each key the rows (queries) that are masked:
 
     causal  last axis  masked rows of a key, besides those above the diagonal
     True    1          [LTS, q_len)
@@ -8,7 +8,7 @@ FlashMask (Wang et al., arXiv:2410.01359, section 4.1) says for each key which r
     False   2          [LTS, q_len) and [0, UTE)
     False   4          [LTS, LTE) and [UTS, UTE)        in the order LTS, LTE, UTS, UTE
 
-The diagonal is aligned at the ends when q_len != kv_len, as ours. Knows runs. Must not know kernels.
+Where q_len != kv_len, the diagonal is aligned at the ends, as in this library.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from ..blocks import checks
 from ..blocks.block_list import Array, Size
 from ..layout import BlockLayout
-from .runs import layout_of_runs, merged, runs_of
-from .stored import check_layout, host
+from .block_arrays import check_layout, host
+from .key_runs import layout_of_runs, merged, runs_of
 
 _BOUNDS = {True: (1, 2), False: (2, 4)}
 
@@ -35,11 +35,13 @@ def from_flashmask(
 ) -> BlockLayout:
     """The layout of FlashMask's column bounds, exact, on the host, in O(nnz).
 
-    startend_row_indices  integers (batch, kv_heads | 1, kv_len, 1 | 2 | 4), from 0; above q_len they mean q_len
-    causal      as in flashmask_attention: True masks above the diagonal too, and decides what the bounds mean
-    block_size  tokens per side of a block of the layout
-    heads       query heads, to repeat each key head's mask for its group; None: the heads of the tensor
+    startend_row_indices  integers (batch, kv_heads | 1, kv_len, 1 | 2 | 4), at least 0; values above q_len mean q_len
+    q_len       query tokens
+    causal      as in flashmask_attention: True also masks above the diagonal, and selects the meaning of the bounds
+    block_size  tokens per side of a block of the layout, or (block_q, block_kv)
+    heads       query heads, over which the masks of the key heads are repeated; None: the heads of the tensor
     returns     BlockLayout of shape (batch, heads, q_len, kv_len)
+    raises      ValueError for a wrong shape, dtype, negative bounds or heads; TypeError if causal is not a bool
     """
     q_len, sides = checks.length(q_len, "q_len"), checks.sides(block_size)
     bounds = _read_bounds(startend_row_indices, causal)
@@ -51,7 +53,7 @@ def from_flashmask(
     batch, n_heads, kv_len, n_bounds = bounds.shape
     bounds = np.minimum(bounds, q_len).reshape(-1, n_bounds)
     lower, upper = _masked(bounds, causal, q_len)
-    # an empty interval goes to the end, where it separates nothing
+    # move empty intervals to the end, where they split nothing
     for begin, end in (lower, upper):
         empty = end <= begin
         begin[empty] = end[empty] = q_len
@@ -62,7 +64,7 @@ def from_flashmask(
     start = np.zeros_like(lines)
     if causal:
         start = np.clip(lines % max(kv_len, 1) - (kv_len - q_len), 0, q_len)
-    # what two masked intervals leave: before the first, between them, after both
+    # queries that attend: before the first masked interval, between the two, and after both
     between = np.maximum(start, first[1])
     attending = merged(
         np.tile(lines, 3),
@@ -93,7 +95,7 @@ def _read_bounds(tensor: object, causal: object) -> Array:
     if array.size and array.min() < 0:
         where = tuple(int(i) for i in np.argwhere(array < 0)[0])
         raise ValueError(f"{name} must not be negative, got {array[where]} at {where}")
-    # uint64 goes further than int64: all of that means q_len
+    # uint64 values beyond int64 mean q_len
     return (
         np.minimum(array, np.iinfo(np.int64).max).astype(np.int64)
         if array.dtype == np.uint64
@@ -115,11 +117,11 @@ def _masked(bounds: Array, causal: bool, q_len: int) -> tuple[tuple[Array, Array
 def to_flashmask(layout: BlockLayout, *, causal: bool = False, kv_heads: int | None = None) -> torch.Tensor:
     """FlashMask's column bounds of a layout, exact, on its device, in O(nnz).
 
-    causal    the flag that the call to flashmask_attention will carry. True: the layout must hold no pair above the
-              diagonal, and one more masked interval of each key can be said. False: two of them
-    kv_heads  key heads, of which each serves a group of query heads whose masks must be equal; None: one each
-    returns   int32 (batch | 1, heads | 1, kv_len, 1, 2 or 4), with as few bounds as will do
-    raises    ValueError naming the first key that masks more intervals of queries than FlashMask can say
+    causal    causal of the call to flashmask_attention. True: no pair of the layout may lie above the diagonal, and
+              each key may have one masked interval below it. False: each key may have two masked intervals
+    kv_heads  key heads; all query heads of a key head must have equal masks. None: one key head per query head
+    returns   int32 (batch | 1, heads | 1, kv_len, 1 | 2 | 4), with as few bounds as possible
+    raises    ValueError naming the first key with more masked intervals than FlashMask can express
     """
     check_layout(layout)
     if not isinstance(causal, bool):
@@ -139,7 +141,7 @@ def to_flashmask(layout: BlockLayout, *, causal: bool = False, kv_heads: int | N
     is_second[1:] = lines[1:] == lines[:-1]
     is_suffix = end == q_len
     bounds = np.tile([q_len, q_len, 0, 0], (len(counts), 1))
-    # of two intervals the later one is the lower; one alone is, unless it holds the first queries and not the last
+    # LTS, LTE hold the later of two intervals, or a single one unless it covers the first queries but not the last
     is_alone, holds_first = counts[lines] == 1, (begin == 0) & ~is_suffix
     is_lower = np.where(is_alone, causal | ~holds_first, is_second)
     for column, chosen in ((0, is_lower), (2, ~is_lower)):
@@ -161,7 +163,7 @@ def _named(line: int, layout: BlockLayout) -> str:
 
 
 def _gaps(layout: BlockLayout, causal: bool) -> tuple[Array, Array, Array]:
-    """(line, begin, end) of every interval of queries that a key, line = lead * kv_len + kv_pos, is masked for."""
+    """(line, begin, end) of every masked interval of queries, where line = lead * kv_len + kv_pos."""
     q_len, kv_len = layout.q_len, layout.kv_len
     seen = runs_of(layout.T)
     lines = np.arange(layout.shape[0] * layout.shape[1] * kv_len)
@@ -175,7 +177,7 @@ def _gaps(layout: BlockLayout, causal: bool) -> tuple[Array, Array, Array]:
                 f"layout must hold no pair above the diagonal with causal=True, but query {seen.first[where]} attends "
                 f"to key {_named(int(seen.lines[where]), layout)}: use causal=False, or layout & masks.causal(...)"
             )
-    # a key with n runs has n + 1 gaps: each begins where a run stops, and ends where the next one begins
+    # a key with n runs has n + 1 gaps: each begins where a run stops and ends where the next begins
     begin_lines, end_lines = np.concatenate([lines, seen.lines]), np.concatenate([seen.lines, lines])
     begin, end = np.concatenate([start, seen.stop]), np.concatenate([seen.first, np.full_like(lines, q_len)])
     by_begin, by_end = np.lexsort((begin, begin_lines)), np.lexsort((end, end_lines))
@@ -185,7 +187,7 @@ def _gaps(layout: BlockLayout, causal: bool) -> tuple[Array, Array, Array]:
 
 
 def _per_kv_head(bounds: Array, kv_heads: int) -> Array:
-    """The bounds of every group's first head, if all of the group have the same."""
+    """The bounds of the first head of each group; all heads of a group must have the same."""
     heads = bounds.shape[1]
     if heads == 1:
         return np.repeat(bounds, kv_heads, axis=1)

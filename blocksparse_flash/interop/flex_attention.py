@@ -1,7 +1,4 @@
-"""How does a layout become FlexAttention's BlockMask, and a BlockMask a layout?
-
-Knows torch.nn.attention.flex_attention.BlockMask, which it imports when called. Must not know kernels.
-"""
+"""FlexAttention's BlockMask. torch.nn.attention.flex_attention is imported on the first call that needs it."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..blocks import checks
 from ..layout import BlockLayout
+from .block_arrays import check_layout
 from .kv_lists import KvList, from_kv_lists, mask_mod_of, to_kv_lists
-from .stored import check_layout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -19,15 +16,15 @@ if TYPE_CHECKING:
 def from_flex_attention(block_mask: BlockMask, *, batch: int | None = None, heads: int | None = None) -> BlockLayout:
     """The layout of a FlexAttention BlockMask, exact, on the host.
 
-    What FlexAttention's compiled kernels compute: every pair of the full_kv_* blocks, and of the kv_* blocks those for
-    which mask_mod is true; mask_mod is evaluated there and nowhere else, on the mask's device.
+    The layout holds every pair of the full_kv_* blocks, and the pairs of the kv_* blocks for which mask_mod is true, as
+    FlexAttention's compiled kernels compute it. mask_mod is evaluated for the kv_* blocks only, on the mask's device.
 
-    block_mask   lists with 1 to 3 leading axes; BLOCK_SIZE multiples of 16 (sides above 256 are taken apart)
-    batch, heads  sizes for which mask_mod is evaluated; needed where it looks at batch or head although the lists are
+    block_mask    lists with 1 to 3 leading axes; BLOCK_SIZE multiples of 16 (sides above 256 are split)
+    batch, heads  sizes for which mask_mod is evaluated; required if it depends on batch or head although the lists are
                   shared (size 1). None: those of the lists
-    returns      BlockLayout of shape (batch | 1, heads | 1, *seq_lengths)
-    raises       ValueError if BLOCK_SIZE is no multiple of 16, if a block is named twice, or for a sliced BlockMask,
-                 which has lost its mask_mod
+    returns       BlockLayout of shape (batch | 1, heads | 1, *seq_lengths)
+    raises        ValueError if BLOCK_SIZE is not a multiple of 16, if a block is repeated, or for a sliced BlockMask,
+                  which has lost its mask_mod
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> causal = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu")
@@ -63,13 +60,14 @@ def from_flex_attention(block_mask: BlockMask, *, batch: int | None = None, head
 def to_flex_attention(layout: BlockLayout) -> BlockMask:
     """The FlexAttention BlockMask of a layout, exact, on the layout's device.
 
-    Full blocks go to full_kv_*, partial and ragged ones to kv_*, as create_block_mask sorts them. mask_mod reads the
-    layout's bitmasks, and is right for every pair: FlexAttention without torch.compile asks it about all of them.
-    The format takes n_rows * n_cols numbers, partial and full, both directions; the layout takes O(nnz).
+    Full blocks go to full_kv_*, partial and ragged blocks to kv_*, as in create_block_mask. mask_mod reads the bitmasks
+    of the layout and is valid for every pair, since FlexAttention without torch.compile evaluates it for all of them.
+    The format takes O(n_rows * n_cols) memory, a layout O(nnz).
 
-    layout   any; batch and head axes of size 1 stay shared
-    returns  BlockMask with BLOCK_SIZE = layout.block_size. FlexAttention's kernels may want multiples of their own
-             tile, 128 as a rule, which is theirs to say
+    layout   any layout with queries and keys; batch and head axes of size 1 stay shared
+    returns  BlockMask with BLOCK_SIZE = layout.block_size; FlexAttention's kernels may require multiples of their tile,
+             usually 128
+    raises   ValueError if there are no queries or no keys
     """
     from torch.nn.attention.flex_attention import BlockMask
 

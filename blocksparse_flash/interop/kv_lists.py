@@ -1,9 +1,8 @@
-"""How are blocks written as padded lists: so many of each row, and which cols they are?
+"""Padded block lists, the common format of FlexAttention and FlashAttention-4.
 
-The form that FlexAttention and FlashAttention-4 share: counts int32 (batch, heads, n_rows) and cols int32
-(batch, heads, n_rows, width), of which the first `count` entries of a row are meant; once for the partial blocks, whose
-pairs a function mask_mod(batch, head, q_pos, kv_pos) decides, once for the full ones.
-Knows layouts and such lists. Must not know the objects in which a peer keeps them.
+Each list is a pair: counts int32 (batch, heads, n_rows), and cols int32 (batch, heads, n_rows, width), whose first
+`count` entries per row are valid. One list holds the partial blocks, whose pairs are decided by a function
+mask_mod(batch, head, q_pos, kv_pos), the other the full blocks.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import torch
 from ..blocks import block_list, checks
 from ..blocks.block_list import FULL, Array, Size
 from ..layout import BlockLayout
-from .stored import full_layout, host, stored
+from .block_arrays import full_layout, host, stored
 
 MaskMod = Callable[..., torch.Tensor]
 
 
 class KvList(NamedTuple):
-    """Two tensors, int32: counts (batch, heads, n_rows), cols (batch, heads, n_rows, width)."""
+    """Padded block list, int32: counts (batch, heads, n_rows), cols (batch, heads, n_rows, width)."""
 
     counts: torch.Tensor
     cols: torch.Tensor
@@ -36,8 +35,8 @@ class KvList(NamedTuple):
 def to_kv_lists(layout: BlockLayout, *, ragged_is_full: bool, width: int | None = None) -> tuple[KvList, KvList]:
     """(partial, full) lists of a layout, ascending by col, on its device.
 
-    ragged_is_full  whether a ragged last block in which every existing pair attends is full, or partial
-    width           entries a row; None: as many as the longest row has, at least 1
+    ragged_is_full  whether a ragged last block in which every existing pair attends counts as full
+    width           entries per row; None: those of the longest row, at least 1
     """
     found = stored(layout)
     is_full = found.is_full
@@ -63,11 +62,11 @@ def _padded(flat_rows: Array, cols: Array, shape: tuple[int, ...], width: int | 
     return KvList(*(torch.from_numpy(array).to(layout.device) for array in (count, index.reshape(*shape, width))))
 
 
-def look_table(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """What every block looks like, so that a function of positions can find any pair; on the layout's device.
+def block_table(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """(table, bitmasks) that find any pair of a layout by its position, on the layout's device.
 
-    returns  looks int32 (batch, heads, n_rows, n_cols): -1 full, -2 empty, or which bitmask;
-             bitmasks int32 (distinct, block_q, words), at least one
+    table     int32 (batch, heads, n_rows, n_cols): -1 full, -2 empty, or an index into bitmasks
+    bitmasks  int32 (distinct, block_q, words), at least one
     """
     found, heads = stored(layout), layout.shape[1]
     words = found.bitmasks if len(found.bitmasks) else np.zeros((1, *found.bitmasks.shape[1:]), np.uint32)
@@ -77,26 +76,26 @@ def look_table(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
             f"layout must have fewer than 2**31 blocks, stored or not, and words of bitmasks, to be found by position, "
             f"got {math.prod(shape)} and {words.size}: use a larger block_size, or convert fewer heads at a time"
         )
-    looks = np.full(shape, block_list.EMPTY, np.int32)
-    looks[found.leads // heads, found.leads % heads, found.rows, found.cols] = found.ids
-    return torch.from_numpy(looks).to(layout.device), torch.from_numpy(words.view(np.int32)).to(layout.device)
+    table = np.full(shape, block_list.EMPTY, np.int32)
+    table[found.leads // heads, found.leads % heads, found.rows, found.cols] = found.ids
+    return torch.from_numpy(table).to(layout.device), torch.from_numpy(words.view(np.int32)).to(layout.device)
 
 
 def mask_mod_of(layout: BlockLayout) -> MaskMod:
-    """mask_mod(batch, head, q_pos, kv_pos) -> bool of a layout, right in every block, not in the partial ones alone."""
-    looks, bitmasks = (tensor.reshape(-1) for tensor in look_table(layout))
+    """mask_mod(batch, head, q_pos, kv_pos) -> bool of a layout, valid in every block, not only in partial ones."""
+    table, bitmasks = (tensor.reshape(-1) for tensor in block_table(layout))
     batch_size, heads, n_rows, n_cols = *layout.shape[:2], layout.n_rows, layout.n_cols
     (block_q, block_kv), words = layout.block_size, block_list.words_per_query(layout.block_size[1])
-    # an axis shared by all has step 0
+    # a shared axis has step 0
     batch_step = heads * n_rows * n_cols if batch_size > 1 else 0
     head_step = n_rows * n_cols if heads > 1 else 0
 
     def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         place = (q_pos // block_q) * n_cols + kv_pos // block_kv
-        look = looks[batch * batch_step + head * head_step + place]
+        index = table[batch * batch_step + head * head_step + place]
         key = kv_pos % block_kv
-        word = bitmasks[(look.clamp(min=0) * block_q + q_pos % block_q) * words + key // 32]
-        return (look == FULL) | ((look >= 0) & (((word >> (key % 32)) & 1) == 1))
+        word = bitmasks[(index.clamp(min=0) * block_q + q_pos % block_q) * words + key // 32]
+        return (index == FULL) | ((index >= 0) & (((word >> (key % 32)) & 1) == 1))
 
     return mask_mod
 
@@ -115,17 +114,17 @@ def from_kv_lists(
     block_size: object,
     axes: tuple[int | None, int | None] = (None, None),
 ) -> BlockLayout:
-    """The layout of full blocks, and of partial ones of which mask_mod tells the pairs; on the host.
+    """The layout of full blocks and of partial blocks with the pairs where mask_mod is true, on the host.
 
-    names       of the two lists, for messages
-    mask_mod    None: there must be no partial blocks
-    block_size  multiples of 16; sides above 256 are taken apart
+    names       names of the two lists, for messages
+    mask_mod    None if there are no partial blocks
+    block_size  multiples of 16; sides above 256 are split
     axes        (batch, heads) for which mask_mod is evaluated; None: those of the lists
     """
     block_size, fine = _sizes(block_size)
     lengths: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "block_size": fine}
     keys, own_axes = _keys(partial, names[0], q_len, kv_len, block_size)
-    layout = full_layout(_taken_apart(keys, block_size, fine, q_len, kv_len), own_axes, **lengths)
+    layout = full_layout(_split(keys, block_size, fine, q_len, kv_len), own_axes, **lengths)
     if mask_mod is not None:
         batch, heads = (size if want is None else want for size, want in zip(own_axes, axes, strict=True))
         checks.joint((checks.axis(batch, "batch"), checks.axis(heads, "heads")), own_axes, names[0])
@@ -147,7 +146,7 @@ def from_kv_lists(
         raise ValueError(
             f"{names[0]} and {names[1]} both name block (row {row}, col {col}): kernels would count its keys twice"
         )
-    return layout | full_layout(_taken_apart(full_keys, block_size, fine, q_len, kv_len), full_axes, **lengths)
+    return layout | full_layout(_split(full_keys, block_size, fine, q_len, kv_len), full_axes, **lengths)
 
 
 def _row_and_col(key: int, q_len: int, kv_len: int, block_size: Size) -> Size:
@@ -156,7 +155,7 @@ def _row_and_col(key: int, q_len: int, kv_len: int, block_size: Size) -> Size:
 
 
 def _by_position(mask_mod: MaskMod, device: torch.device) -> MaskMod:
-    """mask_mod for tensors that broadcast. It is written for single positions, which create_mask vectorises."""
+    """mask_mod, which takes single positions, for tensors that broadcast; vectorised by create_mask."""
     from torch.nn.attention.flex_attention import create_mask
 
     def fn(batch: torch.Tensor, head: torch.Tensor, q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
@@ -208,7 +207,7 @@ def _keys(given: KvList, name: str, q_len: int, kv_len: int, block_size: Size) -
 
 
 def _sizes(block_size: object) -> tuple[Size, Size]:
-    """(the block size as a pair, the largest blocks of ours that tile such blocks)."""
+    """(the block size as a pair, the largest block size of this library that divides it)."""
     given = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(given) != 2:
         raise ValueError(f"block_size must be (block_q, block_kv), got {block_size!r}")
@@ -223,8 +222,8 @@ def _sizes(block_size: object) -> tuple[Size, Size]:
     return (block_q, block_kv), (fine_q, fine_kv)
 
 
-def _taken_apart(keys: Array, old: Size, new: Size, q_len: int, kv_len: int) -> Array:
-    """The keys of the blocks of size `new`, whose multiple is `old`, that tile those of the keys; ascending."""
+def _split(keys: Array, old: Size, new: Size, q_len: int, kv_len: int) -> Array:
+    """The ascending keys of the blocks of size `new` that tile the given blocks of size `old`, a multiple of `new`."""
     if old == new:
         return keys
     n_rows, n_cols = block_list.grid(q_len, kv_len, old)

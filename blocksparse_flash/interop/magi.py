@@ -1,13 +1,13 @@
-"""How does a layout become MagiAttention's slices (q_ranges, k_ranges, attn_type_map), and they a layout?
+"""Slices of MagiAttention (q_ranges, k_ranges, attn_type_map).
 
-A slice is a rectangle of queries [q0, q1) and keys [k0, k1) of which a type leaves a part (MagiAttention, AttnSlice):
+A slice is a rectangle of queries [q0, q1) and keys [k0, k1), of which the type keeps a part (MagiAttention, AttnSlice):
 
     0 full        1 causal      2 inverse     3 both
     1 1 1 1       1 1 0 0       1 1 1 1       1 1 0 0        query q sees the keys k with
     1 1 1 1       1 1 1 0       0 1 1 1       0 1 1 0        causal   k - k1 <= q - q1, aligned bottom-right
     1 1 1 1       1 1 1 1       0 0 1 1       0 0 1 1        inverse  k - k0 >= q - q0, aligned top-left
 
-One mask serves all batches and heads. Knows runs. Must not know kernels.
+One mask is shared by all batches and heads.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from ..blocks import block_list, checks
 from ..blocks.block_list import Array, Size
 from ..layout import BlockLayout
-from .runs import Runs, layout_of_runs, merged, runs_of
-from .stored import check_layout, host
+from .block_arrays import check_layout, host
+from .key_runs import Runs, layout_of_runs, merged, runs_of
 
 _FULL, _CAUSAL, _INVERSE, _BOTH = range(4)
-# how far a run's first key and its end move from one query to the next, by type
+# steps of a run's first key and end from one query to the next, by type
 _STEPS = {_FULL: (0, 0), _CAUSAL: (0, 1), _INVERSE: (1, 0), _BOTH: (1, 1)}
 
 
@@ -47,13 +47,15 @@ def from_magi(
 ) -> BlockLayout:
     """The layout of MagiAttention's slices: their union, exact, on the host.
 
-    MagiAttention's kernels add slices up: a pair in two of them counts twice there, and once here, where a pair attends
-    or does not. Slices that share no pair mean the same in both.
+    A pair in two slices counts once here, but twice in MagiAttention, whose kernels add slices up. Disjoint slices give
+    the same result.
 
     q_ranges, k_ranges  integers (n, 2), tensors or lists: [start, end) of each slice
-    attn_type_map  integers (n,): 0 full, 1 causal, 2 inverse causal, 3 both; None: all full
-    block_size     tokens per side of a block of the layout
-    returns        BlockLayout of shape (1, 1, q_len, kv_len), in time O(queries of all slices + nnz)
+    attn_type_map       integers (n,): 0 full, 1 causal, 2 inverse causal, 3 both; None: all full
+    q_len, kv_len       query and key tokens
+    block_size          tokens per side of a block of the layout, or (block_q, block_kv)
+    returns             BlockLayout of shape (1, 1, q_len, kv_len), in time O(queries of all slices + nnz)
+    raises              ValueError for wrong shapes, types or ranges
     """
     q_len, kv_len = checks.length(q_len, "q_len"), checks.length(kv_len, "kv_len")
     sides = checks.sides(block_size)
@@ -94,13 +96,14 @@ def _read_ranges(ranges: Any, name: str, limit: int, limit_name: str) -> tuple[A
 
 
 def to_magi(layout: BlockLayout, *, max_slices: int = 65536) -> MagiSlices:
-    """Slices whose union is the layout, on its device; no pair lies in two of them.
+    """Disjoint slices whose union is the layout, on its device.
 
-    Every query's runs of keys are followed from query to query as far as they keep one of the four types, the longest
-    chains first: exact, few for windows, documents and causal masks, not always the fewest.
+    Runs of keys are followed from query to query as long as they fit one of the four types, longest chains first. The
+    slices are exact, and few for windows, documents and causal masks, but not always the fewest.
 
     layout      one mask for all: batch and head axes of size 1
-    max_slices  refuse a layout that would need more; MagiAttention's time grows with them
+    max_slices  largest number of slices; MagiAttention's time grows with it
+    returns     MagiSlices
     raises      ValueError if the layout has several heads or batches, or needs more slices
     """
     check_layout(layout)
@@ -119,7 +122,7 @@ def to_magi(layout: BlockLayout, *, max_slices: int = 65536) -> MagiSlices:
             "slices. Raise max_slices, or use attention() of this library"
         )
     first, last = order[begins], order[np.append(begins, len(order))[1:] - 1]
-    # a causal part ends with its last query, an inverse one begins with its first
+    # the first run has the lowest first key of the slice, the last run its highest end
     slices = (
         np.stack([runs.lines[first], runs.lines[last] + 1], axis=1),
         np.stack([runs.first[first], runs.stop[last]], axis=1),
@@ -130,9 +133,9 @@ def to_magi(layout: BlockLayout, *, max_slices: int = 65536) -> MagiSlices:
 
 
 def _chains(runs: Runs, kinds: Array) -> tuple[Array, Array]:
-    """(order, begins): runs in the order of chains, and where in that order each chain begins.
+    """(order, begins): runs sorted by chain, and the index of the first run of each chain.
 
-    A chain is runs of one kind in consecutive queries, each moved by the kind's steps from the one before.
+    A chain consists of runs of one kind in consecutive queries, each shifted by the steps of the kind.
     """
     steps = np.array([_STEPS[kind] for kind in range(4)])[kinds]
     first, stop = runs.first - steps[:, 0] * runs.lines, runs.stop - steps[:, 1] * runs.lines
@@ -145,7 +148,7 @@ def _chains(runs: Runs, kinds: Array) -> tuple[Array, Array]:
 
 
 def _longest_kind(runs: Runs) -> Array:
-    """For each run the type in which it belongs to the longest chain; the lowest of equals."""
+    """For each run the type that puts it in the longest chain; ties go to the lowest type."""
     lengths = np.zeros((4, len(runs.lines)), np.int64)
     for kind in _STEPS:
         order, begins = _chains(runs, np.full(len(runs.lines), kind))

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-TILE = 128
+from .plan_format import TILE, has_subtiles_of, n_split_of
+
 # parts of a line
 MAX_PARTS = 16
 # lines that are split in so many parts, over all lines of a head: what parts write has 4 bytes a number, what becomes of it 2
@@ -85,12 +86,12 @@ def choose(
 
 def n_long(n_indices: int, n_ids: int) -> int:
     """How many records at the front of each head are worth splitting, by the lengths of a plan's lists: see plan.Plan."""
-    return (n_ids - n_indices) // 8
+    return n_split_of(n_indices, n_ids)
 
 
 def has_quarters(n_indices: int, n_ids: int) -> bool:
     """Whether tiles made of whole quarters are listed as such, by the same lengths."""
-    return (n_ids - n_indices) % 2 == 1
+    return has_subtiles_of(n_indices, n_ids)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,13 +1,12 @@
-"""How does a selection of blocks made on a device become a layout and a plan, without the host knowing what was selected?
+"""Layouts and plans of blocks that a model selects on a device, made without waiting for the device.
 
-Everything has the size that the number of selected entries allows (its capacity), so nothing waits for the device and a CUDA
-graph can capture it; what is unused stands behind what is used.
+Tensors have the size that the number of selected entries allows (the capacity), unused entries last, so a CUDA graph can
+capture everything here.
 
-On a GPU four launches do it (kernels/selecting.py, kernels/listing.py): selecting anew added 0.37 ms to a step of 16,384 tokens on an
-H200, and 1.34 ms by the some 60 operations of PyTorch here. Those say what the kernels must give, and do it on the CPU, while torch.compile or anything else watches, and
-of what those kernels are not made for: see `_has_kernels`, `by_scores` and `build_plan`.
-
-Knows index tensors, block sizes and the records of a plan. Must not know BlockLayout, patterns or backends.
+On a GPU four launches do the work (0.37 ms of a step of 16,384 tokens on an H200, against 1.34 ms for the 60 PyTorch
+operations here): kernels/triton/block_selection.py and plan_builder.py. The operations define what the kernels compute.
+They run on the CPU, under torch.compile and other tracing, and where the kernels do not apply: see `_has_kernels`,
+`by_scores` and `plan_of_selection`.
 """
 
 from __future__ import annotations
@@ -20,29 +19,37 @@ from torch import Tensor
 
 from ..blocks import checks
 from ..blocks.block_list import FULL, Frame, Size
+from ..kernels.plan_format import (
+    ALL_SUBTILES,
+    PARTIAL,
+    RECORD,
+    SUBTILES_BIT,
+    TILE,
+    Plan,
+    list_lengths,
+    with_dynamic_lengths,
+)
 from ..runtime import tracing
-from .host_builder import ALL_QUARTERS, PARTIAL, QUARTERS_BIT, RECORD, TILE, Plan, list_lengths, of_any_length
 
-# sub-blocks of a tile up to which every bitmask that can occur is made in advance: 2^4 patterns
+# blocks per tile up to which all possible bitmasks are made in advance: 2^4 patterns
 FEW = 4
-# rows and cols of blocks, a million tokens of 128, up to which kernels mark blocks as bits: a program holds the cols of a row, and
-# tiles of the grid are looked at, stored or not
+# block rows and cols (a million tokens at 128) up to which kernels mark blocks as bits: a program holds all cols of a
+# row, and the kernels visit every tile of the grid, stored or not
 MOST_LINES = 8192
-# rows or cols of all batches and heads together: each program adds the counts of all before its own, and places that it fills,
-# 1024 at a time and program, are 32-bit numbers
+# rows or cols of all batches and heads together: each program sums the counts of all programs before it, and its offsets,
+# 1024 per program, are 32-bit
 MOST_OF_ALL_AXES = 1 << 20
-# words of those bits that a row may always have, which are then small against its scores; and for each entry of a row, of
-# which a plan stores as many words
+# words of bits allowed per row: always (they are few beside its scores), and per entry, which takes as much in a plan
 FREE_WORDS, WORDS_OF_ENTRY = 64, 4
-# of scores, which kernels compare as 32 bits
+# dtypes of scores that the kernels compare, as 32 bits
 COMPARABLE = (torch.float32, torch.float16, torch.bfloat16)
-# of scores and indices: those that PyTorch sorts and compares on every device
+# dtypes of scores and indices that PyTorch sorts and compares on every device
 FLOATS = (*COMPARABLE, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Selection(NamedTuple):
-    """int32 tensors of a layout of full blocks, and the same as bits, (axes, n_rows, words), where kernels made them."""
+    """int32 tensors of a layout of full blocks; bits (axes, n_rows, words) are the same blocks, if kernels made them."""
 
     indptr: Tensor
     indices: Tensor
@@ -51,13 +58,14 @@ class Selection(NamedTuple):
 
 
 def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:
-    """The frame with the batch and heads of `values`, which must have a row for every block row.
+    """Check `values` and return the frame with their batch and heads.
 
-    kind  "integers" (any number a row) or "floats" (one for every col)
+    kind  "integers" (any number per row) or "floats" (one per col)
     """
     if not isinstance(values, Tensor):
         raise TypeError(
-            f"{name} must be a torch.Tensor, got {type(values).__name__}; torch.tensor({name}) makes one of nested lists"
+            f"{name} must be a torch.Tensor, got {type(values).__name__}; "
+            f"torch.tensor({name}) makes one of nested lists"
         )
     checks.check_in_memory(values, name)
     if values.dtype not in (INTEGERS if kind == "integers" else FLOATS):
@@ -71,7 +79,8 @@ def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:
         or size not in (None, values.shape[3])
     ):
         raise ValueError(
-            f"{name} must have shape (batch or 1, heads or 1, n_rows = {frame.n_rows}, {last}), got {tuple(values.shape)}"
+            f"{name} must have shape (batch or 1, heads or 1, n_rows = {frame.n_rows}, {last}), "
+            f"got {tuple(values.shape)}"
         )
     _check_sides(frame)
     checks.check_nnz(values.numel())
@@ -88,10 +97,10 @@ def _check_sides(frame: Frame) -> None:
 
 
 def check_selected(tensors: Sequence[Tensor], frame: Frame) -> None:
-    """Refuse tensors, of the types and shapes of a layout's, that no selection has; waits for their device.
+    """Refuse tensors that no selection has; types and shapes are checked already. Waits for their device.
 
-    A selection has k entries for each row of each head; a row uses at most k of them, ascending and distinct; the used ones of
-    all rows stand in front, and behind them zeros. Every block is full.
+    A selection has k entries per row of each head. A row uses at most k of them, ascending and distinct; the used entries
+    of all rows come first, then zeros. Every block is full.
     """
     _check_sides(frame)
     bitmasks = tensors[3]
@@ -118,7 +127,7 @@ def check_selected(tensors: Sequence[Tensor], frame: Frame) -> None:
 
 
 def check_cols(selected: Tensor, frame: Frame) -> None:
-    """Refuse cols that do not exist, where looking costs nothing: on the CPU."""
+    """Refuse cols that do not exist, on the CPU alone: on a GPU the check would wait for the device."""
     if selected.device.type != "cpu" or not selected.numel():
         return
     low, high = (int(bound) for bound in selected.aminmax())
@@ -129,7 +138,7 @@ def check_cols(selected: Tensor, frame: Frame) -> None:
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
-    """Whether kernels can be launched on a tensor: on a GPU, seen by nobody."""
+    """Whether kernels can be launched on a tensor: a plain GPU tensor, with no tracing active."""
     return (
         tensor.is_cuda
         and not tracing.has_observers()
@@ -139,7 +148,7 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 
 
 def _has_kernels(selected: Tensor, frame: Frame, k: int) -> bool:
-    """Whether kernels make the lists of these cols, k a row; they have a limit in memory and in time."""
+    """Whether the kernels can list these cols, k per row, within their limits of memory and time."""
     n_rows, n_cols = frame.n_rows, frame.n_cols
     return (
         _is_on_gpu(selected)
@@ -157,7 +166,7 @@ def _selected(found: tuple[Tensor, ...], frame: Frame) -> Selection:
 
 
 def by_indices(indices: Tensor, frame: Frame) -> Selection:
-    """The cols that each row names; what is not a col, and a col named again, is left out.
+    """The layout of the cols that each row names; numbers that are no cols and repeated cols are left out.
 
     indices  integers (batch, heads, n_rows, k)
     """
@@ -171,7 +180,7 @@ def by_indices(indices: Tensor, frame: Frame) -> Selection:
 
 
 def by_scores(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Selection:
-    """The cols with the k highest scores (batch, heads, n_rows, n_cols) of each row."""
+    """The layout of the cols with the k highest scores (batch, heads, n_rows, n_cols) of each row."""
     if checks.integer(k, "k") < 1:
         raise ValueError(f"k must be at least 1 col a row, got {k}")
     if causal is not True and causal is not False:
@@ -195,7 +204,7 @@ def highest(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Tensor:
     values = scores.detach().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if causal:
         ahead, (block_q, block_kv) = frame.kv_len - frame.q_len, frame.block_size
-        # of each row its last query, of each col its first key, counted as keys
+        # the last query of each row, as a key position; the first key of each col
         first = ahead + block_q - 1
         last_q = torch.arange(first, first + frame.n_rows * block_q, block_q, device=scores.device)
         last_q = last_q.clamp_(max=frame.kv_len - 1)
@@ -206,14 +215,14 @@ def highest(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Tensor:
 
 
 def known(selected: Tensor, n_cols: int) -> Tensor:
-    """The cols as int64, n_cols instead of what is not one."""
+    """The cols as int64, with n_cols for numbers that are no cols."""
     return selected.to(torch.int64).clamp(-1, n_cols).remainder_(n_cols + 1)
 
 
 def sorted_rows(selected: Tensor, n_cols: int) -> tuple[Tensor, Tensor, Tensor]:
     """indptr, indices and bitmask_ids (all full) of the cols that each row selects.
 
-    selected  int64 (batch, heads, n_rows, k), 0 .. n_cols; n_cols, and what was named before, is left out
+    selected  int64 (batch, heads, n_rows, k), 0 .. n_cols; n_cols and repeated cols are left out
     returns   int32 (batch, heads, n_rows + 1), (capacity,), (capacity,), capacity = number of entries of `selected`
     """
     batch, heads, n_rows, k = selected.shape
@@ -221,7 +230,7 @@ def sorted_rows(selected: Tensor, n_cols: int) -> tuple[Tensor, Tensor, Tensor]:
     is_used = cols < n_cols
     is_used[:, 1:].logical_and_(cols[:, 1:] != cols[:, :-1])
     count = is_used.flatten().cumsum(0)
-    # where each entry goes, in order; unused ones to a place behind the last
+    # output position of each entry; unused ones go past the last
     place = (count - 1).masked_fill_(~is_used.flatten(), len(count))
     indices = cols.new_zeros(len(count) + 1, dtype=torch.int32).scatter_(0, place, cols.flatten().to(torch.int32))
     indptr = cols.new_zeros(batch * heads, n_rows + 1, dtype=torch.int32)
@@ -231,10 +240,10 @@ def sorted_rows(selected: Tensor, n_cols: int) -> tuple[Tensor, Tensor, Tensor]:
     return indptr.view(batch, heads, n_rows + 1), indices[:-1], torch.full_like(indices[:-1], FULL)
 
 
-def build_plan(selection: Selection, *, q_len: int, kv_len: int, block_size: Size, causal: bool) -> Plan:
-    """What plan.build_plan makes of the same full blocks, on the device of the tensors and without waiting for it.
+def plan_of_selection(selection: Selection, *, q_len: int, kv_len: int, block_size: Size, causal: bool) -> Plan:
+    """The plan of selected blocks, made on the device of the tensors without waiting for it.
 
-    The lists have the length that capacity allows, and more bitmasks may be there than any tile has.
+    Equals host_builder.build_plan, except that lists have the length of the capacity and some bitmasks may be unused.
     causal  also drops the pairs with kv_pos > q_pos + (kv_len - q_len)
     """
     indptr, indices, _, bits = selection
@@ -255,17 +264,17 @@ def _plan_by_kernels(
     rows = block_selection.Rows(batch * heads, n_ends - 1, -(-kv_len // block_size[1]), q_len, kv_len, block_size)
     grid = plan_builder.Grid(rows, causal)
     n_entries = capacity * grid.tiles[0] * grid.tiles[1]
-    lengths = _lengths(n_entries, rows.axes, grid.shape, has_quarters=grid.has_quarters)
+    lengths = _lengths(n_entries, rows.axes, grid.shape, has_subtiles=grid.has_quarters)
     with tracing.on_device(bits.device):
-        return of_any_length(Plan._make(plan_builder.build_plan(bits, grid, (batch, heads), lengths)))
+        return with_dynamic_lengths(Plan._make(plan_builder.build_plan(bits, grid, (batch, heads), lengths)))
 
 
-def _lengths(n_entries: int, axes: int, grid: Size, *, has_quarters: bool) -> tuple[int, int, int]:
-    """How long the lists of indices, of the ids of rows and of those of columns are, for so many entries at most."""
-    # one more for what is left out; none is known to be long
+def _lengths(n_entries: int, axes: int, grid: Size, *, has_subtiles: bool) -> tuple[int, int, int]:
+    """Lengths of indices, row_bitmask_ids and col_bitmask_ids for at most n_entries entries."""
+    # one more for the unused entries; no tile row is known to be long
     size = min(n_entries, axes * grid[0] * grid[1] + 1)
     (n_indices, n_row_ids), (_, n_col_ids) = (
-        list_lengths(size, 0, of_rows=of_rows, has_quarters=has_quarters) for of_rows in (True, False)
+        list_lengths(size, 0, of_rows=of_rows, has_subtiles=has_subtiles) for of_rows in (True, False)
     )
     return n_indices, n_row_ids, n_col_ids
 
@@ -273,58 +282,58 @@ def _lengths(n_entries: int, axes: int, grid: Size, *, has_quarters: bool) -> tu
 def _plan_by_operations(
     indptr: Tensor, indices: Tensor, *, q_len: int, kv_len: int, block_size: Size, causal: bool
 ) -> Plan:
-    """Few operations, for each costs the host more than a GPU: both directions go through each of them together."""
+    """Processes both directions together: each operation costs the host more than the GPU, so few are best."""
     grid = -(-q_len // TILE), -(-kv_len // TILE)
-    axes, looks = indptr.shape[0] * indptr.shape[1], _Looks(block_size, q_len, kv_len, indptr.device)
+    axes, bitmasks = indptr.shape[0] * indptr.shape[1], _Bitmasks(block_size, q_len, kv_len, indptr.device)
     axis, row, col, pattern = _tiles(indptr, indices, grid, block_size)
-    # 1: on the ragged right edge; 2: on the bottom edge; 4 and 8: the diagonal crosses it, of which two distances occur
+    # 1: on the ragged right edge; 2: on the bottom edge; 4 and 8: crossed by the diagonal, at one of two distances
     kind = torch.zeros_like(row)
     if kv_len % TILE:
         kind += col == grid[1] - 1
     if q_len % TILE:
         kind.add_(row == grid[0] - 1, alpha=2)
     if causal:
-        # the first query of a tile stands (row - col) * TILE + kv_len - q_len behind its first key: from TILE - 1 on
-        # every pair attends, from -TILE down none
+        # the first query of a tile is (row - col) * TILE + kv_len - q_len after its first key: from TILE - 1 on every
+        # pair attends, from -TILE down none
         behind, ahead = row - col, q_len - kv_len
         for least in (TILE - 1, 0):
             kind.add_(behind < -(-(ahead + least) // TILE), alpha=4)
-    if looks.n_sub <= FEW:
-        ids = torch.add(pattern, kind, alpha=2**looks.n_sub)
-        is_full = ids == 2**looks.n_sub - 1
-        words = looks.every(n_diagonals=2 if causal else 0)
+    if bitmasks.n_sub <= FEW:
+        ids = torch.add(pattern, kind, alpha=2**bitmasks.n_sub)
+        is_full = ids == 2**bitmasks.n_sub - 1
+        words = bitmasks.every(n_diagonals=2 if causal else 0)
     else:
         ids = torch.arange(len(row), device=row.device)
-        is_full = (pattern == (-1 if looks.n_sub == 64 else 2**looks.n_sub - 1)) & (kind == 0)
-        words = looks.words(pattern, kind & 3, kind >> 2)
+        is_full = (pattern == (-1 if bitmasks.n_sub == 64 else 2**bitmasks.n_sub - 1)) & (kind == 0)
+        words = bitmasks.words(pattern, kind & 3, kind >> 2)
     if causal:
-        # the diagonal may leave nothing of a tile
+        # drop tiles that lie entirely beyond the diagonal
         is_left = words.flatten(1).any(dim=1)[ids] & (behind >= -((TILE - 1 - ahead) // TILE))
         axis = axis.masked_fill(~is_left, axes)
-    # where no side of a block is shorter than that of a quarter, and one as long
-    quarters = _quarters_of(words)[ids] if max(looks.parts) == 2 else None
-    return _walked(axis, row, col, ids, is_full, quarters, words, indptr.shape[:2], grid)
+    # subtiles are listed if one side of a block has 64 tokens and none has fewer
+    subtiles = _subtiles_of(words)[ids] if max(bitmasks.parts) == 2 else None
+    return _listed(axis, row, col, ids, is_full, subtiles, words, indptr.shape[:2], grid)
 
 
-def _quarters_of(words: Tensor) -> Tensor:
-    """plan.quarters_of bitmasks, int64."""
-    of_quarters = words.view(-1, 2, TILE // 2, 2, TILE // 64)
-    low, high = of_quarters.amin(dim=(2, 4)).flatten(1), of_quarters.amax(dim=(2, 4)).flatten(1)
+def _subtiles_of(words: Tensor) -> Tensor:
+    """host_builder.subtiles_of bitmasks, int64."""
+    of_subtiles = words.view(-1, 2, TILE // 2, 2, TILE // 64)
+    low, high = of_subtiles.amin(dim=(2, 4)).flatten(1), of_subtiles.amax(dim=(2, 4)).flatten(1)
     is_made = (low == high).logical_and_(low == low.clamp(-1, 0)).all(dim=1)
     bits = -low << torch.arange(4, device=words.device)
-    return torch.where(is_made, bits.sum(dim=1), ALL_QUARTERS)
+    return torch.where(is_made, bits.sum(dim=1), ALL_SUBTILES)
 
 
 def _tiles(indptr: Tensor, indices: Tensor, grid: Size, block_size: Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """axis, row, col of the tiles which blocks lie in, each once, and which of its sub-blocks it has, as bits; axis is
-    that behind the last for those of no block."""
+    """(axis, row, col, bits of the blocks in it) of each tile that has a block, once; axis is past the last for unused
+    entries."""
     axes, device = indptr.shape[0] * indptr.shape[1], indices.device
     n_rows = max(1, indptr.shape[2] - 1)
-    # (axis, row) of each entry; past the end for unused ones
+    # (axis, row) of each entry; past the end for unused entries
     entry = torch.arange(len(indices), dtype=torch.int32, device=device)
     line = torch.searchsorted(indptr[..., 1:].flatten().contiguous(), entry, right=True)
     axis, row, col = line // n_rows, line % n_rows, indices
-    # tiles of a block along each axis, blocks of a tile along each axis
+    # tiles per block and blocks per tile, along each axis
     tiles = [max(1, side // TILE) for side in block_size]
     parts = [max(1, TILE // side) for side in block_size]
     bit = torch.ones_like(row)
@@ -336,7 +345,7 @@ def _tiles(indptr: Tensor, indices: Tensor, grid: Size, block_size: Size) -> tup
         row = row[:, None] * tiles[0] + step // tiles[1]
         col = col[:, None] * tiles[1] + step % tiles[1]
         axis = torch.where((row < grid[0]) & (col < grid[1]), axis[:, None], axes)
-        # kernels read an index ahead, so even one of no tile must be that of one
+        # kernels read one index ahead, so unused entries must be valid tiles too
         row, col = row.clamp_(max=max(1, grid[0]) - 1), col.clamp_(max=max(1, grid[1]) - 1)
         axis, row, col, bit = axis.flatten(), row.flatten(), col.flatten(), bit[:, None].expand_as(axis).flatten()
     if parts == [1, 1]:
@@ -346,46 +355,46 @@ def _tiles(indptr: Tensor, indices: Tensor, grid: Size, block_size: Size) -> tup
     key, order = ((axis * grid[0] + row) * grid[1] + col).clamp_(max=n_tiles).sort()
     place = torch.zeros_like(key)
     torch.cumsum(key[1:] != key[:-1], 0, out=place[1:])
-    # at most as many tiles as there are entries, and as there are tiles; one more for the unused
+    # at most one tile per entry, and the tiles of the grid; one more for the unused
     size = min(len(key), n_tiles + 1)
     found = torch.full((size,), n_tiles, device=device).scatter_(0, place, key)
-    # blocks are distinct, so adding bits is joining them
+    # blocks are distinct, so a sum of bits is their union
     pattern = key.new_zeros(size).index_add_(0, place, bit.masked_fill(axis >= axes, 0)[order])
     line = found // max(1, grid[1])
     return line // max(1, grid[0]), line % max(1, grid[0]), found % max(1, grid[1]), pattern
 
 
-def _walked(
+def _listed(
     axis: Tensor,
     row: Tensor,
     col: Tensor,
     ids: Tensor,
     is_full: Tensor,
-    quarters: Tensor | None,
+    subtiles: Tensor | None,
     words: Tensor,
     leads: Sequence[int],
     grid: Size,
 ) -> Plan:
-    """The plan of these tiles; those whose axis does not exist are left out, behind the others.
+    """The plan of these tiles, without those whose axis is past the last.
 
-    quarters  of each, as _quarters_of has them; None: not even those made of whole ones are listed as such
+    subtiles  `_subtiles_of` each tile; None: tiles that consist of subtiles are listed by their bitmasks
 
-    The two directions are the first axis of most tensors here; the shorter has lines without tiles at its end, and the axis
-    behind the last has lines too, for what is left out. One sort orders both, as sorts of a few long rows leave most of a
-    GPU idle.
+    The two directions are the first dimension of most tensors here. The shorter one is padded with empty tile rows, and
+    the axis past the last has tile rows too, for unused entries. One sort orders both directions: sorts of a few long
+    rows would leave most of a GPU idle.
     """
     axes, n_major, n_entries = leads[0] * leads[1], max(grid), len(row)
     majors = torch.stack([row, col])
-    # (direction, axis, major, kind, minor) in one number, as plan.py orders them: full tiles are the last kind
-    n_kinds = 2 if quarters is None else 4
+    # (direction, axis, major, kind, minor) in one number, in the order of Plan: full tiles are the last kind
+    n_kinds = 2 if subtiles is None else 4
     line = n_kinds * PARTIAL
     keys = torch.add(majors.flip(0), majors, alpha=line)
     keys.add_(is_full, alpha=line - PARTIAL).add_(axis, alpha=line * n_major)
-    if quarters is not None:
-        keys.add_(quarters < ALL_QUARTERS, alpha=PARTIAL)
-        # see plan._is_single
+    if subtiles is not None:
+        keys.add_(subtiles < ALL_SUBTILES, alpha=PARTIAL)
+        # see host_builder._is_half
         for side, (shift, halves) in enumerate(((2, 3), (1, 5))):
-            keys[side].add_(((quarters | (quarters >> shift)) & halves) != halves, alpha=PARTIAL)
+            keys[side].add_(((subtiles | (subtiles >> shift)) & halves) != halves, alpha=PARTIAL)
     keys[1].add_(line * n_major * (axes + 1))
     flat_keys, flat_order = keys.flatten().sort()
     keys, order = flat_keys.view(2, -1), flat_order.view(2, -1)
@@ -403,36 +412,36 @@ def _walked(
     twice = 2 * bounds[n_kinds * axes * n_major]
     limits = [twice // max(1, axes * size) for size in dict.fromkeys(grid)]
     limit = limits[0] if len(limits) == 1 else torch.stack(limits).view(2, 1, 1)
-    # never all: see plan._long
+    # never all: see host_builder._long
     n_long = (work[..., : max(0, n_major - 1)] > limit).sum(dim=2).amax(dim=1)
     if grid[0] != grid[1]:
         n_long[int(grid[0] > grid[1])].clamp_(max=max(0, min(grid) - 1))
     zeros = torch.zeros_like(launch)
-    # n_quartered and n_single
-    of_quarters = [(partial_end - each).gather(2, launch) for each in ends] or [zeros, zeros]
-    fields = [launch, begin.gather(2, launch), work, n_partial.gather(2, launch), launch.argsort(dim=2), *of_quarters]
+    # N_SUBTILED and N_HALF
+    of_subtiles = [(partial_end - each).gather(2, launch) for each in ends] or [zeros, zeros]
+    fields = [launch, begin.gather(2, launch), work, n_partial.gather(2, launch), launch.argsort(dim=2), *of_subtiles]
     records = torch.stack([*fields, n_long[:, None, None].expand_as(launch)], dim=3).to(torch.int32)
 
     size = min(len(row), axes * grid[0] * grid[1] + 1)
-    n_indices, *n_ids = _lengths(len(row), axes, (grid[0], grid[1]), has_quarters=quarters is not None)
-    # every list begins at a multiple of 32 bytes
+    n_indices, *n_ids = _lengths(len(row), axes, (grid[0], grid[1]), has_subtiles=subtiles is not None)
+    # every list is aligned to 32 bytes
     lists = torch.zeros(2, 2, -(-max(n_ids) // 8) * 8, dtype=torch.int32, device=row.device)
-    if quarters is None:
+    if subtiles is None:
         lists[0, :, :size] = (keys[:, :size] & (line - 1)) - PARTIAL
     else:
-        # taken from the index of a partial tile
-        mark = (ALL_QUARTERS - quarters << QUARTERS_BIT).add_(PARTIAL).masked_fill_(is_full, 0)
+        # subtracted from the index of a partial tile
+        mark = (ALL_SUBTILES - subtiles << SUBTILES_BIT).add_(PARTIAL).masked_fill_(is_full, 0)
         lists[0, :, :size] = (keys[:, :size] & (PARTIAL - 1)) - mark[order[:, :size]]
     lists[1, :, :size] = ids.masked_fill(is_full, 0)[order[:, :size]]
     sides: list[Tensor] = []
     for side in (0, 1):
         sides.append(records[side, :, : grid[side]].reshape(*leads, grid[side], RECORD).contiguous())
         sides += [lists[0, side, :n_indices], lists[1, side, : n_ids[side]]]
-    return of_any_length(Plan._make([*sides, words]))
+    return with_dynamic_lengths(Plan._make([*sides, words]))
 
 
-class _Looks:
-    """Bitmasks of tiles, from what they consist of."""
+class _Bitmasks:
+    """Bitmasks of tiles, from the blocks, edges and diagonals in them."""
 
     def __init__(self, block_size: Size, q_len: int, kv_len: int, device: torch.device) -> None:
         self.parts = [max(1, TILE // side) for side in block_size]
@@ -443,7 +452,7 @@ class _Looks:
         self.device = device
 
     def every(self, n_diagonals: int) -> Tensor:
-        """What `words` gives for every diagonal 0 .. n_diagonals, edge and pattern, the last one fastest; n_sub <= FEW."""
+        """`words` of every diagonal 0 .. n_diagonals, edge and pattern, the last one fastest; n_sub <= FEW."""
         words = torch.full(
             (n_diagonals + 1, 4, 2**self.n_sub, TILE, TILE // 32), -1, dtype=torch.int32, device=self.device
         )
@@ -460,15 +469,15 @@ class _Looks:
             words[:, 2:, :, self.lasts[0] :].zero_()
         if n_diagonals:
             query = torch.arange(TILE, device=self.device)[:, None]
-            # of the diagonals the first keys that nobody sees, if query 0 were the last, less the first keys of the words
+            # per diagonal and word: the first key that query 0 does not see, less the first key of the word
             first = torch.arange(self.behind + 1, self.behind + 1 - 2 * TILE, -32, device=self.device).view(2, 1, -1)
             seen = _first_bits(query + first)
-            # the lower half of 64 bits
+            # the lower half of each 64-bit number
             words[1:].bitwise_and_(seen.view(torch.int32)[..., ::2][:, None, None])
         return words.flatten(0, 2)
 
     def words(self, pattern: Tensor, edge: Tensor, diagonal: Tensor) -> Tensor:
-        """int32 (tiles, 128, 4). pattern: bits of sub-blocks; edge: 1 right, 2 bottom; diagonal: 0 none, 1, 2."""
+        """int32 (tiles, 128, 4). pattern: bits of blocks; edge: 1 right, 2 bottom; diagonal: 0 none, 1, 2."""
         query = torch.arange(TILE, device=self.device)[:, None]
         start = torch.arange(0, TILE, 32, device=self.device)
         words = torch.zeros(1, 1, 1, dtype=torch.int64, device=self.device)
@@ -478,7 +487,7 @@ class _Looks:
         edge, diagonal = edge[:, None, None], diagonal[:, None, None]
         words = words & torch.where((edge & 1) == 1, _first_bits(self.lasts[1] - start), 2**32 - 1)
         words = torch.where(((edge & 2) == 2) & (query >= self.lasts[0]), 0, words)
-        # a query sees the keys up to this one, counted in the tile
+        # the last key that each query sees, relative to the tile
         last_key = query + self.behind - TILE * (diagonal - 1)
         words = torch.where(diagonal > 0, words & _first_bits(last_key + 1 - start), words)
         return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

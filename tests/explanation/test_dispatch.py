@@ -62,7 +62,7 @@ def test_lines_of_a_plan_are_those_of_its_mask(case: cases.Case) -> None:
     batch, heads = 2, 4
     plan = layout.plan("cpu")
     masks = layout.to_dense().expand(batch, heads, layout.q_len, layout.kv_len).flatten(0, 1)
-    for items, seen in ((plan.row_items, masks), (plan.col_items, masks.mT)):
+    for items, seen in ((plan.row_records, masks), (plan.col_records, masks.mT)):
         found = dispatch.of_records(items.numpy(), batch=batch, heads=heads)
         grids = [(tiles_by_loop(mask), quartered_by_loop(mask)) for mask in seen]
         expected = launched(
@@ -84,7 +84,7 @@ def test_long_lines_of_all_heads_come_first() -> None:
     blocks = torch.eye(16, dtype=torch.bool).repeat(2, 1, 1)
     blocks[0, 3], blocks[0, 5, :12], blocks[1, 9, :14], blocks[1, 2, 7:] = True, True, True, True
     plan = BlockLayout.from_block_mask(blocks, 2048, 2048, block_size=128).plan("cpu")
-    found = dispatch.of_records(plan.row_items.numpy(), batch=1, heads=2)
+    found = dispatch.of_records(plan.row_records.numpy(), batch=1, heads=2)
     assert found.tiles[:4].tolist() == [16, 14, 12, 10] and found.tiles[4:].tolist() == [1] * 28
     expected = launched([[(int(row.sum()), 0) for row in head] for head in blocks])
     assert found.tiles.tolist() == [tiles for tiles, _ in expected] and not found.partial.any()
@@ -96,7 +96,7 @@ def test_a_key_head_walks_the_columns_of_its_query_heads(group: int) -> None:
     layout = next(case for case in cases.LAYOUTS if case.name == "per-head").build()
     grids = [(tiles_by_loop(mask) > 0).sum(axis=0) for mask in layout.to_dense()[0]]
     summed = [np.sum(grids[first : first + group], axis=0).tolist() for first in range(0, 4, group)]
-    found = dispatch.of_records(layout.plan("cpu").col_items.numpy(), batch=3, heads=4, group=group)
+    found = dispatch.of_records(layout.plan("cpu").col_records.numpy(), batch=3, heads=4, group=group)
     assert sorted(found.tiles.tolist()) == sorted(3 * list(itertools.chain(*summed)))
 
 
@@ -159,6 +159,6 @@ def test_a_layout_is_not_needed_for_dense() -> None:
     """The same tiles as a layout of every pair, whose list says so."""
     plan = BlockLayout.from_blocks([0, 0, 1, 1], [0, 1, 0, 1], 256, 256, block_size=128).plan("cpu")
     sides = dispatch.without_layout(256, 256, causal=False, axes=3, kv_axes=3)
-    for side, items in zip(sides, (plan.row_items, plan.col_items), strict=True):
+    for side, items in zip(sides, (plan.row_records, plan.col_records), strict=True):
         listed = dispatch.of_records(items.numpy(), batch=3, heads=1)
         assert np.array_equal(side.tiles, listed.tiles) and np.array_equal(side.partial, listed.partial)

@@ -27,7 +27,7 @@ def test_huggingface_and_back(problem: Problem) -> None:
     assert added.dtype == dtype
     assert bool(((added == 0) == attends).all())
     assert from_huggingface(added, block_size=problem.block_size) == layout
-    # both ways of saying no, at once
+    # both masked values at once
     minus_infinity = torch.zeros_like(added).masked_fill(~attends, -torch.inf)
     mixed = torch.where(torch.from_numpy(problem.random.random(attends.shape) < 0.5), added, minus_infinity)
     assert from_huggingface(mixed, block_size=problem.block_size) == layout
@@ -69,26 +69,70 @@ def wrong(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: from_huggingface(wrong(-1e4), block_size=16), ValueError, r"got -10000.0 at \(0, 0, 2, 3\): that is a bias, not a mask"),
+        (
+            lambda: from_huggingface(wrong(-1e4), block_size=16),
+            ValueError,
+            r"got -10000.0 at \(0, 0, 2, 3\): that is a bias, not a mask",
+        ),
         (lambda: from_huggingface(wrong(1), block_size=16), ValueError, r"got 1.0 at \(0, 0, 2, 3\): that is a bias"),
         (lambda: from_huggingface(wrong(float("nan")), block_size=16), ValueError, r"got nan at \(0, 0, 2, 3\)"),
         (lambda: from_huggingface(wrong(float("inf")), block_size=16), ValueError, "got inf at"),
-        # the most negative number of another type is a number like any other
+        # the lowest number of another dtype is a bias
         (lambda: from_huggingface(wrong(-65504.0), block_size=16), ValueError, "got -65504.0 at"),
-        (lambda: from_huggingface(torch.ones(1, 1, 4, 5, dtype=torch.long), block_size=16), ValueError, "must be bool, or floating and added to the scores, got torch.int64"),
-        (lambda: from_huggingface(torch.ones(2, 5, dtype=torch.long), block_size=16), ValueError, "kv_lengths=kv_lengths_from_huggingface"),
-        (lambda: from_huggingface(torch.ones(2, 5, 5, dtype=torch.bool), block_size=16), ValueError, r"must have shape \(batch, 1 \| heads, q_len, kv_len\), got \(2, 5, 5\)"),
-        (lambda: from_huggingface(np.ones((1, 1, 5, 5), np.bool_), block_size=16), TypeError, "attention_mask must be a torch.Tensor, got ndarray"),
+        (
+            lambda: from_huggingface(torch.ones(1, 1, 4, 5, dtype=torch.long), block_size=16),
+            ValueError,
+            "must be bool, or floating and added to the scores, got torch.int64",
+        ),
+        (
+            lambda: from_huggingface(torch.ones(2, 5, dtype=torch.long), block_size=16),
+            ValueError,
+            "kv_lengths=kv_lengths_from_huggingface",
+        ),
+        (
+            lambda: from_huggingface(torch.ones(2, 5, 5, dtype=torch.bool), block_size=16),
+            ValueError,
+            r"must have shape \(batch, 1 \| heads, q_len, kv_len\), got \(2, 5, 5\)",
+        ),
+        (
+            lambda: from_huggingface(np.ones((1, 1, 5, 5), np.bool_), block_size=16),
+            TypeError,
+            "attention_mask must be a torch.Tensor, got ndarray",
+        ),
         (lambda: to_huggingface(torch.ones(4, 4)), TypeError, "layout must be a BlockLayout, got Tensor"),
-        (lambda: to_huggingface(from_huggingface(wrong(0), block_size=16), dtype=torch.int64), ValueError, "dtype must be torch.bool or a floating type, got torch.int64"),
-        (lambda: kv_lengths_from_huggingface(torch.tensor([[1, 1, 0], [0, 1, 1]])), ValueError, "must be padded on the right, but sequence 1 has padding before a token"),
-        (lambda: kv_lengths_from_huggingface(torch.tensor([[1, 1, 0], [1, 0, 1]])), ValueError, "must be padded on the right, but sequence 1 has padding before a token"),
-        (lambda: kv_lengths_from_huggingface(torch.tensor([[1, 2, 0]])), ValueError, r"must hold 0 and 1 only, got 2 at \(0, 1\)"),
-        (lambda: kv_lengths_from_huggingface(torch.ones(2, 3)), ValueError, r"must be bool or integers \(batch, kv_len\), got torch.float32 \(2, 3\)"),
-        (lambda: kv_lengths_from_huggingface(torch.ones(2, 1, 3, 3, dtype=torch.bool)), ValueError, r"must be bool or integers \(batch, kv_len\)"),
+        (
+            lambda: to_huggingface(from_huggingface(wrong(0), block_size=16), dtype=torch.int64),
+            ValueError,
+            "dtype must be torch.bool or a floating type, got torch.int64",
+        ),
+        (
+            lambda: kv_lengths_from_huggingface(torch.tensor([[1, 1, 0], [0, 1, 1]])),
+            ValueError,
+            "must be padded on the right, but sequence 1 has padding before a token",
+        ),
+        (
+            lambda: kv_lengths_from_huggingface(torch.tensor([[1, 1, 0], [1, 0, 1]])),
+            ValueError,
+            "must be padded on the right, but sequence 1 has padding before a token",
+        ),
+        (
+            lambda: kv_lengths_from_huggingface(torch.tensor([[1, 2, 0]])),
+            ValueError,
+            r"must hold 0 and 1 only, got 2 at \(0, 1\)",
+        ),
+        (
+            lambda: kv_lengths_from_huggingface(torch.ones(2, 3)),
+            ValueError,
+            r"must be bool or integers \(batch, kv_len\), got torch.float32 \(2, 3\)",
+        ),
+        (
+            lambda: kv_lengths_from_huggingface(torch.ones(2, 1, 3, 3, dtype=torch.bool)),
+            ValueError,
+            r"must be bool or integers \(batch, kv_len\)",
+        ),
         (lambda: kv_lengths_from_huggingface([[1, 0]]), TypeError, "attention_mask must be a torch.Tensor, got list"),
     ],
-)  # fmt: skip
+)
 def test_wrong_calls_are_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

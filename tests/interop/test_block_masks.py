@@ -19,7 +19,7 @@ from blocksparse_flash.interop import (
     to_deepspeed,
     to_xformers,
 )
-from blocksparse_flash.interop.stored import causal_part
+from blocksparse_flash.interop.block_arrays import causal_part
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -29,7 +29,7 @@ def causal(q_len: int, kv_len: int) -> np.ndarray:
 
 
 def spread(blocks: np.ndarray, side: int, q_len: int, kv_len: int) -> np.ndarray:
-    """The token mask of whole blocks."""
+    """The token mask of a block mask."""
     return blocks.repeat(side, -2).repeat(side, -1)[..., :q_len, :kv_len]
 
 
@@ -134,14 +134,14 @@ def test_deepspeed_and_xformers_and_back(seed: int) -> None:
     assert from_deepspeed(tensor, block=side) == layout == from_xformers(tensor, block_size=side)
     for found in (to_deepspeed(layout), to_xformers(layout)):
         torch.testing.assert_close(found, tensor)
-    # a layout in other blocks says the same where its mask does
+    # the layout may have another block size
     torch.testing.assert_close(to_deepspeed(BlockLayout.from_dense(mask, block_size=(16, 32)), block=side), tensor)
     below = BlockLayout.from_dense(mask & causal(length, length), block_size=side)
     assert from_xformers(tensor, block_size=side, causal=True) == below
     torch.testing.assert_close(to_xformers(below, causal=True), tensor * torch.ones(n, n, dtype=torch.int64).tril())
 
 
-# shifts by which the diagonal leaves one pair of a block out, none, or one in
+# shifts with which the diagonal masks one pair of a block, none, or all but one
 @pytest.mark.parametrize("lengths", [(50, 64), (49, 64), (48, 65), (64, 50), (70, 203)])
 @pytest.mark.parametrize("block_size", [16, (32, 16)])
 def test_the_causal_part_is_that_of_the_pairs(lengths: tuple[int, int], block_size: int | tuple[int, int]) -> None:
@@ -170,36 +170,120 @@ def layout_of(mask: np.ndarray, block_size: Any = 128) -> BlockLayout:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: to_block_sparse_attention(layout_of(causal(256, 256))), ValueError, r"cannot be given to Block-Sparse-Attention, which takes whole 128 x 128 blocks: block \(row 0, col 0\) of batch 0, head 0 attends in part"),
-        (lambda: to_block_sparse_attention(layout_of(np.tri(256, k=-1) > 0), causal=True), ValueError, r"blocks cut by the causal diagonal alone: block \(row 0, col 0\)"),
-        (lambda: to_block_sparse_attention(layout_of(np.ones((256, 256), np.bool_)), causal=True), ValueError, r"cut by the causal diagonal alone: block \(row 0, col 0\)"),
-        (lambda: to_block_sparse_attention(layout_of(np.ones((2, 128, 128), np.bool_)), heads=4), ValueError, "heads must be that of the layout, 2, or None, got 4"),
+        (
+            lambda: to_block_sparse_attention(layout_of(causal(256, 256))),
+            ValueError,
+            r"takes whole 128 x 128 blocks: block \(row 0, col 0\) of batch 0, head 0 attends in part",
+        ),
+        (
+            lambda: to_block_sparse_attention(layout_of(np.tri(256, k=-1) > 0), causal=True),
+            ValueError,
+            r"blocks cut by the causal diagonal alone: block \(row 0, col 0\)",
+        ),
+        (
+            lambda: to_block_sparse_attention(layout_of(np.ones((256, 256), np.bool_)), causal=True),
+            ValueError,
+            r"cut by the causal diagonal alone: block \(row 0, col 0\)",
+        ),
+        (
+            lambda: to_block_sparse_attention(layout_of(np.ones((2, 128, 128), np.bool_)), heads=4),
+            ValueError,
+            "heads must be that of the layout, 2, or None, got 4",
+        ),
         (lambda: to_block_sparse_attention(BASE), TypeError, "layout must be a BlockLayout, got Tensor"),
-        (lambda: from_block_sparse_attention(BASE, [1, 2], 256, 256), ValueError, r"head_mask_type must be 0 \(dense\), 1 \(block-sparse\) or -1 \(streaming\) for each head, got \[1, 2\]"),
-        (lambda: from_block_sparse_attention(BASE, [1, 1], 256, 256), ValueError, r"base_blockmask must have shape \(batch, 2 heads of type 1, 2, 2\), got \(1, 1, 2, 2\)"),
+        (
+            lambda: from_block_sparse_attention(BASE, [1, 2], 256, 256),
+            ValueError,
+            r"head_mask_type must be 0 \(dense\), 1 \(block-sparse\) or -1 \(streaming\) for each head, got \[1, 2\]",
+        ),
+        (
+            lambda: from_block_sparse_attention(BASE, [1, 1], 256, 256),
+            ValueError,
+            r"base_blockmask must have shape \(batch, 2 heads of type 1, 2, 2\), got \(1, 1, 2, 2\)",
+        ),
         (lambda: from_block_sparse_attention(BASE, [1], 257, 256), ValueError, r"heads of type 1, 3, 2\), got"),
         (lambda: from_block_sparse_attention(BASE * 2, [1], 256, 256), ValueError, "base_blockmask must hold 0"),
-        (lambda: from_block_sparse_attention(None, [1], 256, 256), ValueError, "base_blockmask must be given: 1 heads are of type 1"),
-        (lambda: from_block_sparse_attention(None, [-1], 256, 256), ValueError, "streaming_info must be given: sink and local of each head"),
-        (lambda: from_block_sparse_attention(None, [-1], 256, 256, streaming_info=[1]), ValueError, "streaming_info must hold sink and local"),
-        (lambda: from_block_sparse_attention(None, [-1], 256, 256, streaming_info=[1, -1]), ValueError, "streaming_info must hold sink and local, not negative"),
-        (lambda: from_block_sparse_attention(None, [-1], 256, 256, streaming_info=[1, 1], exact_streaming=True), ValueError, "exact_streaming must come with causal=True"),
-        (lambda: from_block_sparse_attention(None, [0], 256, 256, causal="no"), TypeError, "causal must be True or False, got 'no'"),  # type: ignore[arg-type]
-        (lambda: from_block_sparse_attention(None, [0], 256, 256, causal=True, exact_streaming=1), TypeError, "exact_streaming must be True or False, got 1"),  # type: ignore[arg-type]
-        (lambda: to_block_sparse_attention(layout_of(causal(256, 256)), causal="no"), TypeError, "causal must be True or False, got 'no'"),  # type: ignore[arg-type]
-        (lambda: from_xformers(torch.ones(1, 2, 2), block_size=16, causal="no"), TypeError, "causal must be True or False, got 'no'"),  # type: ignore[arg-type]
-        (lambda: to_xformers(layout_of(causal(32, 32), 16), causal="no"), TypeError, "causal must be True or False, got 'no'"),  # type: ignore[arg-type]
-        (lambda: from_deepspeed(torch.ones(2, 3, 4), block=16), ValueError, r"sparsity_layout must have shape \(heads, n, n\), got \(2, 3, 4\)"),
-        (lambda: from_deepspeed(torch.full((2, 3, 3), 2), block=16), ValueError, r"sparsity_layout must hold 0 \(masked\) and 1 \(attends\) only, got 2 at \(0, 0, 0\)"),
+        (
+            lambda: from_block_sparse_attention(None, [1], 256, 256),
+            ValueError,
+            "base_blockmask must be given: 1 heads are of type 1",
+        ),
+        (
+            lambda: from_block_sparse_attention(None, [-1], 256, 256),
+            ValueError,
+            "streaming_info must be given: sink and local of each head",
+        ),
+        (
+            lambda: from_block_sparse_attention(None, [-1], 256, 256, streaming_info=[1]),
+            ValueError,
+            "streaming_info must hold sink and local",
+        ),
+        (
+            lambda: from_block_sparse_attention(None, [-1], 256, 256, streaming_info=[1, -1]),
+            ValueError,
+            "streaming_info must hold sink and local, not negative",
+        ),
+        (
+            lambda: from_block_sparse_attention(None, [-1], 256, 256, streaming_info=[1, 1], exact_streaming=True),
+            ValueError,
+            "exact_streaming must come with causal=True",
+        ),
+        (
+            lambda: from_block_sparse_attention(None, [0], 256, 256, causal="no"),
+            TypeError,
+            "causal must be True or False, got 'no'",
+        ),
+        (
+            lambda: from_block_sparse_attention(None, [0], 256, 256, causal=True, exact_streaming=1),
+            TypeError,
+            "exact_streaming must be True or False, got 1",
+        ),
+        (
+            lambda: to_block_sparse_attention(layout_of(causal(256, 256)), causal="no"),
+            TypeError,
+            "causal must be True or False, got 'no'",
+        ),
+        (
+            lambda: from_xformers(torch.ones(1, 2, 2), block_size=16, causal="no"),
+            TypeError,
+            "causal must be True or False, got 'no'",
+        ),
+        (
+            lambda: to_xformers(layout_of(causal(32, 32), 16), causal="no"),
+            TypeError,
+            "causal must be True or False, got 'no'",
+        ),
+        (
+            lambda: from_deepspeed(torch.ones(2, 3, 4), block=16),
+            ValueError,
+            r"sparsity_layout must have shape \(heads, n, n\), got \(2, 3, 4\)",
+        ),
+        (
+            lambda: from_deepspeed(torch.full((2, 3, 3), 2), block=16),
+            ValueError,
+            r"sparsity_layout must hold 0 \(masked\) and 1 \(attends\) only, got 2 at \(0, 0, 0\)",
+        ),
         (lambda: from_deepspeed(torch.ones(2, 3, 3), block=8), ValueError, "block_size must be a multiple of 16"),
         (lambda: from_xformers([[1]], block_size=16), TypeError, "sparsity_layout must be a torch.Tensor, got list"),
-        (lambda: to_deepspeed(layout_of(np.ones((32, 48), np.bool_), 16)), ValueError, "cannot be given to DeepSpeed, which takes one mask for the batch.*got batch 1, 32 x 48 tokens"),
-        (lambda: to_deepspeed(layout_of(np.ones((40, 40), np.bool_), 16)), ValueError, "whole square blocks: got batch 1, 40 x 40 tokens in blocks of .16, 16."),
+        (
+            lambda: to_deepspeed(layout_of(np.ones((32, 48), np.bool_), 16)),
+            ValueError,
+            "cannot be given to DeepSpeed, which takes one mask for the batch.*got batch 1, 32 x 48 tokens",
+        ),
+        (
+            lambda: to_deepspeed(layout_of(np.ones((40, 40), np.bool_), 16)),
+            ValueError,
+            "whole square blocks: got batch 1, 40 x 40 tokens in blocks of .16, 16.",
+        ),
         (lambda: to_deepspeed(layout_of(np.ones((2, 1, 32, 32), np.bool_), 16)), ValueError, "got batch 2"),
         (lambda: to_deepspeed(layout_of(np.ones((32, 32), np.bool_), (16, 32))), ValueError, "whole square blocks"),
-        (lambda: to_xformers(layout_of(causal(32, 32), 16)), ValueError, r"cannot be given to xFormers, which takes whole 16 x 16 blocks: block \(row 0, col 0\)"),
+        (
+            lambda: to_xformers(layout_of(causal(32, 32), 16)),
+            ValueError,
+            r"cannot be given to xFormers, which takes whole 16 x 16 blocks: block \(row 0, col 0\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_calls_are_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

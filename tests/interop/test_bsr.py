@@ -34,7 +34,7 @@ def sparse_tensors_are_in_beta() -> Any:
 
 
 def one_of(problem: Problem) -> tuple[BlockLayout, int, int, np.ndarray]:
-    """(layout, batch, head, its mask), any of the heads."""
+    """(layout, batch, head, mask) for a random head."""
     batch, head = (int(problem.random.integers(0, size)) for size in problem.mask.shape[:2])
     layout = BlockLayout.from_dense(problem.mask, block_size=problem.block_size)
     return layout, batch, head, problem.mask[batch, head]
@@ -48,9 +48,9 @@ def as_layout(mask: np.ndarray, block_size: Any) -> BlockLayout:
 
 
 def flashinfer(bsr: FlashInferBsr) -> np.ndarray:
-    """bool (M, N): the pairs of FlashInfer's rows of blocks, one pair at a time.
+    """bool (M, N): the pairs of FlashInfer's block rows, one pair at a time.
 
-    A packed mask is read as FlashInfer flattens it: in a row of blocks the queries one after another, each with all keys
+    A packed mask is read as FlashInfer flattens it: in a block row the queries one after another, each with all keys
     of the row's blocks; bit i of byte n is element 8 n + i.
     """
     mask = np.zeros((-(-bsr.M // bsr.R) * bsr.R, bsr.N), np.bool_)
@@ -77,7 +77,7 @@ def whole_keys(mask: np.ndarray, block_kv: int) -> np.ndarray:
 def test_flashinfer_and_back(problem: Problem) -> None:
     padded = whole_keys(problem.mask, problem.block_size[1])[..., :96, :]
     if padded.shape[-1] > 512:
-        # the oracle takes a microsecond a pair
+        # the oracle takes a microsecond per pair
         return
     layout = as_layout(padded, problem.block_size)
     batch, head = (int(problem.random.integers(0, size)) for size in padded.shape[:2])
@@ -108,7 +108,7 @@ def test_flashinfer_takes_cols_in_any_order() -> None:
     full = from_flashinfer(bsr.indptr, bsr.indices, 23, 96, block_size=(16, 32))
     assert full == as_layout(flashinfer(bsr._replace(mask=None)), (16, 32))
     assert to_flashinfer(full).mask is None
-    # packed for 23 queries, or for all of the last row of blocks
+    # packed for 23 queries, or for all of the last block row
     every_bit = np.packbits(
         np.concatenate([pairs[:2].swapaxes(0, 1).reshape(-1), pairs[2].reshape(-1)]), bitorder="little"
     )
@@ -146,7 +146,7 @@ def test_scipy_adds_what_is_stored_twice() -> None:
 
 
 def test_many_times_the_same_pair_is_not_once() -> None:
-    """257 ones of 8 bits are 1, and 256 of them 0, if their sum may wrap around."""
+    """In int8 the sum of 257 ones wraps to 1, and of 256 ones to 0."""
     for count in (256, 257):
         ones, nowhere = np.ones(count, np.int8), np.zeros(count, np.int64)
         pairs = scipy.sparse.coo_array((ones, (nowhere, nowhere)), shape=(3, 3))
@@ -162,7 +162,7 @@ def test_many_times_the_same_pair_is_not_once() -> None:
 
 @pytest.mark.parametrize("col", [-1, 4])
 def test_keys_that_do_not_exist_are_refused(col: int) -> None:
-    """PyTorch and SciPy do not look unless they are asked to; the layout had no such pair, or another."""
+    """PyTorch and SciPy check indices on request only."""
     indptr, cols = [0, 1, 1, 1, 1], [col]
     tensor = torch.sparse_csr_tensor(indptr, cols, [1.0], (4, 4), check_invariants=False)
     matrix = scipy.sparse.csr_array((4, 4), dtype=np.int8)
@@ -176,7 +176,7 @@ def test_keys_that_do_not_exist_are_refused(col: int) -> None:
 def test_torch_sparse_and_back(problem: Problem) -> None:
     layout, batch, head, mask = one_of(problem)
     if not mask.size:
-        # torch gives no sparse tensor an empty axis
+        # torch has no sparse tensors with an empty axis
         return
     expected = as_layout(mask, problem.block_size)
     bsr = to_torch_sparse(layout, batch, head)
@@ -215,37 +215,117 @@ def rows(indptr: list[int], indices: list[int], **options: Any) -> BlockLayout:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: rows([0, 1], [0]), ValueError, r"indptr must have n_rows \+ 1 = 3 entries that ascend from 0 to len\(indices\) = 1, got 2"),
+        (
+            lambda: rows([0, 1], [0]),
+            ValueError,
+            r"indptr must have n_rows \+ 1 = 3 entries that ascend from 0 to len\(indices\) = 1, got 2",
+        ),
         (lambda: rows([0, 2, 1], [0]), ValueError, "indptr must have n_rows"),
         (lambda: rows([0, 1, 1], [2]), ValueError, "indices must be in 0 .. n_cols - 1 = 1, got 2 at 0"),
         (lambda: rows([0, 2, 2], [1, 1]), ValueError, r"indices must name every block once, but \(0, 1\) comes again"),
         (lambda: rows([0, 1, 1], [0], block_size=1), ValueError, "block_size must be a multiple of 16"),
-        (lambda: rows([0, 1, 1], [0], mask=ONE, packed_mask=torch.zeros(32, dtype=torch.uint8)), ValueError, "must not both be given"),
-        (lambda: rows([0, 1, 1], [0], mask=ONE.int()), ValueError, r"mask must be bool \(nnz, R, C\) = \(1, 16, 16\), got torch.int32"),
-        (lambda: rows([0, 1, 1], [0], mask=ONE.repeat(2, 1, 1)), ValueError, r"mask must be bool .* got torch.bool \(2, 16, 16\)"),
-        (lambda: rows([0, 1, 1], [0], packed_mask=torch.zeros(31, dtype=torch.uint8)), ValueError, "packed_mask must be uint8 with 32 entries"),
-        (lambda: to_flashinfer(as_layout(np.ones((30, 30), np.bool_), 16)), ValueError, "has 30 keys, but FlashInfer takes multiples of block_kv = 16 only: pad the keys"),
-        (lambda: to_flashinfer(as_layout(np.ones((32, 32), np.bool_), 16), head=1), ValueError, "head must be in 0 .. 0"),
-        (lambda: to_flashinfer(as_layout(np.ones((32, 32), np.bool_), 16), packed="no"), TypeError, "packed must be True or False, got 'no'"),  # type: ignore[arg-type]
+        (
+            lambda: rows([0, 1, 1], [0], mask=ONE, packed_mask=torch.zeros(32, dtype=torch.uint8)),
+            ValueError,
+            "must not both be given",
+        ),
+        (
+            lambda: rows([0, 1, 1], [0], mask=ONE.int()),
+            ValueError,
+            r"mask must be bool \(nnz, R, C\) = \(1, 16, 16\), got torch.int32",
+        ),
+        (
+            lambda: rows([0, 1, 1], [0], mask=ONE.repeat(2, 1, 1)),
+            ValueError,
+            r"mask must be bool .* got torch.bool \(2, 16, 16\)",
+        ),
+        (
+            lambda: rows([0, 1, 1], [0], packed_mask=torch.zeros(31, dtype=torch.uint8)),
+            ValueError,
+            "packed_mask must be uint8 with 32 entries",
+        ),
+        (
+            lambda: to_flashinfer(as_layout(np.ones((30, 30), np.bool_), 16)),
+            ValueError,
+            "has 30 keys, but FlashInfer takes multiples of block_kv = 16 only: pad the keys",
+        ),
+        (
+            lambda: to_flashinfer(as_layout(np.ones((32, 32), np.bool_), 16), head=1),
+            ValueError,
+            "head must be in 0 .. 0",
+        ),
+        (
+            lambda: to_flashinfer(as_layout(np.ones((32, 32), np.bool_), 16), packed="no"),
+            TypeError,
+            "packed must be True or False, got 'no'",
+        ),
         (lambda: rows([0, 1, 1], [0], mask=ONE.numpy()), TypeError, "mask must be a torch.Tensor, got ndarray"),
         (lambda: rows([0, 1, 1], [0], packed_mask=[0]), TypeError, "packed_mask must be a torch.Tensor, got list"),
-        (lambda: from_flashinfer(torch.ones(3).bfloat16(), torch.ones(1), 32, 32, block_size=16), ValueError, "indptr must be integers, got torch.bfloat16"),
-        (lambda: from_scipy_csr(scipy.sparse.coo_array(np.ones(3)), block_size=16), ValueError, r"matrix must have two axes \(q_len, kv_len\), got shape \(3,\)"),
-        (lambda: to_scipy_bsr(3), TypeError, "layout must be a BlockLayout, got int"),  # type: ignore[arg-type]
-        (lambda: from_scipy_bsr(BSR.tocsr()), TypeError, "must be a scipy.sparse BSR matrix, got csr_array: use from_scipy_csr"),
+        (
+            lambda: from_flashinfer(torch.ones(3).bfloat16(), torch.ones(1), 32, 32, block_size=16),
+            ValueError,
+            "indptr must be integers, got torch.bfloat16",
+        ),
+        (
+            lambda: from_scipy_csr(scipy.sparse.coo_array(np.ones(3)), block_size=16),
+            ValueError,
+            r"matrix must have two axes \(q_len, kv_len\), got shape \(3,\)",
+        ),
+        (lambda: to_scipy_bsr(3), TypeError, "layout must be a BlockLayout, got int"),
+        (
+            lambda: from_scipy_bsr(BSR.tocsr()),
+            TypeError,
+            "must be a scipy.sparse BSR matrix, got csr_array: use from_scipy_csr",
+        ),
         (lambda: from_scipy_bsr(BSR, q_len=16), ValueError, r"q_len must end in the last block, in 17 .. 32, got 16"),
-        (lambda: from_scipy_bsr(BSR, kv_len=31), ValueError, "must be 0 beyond q_len x kv_len = 32 x 31, but a pair there is 1"),
-        (lambda: from_scipy_bsr(BSR * 2), ValueError, r"must hold 0 \(masked\) and 1 \(attends\) only, got 2 at \(0, 0, 0\)"),
-        (lambda: from_scipy_csr(np.ones((4, 4)), block_size=16), TypeError, "matrix must be a scipy.sparse matrix or array, got ndarray"),
-        (lambda: from_torch_sparse(torch.ones(4, 4)), ValueError, r"must be torch.sparse_bsr or torch.sparse_csr with two axes, got torch.strided"),
-        (lambda: from_torch_sparse(torch.ones(4, 4).to_sparse_csr()), ValueError, "block_size must be given for a CSR tensor"),
-        (lambda: from_torch_sparse(torch.ones(4, 4).to_sparse_csr(), block_size=16, q_len=5), ValueError, "q_len must be the length of the CSR tensor, 4, or None, got 5"),
-        (lambda: from_torch_sparse(torch.ones(32, 32).to_sparse_bsr((16, 16)), block_size=32), ValueError, r"block_size must be the tensor's own, \(16, 16\), or None"),
-        (lambda: from_torch_sparse((torch.ones(4, 4) * 0.5).to_sparse_csr(), block_size=16), ValueError, "only, got 0.5 at"),
-        (lambda: from_torch_sparse([[1]]), TypeError, "tensor must be a sparse torch.Tensor, got list"),  # type: ignore[arg-type]
-        (lambda: to_torch_sparse(as_layout(np.ones((32, 32), np.bool_), 16), sparse_layout=torch.sparse_coo), ValueError, "sparse_layout must be torch.sparse_bsr or torch.sparse_csr, got torch.sparse_coo"),
+        (
+            lambda: from_scipy_bsr(BSR, kv_len=31),
+            ValueError,
+            "must be 0 beyond q_len x kv_len = 32 x 31, but a pair there is 1",
+        ),
+        (
+            lambda: from_scipy_bsr(BSR * 2),
+            ValueError,
+            r"must hold 0 \(masked\) and 1 \(attends\) only, got 2 at \(0, 0, 0\)",
+        ),
+        (
+            lambda: from_scipy_csr(np.ones((4, 4)), block_size=16),
+            TypeError,
+            "matrix must be a scipy.sparse matrix or array, got ndarray",
+        ),
+        (
+            lambda: from_torch_sparse(torch.ones(4, 4)),
+            ValueError,
+            r"must be torch.sparse_bsr or torch.sparse_csr with two axes, got torch.strided",
+        ),
+        (
+            lambda: from_torch_sparse(torch.ones(4, 4).to_sparse_csr()),
+            ValueError,
+            "block_size must be given for a CSR tensor",
+        ),
+        (
+            lambda: from_torch_sparse(torch.ones(4, 4).to_sparse_csr(), block_size=16, q_len=5),
+            ValueError,
+            "q_len must be the length of the CSR tensor, 4, or None, got 5",
+        ),
+        (
+            lambda: from_torch_sparse(torch.ones(32, 32).to_sparse_bsr((16, 16)), block_size=32),
+            ValueError,
+            r"block_size must be the tensor's own, \(16, 16\), or None",
+        ),
+        (
+            lambda: from_torch_sparse((torch.ones(4, 4) * 0.5).to_sparse_csr(), block_size=16),
+            ValueError,
+            "only, got 0.5 at",
+        ),
+        (lambda: from_torch_sparse([[1]]), TypeError, "tensor must be a sparse torch.Tensor, got list"),
+        (
+            lambda: to_torch_sparse(as_layout(np.ones((32, 32), np.bool_), 16), sparse_layout=torch.sparse_coo),
+            ValueError,
+            "sparse_layout must be torch.sparse_bsr or torch.sparse_csr, got torch.sparse_coo",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_calls_are_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -1,4 +1,4 @@
-"""interop/kv_lists.py, flex_attention.py and flash_attention_4.py, against FlexAttention itself and loops over lists."""
+"""interop/kv_lists.py, flex_attention.py and flash_attention_4.py, against FlexAttention and loops over lists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MaskMod = Callable[..., torch.Tensor]
 
 
 def mask_of_lists(tensors: Any, attends: Callable[[int, int, int, int], bool], q_len: int, kv_len: int) -> np.ndarray:
-    """bool (batch, heads, q_len, kv_len): what a kernel that walks FlashAttention-4's lists computes."""
+    """bool (batch, heads, q_len, kv_len): the mask of a kernel that iterates over FlashAttention-4's lists."""
     batch, heads, n_rows = tensors.mask_block_cnt.shape
     mask = np.zeros((batch, heads, q_len, kv_len), np.bool_)
     block_q, block_kv = tensors.block_size
@@ -50,7 +50,7 @@ def mask_of_lists(tensors: Any, attends: Callable[[int, int, int, int], bool], q
 
 
 def as_flash_attention_4(block_mask: BlockMask) -> BlockSparseTensors:
-    """The same lists under FlashAttention-4's names."""
+    """The same lists with FlashAttention-4's field names."""
     return BlockSparseTensors(
         block_mask.kv_num_blocks,
         block_mask.kv_indices,
@@ -71,7 +71,7 @@ def test_flex_attention_and_back(problem: Problem) -> None:
     assert block_mask.BLOCK_SIZE == layout.block_size
     assert block_mask.seq_lengths == layout.shape[2:]
     assert from_flex_attention(block_mask) == layout
-    # FlexAttention without torch.compile asks mask_mod about every pair
+    # without torch.compile FlexAttention evaluates mask_mod for every pair
     every_pair = create_mask(block_mask.mask_mod, *layout.shape, device="cpu")
     torch.testing.assert_close(every_pair, torch.from_numpy(problem.mask))
 
@@ -110,7 +110,7 @@ def test_from_flex_attention_is_its_mask(name: str, separate: bool, lengths: Any
 
 
 def test_a_mask_mod_may_index_tensors_of_the_exact_length() -> None:
-    """Positions handed to it exist, and are single positions: table[b][h] indexes, rather than gathers."""
+    """mask_mod gets existing, single positions, so that table[b][h] indexes instead of gathering."""
     documents = torch.arange(203) // 50
     starts = torch.tensor([[0, 10, 20], [30, 40, 50]])
 
@@ -122,7 +122,7 @@ def test_a_mask_mod_may_index_tensors_of_the_exact_length() -> None:
     assert found == BlockLayout.from_dense(expected, block_size=64)
 
 
-def test_from_flex_attention_asks_about_partial_blocks_only() -> None:
+def test_from_flex_attention_evaluates_partial_blocks_only() -> None:
     asked = []
 
     def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -144,7 +144,7 @@ def test_from_flex_attention_asks_about_partial_blocks_only() -> None:
 
 
 def test_shared_lists_with_a_mask_mod_by_head() -> None:
-    """FlexAttention evaluates mask_mod at the true head even where the lists are shared; so do we, told how many."""
+    """FlexAttention evaluates mask_mod for every head even if the lists are shared; `heads` does the same here."""
     made = create_block_mask(
         lambda b, h, q, kv: (q - kv).abs() <= 30, None, None, 130, 130, device="cpu", BLOCK_SIZE=64
     )
@@ -185,7 +185,7 @@ def test_flex_attention_computes_with_it_what_the_reference_does(case: cases.Cas
         for length in (q_len, kv_len, kv_len)
     )
     with warnings.catch_warnings():
-        # that it is slow without torch.compile
+        # the warning that it is slow without torch.compile
         warnings.simplefilter("ignore")
         found = flex_attention(q, k, v, block_mask=to_flex_attention(layout))
     expected, _ = reference.attention(q, k, v, layout.to_dense())
@@ -194,7 +194,7 @@ def test_flex_attention_computes_with_it_what_the_reference_does(case: cases.Cas
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_flex_attention_computes_with_it_what_the_reference_does() -> None:
-    """Compiled kernels walk the lists, and ask mask_mod about partial blocks only."""
+    """Compiled kernels iterate over the lists and evaluate mask_mod for partial blocks only."""
     random = torch.Generator().manual_seed(0)
     mask = torch.rand(2, 2, 203, 150, generator=random) < 0.3
     mask[..., :128, 64:128], mask[..., 128:, :64] = True, False
@@ -231,12 +231,12 @@ def test_aux_tensors_say_which_pairs_attend(problem: Problem) -> None:
     mask = to_flash_attention_4(layout)
     assume(mask.aux_tensors is not None)
     assert mask.aux_tensors is not None
-    looks, bitmasks = (tensor.numpy() for tensor in mask.aux_tensors)
+    table, bitmasks = (tensor.numpy() for tensor in mask.aux_tensors)
     block_q, block_kv = layout.block_size
     b, h, q, kv = np.ogrid[tuple(map(slice, layout.shape))]
-    look = looks[b, h, q // block_q, kv // block_kv]
-    bits = bitmasks[np.maximum(look, 0), q % block_q, kv % block_kv // 32] >> (kv % block_kv % 32) & 1
-    np.testing.assert_array_equal(np.where(look < 0, look == -1, bits == 1), problem.mask)
+    index = table[b, h, q // block_q, kv // block_kv]
+    bits = bitmasks[np.maximum(index, 0), q % block_q, kv % block_kv // 32] >> (kv % block_kv % 32) & 1
+    np.testing.assert_array_equal(np.where(index < 0, index == -1, bits == 1), problem.mask)
 
 
 @pytest.mark.parametrize("name", ["causal", "by head and batch"])
@@ -245,7 +245,7 @@ def test_from_flash_attention_4_is_the_mask_of_the_same_lists(name: str) -> None
     tensors = as_flash_attention_4(made)
     expected = from_flex_attention(made)
     assert from_flash_attention_4(tensors, 300, 203, mask_mod=MASK_MODS[name]) == expected
-    # any object will do, without a block size of its own
+    # any object with the fields, here without a block size
     plain = SimpleNamespace(**{key: value for key, value in tensors._asdict().items() if key.endswith(("cnt", "idx"))})
     assert from_flash_attention_4(plain, 300, 203, mask_mod=MASK_MODS[name], block_size=(64, 128)) == expected
 
@@ -326,11 +326,11 @@ def test_wrong_calls_with_flex_attention_are_refused() -> None:
     with pytest.raises(ValueError, match=r"has been sliced and lost its mask_mod: set block_mask\.mask_mod"):
         from_flex_attention(made[:1])
     with pytest.raises(TypeError, match="block_mask must be a flex_attention BlockMask, got Tensor"):
-        from_flex_attention(torch.ones(4, 4))  # type: ignore[arg-type]
+        from_flex_attention(torch.ones(4, 4))
     with pytest.raises(ValueError, match="kv_num_blocks, kv_indices: batch and heads must be equal or 1"):
         from_flex_attention(made, heads=4)
     with pytest.raises(TypeError, match="layout must be a BlockLayout, got BlockMask"):
-        to_flex_attention(made)  # type: ignore[arg-type]
+        to_flex_attention(made)
     with pytest.raises(ValueError, match="layout must have queries and keys for FlexAttention, got 0 x 5"):
         to_flex_attention(BlockLayout.from_dense(torch.ones(0, 5, dtype=torch.bool), block_size=16))
 
@@ -366,7 +366,7 @@ def test_wrong_types_are_refused() -> None:
     with pytest.raises(TypeError, match="tensors must have mask_block_cnt and mask_block_idx, got int"):
         from_flash_attention_4(3, 128, 128)
     with pytest.raises(TypeError, match="must be torch tensors, got list"):
-        from_flash_attention_4(BlockSparseTensors([[[0]]], [[[[0]]]], block_size=(64, 64)), 64, 64)  # type: ignore[arg-type]
+        from_flash_attention_4(BlockSparseTensors([[[0]]], [[[[0]]]], block_size=(64, 64)), 64, 64)
     with pytest.raises(ValueError, match=r"mask_mod must be given.*batch and heads are what it is evaluated for"):
         none = BlockSparseTensors(int32([[[0]]]), int32([[[[0]]]]), block_size=(64, 64))
         from_flash_attention_4(none, 64, 64, heads=2)

@@ -278,7 +278,7 @@ def test_a_layout_arrives_by_one_copy_as_it_was() -> None:
     wanted = [*layout.plan("cpu"), *layout._tensors]
     for tensor, expected in zip(tensors, wanted, strict=True):
         assert torch.equal(tensor.cpu(), expected) and tensor.data_ptr() % 16 == 0 and tensor.storage_offset() == 0
-    kept = moved.plan("cuda").words
+    kept = moved.plan("cuda").bitmasks
     del layout, moved, tensors
     # would overwrite the memory if it had been freed
     junk = [torch.full((1 << 16,), 7, dtype=torch.int32, device="cuda") for _ in range(64)]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.kernels.plan_format import Plan
 from blocksparse_flash.kernels.schedule import TILE, WHOLE, Split, choose, n_long, split_of
-from blocksparse_flash.plan.host_builder import Plan
 
 # an H200
 MULTIPROCESSORS = 132
@@ -61,7 +61,7 @@ def test_lines_worth_splitting_are_those_of_the_mask(
     plan = layout.plan("cpu")
     assert counted(plan) == [long_lines_by_loop(blocks, columns=columns) for columns in (False, True)]
     # they are among those that a launch takes first
-    for items, count in zip((plan.row_items, plan.col_items), counted(plan), strict=True):
+    for items, count in zip((plan.row_records, plan.col_records), counted(plan), strict=True):
         assert count <= min(63, int(items[0, 0, 0, 7]))
 
 
@@ -79,7 +79,7 @@ def test_a_selection_on_a_device_names_none() -> None:
     """Nobody on the host knows what was selected."""
     indices = torch.zeros(1, 1, 64, 1, dtype=torch.int32)
     plan = BlockLayout.from_topk(indices, 64 * TILE, 64 * TILE, block_size=TILE).plan("cpu")
-    assert plan.col_items[0, 0, 0, 2] == 64
+    assert plan.col_records[0, 0, 0, 2] == 64
     assert counted(plan) == [0, 0]
 
 
@@ -94,10 +94,12 @@ def test_lists_of_different_kinds_never_have_a_length_in_common(kind: str) -> No
             indices = torch.arange(n_blocks).repeat(1, 1, 40, 1)
             layout = BlockLayout.from_topk(indices, 40 * TILE, 40 * TILE, block_size=TILE)
         plan = layout.plan("cpu")
-        lengths = [len(values) for values in (plan.row_indices, plan.row_ids, plan.col_indices, plan.col_ids)]
+        lengths = [
+            len(values) for values in (plan.row_indices, plan.row_bitmask_ids, plan.col_indices, plan.col_bitmask_ids)
+        ]
         assert [length % 8 for length in lengths] == [1, 3, 1, 5]
         # the two that always agree, one value behind the last
-        assert lengths[0] == lengths[2] > int(plan.row_items[..., 2].sum())
+        assert lengths[0] == lengths[2] > int(plan.row_records[..., 2].sum())
         assert all(length <= lengths[0] + 8 * 63 + 4 for length in lengths)
 
 

@@ -1,4 +1,4 @@
-"""Does every head keep the pairs that cost it at most the threshold?"""
+"""masks.alibi_windows: each head keeps the pairs whose penalty is at most the threshold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import masks
 from tests.support.double_loop import assert_heads_attend
 
-# of the paper: 8 heads start at 1/2, 16 at 2**-0.5; 12 heads take those of 8 and every other one of 16
+# from the paper: slopes of 8 heads start at 1/2, of 16 at 2**-0.5; 12 heads use those of 8 and every other one of 16
 EIGHT = [2.0**-power for power in range(1, 9)]
 TWELVE = EIGHT + [2.0 ** -(power / 2) for power in (1, 3, 5, 7)]
 

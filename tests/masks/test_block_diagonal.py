@@ -1,4 +1,4 @@
-"""Are chunks of any size exact, in any block and at any edge?"""
+"""masks.block_diagonal and block_causal: any chunk size, at any edge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a noised block see itself and the clean past, to the token?"""
+"""masks.block_diffusion: noised blocks see themselves and the clean past."""
 
 from __future__ import annotations
 

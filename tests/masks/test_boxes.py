@@ -1,7 +1,4 @@
-"""Are the blocks that are looked at nearly those that are kept, whatever the grid and the order?
-
-That layouts are exact is held by test_grid.py.
-"""
+"""masks/boxes.py: candidate blocks are few on any grid, in any order. test_grid.py tests that layouts are exact."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from masks.boxes import Axis
 from masks.canvas import read_canvas
 
 LENGTH = 65536
-# kernels and dilations of less than a block and of more; sides of powers of two, and ragged ones; short and long lines
+# kernels and dilations below and above a block; power-of-two and ragged sides; short and long lines
 NEIGHBORHOODS = {
     "line": ((LENGTH,), {"kernel": 257}),
     "line, far apart": ((LENGTH,), {"kernel": 7, "dilation": LENGTH // 7}),
@@ -39,7 +36,7 @@ ORDERS = {
 
 @pytest.fixture
 def n_looked_at(monkeypatch):
-    """A list that gets the number of candidates, and of different ones, of every layout built."""
+    """A list that receives, for every layout built, the number of candidates and of distinct candidates."""
     counts = []
 
     def counted(canvas, rows, cols):
@@ -71,10 +68,10 @@ def test_candidates_in_order_are_few(name, order, n_looked_at):
     assert n_listed <= 64 * layout.nnz
 
 
-# lines shorter than a block, and longer than the keys of one, where stretches of lines are taken apart
+# lines shorter than a block, and lines longer than its keys, which are split
 @pytest.mark.parametrize(("grid", "block_size"), [((9, 14), 16), ((9, 20), (64, 16))])
-def test_any_stretches_will_do(grid, block_size):
-    """Stretches that no family has: each coordinate's own, as long as it sees itself; from itself on every other time."""
+def test_any_ranges(grid, block_size):
+    """Ranges that no family has: random ones that contain the coordinate, or begin at it."""
     generator = np.random.default_rng(0)
     canvas = read_canvas(math.prod(grid), block_size)
     for number in range(20):

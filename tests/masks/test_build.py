@@ -1,4 +1,4 @@
-"""Is a mask that is written as text the mask that Python would build, and is a wrong word pointed at?"""
+"""masks.build: text gives the same mask as Python, and errors point at the wrong word."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_mask_has_a_setting():
 
 @pytest.mark.parametrize("block_size", [16, 48, (32, 64)])
 @pytest.mark.parametrize("name", [name for name in masks.__all__ if takes_a_length(name)])
-def test_a_call_is_the_call(name, block_size):
+def test_a_text_call_equals_the_python_call(name, block_size):
     setting = SETTINGS[name]
     if name in ("butterfly", "pixelfly"):
         block_size = 48
@@ -63,7 +63,7 @@ def test_a_call_is_the_call(name, block_size):
     assert masks.build(f"{spec[:-1]}{', ' if setting else ''}block_size={block_size!r})", length) == expected
 
 
-def test_masks_without_a_length_come_to_it():
+def test_masks_without_a_length_must_have_the_length_of_the_specification():
     grid = masks.build("neighborhood(grid=(8, 16), kernel=3) | swin((8, 16), window=4)", 128, block_size=16)
     expected = masks.neighborhood((8, 16), kernel=3, block_size=16) | masks.swin((8, 16), window=4, block_size=16)
     assert grid == expected
@@ -72,7 +72,7 @@ def test_masks_without_a_length_come_to_it():
     assert masks.build("tree([-1, 0, 0, 1], prompt=20)", (4, 24)) == tree
 
 
-# ---- random expressions: precedence is Python's, by another way than the parser ----
+# ---- random expressions, with Python's precedence implemented independently of the parser ----
 
 LEAVES = {
     "butterfly": masks.butterfly(200, block_size=48),
@@ -199,7 +199,7 @@ def test_a_wrong_word_is_pointed_at(spec, message, pointed):
 @pytest.mark.parametrize(
     "spec", ["~" * 1900 + "causal", "(" * 900 + "causal" + ")" * 900, "causal\0", "local(" + "[" * 900]
 )
-def test_what_the_parser_cannot_take_is_refused(spec):
+def test_text_beyond_the_limits_of_the_parser_is_refused(spec):
     with warnings.catch_warnings(), pytest.raises(ValueError, match=r"spec: |at most 100 operators"):
         masks.build(spec, 320)
 

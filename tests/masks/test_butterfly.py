@@ -1,4 +1,4 @@
-"""Is the butterfly the closed form of its paper?"""
+"""masks.butterfly: the closed form of the paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are lengths and block sizes read alike by every builder, and bad ones refused?"""
+"""masks/canvas.py: every builder reads lengths and block sizes alike, and refuses bad ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BUILDERS = {
     "small_world": lambda length, **block: masks.small_world(length, neighbors=0, rewire=0.5, seed=3, **block),
     "vertical_slash": lambda length, **block: masks.vertical_slash(length, verticals=[], slashes=[], **block),
 }
-# these take no length, or half of the layout's: given sequences and scores, grids, orders of tokens, text
+# builders without a length, or with half of the layout's: sequences, scores, grids, token orders, text
 OTHERS = {
     *("axial", "block_diffusion", "build", "documents", "hilbert_order", "lsh", "morton_order", "neighborhood"),
     *("shared_prefix", "sliding_tile", "swin", "tile_order", "top_k", "top_p", "tree"),
@@ -53,7 +53,7 @@ def test_blocks_are_counted_and_placed():
     assert first.tolist() == [200, 232, 264, 296]
     assert last.tolist() == [231, 263, 295, 299]
     lowest, highest = canvas.distances(np.array([0, 3]), np.array([0, 4]))
-    # query 0 stands at 200: at most 200 + 31 from key 0, at least 200 from key 63
+    # query 0 is at key position 200
     assert lowest.tolist() == [200 - 63, 296 - 256 - 63]
     assert highest.tolist() == [231, 296 - 256 + 31]
 
@@ -110,7 +110,7 @@ def test_refused_block_size(builder, block_size, error, message):
         build(64, block_size=block_size)
 
 
-def test_blocks_between_lists_every_block_of_its_stretches_once():
+def test_blocks_between_lists_every_block_of_its_ranges_once():
     generator = np.random.default_rng(0)
     for _ in range(200):
         n_stretches = int(generator.integers(1, 6))

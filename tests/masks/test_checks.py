@@ -1,4 +1,4 @@
-"""Are whole numbers told from what only looks like them?"""
+"""masks/checks.py: integers are accepted by type, not by value."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from masks.checks import read_fraction, read_integer, read_integers, read_switch
 
 
 @pytest.mark.parametrize("value", [7, np.int64(7), np.uint8(7)])
-def test_an_integer_of_any_make_is_an_int(value):
+def test_every_integer_type_becomes_an_int(value):
     assert type(read_integer("n", value, at_least=0)) is int
     assert read_integer("n", value, at_least=7, at_most=7) == 7
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 7.0, np.float64(7), "7", None, [7], torch.tensor(7)], ids=repr)
-def test_anything_else_is_no_int(value):
+def test_anything_else_is_refused(value):
     with pytest.raises(TypeError, match="n: expected int, a number of tokens, got"):
         read_integer("n", value, at_least=0, unit="tokens")
 
 
-def test_the_range_is_told():
+def test_errors_name_the_range():
     with pytest.raises(ValueError, match="n: expected int, of at least 1, got 0"):
         read_integer("n", 0, at_least=1)
     with pytest.raises(ValueError, match="n: expected int, a number of blocks, from 1 to 5, got 6"):
@@ -52,14 +52,14 @@ def test_fractions():
     ],
     ids=repr,
 )
-def test_integers_of_any_make_are_one_array(values):
+def test_every_container_of_integers_becomes_one_array(values):
     expected = [0, 3, 6, 9] if isinstance(values, range) else [0, 3, 9]
     read = read_integers("tokens", values)
     assert read.dtype == np.int64
     assert read.tolist() == expected
 
 
-def test_no_integers_are_fine():
+def test_an_empty_list_is_accepted():
     assert read_integers("tokens", []).tolist() == []
 
 

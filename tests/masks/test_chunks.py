@@ -1,4 +1,4 @@
-"""Do equal numbers mean chunks in equal places?"""
+"""masks/chunks.py: equal numbers mean chunks in equal places."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_equal_numbers_equal_places(lengths, block_size, size):
         apart = keys[None] - queries[:, None]
         assert chunks.is_apart[place] == (apart != 0).all()
         assert chunks.is_inside[place] == (apart == 0).all()
-        # which keys are in an earlier, the same or a later chunk
+        # keys in an earlier, the same or a later chunk
         numbers = tuple(int(part[place]) for part in (chunks.queries, chunks.keys, chunks.apart))
         assert np.array_equal(seen.setdefault(numbers, np.sign(apart)), np.sign(apart))
 
 
-def test_a_size_beyond_everything_is_cut_to_it():
+def test_a_size_beyond_all_tokens_is_capped():
     canvas = read_canvas((30, 50), 16)
     assert read_size("size", 7, canvas) == 7
     assert read_size("size", 10**30, canvas) == 80

@@ -1,4 +1,4 @@
-"""Does `python -m masks` draw, describe, list and time what it is asked for?"""
+"""`python -m masks`: show, describe, list and bench."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_show_takes_two_lengths_and_two_sides(capsys):
 
 
 def test_show_draws_to_a_file(monkeypatch, capsys, tmp_path):
-    """What `plot` gives is saved where it should be; `plot` itself is tested elsewhere."""
+    """The figure returned by `plot` is saved at the given path; `plot` itself is tested elsewhere."""
     drawn = []
 
     class Figure:
@@ -53,7 +53,7 @@ def test_show_makes_a_picture(tmp_path, suffix):
     assert (tmp_path / f"mask{suffix}").stat().st_size > 1000
 
 
-def test_a_picture_that_cannot_be_written_is_said(tmp_path, capsys):
+def test_an_unwritable_picture_is_an_error(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     path = tmp_path / "missing" / "mask.svg"
     assert main(["show", SPEC, "--length", "300", "--out", str(path)]) == 2
@@ -75,7 +75,7 @@ def test_list_names_every_mask_and_its_arguments(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     named = {line.partition("(")[0] for line in lines if not line.startswith(" ")}
-    # orders of tokens are no masks
+    # token orders are not masks
     assert named == {*masks.__all__} - {"build", "hilbert_order", "morton_order", "tile_order"}
     assert lines[lines.index("local(window, block_size=128)") + 1].startswith("    Each token attends to the tokens at")
     assert "documents(cu_seqlens, causal=False, block_size=128)" in lines
@@ -106,7 +106,7 @@ def test_bench_counts(capsys):
         (["bench", "causal", "--length", "3", "--repeat", "0"], "--repeat: expected at least 1, got 0"),
     ],
 )
-def test_a_refusal_is_a_message_and_a_status(capsys, arguments, message):
+def test_errors_give_a_message_and_exit_status_2(capsys, arguments, message):
     assert main(arguments) == 2
     said = capsys.readouterr()
     assert message in said.err and not said.out
@@ -128,7 +128,7 @@ def test_a_refusal_is_a_message_and_a_status(capsys, arguments, message):
         (["describe", "causal", "--length", "3", "--out", "mask.svg"], "unrecognized arguments: --out"),
     ],
 )
-def test_a_wrong_option_says_how_it_is_used(capsys, arguments, message):
+def test_a_wrong_option_prints_the_usage(capsys, arguments, message):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2

@@ -1,4 +1,4 @@
-"""Are the chosen blocks the best ones, row by row?"""
+"""masks.top_k and top_p: the chosen blocks are the best of each row."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import masks
 
 
 def open_cols(row: int, q_len: int, kv_len: int, block_q: int, block_kv: int, causal: bool) -> list[int]:
-    """Cols that hold a pair which is not in the future."""
+    """Cols with a pair that is not in the future."""
     n_cols = -(-kv_len // block_kv)
     last_query = min((row + 1) * block_q, q_len) - 1
     return [col for col in range(n_cols) if not causal or col * block_kv <= last_query + kv_len - q_len]
 
 
 def best(scores: list[float], cols: list[int], k: int) -> set[int]:
-    """The first k of the cols from the highest score down, the lowest col first."""
+    """The k cols with the highest scores, ties by ascending col."""
     return set(sorted((col for col in cols if scores[col] > -math.inf), key=lambda col: (-scores[col], col))[:k])
 
 
 def fewest(scores: list[float], cols: list[int], p: float) -> set[int]:
-    """Cols from the highest score down until their softmax sums to p."""
+    """Cols by descending score until their softmax weights sum to p."""
     ordered = sorted((col for col in cols if scores[col] > -math.inf), key=lambda col: (-scores[col], col))
     total = math.fsum(math.exp(scores[col]) for col in ordered)
     found, shares = set(), []
@@ -84,7 +84,7 @@ def test_top_p_row_by_row(seed, block_size, causal):
 
 
 def test_top_p_of_equal_scores_is_a_share_of_the_row():
-    # 16 equal blocks: shares of a 16th are exact
+    # 16 equal blocks: weights of 1/16 are exact
     scores = np.full((1, 16), 5.0)
     for n_kept in range(17):
         assert masks.top_p(scores, 128, 2048, p=n_kept / 16).indices.tolist() == list(range(n_kept))

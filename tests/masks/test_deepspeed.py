@@ -1,4 +1,4 @@
-"""Do DeepSpeed's configurations keep the blocks that theirs keep, without the future?"""
+"""masks.deepspeed: configurations keep the blocks that DeepSpeed's keep, without the future."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEEDS = range(24)
 HEADS = 3
 
 
-# ---- what each configuration says of one block, before the future is left out ----
+# ---- the rule of each configuration for one block, before the future is removed ----
 
 
 def in_windows(row: int, col: int, sizes: list[int]) -> bool:
@@ -65,7 +65,7 @@ def in_random(row: int, col: int, n_blocks: int, count: int, seed: int, head: in
 
 
 def assert_keeps(config, n_blocks: int, ragged: int, keeps) -> None:
-    """Head h of `config` keeps the blocks for which keeps(h, row, col), but for the future."""
+    """Head h of `config` keeps the blocks for which keeps(h, row, col), except the future."""
     length = n_blocks * config.block - ragged
     is_past = np.tril(np.ones((n_blocks, n_blocks), dtype=bool))
     expected = np.array(
@@ -93,7 +93,7 @@ def assert_keeps(config, n_blocks: int, ragged: int, keeps) -> None:
 
 
 def drawn_setting(seed: int) -> tuple[np.random.Generator, dict, int, int]:
-    """A generator, the arguments that all share, blocks, and tokens that the last block lacks."""
+    """A generator, the common arguments, the number of blocks, and the tokens missing in the last block."""
     random = np.random.default_rng(seed)
     block = [16, 48, 64, 128][seed % 4]
     shared = {"num_heads": HEADS, "block": block, "different_layout_per_head": bool(random.random() < 0.5)}
@@ -239,7 +239,8 @@ def test_dense():
         (
             "BigBird",
             (
-                "num_heads, block=16, different_layout_per_head=False, num_random_blocks=1, num_sliding_window_blocks=3, "
+                "num_heads, block=16, different_layout_per_head=False, num_random_blocks=1, "
+                "num_sliding_window_blocks=3, "
                 "num_global_blocks=1, attention='bidirectional', seed=None"
             ),
         ),
@@ -259,8 +260,8 @@ def test_arguments_are_those_of_deepspeed(name, arguments):
     assert str(inspect.Signature(bare)) == f"({arguments})"
 
 
-def test_unidirectional_sees_no_future_where_theirs_does():
-    """Two global blocks at the end of each window of four: theirs shows block 3 to row 2, and block 7 to row 6."""
+def test_unidirectional_sees_no_future_where_deepspeed_does():
+    """Two global blocks at the end of windows of four: in DeepSpeed row 2 sees block 3, and row 6 sees block 7."""
     config = FixedSparsityConfig(1, num_global_blocks=2, attention="unidirectional")
     assert not config.make_layout(160).triu(1).any()
     assert (config.layout(160) - masks.causal(160, block_size=16)).nnz == 0
@@ -318,13 +319,13 @@ def test_refused(name, arguments, error, message):
         (LocalSlidingWindowSparsityConfig(1, num_sliding_window_blocks=5), "num_sliding_window_blocks: .* got 5"),
     ],
 )
-def test_a_sequence_too_short_is_refused_as_theirs_is(config, message):
+def test_a_sequence_too_short_is_refused_as_in_deepspeed(config, message):
     with pytest.raises(ValueError, match=message):
         config.make_layout(64)
     with pytest.raises(TypeError, match="seq_len"):
         config.layout(64.0)
 
 
-def test_the_base_is_no_configuration():
+def test_the_base_class_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         deepspeed.SparsityConfig(2)

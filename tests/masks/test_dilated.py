@@ -1,4 +1,4 @@
-"""Are windows with gaps exact, for each head's dilation?"""
+"""masks.dilated_window: exact for the dilation of each head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attends(distance: int, window: int, dilation: int, causal: bool) -> bool:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("length", "block_size"), GRIDS)
-# the diagonal; no gaps; gaps of less than a block, of no divisor, about a block, of several; beyond the length
+# diagonal; no gaps; gaps below a block, not dividing one, near one block, several blocks; beyond the length
 @pytest.mark.parametrize(
     ("window", "dilation"), [(0, 3), (20, 1), (5, 3), (1, 16), (3, 31), (2, 48), (1, 97), (2, 130), (1, 999)]
 )

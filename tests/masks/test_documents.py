@@ -1,4 +1,4 @@
-"""Do packed documents stay apart, to the token?"""
+"""masks.documents: packed documents do not see each other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import masks
 from tests.support.double_loop import assert_attends
 
-# one; aligned to blocks; ragged; many in a block; without tokens at the start, in between and at the end; of one token; that
-# end one token into a block
+# one; aligned to blocks; ragged; many in a block; empty at the start, inside and at the end; of one token; ending one
+# token into a block
 CASES = [
     [0, 130],
     [0, 64, 192, 256],
@@ -78,7 +78,7 @@ def test_one_document_is_everything():
 
 
 def test_equal_documents_share_their_bitmasks():
-    # 200 = 128 + 72: places repeat after 16 documents, however many there are
+    # 200 = 128 + 72: offsets within a block repeat after 16 documents
     few, many = (masks.documents(np.arange(n + 1) * 200) for n in (32, 512))
     assert len(few.bitmasks) == len(many.bitmasks)
 

@@ -1,4 +1,4 @@
-"""Does every block fall by its own coin, the same everywhere, for ever?"""
+"""masks.erdos_renyi: blocks are independent and reproducible."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_head_is_drawn_on_its_own():
 
 
 def test_golden_blocks():
-    """These numbers are the contract: a change of theirs changes every model trained on such a layout."""
+    """Fixed results: if they change, every model trained on such a layout changes."""
     assert cols_of(masks.erdos_renyi(4096, density=0.1, seed=0))[:4] == GOLDEN_ROWS
 
 
@@ -60,11 +60,11 @@ GOLDEN_ROWS = [[18], [12, 25], [1, 12, 24, 26], [14, 27]]
 
 
 def test_blocks_are_kept_evenly_and_independently():
-    # 512 x 512 coins of 0.1: 26214 kept, deviation 154; each col 51, deviation 6.8
+    # 512 x 512 blocks with probability 0.1: 26214 kept, deviation 154; each col 51, deviation 6.8
     blocks = masks.erdos_renyi(8192, density=0.1, seed=3, block_size=16).to_scipy().toarray().astype(float)
     assert abs(blocks.sum() - 26214) < 5 * 154
     assert abs(blocks.sum(0) - 51.2).max() < 5 * 6.8
-    # neighbours in a row, and in a col, are kept together a hundredth of the time: 2616 of 261632, deviation 51
+    # adjacent blocks are both kept with probability 1/100: 2616 of 261632, deviation 51
     assert abs((blocks[:, 1:] * blocks[:, :-1]).sum() - 2616) < 5 * 51
     assert abs((blocks[1:] * blocks[:-1]).sum() - 2616) < 5 * 51
 

@@ -1,4 +1,4 @@
-"""Is the graph regular, symmetric, and without a bottleneck?"""
+"""masks.expander: the graph is regular, symmetric and well connected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_connected(graph: np.ndarray) -> bool:
     return len(seen) == len(graph)
 
 
-# every degree there can be; n // 2 and its neighbours are where a graph turns into what another one leaves out
+# every degree; from about n // 2 on, graphs are complements
 @pytest.mark.parametrize("n_blocks", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 21])
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_every_block_has_as_many_neighbours(n_blocks, seed):
@@ -52,7 +52,7 @@ def test_large_graphs_have_no_bottleneck(seed, block_size):
 
 
 def test_golden_blocks():
-    """These numbers are the contract: a change of theirs changes every model trained on such a layout."""
+    """Fixed results: if they change, every model trained on such a layout changes."""
     assert cols_of(masks.expander(2048, degree=5, seed=0))[:3] == GOLDEN_ROWS
 
 

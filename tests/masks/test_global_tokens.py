@@ -1,4 +1,4 @@
-"""Do global tokens take whole rows and columns, to the token?"""
+"""masks.global_tokens: whole rows and columns of tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_closed_form_counts():
 
 
 def test_equal_places_share_their_bitmasks():
-    # a token at the same place of each of 64 blocks: on every block one bitmask, whatever the row and col
+    # a global token at the same place of each of 64 blocks: all blocks share one bitmask
     layout = masks.global_tokens(8192, tokens=range(5, 8192, 128))
     assert layout.density == 1.0
     assert len(layout.bitmasks) == 1

@@ -1,4 +1,4 @@
-"""Are neighbourhoods, windows, tiles and lines exact on grids of one to three axes, in any order of the tokens?"""
+"""masks/grid.py: exact on grids of one to three axes, in any order of the tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GRIDS = st.one_of(
 
 
 def draw_order(data: st.DataObject, grid: tuple[int, ...]) -> torch.Tensor | np.ndarray | None:
-    """Row-major more often than not; the orders that are offered; an order that keeps nothing together."""
+    """Token orders: mostly row-major, then the orders of the package, then a random permutation."""
     kind = data.draw(st.sampled_from(["row-major"] * 3 + ["tiles", "morton", "hilbert", "shuffled"]), label="order")
     if kind == "row-major":
         return None
@@ -53,11 +53,11 @@ def assert_sees(layout, grid, order, seen_from):
 
 
 def neighbours(x: int, side: int, kernel: int, dilation: int, stride: int, causal: bool) -> list[int]:
-    """The definition for one token of one axis, moved step by step."""
+    """The definition for one token along one axis, step by step."""
     group = [other for other in range(side) if other % dilation == x % dilation]
     place = group.index(x)
     members = [other for other in range(len(group)) if other // stride == place // stride]
-    # an incomplete group has the leader that it would have, or the last token there is
+    # an incomplete group has the leader of a complete one, or the last token
     leader = members[0] + (stride - 1 if causal else stride // 2)
     leader = min(leader, len(group) - 1)
     if causal:
@@ -93,7 +93,7 @@ def test_any_neighborhood(grid, block_size, data):
 @given(length=st.integers(100, 300), kernel=st.integers(1, 6), block_size=SIDES, data=st.data())
 @settings(deadline=None, max_examples=30)
 def test_any_wide_dilation(length, kernel, block_size, data):
-    """Gaps of more than a block: windows at both ends are cut to every residue of their own."""
+    """Gaps larger than a block: windows at both ends are clipped separately for every residue."""
     dilation = data.draw(st.integers(1, length // kernel), label="dilation")
     causal = data.draw(st.booleans(), label="causal")
     layout = masks.neighborhood(length, kernel=kernel, dilation=dilation, causal=causal, block_size=block_size)

@@ -1,4 +1,4 @@
-"""Do the masks of single heads come out of the layout of all of them?"""
+"""masks/heads.py: each head of a layout is the mask of its setting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from masks.heads import by_head, read_heads
 
 
 def test_each_head_has_its_own_mask():
-    # no bitmask, bitmasks of its own, bitmasks that another head has too, nothing at all
+    # no bitmask, its own bitmasks, bitmasks shared with another head, no block
     windows = [(None, None), (5, 0), 20, (5, 0), 300]
     build = lambda window: masks.local((100, 150), window=window, block_size=(16, 32))  # noqa: E731
     layout = by_head(build, windows)

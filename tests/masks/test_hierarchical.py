@@ -1,4 +1,4 @@
-"""Does a row see its neighbourhood whole, and summaries of every sibling?"""
+"""masks.hierarchical: cells nearby are whole, siblings farther away are summaries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.double_loop import ANY_GRID, GRIDS, assert_attends, both
 
 
 def attends(q_pos: int, kv_pos: int, size: int, levels: int, unit: int) -> bool:
-    """Climbs until both are in one cell: the level below is where their cells are siblings."""
+    """Go up until both are in one cell: one level below, their cells are siblings."""
     if q_pos < 0:
         return False
     q_cell, kv_cell, level = q_pos // size, kv_pos // size, 0
@@ -40,7 +40,7 @@ def test_double_loop(length, block_size, size, unit):
         assert_attends(layout, lambda q, kv, levels=levels: attends(q + shift, kv, size, levels, unit))
 
 
-# shifts by which the diagonal leaves one pair of a block out, and none
+# shifts with which the diagonal masks one pair of a block, or none
 @pytest.mark.parametrize("length", [(50, 64), (49, 64)])
 @pytest.mark.parametrize(("size", "unit"), [(5, 1), (16, 4), (48, 48)])
 def test_causal_about_the_edges_of_blocks(length, size, unit):
@@ -67,7 +67,7 @@ def test_a_row_grows_with_the_logarithm():
     layout = masks.hierarchical(65536, size=128)
     assert (layout.indptr.diff() == 2 + 8).all()
     assert len(layout.bitmasks) == 0
-    # as many keys a row, whatever the unit
+    # equally many keys per row for every unit
     dense = masks.hierarchical(1024, size=16, unit=4).to_dense()
     assert (dense.sum(-1) == 2 * 16 + 5 * 16).all()
 

@@ -1,4 +1,4 @@
-"""Are numbers equal exactly for what looks the same?"""
+"""masks/kinds.py: numbers are equal if and only if what they stand for is equal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from masks.kinds import joint_numbers, kinds_of_rows, kinds_of_sides
 
 
 def alike(things: list[object], numbers: np.ndarray) -> bool:
-    """Whether numbers are equal exactly where things are."""
+    """Whether numbers are equal if and only if things are."""
     return len({*things}) == len({*numbers.tolist()}) == len({*zip(things, numbers.tolist(), strict=True)})
 
 

@@ -1,4 +1,4 @@
-"""Are windows and causal masks exact at every edge?"""
+"""masks.local and causal: exact at every edge."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_local_double_loop(length, block_size, window):
 @pytest.mark.parametrize("side", EDGES)
 @pytest.mark.parametrize("kind", ["both", "left", "right"])
 def test_windows_about_the_edges_of_blocks(length, block_size, side, kind):
-    """The farthest pairs of blocks are one less than multiples of 16 apart: 16 k - 2 leaves one pair of a block out."""
+    """The largest distances within blocks are 16 k - 1, so a window of 16 k - 2 masks one pair of a block."""
     window = {"both": (side, side), "left": (side, 0), "right": (0, side)}[kind]
     layout = masks.local(length, window=window, block_size=block_size)
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos - kv_pos, window))
@@ -53,7 +53,7 @@ def test_any_window_on_any_grid(grid, left, right):
     (q_len, kv_len), block_size = both(grid[0]), both(grid[1])
     layout = masks.local(grid[0], window=(left, right), block_size=grid[1])
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos + kv_len - q_len - kv_pos, (left, right)))
-    # seen from the keys, left is right
+    # left and right swap in the transpose
     assert layout.T == masks.local((kv_len, q_len), window=(right, left), block_size=block_size[::-1])
 
 

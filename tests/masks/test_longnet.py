@@ -1,4 +1,4 @@
-"""Is the union over LongNet's scales exact, for every head?"""
+"""masks.longnet: the union over all scales, for every head."""
 
 from __future__ import annotations
 

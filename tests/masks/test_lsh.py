@@ -1,4 +1,4 @@
-"""Do exactly the pairs of equal buckets attend?"""
+"""masks.lsh: a pair attends if and only if its buckets are equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.double_loop import assert_attends, assert_heads_attend
 def test_double_loop(seed, block_size):
     random = np.random.default_rng(seed)
     q_len, kv_len = (int(length) for length in random.integers(1, 260, 2))
-    # few large buckets, many small ones; sorted or not; some that only queries or only keys have
+    # few large or many small buckets; sorted or not; some without queries or without keys
     n_buckets = [1, 4, 60][seed % 3]
     queries, keys = random.integers(-3, n_buckets, q_len), random.integers(-2, n_buckets + 2, kv_len)
     if seed % 2:

@@ -1,4 +1,4 @@
-"""Do all builders keep the promises that they share: examples that run, layouts in O(nnz), no surprise imports?"""
+"""What all builders have in common: docstring examples that run, O(nnz) time and memory, few imports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.test_zoo_masks import FAMILIES, given
 # 1 M tokens would be 1 T pairs; 262,144 are 64 G pairs, 8 GiB as bits, and 4 M pairs of blocks
 LENGTH = 262_144
 TILES = masks.tile_order((512, LENGTH // 512), tile=16)
-# these give no layout
+# these return no layout
 ORDERS = ["hilbert_order", "morton_order", "tile_order"]
 BUILDERS = {
     "butterfly": masks.butterfly,
@@ -78,7 +78,7 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("name", modules())
 def test_examples_run(name):
-    # a module may be hidden behind the builder of its name
+    # a builder may hide the module of the same name
     importlib.import_module(name)
     module = sys.modules[name]
     failed, tried = doctest.testmod(module)
@@ -88,14 +88,14 @@ def test_examples_run(name):
 
 
 @pytest.mark.parametrize("name", sorted({*masks.__all__} - {"build"}))
-def test_every_builder_says_what_it_takes_and_where_it_is_from(name):
+def test_every_docstring_has_arguments_and_source(name):
     builder = getattr(masks, name)
     text = inspect.getdoc(builder)
     parameters = inspect.signature(builder).parameters
     for parameter in [*parameters, "returns", "raises"] if name != "causal" else [*parameters, "returns"]:
         assert re.search(rf"^(\w+, )?{parameter}[ ,]", text, re.MULTILINE), f"{name} does not describe {parameter}"
     assert ">>>" in text
-    # what describes the pattern is said by name; lengths, and the keys of given queries, are in order
+    # pattern arguments are keyword-only; lengths and sequences are positional
     kinds = [
         parameter.kind for parameter in parameters.values() if parameter.name not in ("q_len", "kv_len", "kv_buckets")
     ]
@@ -105,7 +105,7 @@ def test_every_builder_says_what_it_takes_and_where_it_is_from(name):
         assert parameters["block_size"].default == 128
 
 
-# what no argument is, or only a few are; no numbers that only ask for very much
+# values that are wrong for most arguments, without numbers that are merely large
 RUBBISH = [
     *(None, True, -1, 1.5, float("nan"), 1 + 2j, "x", b"x", {}, {"a": 1}, {1, 2}, object(), lambda: 0),
     *([], (), [None], ["x"], [True], [1.5], [-1], [10**30], (1, 2, 3, 4, 5), [[1], [2]], [[1.5]], [[], []]),
@@ -115,7 +115,7 @@ RUBBISH = [
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rubbish_is_refused_by_name_or_makes_sense(name):
+def test_wrong_values_raise_an_error_that_names_the_argument(name):
     """Each argument in turn: a layout, or a ValueError or TypeError that begins with the name of an argument."""
     builder, good = getattr(masks, name), given(name)
     parameters = inspect.signature(builder).parameters
@@ -127,7 +127,7 @@ def test_rubbish_is_refused_by_name_or_makes_sense(name):
             except (ValueError, TypeError) as error:
                 said.append(f"{error} <- {parameter}={value!r}")
     assert [message for message in said if re.match(r"\w+", message)[0] not in parameters] == []
-    # few make sense
+    # only a few are valid
     assert len(said) > len(parameters) * len(RUBBISH) // 2
 
 
@@ -143,7 +143,7 @@ def test_memory_grows_with_the_blocks_and_not_with_the_square(name):
     # bytes for each block, each token, and each bitmask with the pairs it is packed from
     bound = 400 * layout.nnz + 40 * LENGTH + 3 * 128 * 128 * len(layout.bitmasks) + 2**24
     assert peak < bound
-    # not even one byte for each pair of blocks, scaled up: a quarter of the bits of N x N is out of reach by far
+    # less than one byte per pair of blocks, far below a dense mask
     assert peak < LENGTH**2 / 8 / 16
 
 
@@ -152,7 +152,7 @@ def test_a_large_grid_is_built_quickly(name):
     BUILDERS[name](LENGTH)
     begin = time.process_time()
     BUILDERS[name](LENGTH)
-    # a Python loop over the blocks, or anything over pairs, would take seconds; processor time, as the machine may be busy
+    # a Python loop over blocks or anything over pairs would take seconds; CPU time, since the machine may be busy
     assert time.process_time() - begin < 2.0
 
 

@@ -1,4 +1,4 @@
-"""Is the prefix seen by everyone, and the rest causal?"""
+"""masks.prefix_lm: every token sees the prefix, the rest is causal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the recipes of the papers what they say they are?"""
+"""masks.bigbird, longformer and pixelfly: the combinations of their papers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bigbird_row(row: int, n_blocks: int, window: int, n_random: int, n_global: i
 
 
 @pytest.mark.parametrize("seed", [0, 99])
-# a grid smaller than its pieces; one that is filled by them; one with room
+# grids smaller than the parts of the pattern, filled by them, and larger
 @pytest.mark.parametrize("n_blocks", [1, 2, 5, 9, 16, 40])
 @pytest.mark.parametrize(
     ("window", "n_random", "n_global"), [(3, 3, 2), (1, 0, 0), (1, 4, 0), (5, 1, 1), (3, 50, 1), (99, 2, 0), (3, 2, 60)]
@@ -111,7 +111,7 @@ def test_bigbird_has_the_blocks_its_paper_counts():
 
 
 def test_bigbird_golden_blocks():
-    """These numbers are the contract: a change of theirs changes every model trained on such a layout."""
+    """Fixed results: if they change, every model trained on such a layout changes."""
     assert cols_of(masks.bigbird(2048, seed=0))[5:8] == GOLDEN_ROWS
 
 

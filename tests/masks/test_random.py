@@ -1,4 +1,4 @@
-"""Does a seed mean the same blocks everywhere, for ever, and are they drawn fairly?"""
+"""masks.random: a seed gives the same blocks everywhere, and the draw is uniform."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_any_random_layout(grid, density, seed):
 
 
 def test_golden_blocks():
-    """These numbers are the contract: a change of theirs changes every model trained on a random layout."""
+    """Fixed results: if they change, every model trained on a random layout changes."""
     assert mix(0) == 0xE220A8397B1DCDAF
     layout = masks.random(2048, blocks_per_row=3, seed=0)
     assert cols_of(layout)[:4] == GOLDEN_ROWS

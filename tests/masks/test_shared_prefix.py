@@ -1,4 +1,4 @@
-"""Does every continuation see the prefix and itself, and no other continuation?"""
+"""masks.shared_prefix: a continuation sees the prefix and itself only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do sinks, the recent window and the last queries stay, and nothing else?"""
+"""masks.sink_window, a_shape and tri_shape: sinks, the recent window and the last queries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_sink_window_double_loop(length, block_size, sinks, window):
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("kind", ["sinks", "window", "last"])
 def test_parts_that_end_about_the_edges_of_blocks(length, block_size, edge, kind):
-    """One pair of a block is left out: by a window of 16 k - 1, or a row or a column of pairs."""
+    """Edges that mask a single pair, row or column of a block."""
     sizes = {"sinks": 3, "window": 5, "last": 0, kind: edge if kind != "last" else max(0, length - edge)}
     layout = masks.tri_shape(length, **sizes, block_size=block_size)
     assert_attends(layout, lambda q_pos, kv_pos: attends(q_pos, kv_pos, (length, length), **sizes))

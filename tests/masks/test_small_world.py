@@ -1,4 +1,4 @@
-"""Are edges moved as Watts and Strogatz move them?"""
+"""masks.small_world: edges are rewired as Watts and Strogatz rewire them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_graph_is_the_procedure(seed, block_size):
 
 
 def test_a_share_of_the_edges_moves():
-    # 512 blocks with 2048 edges, a fifth moved: 410, deviation 18
+    # 512 blocks with 2048 edges, a fifth rewired: 410, deviation 18
     ring = masks.small_world(65536, neighbors=8, rewire=0.0, seed=0)
     world = masks.small_world(65536, neighbors=8, rewire=0.2, seed=0)
     n_moved = (world - ring).nnz // 2
@@ -58,7 +58,7 @@ def test_a_share_of_the_edges_moves():
 
 
 def test_golden_blocks():
-    """These numbers are the contract: a change of theirs changes every model trained on such a layout."""
+    """Fixed results: if they change, every model trained on such a layout changes."""
     assert cols_of(masks.small_world(2048, neighbors=4, rewire=0.5, seed=0))[:3] == GOLDEN_ROWS
 
 

@@ -1,4 +1,4 @@
-"""Is fixed attention the paper's, for every head?"""
+"""masks.fixed: the fixed attention of the paper, for every head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is strided attention exact, near and far?"""
+"""masks.strided: exact in the window and far from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def attends(distance: int, stride: int, causal: bool) -> bool:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("length", "block_size"), GRIDS)
-# everything; less than a block; no divisor of a block; about a block; two sides and their neighbours; beyond the length
+# every pair; below a block; not dividing a block; near one and two blocks; beyond the length
 @pytest.mark.parametrize("stride", [1, 2, 7, 16, 31, 32, 33, 48, 50, 96, 97, 128, 1000])
 def test_double_loop(length, block_size, stride, causal):
     q_len, kv_len = length

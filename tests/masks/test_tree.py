@@ -1,4 +1,4 @@
-"""Does every node see its ancestors, the prompt, and nothing else?"""
+"""masks.tree: every node sees its ancestors and the prompt only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.support.double_loop import assert_attends
 
 
 def is_ancestor(parents: list[int], old: int, young: int) -> bool:
-    """Itself counts."""
+    """Whether a is b or an ancestor of b."""
     while young > old:
         young = parents[young]
     return young == old
 
 
 def drawn_tree(random: np.random.Generator, n_nodes: int, reach: int) -> list[int]:
-    """Every node continues one of the `reach` before it, or is a root."""
+    """Random parents: one of the `reach` nodes before each node, or a root."""
     return [
         int(random.integers(max(-1, node - reach), node)) if random.random() < 0.95 else -1 for node in range(n_nodes)
     ]

@@ -1,4 +1,4 @@
-"""Are the chosen columns and diagonals kept, and nothing else?"""
+"""masks.vertical_slash: the chosen columns and diagonals only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def attends(q_pos: int, kv_pos: int, shift: int, verticals: set[int], slashes: s
 
 
 def some(random: np.random.Generator, limit: int, n_runs: int) -> list[int]:
-    """Single numbers and runs of neighbours, in any order, some twice."""
+    """Single numbers and consecutive runs, in any order, with repeats."""
     found = []
     for _ in range(n_runs):
         begin = int(random.integers(0, limit))
@@ -37,7 +37,7 @@ def test_double_loop(seed, block_size):
     assert_attends(layout, lambda q, kv: attends(q, kv, kv_len - q_len, set(verticals), set(slashes)))
 
 
-# shifts by which the diagonal leaves one pair of a block out, and none
+# shifts with which the diagonal masks one pair of a block, or none
 @pytest.mark.parametrize("length", [(50, 64), (49, 64)])
 def test_verticals_about_the_edges_of_blocks(length):
     verticals = set(range(64))

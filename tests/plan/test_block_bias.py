@@ -1,4 +1,4 @@
-"""Does every piece of a tile find its block, and every block all of its pieces? Held to loops over pieces and blocks."""
+"""BiasIndex maps pieces of tiles to blocks and blocks to pieces; compared with loops over pieces and blocks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.kernels.plan_format import PARTIAL, TILE
 from blocksparse_flash.plan.block_bias import dense, piece_of
-from blocksparse_flash.plan.host_builder import PARTIAL, TILE
 
 SIZES: list[int | tuple[int, int]] = [16, 48, 64, 80, 128, 256, (32, 176)]
 
 
 def some(block_size: Any, heads: int = 2, q_len: int = 300, kv_len: int = 270) -> BlockLayout:
-    """Blocks here and there, other ones for each head, full and partial."""
+    """Random full and partial blocks, different for each head."""
     draw = torch.Generator().manual_seed(0)
     mask = torch.rand(1, heads, -(-q_len // 40), -(-kv_len // 40), generator=draw) < 0.3
     mask = mask.repeat_interleave(40, dim=2).repeat_interleave(40, dim=3)[:, :, :q_len, :kv_len]
@@ -25,7 +25,7 @@ def some(block_size: Any, heads: int = 2, q_len: int = 300, kv_len: int = 270) -
 
 
 def blocks_of(layout: BlockLayout) -> dict[tuple[int, int, int], int]:
-    """(axis, row, col) -> where the block is stored."""
+    """(axis, row, col) -> index of the stored block."""
     found = {}
     for axis, lead in enumerate(layout.indptr.reshape(-1, layout.n_rows + 1).tolist()):
         for row, (begin, end) in enumerate(itertools.pairwise(lead)):
@@ -49,9 +49,9 @@ def test_pieces_and_blocks_find_each_other(block_size: Any, causal: bool) -> Non
     layout = some(block_size)
     plan, index = layout.plan("cpu", causal=causal), layout.bias_index("cpu", causal=causal)
     blocks, (block_q, block_kv), (piece_q, piece_kv) = blocks_of(layout), layout.block_size, piece_of(layout.block_size)
-    row_tiles = tiles_of(plan.row_items, plan.row_indices)
+    row_tiles = tiles_of(plan.row_records, plan.row_indices)
     col_tiles = {
-        place: (axis, row, col) for place, (axis, col, row) in tiles_of(plan.col_items, plan.col_indices).items()
+        place: (axis, row, col) for place, (axis, col, row) in tiles_of(plan.col_records, plan.col_indices).items()
     }
     assert sorted(row_tiles.values()) == sorted(col_tiles.values()) and len(row_tiles) > 3
     pieces_of: dict[int, set[int]] = {place: set() for place in blocks.values()}

@@ -1,4 +1,4 @@
-"""Is a layout that a model selects on a device the one that the host would make, and its plan too?"""
+"""Layouts selected on a device, and their plans, equal those that the host makes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse_flash import BlockLayout, attention
-from blocksparse_flash.kernels import schedule
+from blocksparse_flash.kernels.plan_format import (
+    ALL_SUBTILES,
+    BEGIN,
+    N_HALF,
+    N_LONG,
+    N_PARTIAL,
+    N_SUBTILED,
+    N_TILES,
+    NUMBER,
+    PARTIAL,
+    POSITION,
+    SUBTILES_BIT,
+    TILE,
+    Plan,
+)
 from blocksparse_flash.plan import block_selection
-from blocksparse_flash.plan.host_builder import ALL_QUARTERS, PARTIAL, QUARTERS_BIT, TILE, Plan, quarters_of
+from blocksparse_flash.plan.host_builder import subtiles_of
 
 SIDES = (16, 32, 64, 128, 256)
-# what a record says; the numbers between are free
-FIELDS = [0, 1, 2, 3, 4, 7]
-# how many tiles are made of whole quarters, which the host tells of all, and a device where blocks have no shorter sides
-QUARTERED, SINGLE = 5, 6
+# fields that always agree; N_SUBTILED and N_HALF do where the shortest side of a block is 64
+FIELDS = [NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_LONG]
 
 
 def selected(
@@ -32,32 +44,31 @@ def selected(
     n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randint(-1, n_cols, (*axes, n_rows, k), generator=generator)
-    # one col more: where -1 goes
+    # -1 goes to an extra col
     mask = torch.zeros(*axes, n_rows, n_cols + 1, dtype=torch.bool).scatter_(3, indices % (n_cols + 1), True)
     return indices, BlockLayout.from_block_mask(mask[..., :n_cols], q_len, kv_len, block_size=block_size)
 
 
 def pairs(plan: Plan, side: str, axes: int, q_len: int, kv_len: int) -> Tensor:
-    """bool (axes, q_len, kv_len): what a kernel that walks the rows, or the columns, sees; checks the order of tiles."""
-    items, indices, ids = (getattr(plan, f"{side}_{name}") for name in ("items", "indices", "ids"))
+    """bool (axes, q_len, kv_len): the pairs that one direction of a plan lists; checks the order of its entries."""
+    items, indices, ids = (getattr(plan, f"{side}_{name}") for name in ("records", "indices", "bitmask_ids"))
     n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
     mask = torch.zeros(axes, n_rows * TILE, n_cols * TILE, dtype=torch.bool)
-    bits = (plan.words[..., None] >> torch.arange(32) & 1).bool().reshape(-1, TILE, TILE)
+    bits = (plan.bitmasks[..., None] >> torch.arange(32) & 1).bool().reshape(-1, TILE, TILE)
     for axis, records in enumerate(items.reshape(axes, -1, items.shape[-1]).tolist()):
         assert [record[2] for record in records] == sorted((record[2] for record in records), reverse=True)
         for major, record in enumerate(records[record[4]] for record in records):
             assert record[0] == major
             entries = [(ids[at].item(), indices[at].item()) for at in range(record[1], record[1] + record[2])]
             partial = [(minor & (PARTIAL - 1), bits[look]) for look, minor in entries if minor < 0]
-            said = [minor >> QUARTERS_BIT & ALL_QUARTERS for _, minor in entries if minor < 0]
-            made = quarters_of(plan.words[[look for look, minor in entries if minor < 0]].numpy()).tolist()
-            n_mixed = record[3] - record[QUARTERED]
-            # those made of whole quarters are the last of the partial ones
-            assert said[:n_mixed] == [ALL_QUARTERS] * n_mixed and said[n_mixed:] == made[n_mixed:]
-            assert ALL_QUARTERS not in said[n_mixed:]
+            said = [minor >> SUBTILES_BIT & ALL_SUBTILES for _, minor in entries if minor < 0]
+            made = subtiles_of(plan.bitmasks[[look for look, minor in entries if minor < 0]].numpy()).tolist()
+            n_mixed = record[3] - record[N_SUBTILED]
+            assert said[:n_mixed] == [ALL_SUBTILES] * n_mixed and said[n_mixed:] == made[n_mixed:]
+            assert ALL_SUBTILES not in said[n_mixed:]
             full = [(minor, torch.ones(TILE, TILE, dtype=torch.bool)) for _, minor in entries if minor >= 0]
             assert len(partial) == record[3] and all(minor < 0 for _, minor in entries[: len(partial)])
-            n_both = record[3] - record[SINGLE]
+            n_both = record[3] - record[N_HALF]
             halves = [look[:, :64].any() and look[:, 64:].any() for _, look in partial]
             if side == "col":
                 halves = [look[:64].any() and look[64:].any() for _, look in partial]
@@ -95,13 +106,12 @@ def test_layout_and_plan_are_those_of_the_host(
     plan, on_host = layout.plan("cpu", causal=causal), expected.plan("cpu", causal=causal)
     for side in ("row", "col"):
         assert torch.equal(pairs(plan, side, axes[0] * axes[1], q_len, kv_len).reshape(mask.shape), mask)
-        name = f"{side}_items"
-        has_quarters = min(block_size) == 64
-        fields = [*FIELDS, QUARTERED, SINGLE] if has_quarters else FIELDS
+        name = f"{side}_records"
+        has_subtiles = min(block_size) == 64
+        fields = [*FIELDS, N_SUBTILED, N_HALF] if has_subtiles else FIELDS
         assert torch.equal(getattr(plan, name)[..., fields], getattr(on_host, name)[..., fields])
-        n_indices, n_ids = (len(getattr(plan, f"{side}_{name}")) for name in ("indices", "ids"))
-        assert schedule.has_quarters(n_indices, n_ids) == has_quarters
-        assert has_quarters or not getattr(plan, name)[..., QUARTERED].any()
+        assert plan.has_subtiles == has_subtiles
+        assert has_subtiles or not getattr(plan, name)[..., N_SUBTILED].any()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -186,12 +196,12 @@ def test_what_kernels_may_read_of_a_plan_is_there(
 def test_bitmasks_made_in_advance_are_those_made_one_by_one(
     q_len: int, kv_len: int, block_size: tuple[int, int]
 ) -> None:
-    looks = block_selection._Looks(block_size, q_len, kv_len, torch.device("cpu"))
-    assert looks.n_sub <= block_selection.FEW
-    code = torch.arange(3 * 4 * 2**looks.n_sub)
-    one_by_one = looks.words(code % 2**looks.n_sub, code >> looks.n_sub & 3, code >> (looks.n_sub + 2))
-    assert torch.equal(looks.every(n_diagonals=2), one_by_one)
-    assert torch.equal(looks.every(n_diagonals=0), one_by_one[: 4 * 2**looks.n_sub])
+    bitmasks = block_selection._Bitmasks(block_size, q_len, kv_len, torch.device("cpu"))
+    assert bitmasks.n_sub <= block_selection.FEW
+    code = torch.arange(3 * 4 * 2**bitmasks.n_sub)
+    one_by_one = bitmasks.words(code % 2**bitmasks.n_sub, code >> bitmasks.n_sub & 3, code >> (bitmasks.n_sub + 2))
+    assert torch.equal(bitmasks.every(n_diagonals=2), one_by_one)
+    assert torch.equal(bitmasks.every(n_diagonals=0), one_by_one[: 4 * 2**bitmasks.n_sub])
 
 
 def test_scores_select_the_highest() -> None:
@@ -221,7 +231,7 @@ def test_copies_are_planned_as_the_host_plans() -> None:
     layout = BlockLayout.from_topk(indices, 300, 300, block_size=64)
     for other in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), layout.to("cpu")):
         assert other == expected
-        assert torch.equal(other.plan("cpu").row_items[..., FIELDS], expected.plan("cpu").row_items[..., FIELDS])
+        assert torch.equal(other.plan("cpu").row_records[..., FIELDS], expected.plan("cpu").row_records[..., FIELDS])
     assert (layout | expected) == expected and (layout & ~expected).nnz == 0 and layout.T == expected.T
 
 

@@ -1,4 +1,4 @@
-"""Is the plan that a GPU makes of the blocks which the host lists the one that the host makes?"""
+"""Plans built on a GPU equal those built on the host."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 import masks
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
+from blocksparse_flash.kernels.plan_format import TILE
 from blocksparse_flash.plan import device_builder
-from blocksparse_flash.plan.host_builder import TILE
 from blocksparse_flash.runtime import tracing
 
 pytest.importorskip("triton", reason="needs Triton")
 
 
 def drawn(batch: int, heads: int, q_len: int, kv_len: int, density: float, *, is_long: bool = False) -> BlockLayout:
-    """Random full blocks, with empty rows; is_long: and a row and a column of the last head that are much longer."""
+    """Random full blocks, with empty rows; is_long: one row and one column of the last head are full."""
     shape = batch, heads, -(-q_len // TILE), -(-kv_len // TILE)
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < density
     mask[:, :, 1] = False
@@ -25,11 +25,11 @@ def drawn(batch: int, heads: int, q_len: int, kv_len: int, density: float, *, is
     return BlockLayout.from_block_mask(mask, q_len, kv_len, block_size=TILE)
 
 
-def looks(layout: BlockLayout, device: torch.device, side: str) -> torch.Tensor:
-    """What each listed tile of a plan attends to: int32 (tiles, 128, 4), all bits for a full one."""
+def entry_bitmasks(layout: BlockLayout, device: torch.device, side: str) -> torch.Tensor:
+    """The bitmask of each list entry, int32 (tiles, 128, 4); all bits are set for a full tile."""
     plan = layout.plan(device)
-    indices, ids = (getattr(plan, f"{side}_{name}")[: layout.nnz] for name in ("indices", "ids"))
-    return torch.where((indices < 0)[:, None, None], plan.words[ids.long()], -1).cpu()
+    indices, ids = (getattr(plan, f"{side}_{name}")[: layout.nnz] for name in ("indices", "bitmask_ids"))
+    return torch.where((indices < 0)[:, None, None], plan.bitmasks[ids.long()], -1).cpu()
 
 
 @pytest.mark.parametrize(
@@ -39,20 +39,21 @@ def looks(layout: BlockLayout, device: torch.device, side: str) -> torch.Tensor:
 def test_the_plan_is_that_of_the_host(
     axes: tuple[int, int], q_len: int, kv_len: int, is_long: bool, device: torch.device
 ) -> None:
-    """Number for number, but for how bitmasks are named; and for how many lines are split, which stands in lengths."""
+    """All numbers are equal except those of bitmasks; so are the lengths, which encode the number of split rows."""
     layout = drawn(*axes, q_len, kv_len, 0.1 if is_long else 0.4, is_long=is_long)
     expected = layout.plan("cpu")
     frame = Frame(*layout.shape, layout.block_size)
     plan = device_builder.build_plan(layout._rows(), frame, device, non_blocking=False)
     if is_long:
-        assert min(len(expected.row_ids), len(expected.col_ids)) > len(expected.row_indices) + 8
-    for name in ("row_items", "row_indices", "col_items", "col_indices"):
+        assert min(expected.n_split_rows, expected.n_split_cols) >= 1
+    for name in ("row_records", "row_indices", "col_records", "col_indices"):
         assert torch.equal(getattr(plan, name).cpu(), getattr(expected, name)), name
-    assert len(plan.row_ids) == len(expected.row_ids) and len(plan.col_ids) == len(expected.col_ids)
+    for name in ("row_bitmask_ids", "col_bitmask_ids"):
+        assert len(getattr(plan, name)) == len(getattr(expected, name))
     other = BlockLayout.from_state_dict(layout.state_dict())
     other._cache["plans"][device, False] = plan
     for side in ("row", "col"):
-        assert torch.equal(looks(other, device, side), looks(layout, torch.device("cpu"), side))
+        assert torch.equal(entry_bitmasks(other, device, side), entry_bitmasks(layout, torch.device("cpu"), side))
 
 
 def test_layouts_that_suit_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,12 +80,12 @@ def test_of_a_selection_on_the_host_only_what_is_used_is_sent(device: torch.devi
     expected = BlockLayout.from_blocks([0, 1, 1], [3, 0, 1], 300, 512, block_size=TILE).plan("cpu")
     frame = Frame(*layout.shape, layout.block_size)
     plan = device_builder.build_plan(layout._rows(), frame, device, non_blocking=True)
-    for name in ("row_items", "row_indices", "col_items", "col_indices"):
+    for name in ("row_records", "row_indices", "col_records", "col_indices"):
         assert torch.equal(getattr(plan, name).cpu(), getattr(expected, name)), name
 
 
 def test_a_layout_asks_for_it(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Full blocks on the host go to the kernels; what a selection or a diagonal leaves does not."""
+    """Full blocks on the host are planned by the kernels; the rest of a selection or of a diagonal is not."""
     asked: list[bool] = []
 
     def suits(*given: object) -> bool:
@@ -93,8 +94,8 @@ def test_a_layout_asks_for_it(monkeypatch: pytest.MonkeyPatch, device: torch.dev
 
     monkeypatch.setattr(device_builder, "suits", suits)
     layout = drawn(1, 1, 512, 640, 0.5)
-    assert len(layout.plan(device).words) == 8 and asked == [True]
-    assert len(masks.local(512, window=100).plan(device).words) != 8
+    assert len(layout.plan(device).bitmasks) == 8 and asked == [True]
+    assert len(masks.local(512, window=100).plan(device).bitmasks) != 8
     causal = layout.plan(device, causal=True)
     expected = (layout & masks.causal((512, 640))).plan(device)
     assert all(map(torch.equal, causal, expected))

@@ -1,4 +1,4 @@
-"""Does a plan list the tiles of a mask as plan.Plan says? Against a loop over the dense mask, tile by tile."""
+"""Plans built on the host list the tiles of a mask as Plan documents; compared with a loop over the dense mask."""
 
 from __future__ import annotations
 
@@ -12,24 +12,17 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
-from blocksparse_flash.kernels import schedule
+from blocksparse_flash.kernels.plan_format import ALL_SUBTILES, LONG, N_SUBTILED, PARTIAL, SUBTILES_BIT, TILE, Plan
 from blocksparse_flash.plan.host_builder import (
-    ALL_QUARTERS,
-    LONG,
-    PARTIAL,
-    QUARTERS_BIT,
-    TILE,
-    Plan,
     _long,
     _order,
-    long_lines,
-    quarters_of,
+    count_long,
+    subtiles_of,
 )
 
 
 def drawn(seed: int, axes: tuple[int, int], q_len: int, kv_len: int) -> np.ndarray:
-    """bool (batch, heads, q_len, kv_len): rectangles of 64 x 32 tokens, so that tiles are empty, full and partial; and a
-    query and a key that all attend to or from."""
+    """bool (batch, heads, q_len, kv_len) with empty, full and partial tiles; sometimes one global query and one global key."""
     random = np.random.default_rng(seed)
     grid = -(-q_len // 64), -(-kv_len // 32)
     coarse = random.random((*axes, -(-q_len // TILE), -(-kv_len // TILE))) < random.random()
@@ -41,8 +34,8 @@ def drawn(seed: int, axes: tuple[int, int], q_len: int, kv_len: int) -> np.ndarr
     return mask
 
 
-def looks_of(mask: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
-    """(row, col) of each tile in which a pair attends, and its 128 x 128 pairs, those that do not exist False."""
+def tiles_of(mask: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
+    """(row, col) -> 128 x 128 pairs of each tile that is not empty; pairs past the end are False."""
     q_len, kv_len = mask.shape
     padded = np.zeros((-(-q_len // TILE) * TILE, -(-kv_len // TILE) * TILE), bool)
     padded[:q_len, :kv_len] = mask
@@ -55,36 +48,36 @@ def looks_of(mask: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-def quarters(tile: np.ndarray) -> int:
-    """Which quarters of a tile attend, if it is made of whole ones, else ALL_QUARTERS."""
+def subtiles(tile: np.ndarray) -> int:
+    """Which subtiles of a tile attend, if it is made of whole ones, else ALL_SUBTILES."""
     parts = [tile[64 * (i // 2) :, 64 * (i % 2) :][:64, :64] for i in range(4)]
     if all(part.all() or not part.any() for part in parts):
         return sum(int(part.all()) << i for i, part in enumerate(parts))
-    return ALL_QUARTERS
+    return ALL_SUBTILES
 
 
 def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
     """One direction of a plan, of masks (batch, heads, q_len, kv_len)."""
-    items, indices, ids = (tensor.numpy() for tensor in (plan[:3] if of_rows else plan[3:6]))
-    words = np.unpackbits(plan.words.numpy().view(np.uint8), axis=-1, bitorder="little").astype(bool)
-    axes = [looks_of(mask) for mask in masks.reshape(-1, *masks.shape[2:])]
+    records_of, indices, ids = (tensor.numpy() for tensor in (plan[:3] if of_rows else plan[3:6]))
+    words = np.unpackbits(plan.bitmasks.numpy().view(np.uint8), axis=-1, bitorder="little").astype(bool)
+    axes = [tiles_of(mask) for mask in masks.reshape(-1, *masks.shape[2:])]
     n_lines = -(-masks.shape[2 if of_rows else 3] // TILE)
-    counts = np.array([[sum(key[not of_rows] == line for key in looks) for line in range(n_lines)] for looks in axes])
+    counts = np.array([[sum(key[not of_rows] == line for key in tiles) for line in range(n_lines)] for tiles in axes])
     over = counts * counts.size > 2 * counts.sum()
     worth = over & (counts * LONG > counts.sum(1, keepdims=True))
     begin = 0
-    for looks, work, records in zip(axes, counts, items.reshape(len(axes), n_lines, 8), strict=True):
+    for tiles, work, records in zip(axes, counts, records_of.reshape(len(axes), n_lines, 8), strict=True):
         # the longest first, of equal ones the first
         assert records[:, 0].tolist() == sorted(range(n_lines), key=lambda line: (-work[line], line))
         for line in range(n_lines):
             position = records[line, 4]
-            number, first, n_tiles, n_partial, _, n_quartered, n_single, n_long = records[position].tolist()
+            number, first, n_tiles, n_partial, _, n_subtiled, n_half, n_long = records[position].tolist()
             assert (number, first, n_tiles) == (line, begin, work[line])
             # never all
             assert n_long == min(over.sum(1).max(), n_lines - 1)
             listed = indices[first : first + n_tiles]
             minors = (listed & (PARTIAL - 1)).tolist()
-            ends = [0, n_partial - n_quartered, n_partial - n_single, n_partial, n_tiles]
+            ends = [0, n_partial - n_subtiled, n_partial - n_half, n_partial, n_tiles]
             for start, end in itertools.pairwise(ends):
                 assert sorted(minors[start:end]) == minors[start:end]
             found = {}
@@ -93,25 +86,25 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
                 tile = words[ids[first + place]] if place < n_partial else np.ones((TILE, TILE), bool)
                 assert place < n_partial or ids[first + place] == 0
                 if place < n_partial:
-                    found_quarters = (listed[place] >> QUARTERS_BIT) & ALL_QUARTERS
-                    assert found_quarters == quarters(tile)
-                    assert (found_quarters < ALL_QUARTERS) == (place >= ends[1])
-                    # the other tokens of the tile, in two halves: one of which attends to nothing
-                    is_single = not tile.any(0 if of_rows else 1).reshape(2, -1).any(1).all()
-                    assert (is_single and found_quarters < ALL_QUARTERS) == (place >= ends[2])
-                    # what a kernel that looks at the sign alone reads: tokens, in 32 bits
+                    found_subtiles = (listed[place] >> SUBTILES_BIT) & ALL_SUBTILES
+                    assert found_subtiles == subtiles(tile)
+                    assert (found_subtiles < ALL_SUBTILES) == (place >= ends[1])
+                    # one half of the keys (of the queries) attends to nothing
+                    is_half = not tile.any(0 if of_rows else 1).reshape(2, -1).any(1).all()
+                    assert (is_half and found_subtiles < ALL_SUBTILES) == (place >= ends[2])
+                    # kernels that only test the sign multiply by TILE in 32 bits
                     assert int(listed[place]) * TILE % 2**32 == 2**31 + minors[place] * TILE
                 found[(line, minor) if of_rows else (minor, line)] = tile
-            expected = {key: tile for key, tile in looks.items() if key[not of_rows] == line}
+            expected = {key: tile for key, tile in tiles.items() if key[not of_rows] == line}
             assert found.keys() == expected.keys()
             for key, tile in found.items():
                 assert np.array_equal(tile, expected[key]) and tile.all() == (key[of_rows] in minors[n_partial:])
             begin += n_tiles
     assert len(indices) % 8 == 1 and len(indices) > begin and not indices[begin:].any() and not ids[begin:].any()
-    has_quarters = bool(items[..., 5].any())
-    assert len(ids) == len(indices) + 8 * worth.sum(1).max() + (2 if of_rows else 4) + has_quarters
-    assert schedule.has_quarters(len(indices), len(ids)) == has_quarters
-    assert schedule.n_long(len(indices), len(ids)) == worth.sum(1).max()
+    has_subtiles = bool(records_of[..., N_SUBTILED].any())
+    assert len(ids) == len(indices) + 8 * worth.sum(1).max() + (2 if of_rows else 4) + has_subtiles
+    assert plan.has_subtiles == bool(plan.row_records[..., N_SUBTILED].any())
+    assert (plan.n_split_rows if of_rows else plan.n_split_cols) == worth.sum(1).max()
 
 
 @settings(max_examples=15)
@@ -131,7 +124,7 @@ def test_both_directions_list_the_tiles_of_the_mask(
     check_side(plan, masks, of_rows=False)
 
 
-def test_which_bitmasks_are_made_of_whole_quarters() -> None:
+def test_subtiles_of_a_bitmask() -> None:
     made = np.array([[bool(i >> bit & 1) for bit in range(4)] for i in range(16)]).reshape(16, 2, 1, 2, 1)
     tiles = np.broadcast_to(made, (16, 2, 64, 2, 64)).reshape(16, TILE, TILE)
     # a pair more or less, wherever it is
@@ -142,25 +135,25 @@ def test_which_bitmasks_are_made_of_whole_quarters() -> None:
     broken[3::5, 127, 127] ^= True
     broken[4::5, 65, 40] ^= True
     words = np.packbits(np.concatenate([tiles, broken]), axis=-1, bitorder="little").view(np.int32)
-    assert quarters_of(words).tolist() == [*range(16), *[ALL_QUARTERS] * 80]
-    assert quarters_of(words[:0]).shape == (0,)
+    assert subtiles_of(words).tolist() == [*range(16), *[ALL_SUBTILES] * 80]
+    assert subtiles_of(words[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("lengths", [(5 * TILE, 6 * TILE), (5 * TILE + 64, 6 * TILE + 7)])
-def test_tiles_of_whole_quarters_are_listed_by_their_halves(lengths: tuple[int, int]) -> None:
-    """Rows ask which half of a tile's keys attends, columns which half of its queries: most tiles differ in that."""
+def test_subtiled_tiles_are_ordered_by_their_halves(lengths: tuple[int, int]) -> None:
+    """N_HALF counts halves of keys in rows, halves of queries in columns; here the two differ."""
     shape = 1, 2, -(-lengths[0] // 64), -(-lengths[1] // 64)
     blocks = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.4
     layout = BlockLayout.from_block_mask(blocks, *lengths, block_size=64)
     plan = layout.plan("cpu")
-    assert not torch.equal(plan.row_items[..., 6].sum(), plan.col_items[..., 6].sum())
+    assert not torch.equal(plan.row_records[..., 6].sum(), plan.col_records[..., 6].sum())
     check_side(plan, layout.to_dense().numpy(), of_rows=True)
     check_side(plan, layout.to_dense().numpy(), of_rows=False)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_full_tiles_alone_and_long_lines(causal: bool) -> None:
-    """Nothing is partial, unless the diagonal makes it so; a row and a column of one head are worth splitting."""
+def test_full_tiles_alone_and_long_tile_rows(causal: bool) -> None:
+    """Only the diagonal makes tiles partial; one row and one column of one head are worth splitting."""
     blocks = torch.rand((1, 2, 10, 12), generator=torch.Generator().manual_seed(0)) < 0.1
     blocks[0, 1, 3] = blocks[0, 1, :, 5] = True
     layout = BlockLayout.from_block_mask(blocks, 10 * TILE, 12 * TILE, block_size=TILE)
@@ -168,37 +161,37 @@ def test_full_tiles_alone_and_long_lines(causal: bool) -> None:
     if causal:
         masks = masks & np.tri(10 * TILE, 12 * TILE, 2 * TILE, dtype=bool)
     plan = layout.plan("cpu", causal=causal)
-    assert plan.row_items[0, 0, 0, 7] > 0
+    assert plan.row_records[0, 0, 0, 7] > 0
     check_side(plan, masks, of_rows=True)
     check_side(plan, masks, of_rows=False)
 
 
-def test_a_line_of_twice_the_mean_is_not_long() -> None:
+def test_a_tile_row_of_twice_the_mean_is_not_long() -> None:
     assert _long(np.array([[2, 0, 1, 1]]), 4) == (0, 0)
     assert _long(np.array([[3, 0, 0, 1], [2, 2, 0, 0]]), 8) == (1, 1)
     assert _long(np.zeros((1, 0), int), 0) == (0, 0)
-    # all of the first head are long, of which the last one is not counted
+    # every tile row of the first head is long; one is not counted
     assert _long(np.array([[1, 1], [0, 0], [0, 0]]), 2) == (1, 2)
 
 
 def test_of_a_grid_with_more_rows_than_columns_rows_are_long() -> None:
-    """Twice the mean is less in a row than in a column: a column that is not long does not answer for them."""
+    """The mean is smaller for rows than for columns: a short column does not prove that no row is long."""
     frame = Frame(1, 1, 16 * TILE, 2 * TILE, (TILE, TILE))
     of_rows, of_cols = [2, 1, *[0] * 14], [2, 1]
-    assert long_lines(np.array(of_rows + of_cols), 3, frame) == (2, ((2, 2), (0, 0)))
-    assert long_lines(np.array([1] * 16 + [8, 8]), 16, frame) == (8, ((0, 0), (0, 0)))
+    assert count_long(np.array(of_rows + of_cols), 3, frame) == (2, ((2, 2), (0, 0)))
+    assert count_long(np.array([1] * 16 + [8, 8]), 16, frame) == (8, ((0, 0), (0, 0)))
 
 
 @pytest.mark.parametrize("limit", [1, 2**16, 2**16 + 1, 2**20, 2**40])
-def test_an_order_is_stable_whatever_the_size_of_the_numbers(limit: int) -> None:
-    """Of many heads the ranks take more than 16 bits."""
+def test_order_is_stable_for_any_limit(limit: int) -> None:
+    """With many heads, ranks take more than 16 bits."""
     random = np.random.default_rng(0)
     values = np.append(random.integers(0, limit, 500), limit - 1).repeat(2)
     random.shuffle(values)
     assert _order(values, limit).tolist() == np.argsort(values, kind="stable").tolist()
 
 
-def test_a_plan_of_tensors_alone_is_that_of_their_layout() -> None:
+def test_a_loaded_layout_has_the_same_plan() -> None:
     """A constructor keeps its arrays for the plan, a layout that was loaded has only tensors."""
     made = BlockLayout.from_blocks([0, 1, 1], [3, 0, 1], 300, 512, block_size=TILE)
     loaded = BlockLayout.from_state_dict(made.state_dict())

@@ -71,7 +71,7 @@ def test_tensors_on_the_meta_device_have_shapes_and_leave_no_plan_of_shapes(
     assert out.is_meta and out.shape == SHAPE
     out.sum().backward()
     assert q.grad is not None and q.grad.is_meta
-    assert not layout.plan("cpu", causal=causal).words.is_meta
+    assert not layout.plan("cpu", causal=causal).bitmasks.is_meta
     real = [tensor.detach() for tensor in tensors()]
     assert torch.equal(attention(*real, layout, causal=causal), attention(*real, made(), causal=causal))
 

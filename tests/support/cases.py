@@ -1,4 +1,4 @@
-"""Which layouts must every backend get right? The zoo: named, small, built when asked for.
+"""The zoo: small named layouts that every backend must get right, built on demand.
 
 Add a shape as a case here, not as a function elsewhere: @pytest.mark.parametrize("case", cases.LAYOUTS, ids=str).
 Layouts come from BlockLayout's constructors only, so that a wrong builder in masks/ cannot hide a wrong kernel.
@@ -58,12 +58,12 @@ def _random_blocks(q_len: int, kv_len: int, block_size: int, *, density: float, 
 
 
 def _quarters(length: int) -> BlockLayout:
-    """Four heads of blocks of 64, more of them from head to head; of some only half of the pairs. One row of tiles is full."""
+    """Four heads of blocks of 64 with growing density, some with half of their pairs. One tile row is full."""
     grid = -(-length // 64)
     density = torch.tensor([0.3, 0.5, 0.7, 1.0])[:, None, None]
     stored = torch.rand(4, grid, grid, generator=torch.Generator().manual_seed(10)) < density
     is_whole = _random_pairs(4, grid, grid, density=0.8, seed=11)
-    # with no ragged one among them, which is partial
+    # without its ragged block, which would be partial
     is_whole[3, :2], stored[3, :2, -1] = True, False
     stored, is_whole = (
         each.repeat_interleave(64, 1).repeat_interleave(64, 2)[:, :length, :length] for each in (stored, is_whole)
@@ -97,7 +97,7 @@ def _diagonal_blocks(length: int, block_size: int) -> BlockLayout:
 
 
 def _without_rows(length: int, block_size: int) -> BlockLayout:
-    """Keyless: a whole tile row, single token rows in a partial block, and the last query."""
+    """Queries without keys: a whole tile row, single queries in a partial block, and the last query."""
     mask = _random_pairs(length, length, density=0.4, seed=3)
     mask[128:256] = False
     mask[[5, 60, 300, length - 1]] = False
@@ -105,7 +105,7 @@ def _without_rows(length: int, block_size: int) -> BlockLayout:
 
 
 def _without_cols(length: int, block_size: int) -> BlockLayout:
-    """The same for keys that no query sees."""
+    """As _without_rows, for keys without queries."""
     return _dense(_without_rows(length, block_size).to_dense()[0, 0].T, block_size)
 
 
@@ -140,7 +140,7 @@ def _per_batch_and_head(q_len: int, kv_len: int, block_size: int) -> BlockLayout
 
 
 def _everything(q_len: int, kv_len: int, block_size: int | tuple[int, int]) -> BlockLayout:
-    """Causal band, first keys, some random pairs, and nothing in queries 48 .. 63: every kind of block at every size."""
+    """Causal band, first keys, random pairs, no pair in queries 48 .. 63: every kind of block at every size."""
     ahead = kv_len - q_len
     noise = _random_pairs(q_len, kv_len, density=0.01, seed=5)
 
@@ -151,8 +151,8 @@ def _everything(q_len: int, kv_len: int, block_size: int | tuple[int, int]) -> B
     return BlockLayout.from_predicate(attends, q_len, kv_len, block_size=block_size)
 
 
-# every side that is a case of its own in the kernels or in regrouping: one unit, a divisor, a tile, a multiple, and
-# sides that do not divide a tile (48, 80)
+# sides that kernels or regrouping treat differently: the smallest, divisors of a tile, a tile, a multiple, and sides
+# that do not divide a tile (48, 80)
 _BLOCK_SIZES: list[int | tuple[int, int]] = [16, 32, 48, 64, 128, 256, (64, 32), (16, 256), (48, 80)]
 
 LAYOUTS: list[Case] = [
@@ -194,6 +194,6 @@ LAYOUTS: list[Case] = [
         for size in _BLOCK_SIZES
     ),
     Case("quarters", lambda: _quarters(_LONG)),
-    # each of its lines is over twice the mean of all heads
+    # each tile row is more than twice as long as the mean over all heads
     Case("one-head", lambda: _dense(torch.tensor([1, 0, 0, 0]).bool()[:, None, None].expand(4, _SHORT, 60), 64)),
 ]

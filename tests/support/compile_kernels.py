@@ -29,9 +29,9 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from blocksparse_flash.kernels import arguments, service
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
+from blocksparse_flash.kernels.plan_format import Plan
 from blocksparse_flash.kernels.schedule import Split
 from blocksparse_flash.kernels.triton import backward, block_selection, forward, gather_scatter, plan_builder, split_kv
-from blocksparse_flash.plan.host_builder import Plan
 from blocksparse_flash.score_mods import TILE, Scores
 
 # bytes of shared memory that a program may take

@@ -1,8 +1,4 @@
-"""Is a layout exactly the mask that a sentence about one query and one key describes?
-
-Knows a literal double loop over positions, in plain Python, and how to hold a layout to it.
-Must not know how any builder works.
-"""
+"""Comparison of a layout with a predicate, by a literal double loop over positions in plain Python."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 
-# lengths (q_len, kv_len) and block sizes: one block only; ragged ends; whole blocks; a decoding step; fewer and more
-# queries than keys, shifted by no multiple of a block; sides that differ, and one that is no power of two; shifts by 2 and 1
-# less than a block, where the diagonal leaves all but one pair of a block, and all
+# lengths (q_len, kv_len) and block sizes: one block; ragged ends; whole blocks; a decoding step; fewer and more queries
+# than keys, shifted by no multiple of a block; rectangular blocks, and a side that is not a power of two; shifts of 2
+# and 1 less than a block, where the diagonal masks one pair of a block, or none
 SQUARE_GRIDS = [(1, 16), (96, 16), (130, 64), (192, 48), (203, 48)]
 GRIDS = [((length, length), block_size) for length, block_size in SQUARE_GRIDS] + [
     ((1, 113), 16),
@@ -28,11 +24,11 @@ GRIDS = [((length, length), block_size) for length, block_size in SQUARE_GRIDS] 
     ((49, 64), 16),
 ]
 
-# numbers of tokens about the edges of blocks of 16, 48 and 64, and grids of these
+# numbers of tokens near multiples of 16, 48 and 64, and grids of such blocks
 EDGES = [16 * k + more for k in (1, 3, 4) for more in (-2, -1, 0, 1)]
 EDGE_GRIDS = [(80, 16), (110, 48), (130, 64)]
 
-# (length, block_size) of every kind: mostly several blocks, ragged more often than not
+# strategies for (length, block_size): mostly several blocks, often ragged
 _SIDES = st.sampled_from([16, 48, 64, 128])
 _LENGTHS = st.integers(1, 300)
 ANY_SQUARE_GRID = st.tuples(_LENGTHS, _SIDES | st.tuples(_SIDES, _SIDES))
@@ -66,7 +62,8 @@ def assert_heads_attend(layout: BlockLayout, heads: Sequence[Callable[[int, int]
         head, q_pos, kv_pos = differing[0].tolist()
         raise AssertionError(
             f"{len(differing)} pairs differ; the first is query {q_pos}, key {kv_pos}, "
-            f"{f'of head {head}, ' if len(heads) > 1 else ''}which should{'' if expected[head, q_pos, kv_pos] else ' not'} attend"
+            f"{f'of head {head}, ' if len(heads) > 1 else ''}which should"
+            f"{'' if expected[head, q_pos, kv_pos] else ' not'} attend"
         )
-    # equal masks give equal layouts: full blocks are known to be full, empty ones are not stored
+    # canonical form: full blocks are stored as full, empty blocks are not stored
     assert layout == BlockLayout.from_dense(expected, block_size=layout.block_size)

@@ -228,7 +228,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "if True:",
             "tests/blocks/test_block_list.py",
         ),
-        ("blocks/block_list.py", "looks + self._n_words, looks)", "looks, looks)", "tests/blocks/test_block_list.py"),
+        ("blocks/block_list.py", "ids + self._n_words, ids)", "ids, ids)", "tests/blocks/test_block_list.py"),
         (
             "blocks/block_list.py",
             "down = place // n_across * SIDE_UNIT - old[0]",
@@ -332,8 +332,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan/host_builder.py",
-            "PARTIAL + ((ALL_QUARTERS - quarters) << QUARTERS_BIT)",
-            "PARTIAL + (quarters << QUARTERS_BIT)",
+            "PARTIAL + ((ALL_SUBTILES - subtiles) << SUBTILES_BIT)",
+            "PARTIAL + (subtiles << SUBTILES_BIT)",
             "tests/plan/test_host_builder.py",
         ),
         (
@@ -361,9 +361,9 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/plan/test_host_builder.py",
         ),
         (
-            "plan/host_builder.py",
-            "length + 8 * n_long +",
-            "length + 8 * min(n_long, 1) +",
+            "kernels/plan_format.py",
+            "n_indices + 8 * n_split +",
+            "n_indices + 8 * min(n_split, 1) +",
             "tests/plan/test_host_builder.py",
         ),
         (
@@ -681,42 +681,47 @@ MUTANTS: dict[str, list[Mutant]] = {
     "interop": _of(
         f"{OURS}/interop",
         (
-            "runs.py",
+            "key_runs.py",
             "is_full = crossing == heights",
             "is_full = crossing >= heights - 1",
-            "tests/interop/test_runs.py -k 'runs or few_pairs or from_flashmask'",
+            "tests/interop/test_key_runs.py -k 'runs or few_pairs or from_flashmask'",
         ),
         (
-            "runs.py",
+            "key_runs.py",
             "np.minimum(block_size[0], q_len - rows % n_rows * block_size[0])",
             "np.minimum(block_size[0], q_len - rows * block_size[0])",
-            "tests/interop/test_runs.py -k 'runs or few_pairs or from_flashmask'",
+            "tests/interop/test_key_runs.py -k 'runs or few_pairs or from_flashmask'",
         ),
         (
             "flashmask.py",
             "np.minimum(bounds, q_len).reshape",
             "np.asarray(bounds).reshape",
-            "tests/interop/test_runs.py -k flashmask",
+            "tests/interop/test_key_runs.py -k flashmask",
         ),
         (
             "flashmask.py",
             "is_suffix = end == q_len",
             "is_suffix = end >= q_len - 1",
-            "tests/interop/test_runs.py -k flashmask",
+            "tests/interop/test_key_runs.py -k flashmask",
         ),
         (
             "flashmask.py",
             "(columns[0], end), (np.zeros_like(end), columns[1])",
             "(columns[1], end), (np.zeros_like(end), columns[0])",
-            "tests/interop/test_runs.py -k flashmask",
+            "tests/interop/test_key_runs.py -k flashmask",
         ),
         (
             "flashmask.py",
             "bounds = np.repeat(bounds, group, axis=1)",
             "bounds = np.tile(bounds, (1, group, 1, 1))",
-            "tests/interop/test_runs.py -k flashmask",
+            "tests/interop/test_key_runs.py -k flashmask",
         ),
-        ("magi.py", "q1[which] - 1 - lines, 0)", "q1[which] - lines, 0)", "tests/interop/test_runs.py -k from_magi"),
+        (
+            "magi.py",
+            "q1[which] - 1 - lines, 0)",
+            "q1[which] - lines, 0)",
+            "tests/interop/test_key_runs.py -k from_magi",
+        ),
         (
             "kv_lists.py",
             "batch_step = heads * n_rows * n_cols",
@@ -754,12 +759,12 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/interop/test_block_masks.py",
         ),
         (
-            "stored.py",
+            "block_arrays.py",
             "found.leads == batch * layout.shape[1] + head",
             "found.leads == head * layout.shape[0] + batch",
             "tests/interop/test_bsr.py",
         ),
-        ("stored.py", "-block_q, block_kv),", "-block_q, block_kv - 2),", "tests/interop/test_block_masks.py"),
+        ("block_arrays.py", "-block_q, block_kv),", "-block_q, block_kv - 2),", "tests/interop/test_block_masks.py"),
         (
             "bsr.py",
             "row.reshape(sides[0], end - begin, sides[1]).swapaxes(0, 1)",

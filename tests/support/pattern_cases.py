@@ -1,4 +1,4 @@
-"""What do the tests of the attention benchmarks have in common? Small cases, inputs, and attention to a mask of pairs."""
+"""Small cases, inputs and a plain attention for the tests of the attention benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the double loop notice one wrong pair?"""
+"""support/double_loop.py: one wrong pair is noticed."""
 
 from __future__ import annotations
 

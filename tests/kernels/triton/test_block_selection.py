@@ -11,8 +11,8 @@ from torch import Tensor
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
+from blocksparse_flash.kernels.plan_format import Plan
 from blocksparse_flash.plan import block_selection
-from blocksparse_flash.plan.host_builder import Plan
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -93,7 +93,7 @@ def random_scores(frame: Frame, device: torch.device) -> Tensor:
 
 def assert_same_plan(actual: Plan, expected: Plan) -> None:
     """Every number, but for what stands behind the tiles, which nothing tells: there the kernels write zeros."""
-    n_tiles = int(expected.row_items[..., 2].sum())
+    n_tiles = int(expected.row_records[..., 2].sum())
     for name, mine, wanted in zip(Plan._fields, actual, expected, strict=True):
         assert mine.shape == wanted.shape and mine.dtype == wanted.dtype == torch.int32 and mine.is_contiguous()
         if name.endswith(("indices", "ids")):
@@ -159,7 +159,7 @@ def test_where_every_line_of_a_head_is_long(device: torch.device) -> None:
     layout = BlockLayout.from_topk(indices, **frame.sizes)
     assert_same(layout, expected, frame, (False,))
     plan = layout.plan(device)
-    assert plan.row_items[..., 7].unique().tolist() == [1] and plan.col_items[..., 7].unique().tolist() == [0]
+    assert plan.row_records[..., 7].unique().tolist() == [1] and plan.col_records[..., 7].unique().tolist() == [0]
 
 
 @pytest.mark.usefixtures("by_kernels")

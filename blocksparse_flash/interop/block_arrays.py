@@ -1,7 +1,4 @@
-"""Which blocks does a layout store, as plain arrays, and which layout do such arrays describe?
-
-Knows BlockLayout, its documented tensors, block lists and blocks of another size. Must not know any peer's format.
-"""
+"""Stored blocks of a layout as NumPy arrays on the host, and layouts from such arrays."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class Stored(NamedTuple):
 
 
 def host(tensor: torch.Tensor) -> Array:
-    """The values on the host; bfloat16 and types of 8 bits, which NumPy lacks, as float32, that holds each of theirs."""
+    """The values on the host; bfloat16 and 8-bit floats, which NumPy lacks, become float32."""
     tensor = tensor.detach()
     if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):
         tensor = tensor.float()
@@ -71,8 +68,8 @@ def layout_of(
 ) -> BlockLayout:
     """The layout, on the host, of blocks with ascending keys (lead * n_rows + row) * n_cols + col.
 
-    ids       FULL, or an index in bitmasks
-    bitmasks  uint32 (n, block_q, words); they may repeat, be empty or full, and name pairs beyond the lengths
+    ids       FULL, or an index into bitmasks
+    bitmasks  uint32 (n, block_q, words); may repeat, be empty or full, and have bits beyond the lengths
     """
     checks.check_nnz(len(keys))
     n_rows, n_cols = block_list.grid(q_len, kv_len, block_size)
@@ -116,13 +113,13 @@ def causal_part(layout: BlockLayout) -> BlockLayout:
         lambda q_pos, kv_pos: kv_pos <= q_pos + ahead,
         **sizes(layout),
         within=layout,
-        # how far the first query of a block sees past its first key; beyond the sides a block is empty or full
-        looks=lambda row, col: np.clip(row * block_q + ahead - col * block_kv, -block_q, block_kv),
+        # distance of the first query and key of a block; clipped, since a block beyond that is empty or full
+        dedup_key=lambda row, col: np.clip(row * block_q + ahead - col * block_kv, -block_q, block_kv),
     )
 
 
 def one_head(layout: BlockLayout, batch: int, head: int) -> BlockLayout:
-    """The layout of one batch and head, on the host, shared by all."""
+    """One batch and head of a layout, on the host, as a layout of shape (1, 1, q_len, kv_len)."""
     check_layout(layout)
     for value, size, name in ((batch, layout.shape[0], "batch"), (head, layout.shape[1], "head")):
         if not 0 <= checks.integer(value, name) < size:
@@ -134,10 +131,10 @@ def one_head(layout: BlockLayout, batch: int, head: int) -> BlockLayout:
 
 
 def block_mask_of(layout: BlockLayout, block_size: Size, peer: str, *, causal: bool = False) -> Array:
-    """bool (batch | 1, heads | 1, n_rows, n_cols): the stored blocks of a size; refuses what such a mask cannot say.
+    """bool (batch | 1, heads | 1, n_rows, n_cols): the stored blocks of this size; refuses partial blocks.
 
-    causal  True: the peer's kernel masks the diagonal itself, so every stored block must be full but for that
-    peer    who cannot say it, for the message
+    peer    name of the library, for the message
+    causal  True: the library masks above the diagonal, so stored blocks must be full below it
     """
     check_layout(layout)
     regular = regrouped(layout, block_size)
@@ -163,7 +160,7 @@ def block_mask_of(layout: BlockLayout, block_size: Size, peer: str, *, causal: b
 
 
 def check_zeros_and_ones(values: Array, name: str) -> None:
-    """Refuse values that are neither 0 nor 1: weights or labels, not a mask."""
+    """Refuse values other than 0 and 1, such as weights or labels."""
     strange = (values != 0) & (values != 1)
     if strange.any():
         where = tuple(int(i) for i in np.argwhere(strange)[0])

@@ -1,4 +1,4 @@
-"""interop/runs.py, flashmask.py and magi.py, against loops over the peers' own definitions, pair by pair."""
+"""interop/key_runs.py, flashmask.py and magi.py, against loops over the formats' own definitions, pair by pair."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.interop import from_flashmask, from_magi, to_flashmask, to_magi
-from blocksparse_flash.interop.runs import layout_of_runs, merged, runs_of
+from blocksparse_flash.interop.key_runs import layout_of_runs, merged, runs_of
 from tests.support.dense_masks import Problem, problem, problems
 
 seeds = st.integers(0, 2**32 - 1)
@@ -40,7 +40,7 @@ def test_runs_are_the_longest_of_every_query(problem: Problem) -> None:
         layout_of_runs(found, layout.shape[:2], q_len=layout.q_len, kv_len=layout.kv_len, block_size=problem.block_size)
         == layout
     )
-    # another block size is another layout of the same runs
+    # runs do not depend on the block size
     again = layout_of_runs(
         found, layout.shape[:2], q_len=layout.q_len, kv_len=layout.kv_len, block_size=problem.new_block_size
     )
@@ -51,7 +51,7 @@ def test_runs_are_the_longest_of_every_query(problem: Problem) -> None:
 def test_a_few_pairs_at_once_give_the_same(problem: Problem) -> None:
     layout = BlockLayout.from_dense(problem.mask, block_size=problem.block_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("blocksparse_flash.interop.runs._PAIRS_AT_ONCE", 1)
+        patch.setattr("blocksparse_flash.interop.key_runs._PAIRS_AT_ONCE", 1)
         found = runs_of(layout)
         again = layout_of_runs(
             found, layout.shape[:2], q_len=layout.q_len, kv_len=layout.kv_len, block_size=layout.block_size
@@ -80,7 +80,7 @@ def test_merged_is_the_union(seed: int) -> None:
 
 
 def flashmask(bounds: np.ndarray, q_len: int, causal: bool) -> np.ndarray:
-    """bool (batch, heads, q_len, kv_len): the pairs that FlashMask's column bounds leave, one pair at a time."""
+    """bool (batch, heads, q_len, kv_len): the pairs that FlashMask's column bounds keep, one pair at a time."""
     batch, heads, kv_len, n_bounds = bounds.shape
     mask = np.zeros((batch, heads, q_len, kv_len), np.bool_)
     for b, h, i, j in np.ndindex(mask.shape):
@@ -94,7 +94,7 @@ def flashmask(bounds: np.ndarray, q_len: int, causal: bool) -> np.ndarray:
 
 
 def random_bounds(random: np.random.Generator, causal: bool, n_bounds: int) -> tuple[np.ndarray, int]:
-    """Bounds in runs of equal keys, as documents have, or each by itself; above q_len at times."""
+    """Random bounds, constant over runs of keys as for documents, or independent; sometimes above q_len."""
     q_len, kv_len = (int(random.integers(0, 70)) for _ in range(2))
     if random.random() < 0.3:
         kv_len = q_len
@@ -113,7 +113,7 @@ def test_from_flashmask_leaves_what_the_bounds_leave(causal: bool, n_bounds: int
     expected = BlockLayout.from_dense(flashmask(bounds, q_len, causal), block_size=block_size)
     found = from_flashmask(torch.from_numpy(bounds), q_len, causal=causal, block_size=block_size)
     assert found == expected
-    # two intervals of a key may touch or overlap, so it may be said with fewer bounds; the mask is the same
+    # intervals may touch or overlap, so fewer bounds may give the same mask
     again = to_flashmask(found, causal=causal)
     assert again.dtype == torch.int32
     assert again.shape[3] <= n_bounds
@@ -122,7 +122,7 @@ def test_from_flashmask_leaves_what_the_bounds_leave(causal: bool, n_bounds: int
 
 
 def n_masked(column: np.ndarray) -> int:
-    """How many intervals of False a column has."""
+    """Number of intervals of False in each column."""
     return int((np.diff(np.concatenate([[1], column.astype(int)])) == -1).sum())
 
 
@@ -133,7 +133,7 @@ def test_to_flashmask_says_it_or_names_the_first_key(problem: Problem, causal: b
     below = np.arange(kv_len) <= np.arange(q_len)[:, None] + kv_len - q_len
     mask = mask & below if causal else mask
     layout = BlockLayout.from_dense(mask, block_size=problem.block_size)
-    # above the diagonal the flag masks, so a key needs no interval there
+    # `causal` masks above the diagonal, so no interval is needed there
     counted = [
         n_masked(column[seen])
         for head in mask.reshape(mask.shape[0] * mask.shape[1], q_len, kv_len)
@@ -146,7 +146,8 @@ def test_to_flashmask_says_it_or_names_the_first_key(problem: Problem, causal: b
         return
     lead, key = divmod(int(np.argmax(np.array(counted) > limit)), kv_len)
     batch, head = divmod(lead, mask.shape[1])
-    words = f"masks {counted[lead * kv_len + key]} separate intervals of queries for key {key} of batch {batch}, head {head}"
+    n_intervals = counted[lead * kv_len + key]
+    words = f"masks {n_intervals} separate intervals of queries for key {key} of batch {batch}, head {head}"
     with pytest.raises(ValueError, match=words):
         to_flashmask(layout, causal=causal)
 
@@ -158,7 +159,7 @@ def layout_where(attends: Any, q_len: int, kv_len: int, block_size: Any = 64) ->
 @pytest.mark.parametrize(
     ("attends", "causal", "column"),
     [
-        # key 100 of 203 queries: who is masked
+        # key 100 of 203 queries: which are masked
         (lambda q, kv: kv <= q, True, [203]),
         (lambda q, kv: (kv <= q) & (q <= kv + 30), True, [131]),
         (lambda q, kv: (kv <= q) & ~((q > kv + 30) & (q < 180)), True, [131, 180]),
@@ -202,7 +203,7 @@ def test_flashmask_of_a_million_tokens_takes_what_it_stores() -> None:
 
 @pytest.mark.parametrize("value", [2**63 - 1, 2**63, 2**64 - 1])
 def test_flashmask_bounds_of_any_size_mean_all_queries(value: int) -> None:
-    """Beyond int64 they wrapped around to negative ones, and masked everything."""
+    """Values beyond int64 once wrapped to negative numbers and masked every pair."""
     bounds = torch.full((1, 1, 3, 1), value, dtype=torch.uint64)
     assert (
         from_flashmask(bounds, 3, causal=True, block_size=16).to_dense()[0, 0].tolist()
@@ -216,20 +217,56 @@ good = torch.tensor([[[[2], [3], [4]]]], dtype=torch.int32)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: from_flashmask(good, 4, causal=False, block_size=16), ValueError, "must end in 2 or 4 bounds with causal=False"),
-        (lambda: from_flashmask(good.repeat(1, 1, 1, 4), 4, causal=True, block_size=16), ValueError, "must end in 1 or 2 bounds with causal=True"),
-        (lambda: from_flashmask(good - 3, 4, causal=True, block_size=16), ValueError, r"must not be negative, got -1 at \(0, 0, 0, 0\)"),
-        (lambda: from_flashmask(good.float(), 4, causal=True, block_size=16), ValueError, "must be integers, got torch.float32"),
-        (lambda: from_flashmask(good.bfloat16(), 4, causal=True, block_size=16), ValueError, "must be integers, got torch.bfloat16"),
-        (lambda: from_flashmask(good[0], 4, causal=True, block_size=16), ValueError, "must have shape .batch, heads, kv_len, bounds."),
+        (
+            lambda: from_flashmask(good, 4, causal=False, block_size=16),
+            ValueError,
+            "must end in 2 or 4 bounds with causal=False",
+        ),
+        (
+            lambda: from_flashmask(good.repeat(1, 1, 1, 4), 4, causal=True, block_size=16),
+            ValueError,
+            "must end in 1 or 2 bounds with causal=True",
+        ),
+        (
+            lambda: from_flashmask(good - 3, 4, causal=True, block_size=16),
+            ValueError,
+            r"must not be negative, got -1 at \(0, 0, 0, 0\)",
+        ),
+        (
+            lambda: from_flashmask(good.float(), 4, causal=True, block_size=16),
+            ValueError,
+            "must be integers, got torch.float32",
+        ),
+        (
+            lambda: from_flashmask(good.bfloat16(), 4, causal=True, block_size=16),
+            ValueError,
+            "must be integers, got torch.bfloat16",
+        ),
+        (
+            lambda: from_flashmask(good[0], 4, causal=True, block_size=16),
+            ValueError,
+            "must have shape .batch, heads, kv_len, bounds.",
+        ),
         (lambda: from_flashmask(good, 4, causal=1, block_size=16), TypeError, "causal must be a bool, got 1"),
         (lambda: from_flashmask([[2]], 4, causal=True, block_size=16), TypeError, "must be a torch.Tensor, got list"),
-        (lambda: from_flashmask(good, 4, causal=True, block_size=17), ValueError, "block_size must be a multiple of 16"),
-        (lambda: to_flashmask(layout_where(lambda q, kv: q >= 0, 30, 40, 16), causal=True), ValueError, "no pair above the diagonal with causal=True, but query 0 attends to key 11"),
-        (lambda: to_flashmask(layout_where(lambda q, kv: (q % 4 < 2) | (kv != 7), 30, 40, 16)), ValueError, "masks 7 separate intervals of queries for key 7 of batch 0, head 0, but FlashMask can say 2"),
+        (
+            lambda: from_flashmask(good, 4, causal=True, block_size=17),
+            ValueError,
+            "block_size must be a multiple of 16",
+        ),
+        (
+            lambda: to_flashmask(layout_where(lambda q, kv: q >= 0, 30, 40, 16), causal=True),
+            ValueError,
+            "no pair above the diagonal with causal=True, but query 0 attends to key 11",
+        ),
+        (
+            lambda: to_flashmask(layout_where(lambda q, kv: (q % 4 < 2) | (kv != 7), 30, 40, 16)),
+            ValueError,
+            "masks 7 separate intervals of queries for key 7 of batch 0, head 0, but FlashMask can say 2",
+        ),
         (lambda: to_flashmask(good), TypeError, "layout must be a BlockLayout, got Tensor"),
     ],
-)  # fmt: skip
+)
 def test_wrong_calls_with_flashmask_are_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
@@ -273,7 +310,7 @@ def test_from_magi_is_the_union_of_the_slices(seed: int) -> None:
 @pytest.mark.parametrize(
     ("lengths", "kind", "rows"),
     [
-        # the pictures of MagiAttention's own documentation
+        # from the documentation of MagiAttention
         ((5, 2), 1, ["00", "00", "00", "10", "11"]),
         ((2, 5), 1, ["11110", "11111"]),
         ((5, 2), 2, ["11", "01", "00", "00", "00"]),
@@ -306,12 +343,18 @@ def test_to_magi_covers_every_pair_once(seed: int) -> None:
         (lambda q, kv: kv <= q, [([0, 203], [0, 203], 1)]),
         (lambda q, kv: kv >= q, [([0, 203], [0, 203], 2)]),
         (lambda q, kv: (kv <= q) & (q - kv <= 30), [([0, 30], [0, 30], 1), ([30, 203], [0, 203], 3)]),
-        (lambda q, kv: q // 80 == kv // 80, [([0, 80], [0, 80], 0), ([80, 160], [80, 160], 0), ([160, 203], [160, 203], 0)]),
-        (lambda q, kv: (q // 80 == kv // 80) & (kv <= q), [([0, 80], [0, 80], 1), ([80, 160], [80, 160], 1), ([160, 203], [160, 203], 1)]),
+        (
+            lambda q, kv: q // 80 == kv // 80,
+            [([0, 80], [0, 80], 0), ([80, 160], [80, 160], 0), ([160, 203], [160, 203], 0)],
+        ),
+        (
+            lambda q, kv: (q // 80 == kv // 80) & (kv <= q),
+            [([0, 80], [0, 80], 1), ([80, 160], [80, 160], 1), ([160, 203], [160, 203], 1)],
+        ),
         (lambda q, kv: (kv < 50) | (kv <= q), [([0, 49], [0, 50], 0), ([49, 203], [0, 203], 1)]),
         (lambda q, kv: q < 0, []),
     ],
-)  # fmt: skip
+)
 def test_to_magi_finds_the_obvious_slices(attends: Any, slices: list[Any]) -> None:
     found = to_magi(layout_where(attends, 203, 203))
     assert list(zip(*(tensor.tolist() for tensor in found), strict=True)) == slices
@@ -320,15 +363,33 @@ def test_to_magi_finds_the_obvious_slices(attends: Any, slices: list[Any]) -> No
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: from_magi([[0, 5]], [[0, 5], [0, 1]], [0], 9, 9, block_size=16), "must have one entry for each slice, got 1, 2 and 1"),
-        (lambda: from_magi([[0, 10]], [[0, 5]], [0], 9, 9, block_size=16), r"q_ranges must have 0 <= start <= end <= q_len = 9, got \[0, 10\] at 0"),
-        (lambda: from_magi([[0, 5]], [[5, 4]], [0], 9, 9, block_size=16), "k_ranges must have 0 <= start <= end <= kv_len = 9"),
-        (lambda: from_magi([[0, 5]], [[0, 5]], [4], 9, 9, block_size=16), "attn_type_map must be in 0 .. 4 - 1 = 3, got 4 at 0"),
+        (
+            lambda: from_magi([[0, 5]], [[0, 5], [0, 1]], [0], 9, 9, block_size=16),
+            "must have one entry for each slice, got 1, 2 and 1",
+        ),
+        (
+            lambda: from_magi([[0, 10]], [[0, 5]], [0], 9, 9, block_size=16),
+            r"q_ranges must have 0 <= start <= end <= q_len = 9, got \[0, 10\] at 0",
+        ),
+        (
+            lambda: from_magi([[0, 5]], [[5, 4]], [0], 9, 9, block_size=16),
+            "k_ranges must have 0 <= start <= end <= kv_len = 9",
+        ),
+        (
+            lambda: from_magi([[0, 5]], [[0, 5]], [4], 9, 9, block_size=16),
+            "attn_type_map must be in 0 .. 4 - 1 = 3, got 4 at 0",
+        ),
         (lambda: from_magi([0, 5], [[0, 5]], [0], 9, 9, block_size=16), r"q_ranges must be integers \(n, 2\)"),
-        (lambda: to_magi(BlockLayout.from_dense(torch.ones(2, 9, 9, dtype=torch.bool), block_size=16)), r"must be shared by all batches and heads.*got \(batch, heads\) \(1, 2\)"),
-        (lambda: to_magi(layout_where(lambda q, kv: (q + kv) % 2 == 0, 20, 20, 16), max_slices=18), "needs 19 slices, more than max_slices = 18"),
+        (
+            lambda: to_magi(BlockLayout.from_dense(torch.ones(2, 9, 9, dtype=torch.bool), block_size=16)),
+            r"must be shared by all batches and heads.*got \(batch, heads\) \(1, 2\)",
+        ),
+        (
+            lambda: to_magi(layout_where(lambda q, kv: (q + kv) % 2 == 0, 20, 20, 16), max_slices=18),
+            "needs 19 slices, more than max_slices = 18",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_calls_with_magi_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,0 +1,125 @@
+"""Format of the plan that kernels iterate over: its tensors, the encoding of their entries, and every constant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..blocks.transfer import to_device
+
+# tokens per side of a tile
+TILE = 128
+# int32 words of a record, and their order
+RECORD = 8
+NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_SUBTILED, N_HALF, N_LONG = range(RECORD)
+# subtracted from the entry of a partial tile; greater than every tile index, since lengths are below 2^31
+PARTIAL = 1 << 24
+# lowest bit of the subtile mask of a partial entry; ALL_SUBTILES, which PARTIAL alone gives: the bitmask decides
+SUBTILES_BIT, ALL_SUBTILES = 25, 15
+# a tile row is worth splitting only if it has more than 1 / LONG of the tiles of its head
+LONG = 64
+
+
+class Plan(NamedTuple):
+    """The 128 x 128 tiles of a layout, by tile row (for out and dQ) and by tile column (for dK and dV). All int32.
+
+    row_records      (batch | 1, heads | 1, tile rows, 8)  one record per tile row, longest first
+    row_indices      (nnz + padding,)    list entries of all tile rows; record: begin, n_tiles
+    row_bitmask_ids  (nnz + padding,)    bitmask of each entry; 0 and not read for a full tile
+    col_*            the same by tile column; their entries hold tile rows
+    bitmasks         (distinct, 128, 4)  bit j of word w of row i is the pair (query i, key 32 w + j)
+
+    Record
+        NUMBER      tile row of this record
+        BEGIN       its first entry in row_indices
+        N_TILES     its entries
+        N_PARTIAL   partial tiles, listed first
+        POSITION    of record i: where the record of tile row i is, to find a given tile row
+        N_SUBTILED  partial tiles that consist of whole 64 x 64 subtiles
+        N_HALF      subtiled tiles of which only one half of the keys attends (col_*: one half of the queries)
+        N_LONG      records at the front with over twice the mean number of tiles, never all of them; the same in every
+                    record. A launch starts those of all heads first
+
+    Order of a tile row's entries, ascending within each kind:
+        bitmask tiles | subtiled, both halves of the keys | subtiled, one half of the keys | full tiles
+        <-------------------------------- n_partial --------------------------------->
+                        <------------------------- n_subtiled ----------------------->
+                                                            <--------- n_half ------->
+    List entry
+        full     tile column
+        partial  tile column - 2^24, hence negative. Bits 0-23: tile column. Bits 25-28: attended 64 x 64 subtiles
+                 (bit 25 + 2 * query half + key half); all four set: the bitmask decides
+
+    All 128 x 128 pairs of a full tile exist and attend, so kernels neither mask nor bounds-check it. Tiles on a ragged edge
+    are partial, with zeros past the end.
+
+    n_split_rows, n_split_cols, has_subtiles are read from tensor shapes, so that no call waits for the device.
+    """
+
+    row_records: Tensor
+    row_indices: Tensor
+    row_bitmask_ids: Tensor
+    col_records: Tensor
+    col_indices: Tensor
+    col_bitmask_ids: Tensor
+    bitmasks: Tensor
+
+    @property
+    def n_split_rows(self) -> int:
+        """Tile rows worth splitting, of the head that has most: over 1 / LONG of its tiles and over twice the mean."""
+        return n_split_of(self.row_indices.shape[0], self.row_bitmask_ids.shape[0])
+
+    @property
+    def n_split_cols(self) -> int:
+        """Tile columns worth splitting, of the head that has most."""
+        return n_split_of(self.col_indices.shape[0], self.col_bitmask_ids.shape[0])
+
+    @property
+    def has_subtiles(self) -> bool:
+        """Whether any tile is listed as consisting of whole 64 x 64 subtiles."""
+        return has_subtiles_of(self.row_indices.shape[0], self.row_bitmask_ids.shape[0])
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Plan:
+        """The same plan on another device."""
+        return with_dynamic_lengths(Plan(*to_device(self, device, non_blocking=non_blocking)))
+
+
+def list_lengths(n_tiles: int, n_split: int, *, of_rows: bool, has_subtiles: bool = False) -> tuple[int, int]:
+    """(length of indices, length of bitmask_ids) of a list of n_tiles entries.
+
+    n_split  records at the front that are worth splitting
+
+    At least one entry of padding: kernels read one index ahead. The lengths of a plan have different residues mod 8:
+    torch.compile takes equal lengths for one symbol, and would recompile for the next layout, where they differ.
+    """
+    # 1 mod 8, and at least 9
+    n_indices = 8 * max(1, -(-n_tiles // 8)) + 1
+    return n_indices, n_indices + 8 * n_split + (2 if of_rows else 4) + has_subtiles
+
+
+def n_split_of(n_indices: int, n_bitmask_ids: int) -> int:
+    """`n_split` of `list_lengths`."""
+    return (n_bitmask_ids - n_indices) // 8
+
+
+def has_subtiles_of(n_indices: int, n_bitmask_ids: int) -> bool:
+    """`has_subtiles` of `list_lengths`."""
+    return (n_bitmask_ids - n_indices) % 2 == 1
+
+
+def mark_dynamic(tensors: Iterable[Tensor]) -> None:
+    """Mark the first dimension as dynamic, so that torch.compile does not recompile for another layout.
+
+    Does what torch._dynamo.maybe_mark_dynamic does, whose import takes 3 s.
+    """
+    for tensor in tensors:
+        tensor._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+
+
+def with_dynamic_lengths(plan: Plan) -> Plan:
+    """The plan, with the lengths of its lists marked as dynamic."""
+    mark_dynamic((plan.row_indices, plan.row_bitmask_ids, plan.col_indices, plan.col_bitmask_ids, plan.bitmasks))
+    return plan
