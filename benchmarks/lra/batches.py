@@ -1,6 +1,4 @@
-"""How do samples become batches, and which ones come at step n?
-
-Knows records, examples, padding, and torch's loaders. Must not know generators, files or models.
+"""Batches of samples, and the samples of training step n.
 
 Which samples a step sees is a function of (seed, step) alone, so that training which was interrupted at a step goes on with
 the samples that were next.

@@ -1,7 +1,4 @@
-"""What of a layer does torch.compile fuse?
-
-Knows torch.compile and the parts of a layer. Must not know tasks, data or training.
-"""
+"""torch.compile applied to the layers of a model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Where do the samples of an experiment come from?
-
-Knows the sources (generated sets, fresh streams with a curriculum, released files, stand-ins) and Lightning's data modules.
-Must not know models.
-"""
+"""Lightning data module: generated sets, fresh streams with a curriculum, released files, stand-ins."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Does a block-sparse Transformer learn? `python -m benchmarks.lra.demo` trains one on ListOps in minutes, on any device.
-
-Knows ListOps, the masks, SelfAttention and Lightning. Must not know kernels, plans or backends: attention chooses.
+"""Demo: `python -m benchmarks.lra.demo` trains a block-sparse Transformer on ListOps in minutes, on any device.
 
 A pre-norm encoder reads expressions of 16 to 256 tokens, padded to 256, through butterfly | local | global_tokens with
 16-token blocks, and answers at the first token, the root operator. It is told where a token stands in two ways: its index,

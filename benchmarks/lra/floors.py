@@ -1,7 +1,4 @@
-"""What is a task worth to a reader who does not do it, and what is an accuracy beyond that?
-
-Knows two shortcuts: the root operator of ListOps, and where the two markers of Pathfinder lie. Must not know models, files
-or batches.
+"""Accuracy of each task's shortcut (its floor), and accuracies corrected for it.
 
 In Pathfinder the two snakes begin near each other and near the centre, so that the places of the markers alone tell whether
 they belong together more often than not. An accuracy is therefore printed beside the floor, what the best reader of the

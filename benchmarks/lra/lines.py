@@ -1,7 +1,4 @@
-"""What does a line of results say?
-
-Knows the keys of the JSON lines that `speed` and `test` leave. Must not know how anything is measured.
-"""
+"""Keys of the JSON lines that `speed` and `test` write."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is a ListOps sample, and how are they drawn, read, evaluated and guessed?
-
-Knows the grammar of Long Range Arena's ListOps: trees over MIN, MAX, MED (median, truncated) and SM (sum modulo 10) with
-digits as leaves, written in prefix order. Must not know models, devices or batches.
+"""Long Range Arena's ListOps: drawing, parsing, evaluating and guessing expressions.
 
     [MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]        the answer is 5
 

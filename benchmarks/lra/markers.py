@@ -1,6 +1,4 @@
-"""Where are the two markers of a Pathfinder image of which only the pixels are known?
-
-Knows the disc of a marker, and a search for the two places that look most like it. Must not know labels or models.
+"""Locates the two markers of a Pathfinder image from its pixels.
 
 The released files do not say where the markers are, but the floor of their test set needs it.
 """

@@ -1,7 +1,4 @@
-"""What is trained: from tokens to the logits of labels, or of hidden tokens?
-
-Knows the modules of blocksparse_flash.nn, specifications of masks, and pooling. Must not know data, optimisers or Lightning.
-"""
+"""The classifier that is trained: tokens to logits of labels, or of hidden tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What does a dash of Pathfinder look like, what room does it take, and where may the next one stand?
-
-Knows the geometry of one dash ("paddle") and of two in a row, as tables over orientations; and the disc of a marker.
-Must not know images, snakes or random numbers.
+"""Geometry of Pathfinder dashes ("paddles"): shapes, margins and continuations, as tables over orientations.
 
 Pixels are whole numbers (y, x), y down; the angle t points along (sin t, cos t). A step along an angle rounds up on both
 axes, as the original does. Source: D. Linsley et al., "Learning long-range spatial dependencies with horizontal gated

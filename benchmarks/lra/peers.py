@@ -1,8 +1,4 @@
-"""Which ways to attend are compared?
-
-Knows ours, PyTorch's attention with and without a matrix of scores in memory, FlexAttention, and what each needs to be given
-a layout. Must not know models, shapes or clocks.
-"""
+"""Attention implementations that are compared: ours, PyTorch's with and without a score matrix, FlexAttention."""
 
 from __future__ import annotations
 

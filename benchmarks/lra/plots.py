@@ -1,7 +1,4 @@
-"""How do result lines look?
-
-Knows matplotlib, the lines of `speed` and `test`, and Lightning's CSV logs. Must not know tables.
-"""
+"""Plots of accuracies, learning curves and times, from result lines and Lightning's CSV logs."""
 
 from __future__ import annotations
 

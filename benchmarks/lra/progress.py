@@ -1,7 +1,4 @@
-"""What does a run say while it trains, when does it stop, and where does the time of a step go?
-
-Knows Lightning's callbacks and clocks. Must not know models, data or how a loss is made.
-"""
+"""Lightning callbacks: progress lines, a deadline, and a profile of training steps."""
 
 from __future__ import annotations
 

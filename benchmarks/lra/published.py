@@ -1,7 +1,4 @@
-"""What was published that our results stand beside?
-
-Knows figures of FlashAttention (Dao et al., NeurIPS 2022, arXiv:2205.14135). Must not know ours.
-"""
+"""Figures of the FlashAttention paper (Dao et al., NeurIPS 2022, arXiv:2205.14135)."""
 
 from __future__ import annotations
 

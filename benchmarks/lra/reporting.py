@@ -1,7 +1,4 @@
-"""Where do result lines lie, and what is made of them?
-
-Knows folders, and that tables and plots are made. Must not know how a table or a plot is made.
-"""
+"""Writes the report: collects result lines and logs, saves tables and plots."""
 
 from __future__ import annotations
 

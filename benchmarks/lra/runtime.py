@@ -1,10 +1,8 @@
-"""How does attention alone grow with its length, at the sizes of FlashAttention's runtime benchmark?
+"""Times of attention alone over length, at the sizes of FlashAttention's runtime benchmark.
 
 Batch 16, 8 heads, head_dim 64, 128 to 65,536 tokens, dense, and block-sparse with min(length / 8, 256) keys a query: those
 benchmarks give every sparse method an eighth of the keys, or 256 if that is fewer. Blocks are half as wide, so that a query
 has its own and one half the sequence away (the longest stride of a butterfly); at 16 tokens there is one.
-
-Knows tensors, layouts and a check of outputs and gradients. Must not know models or tables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is a list of answers to a test set worth?
-
-Knows which shortcut each task has, and where its samples say what the shortcut sees. Must not know models.
-"""
+"""Scores predictions on a test set: accuracy, the shortcut's accuracy, balanced accuracy."""
 
 from __future__ import annotations
 

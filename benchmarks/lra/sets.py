@@ -1,6 +1,4 @@
-"""How is a generated set made once, by many workers, kept on disk, and found again?
-
-Knows parts, folders, processes and checksums. Must not know what a sample means.
+"""Generated data sets: made once by many workers, stored on disk, verified by checksum.
 
 A set is a folder of parts of 1,000 records, NumPy files that are mapped into memory when read. A part is written under
 another name first, so that whatever has its name is whole: an interrupted run goes on with the parts that are missing, two

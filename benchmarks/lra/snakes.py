@@ -1,6 +1,4 @@
-"""Where do the dashes of a Pathfinder image go? The search itself, compiled by Numba.
-
-Knows tables of paddles and whole numbers. Must not know presets, files, labels or how often it is called.
+"""Placement of the dashes of Pathfinder images, compiled by Numba.
 
 An image is a function of one 64-bit key: its random words are w(n) = splitmix64(key ^ n), and everything up to the ink is
 whole numbers, so that an image is the same on every machine, whichever process draws it, in whatever order.

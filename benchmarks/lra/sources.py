@@ -1,7 +1,4 @@
-"""Which generated sample has which number, and how is it written down?
-
-Knows the generators of ListOps and Pathfinder, and that splits are ranges of numbers. Must not know files, models or
-batches.
+"""Sources of generated samples: functions from sample numbers to records.
 
 A source is a function from numbers to records: sample n is the same whoever asks for it, alone or among others, so that
 many workers can make a set, an interrupted one goes on where it stopped, and an endless stream has a position.

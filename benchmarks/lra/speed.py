@@ -1,10 +1,8 @@
-"""How fast does Long Range Arena train, beside other ways to attend?
+"""Times of Long Range Arena training steps with each attention implementation.
 
 A step is forward, loss, backward and AdamW, in bfloat16 autocast, of the model that FlashAttention used: Nystromformer's
 configurations, documents padded to a power of two and full. Each way gives what a float32 model with every score in memory
 gives, gradients too, or is not timed. Samples are random tokens: nothing here is an accuracy.
-
-Knows configurations, the model and its optimiser. Must not know kernels or tables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What can be trained on where the files of Text, Retrieval and Image are not at hand?
-
-Knows three small synthetic tasks with the shapes of those tasks. They are NOT Long Range Arena: they show that a model runs
-and learns something, and nothing about it is comparable with any published number. Their names say so.
+"""Synthetic stand-ins for Text, Retrieval and Image where their files are missing.
 
 Sample n of a split is a function of (seed, split, n).
 """

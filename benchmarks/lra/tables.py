@@ -1,7 +1,4 @@
-"""How do result lines read as tables?
-
-Knows lines of `speed` and `test`, the published figures, Markdown. Must not know where lines come from, or plots.
-"""
+"""Markdown tables of speed and accuracy, from the lines of `speed` and `test`."""
 
 from __future__ import annotations
 

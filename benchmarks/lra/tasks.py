@@ -1,8 +1,4 @@
-"""What does each task look like to a model, and how many samples has it?
-
-Knows the table of Long Range Arena: numbers a token can be, labels, lengths, grids, sizes of the splits. Must not know where
-samples come from or what is trained on them.
-"""
+"""Tasks of Long Range Arena: vocabularies, classes, lengths, grids and split sizes."""
 
 from __future__ import annotations
 

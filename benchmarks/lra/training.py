@@ -1,8 +1,4 @@
-"""How is a model trained and tested?
-
-Knows Lightning, the loss of either objective, optimiser and schedules, and what a checkpoint must hold for training to go on
-as if it had not stopped. Must not know where samples come from, or kernels.
-"""
+"""Training and testing with Lightning: objectives, learning rates, and checkpoints that resume exactly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How do the weights of one experiment become the start of another: another resolution, another length, another head?
-
-Knows state dicts of model.Classifier, and how learned positions grow. Must not know data or training.
-"""
+"""Initializes a model with the weights of another resolution, length or head."""
 
 from __future__ import annotations
 

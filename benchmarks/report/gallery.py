@@ -1,7 +1,4 @@
-"""What do masks look like? `python -m benchmarks.report.gallery` draws all of them, and a union, for the README.
-
-Knows the names of the masks and an example of each. Must not know how a layout is stored or drawn.
-"""
+"""Pictures of all masks and of a union: `python -m benchmarks.report.gallery`."""
 
 from __future__ import annotations
 

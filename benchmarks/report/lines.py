@@ -1,7 +1,4 @@
-"""What has been measured? Reads result lines, takes the latest of each measurement, and compares them.
-
-Knows the keys of result lines and how providers are called in prose. Must not know how anything is measured or shown.
-"""
+"""Result lines: reads them, keeps the latest of each measurement, names and groups them."""
 
 from __future__ import annotations
 

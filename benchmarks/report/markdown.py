@@ -1,4 +1,4 @@
-"""How does a table look in Markdown? Knows nothing else."""
+"""Markdown tables."""
 
 from __future__ import annotations
 

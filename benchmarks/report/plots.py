@@ -1,7 +1,4 @@
-"""How do the measurements look? Draws result lines: speed by pattern, the sweeps, the building of masks.
-
-Knows matplotlib and result lines. Must not know how anything is measured, nor Markdown.
-"""
+"""Plots of result lines: speed by pattern, the sweeps, mask construction, bytes moved, several GPUs."""
 
 from __future__ import annotations
 

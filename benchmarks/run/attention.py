@@ -1,4 +1,4 @@
-"""How fast is attention beside its peers? `python -m benchmarks.run.attention` on a CUDA GPU, one JSON line a figure.
+"""Speed of attention and its peers: `python -m benchmarks.run.attention` on a CUDA GPU, one JSON line a figure.
 
 Peers in the same run: FlexAttention, compiled and given full blocks (for causal a partial diagonal); for dense and causal
 what scaled_dot_product_attention has, cuDNN, FlashAttention-2 and plain products ("math"); and, where they are installed,

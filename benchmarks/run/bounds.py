@@ -1,7 +1,4 @@
-"""How many bytes should attention move? The bound of block-sparse FlashAttention, and what our tiles load.
-
-Knows lines of benchmarks.run.io, and which kernels a call launches. Must not know how anything is measured or shown.
-"""
+"""Bytes that attention must move (the bound of block-sparse FlashAttention), and bytes that our tiles load."""
 
 from __future__ import annotations
 

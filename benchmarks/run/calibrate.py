@@ -1,4 +1,4 @@
-"""Which coefficients make explain's prediction fit the measurements? `python -m benchmarks.run.calibrate`
+"""Fits the coefficients of explain's time predictions: `python -m benchmarks.run.calibrate`
 
 Reads the result lines of benchmarks.run.attention and writes blocksparse_flash/explanation/calibration.json: for each GPU, backend, head_dim and
 direction the rates of the model in blocksparse_flash/explanation/prediction.py, by least squares on log(predicted / measured), so that short

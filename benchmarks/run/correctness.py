@@ -1,4 +1,4 @@
-"""Is what a call returns right? Compares output and gradients of sampled rows with float32, before anything is timed.
+"""Compares outputs and gradients of sampled rows with float32, before anything is timed.
 
 The gradient that comes in is zero but in those rows, so theirs are all of dq, dk and dv, and memory stays O(length). Knows
 the definition of attention. Must not know who computes it.

@@ -1,4 +1,4 @@
-"""How fast is a step of decoding? `python -m benchmarks.run.decode` on a CUDA GPU, one JSON line a figure.
+"""Speed of a decoding step: `python -m benchmarks.run.decode` on a CUDA GPU, one JSON line a figure.
 
 A few queries at the end of a long sequence of keys, bf16, 32 query heads on 8 kv heads, head_dim 128: all keys ("dense"), or
 with a layout the same for all heads ("sparse"): 128 sinks, a window of 1,024 tokens, 10 % of the blocks at random, causal.

@@ -1,4 +1,4 @@
-"""How fast does a model of transformers train with a layout? `python -m benchmarks.run.huggingface`, one JSON line a figure.
+"""Training speed of transformers models with a layout: `python -m benchmarks.run.huggingface`, one JSON line a figure.
 
 A step is forward, loss, backward and AdamW, of GPT-2 small and BERT-large as published, but for their lengths, their weights,
 which are random, and dropout, which is off; in bfloat16 autocast. Ours stands beside transformers' "sdpa" and "eager", first

@@ -1,4 +1,4 @@
-"""How many bytes does attention move, against density? `python -m benchmarks.run.io` on a CUDA GPU, with Nsight Compute.
+"""Bytes moved by attention over density: `python -m benchmarks.run.io` on a CUDA GPU, with Nsight Compute.
 
 Block-sparse FlashAttention moves Theta(N d + s N^2 d^2 / M) numbers between the large memory and the small one of M numbers, at a
 share s of stored blocks (FlashAttention, https://arxiv.org/abs/2205.14135, Proposition 4). What the theorem counts are here the bytes

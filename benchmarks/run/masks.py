@@ -1,4 +1,4 @@
-"""How long does it take to build a mask, and how much memory? `python -m benchmarks.run.masks`, one JSON line a figure.
+"""Time and memory of building masks: `python -m benchmarks.run.masks`, one JSON line a figure.
 
 Ours on one core: every family at 65,536 tokens, and three masks at 1,048,576. Beside it, at the lengths that they
 survive: FlexAttention's create_block_mask, which evaluates every pair, as it is and compiled, and the dense way (a bool

@@ -1,7 +1,4 @@
-"""How is something timed and written down? Medians with percentiles, memory, and one JSON line a measurement.
-
-Knows: CUDA events (through triton.testing), the clock on the wall, files of JSON lines. Does not know: attention.
-"""
+"""Timing and memory of calls, and result files with one JSON line a measurement."""
 
 from __future__ import annotations
 

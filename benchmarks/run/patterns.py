@@ -1,7 +1,4 @@
-"""Which blocks are attended to in the measurements? Block-level patterns, every stored block full but on a causal diagonal.
-
-Knows block masks and what a product of them costs. Must not know who computes it, nor how it is timed.
-"""
+"""Block patterns of the measurements; every stored block is full, except on a causal diagonal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Who computes attention here, and how is each called? An adapter for each provider, ours and the peers that are installed.
-
-Knows the packages and what masks they have. Must not know how anything is timed. A peer is imported when it is asked for.
-"""
+"""Adapters for every attention implementation: ours and the peers that are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast are small calls beside their peers? `python -m benchmarks.run.small` on a CUDA GPU, one JSON line a figure.
+"""Speed of small calls: `python -m benchmarks.run.small` on a CUDA GPU, one JSON line a figure.
 
 At 512 to 2,048 tokens a call takes the host longer than the GPU, so that there are two clocks. "gpu" is the GPU alone: it sleeps
 until the host has launched the whole call, its L2 cache emptied before. "wall" is the clock on the wall over calls that follow one

@@ -1,7 +1,4 @@
-"""What is measured, over what? The cases of each sweep: over length, density, block size, of masks that change, of equal bits.
-
-Knows patterns. Must not know who computes them, nor how they are timed.
-"""
+"""Cases of each sweep: length, density, block size, regrouping, changing masks, determinism."""
 
 from __future__ import annotations
 

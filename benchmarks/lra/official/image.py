@@ -1,7 +1,4 @@
-"""How are the CIFAR-10 images of the Image task read, and made gray?
-
-Knows the batches as Python wrote them (pickles) and as plain octets. Must not know models.
-"""
+"""Reads CIFAR-10, as pickles or plain bytes, as the gray images of the Image task."""
 
 from __future__ import annotations
 

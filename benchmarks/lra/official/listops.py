@@ -1,8 +1,4 @@
-"""How are the released ListOps files read, and written?
-
-Knows basic_{train,val,test}.tsv: a header "Source<TAB>Target", then an expression with the parentheses of its binary tree,
-which mean nothing, and its value. Must not know how expressions are drawn.
-"""
+"""Reads and writes the released ListOps files, basic_{train,val,test}.tsv."""
 
 from __future__ import annotations
 

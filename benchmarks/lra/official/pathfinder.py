@@ -1,6 +1,4 @@
-"""How are the released Pathfinder images read?
-
-Knows pathfinder<R>/<difficulty>/{metadata/<batch>.npy, imgs/<batch>/sample_<i>.png}. Must not know how images are drawn.
+"""Reads the released Pathfinder images.
 
 The metadata of the release are text in files named .npy; those of the generator are NumPy arrays of strings: either is
 read. One image of the release is an empty file; empty files are left out. There are two copies of pathfinder128: the one

@@ -1,7 +1,4 @@
-"""Where may the released files lie?
-
-Knows the folders in which copies of the release nest. Must not know what is in a file.
-"""
+"""Finds the released files in the folders in which copies of the release nest."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""How are the paper pairs of the Retrieval task (AAN) read?
-
-Knows new_aan_pairs.{train,eval,test}.tsv: five columns, label, two identifiers, two texts, without header and quotes. Must
-not know models.
-"""
+"""Reads the paper pairs of the Retrieval task (AAN), new_aan_pairs.{train,eval,test}.tsv."""
 
 from __future__ import annotations
 

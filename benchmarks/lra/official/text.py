@@ -1,6 +1,4 @@
-"""How are the IMDB reviews of the Text task read?
-
-Knows aclImdb/{train,test}/{pos,neg}/*.txt and two ways to make numbers of a review. Must not know models.
+"""Reads the IMDB reviews of the Text task, aclImdb/{train,test}/{pos,neg}/*.txt, as bytes or characters.
 
 Long Range Arena reads octets; S4 and fly read characters. The validation set is the test set, as in both.
 """

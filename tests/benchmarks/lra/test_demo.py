@@ -1,4 +1,4 @@
-"""Does the demo run from end to end, go on after an interruption, and tell a model that has learnt from one that has not?"""
+"""The demo: runs end to end, resumes after an interruption, and fails if the model has not learnt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the Pathfinder images those of Long Range Arena? Ink to the byte, published statistics, labels that are true."""
+"""Pathfinder images: ink to the byte, published statistics, correct labels."""
 
 from __future__ import annotations
 

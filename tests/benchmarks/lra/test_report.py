@@ -1,4 +1,4 @@
-"""Does a report say what its lines say, and never call a stand-in Long Range Arena?"""
+"""The report shows its lines and never labels a stand-in as Long Range Arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a generated set the same whoever makes it, in however many goes?"""
+"""Generated sets are the same for any number of workers and interruptions."""
 
 from __future__ import annotations
 

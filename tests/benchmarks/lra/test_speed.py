@@ -1,4 +1,4 @@
-"""Is what benchmarks.lra times right, of the sizes that were published, and said when it fails?"""
+"""benchmarks.lra speed: correct models of the published sizes; failures are reported."""
 
 from __future__ import annotations
 

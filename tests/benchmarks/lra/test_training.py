@@ -1,4 +1,4 @@
-"""Does training do what its settings say, and go on after an interruption as if there had been none?"""
+"""Training follows its settings and resumes exactly after an interruption."""
 
 from __future__ import annotations
 

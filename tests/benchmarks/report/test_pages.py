@@ -1,4 +1,4 @@
-"""benchmarks/report/pages.py, lines.py, plots.py: do README and pictures say what was measured, and nothing else?"""
+"""Generated pages and pictures show what was measured."""
 
 from __future__ import annotations
 

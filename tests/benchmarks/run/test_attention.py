@@ -1,4 +1,4 @@
-"""benchmarks/run/attention.py and sweeps.py: are the cases what they say, and is a line written for each figure?"""
+"""benchmarks.run.attention: the cases of each sweep, and one line per figure."""
 
 from __future__ import annotations
 

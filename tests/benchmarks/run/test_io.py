@@ -1,4 +1,4 @@
-"""benchmarks/run/io.py and bounds.py: is what ncu writes read right, and is what it is compared with what the papers and the kernels say?"""
+"""benchmarks.run.io: parsing of ncu output, bounds, and the report."""
 
 from __future__ import annotations
 

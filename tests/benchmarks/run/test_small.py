@@ -1,4 +1,4 @@
-"""benchmarks/run/small.py and its report: do calls take turns, is a line written for each figure, and is it told where ours is slower?"""
+"""benchmarks.run.small and its report: calls take turns, one line per figure."""
 
 from __future__ import annotations
 
