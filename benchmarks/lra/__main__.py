@@ -1,10 +1,10 @@
 """Long Range Arena: `python -m benchmarks.lra COMMAND --help`
 
-    generate   make the sets of a task by its rules, with many workers; goes on where it was interrupted
-    floors     what a task's shortcut is worth on its generated test set
-    fit, validate, test   train a model from a configuration, and test it: --config benchmarks/lra/configs/ours/pathx.yaml
-    speed      time training steps of the tasks, and attention alone at 128 to 65,536 tokens, beside other ways to attend
-    report     tables and plots of what `test` and `speed` have left
+generate   make the sets of a task by its rules, with many workers; goes on where it was interrupted
+floors     what a task's shortcut is worth on its generated test set
+fit, validate, test   train a model from a configuration, and test it: --config benchmarks/lra/configs/ours/pathx.yaml
+speed      time training steps of the tasks, and attention alone at 128 to 65,536 tokens, beside other ways to attend
+report     tables and plots of what `test` and `speed` have left
 """
 
 from __future__ import annotations

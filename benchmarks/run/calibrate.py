@@ -132,7 +132,7 @@ def usable(
     found: dict[tuple[str, str, int, str], list[Line]] = {}
     unused: set[str] = set()
     for line in lines:
-        if not measurements.is_ours(measurements.who(line)) or line["direction"] not in ("fwd", "bwd"):
+        if not measurements.is_ours(measurements.provider_of(line)) or line["direction"] not in ("fwd", "bwd"):
             continue
         if (
             line["bench"] not in BENCHES

@@ -248,7 +248,7 @@ def test_a_density_sweep_that_ended_early_tells_no_break_even() -> None:
 
 def test_a_provider_is_told_up_to_where_it_was_measured_itself() -> None:
     swept = [one for one in SWEPT if one["bench"] == "density" and one["direction"] == "fwd"]
-    ours = [{**one, "backend": "hopper", "ms": one["ms"] / 2} for one in swept if measurements.who(one) == TRITON]
+    ours = [{**one, "backend": "hopper", "ms": one["ms"] / 2} for one in swept if measurements.provider_of(one) == TRITON]
     few, dense = ours[0], ours[-1]
     assert (few["pattern"], dense["pattern"]) == ("random, 0.1", "dense")
 
