@@ -87,13 +87,13 @@ def test_the_kernels_of_each_call_are_summed() -> None:
     )
 
 
-def test_cases_are_told_apart_by_their_order() -> None:
+def test_cases_are_identified_by_their_order() -> None:
     options = io.parsed(["--heads", "1", "2", "--head-dims", "64", "128", "--densities", "0.5", "1", "--length", "512"])
     kernels = []
     for index in range(16):
         kernels += [(SPIN, IGNORED), (f"kernel {index}", counted(str(index), "0", "0"))]
     found = [*io.lines_of(log(*kernels), options, WHERE)]
-    told = [(line["heads"], line["head_dim"], line["density"], line["direction"]) for line in found]
+    found_cases = [(line["heads"], line["head_dim"], line["density"], line["direction"]) for line in found]
     expected = [
         (heads, dim, density, direction)
         for heads in (1, 2)
@@ -101,7 +101,7 @@ def test_cases_are_told_apart_by_their_order() -> None:
         for density in (0.5, 1.0)
         for direction in ("fwd", "bwd")
     ]
-    assert told == expected and [line["dram_read_bytes"] for line in found] == [*range(16)]
+    assert found_cases == expected and [line["dram_read_bytes"] for line in found] == [*range(16)]
     # nothing is said of what was not counted
     assert {line["sm_bytes"] for line in found} == {None}
 
@@ -155,7 +155,7 @@ def test_wrong_options_are_refused(wrong: list[str], capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("has_sectors", [False, True])
 def test_the_command_writes_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_sectors: bool) -> None:
-    """ncu by a stand-in, which writes where it is told to."""
+    """ncu by a stand-in, which writes where it should."""
     ran: list[list[str]] = []
 
     def run(command: list[str], **options: Any) -> SimpleNamespace:
@@ -269,7 +269,7 @@ def test_a_straight_line_is_found() -> None:
     assert bounds.linear(bent, bounds.on_chip).fit < 0.95
 
 
-# ---- how it is told ----
+# ---- the report ----
 
 
 MEASURED = [
@@ -281,7 +281,7 @@ MEASURED = [
 ]
 
 
-def test_the_readme_tells_bytes() -> None:
+def test_the_page_shows_bytes() -> None:
     said = pages.io_section(MEASURED)
     assert said.count("| 1 + 40 s MB, R^2 1.0000 |") == 8 and "results/io.png" in said
     assert pages.io_section([]) == pages.io_section([line()]) == ""
@@ -293,5 +293,5 @@ def test_bytes_are_drawn() -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     figure = plots.io(MEASURED, {"bound": bounds.theorem, "what tiles load": bounds.of_tiles}, bounds.on_chip)
     shown = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert {"L2 to multiprocessors, blocksparse_flash, triton", "bound, blocksparse_flash, hopper"} <= shown
+    assert {"L2 to SMs, blocksparse_flash, triton", "bound, blocksparse_flash, hopper"} <= shown
     assert len(figure.axes) == 4
