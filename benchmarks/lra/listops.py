@@ -162,12 +162,7 @@ def _rules(preset: str | Preset) -> Preset:
 
 
 def splits(
-    preset: str | Preset = "lra",
-    *,
-    n_train: int = 96_000,
-    n_validation: int = 2_000,
-    n_test: int = 2_000,
-    seed: int,
+    preset: str | Preset = "lra", *, n_train: int = 96_000, n_validation: int = 2_000, n_test: int = 2_000, seed: int
 ) -> Splits:
     """Three disjoint sets of samples, drawn in the order test, validation, train.
 

@@ -26,12 +26,7 @@ class Deadline(Callback):
         self.at = at
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # gradients of the first pieces of a step are in no checkpoint
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
@@ -70,13 +65,7 @@ class Progress(Callback):
         self._begun = self._waiting_since = time.perf_counter()
         self._reset()
 
-    def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._waited += time.perf_counter() - self._waiting_since
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -84,12 +73,7 @@ class Progress(Callback):
         self._waiting_since = time.perf_counter()
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # Lightning has divided it by the pieces of a step
         loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
