@@ -24,9 +24,6 @@ WIDTH, EPOCHS, BATCH, LEARNING_RATE = 128, 60, 512, 3e-3
 LEAST_STEPS = 500
 
 
-# ---- a result ----
-
-
 @dataclass(frozen=True)
 class Result:
     """What a test gave, all of it shares of 1.
@@ -66,9 +63,6 @@ def weighted_accuracy(is_right: np.ndarray, weights: np.ndarray) -> float:
     return float((is_right * weights).sum() / weights.sum())
 
 
-# ---- ListOps ----
-
-
 def root_operator_weights(roots: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """float64 (n,): every pair of a root operator and a label weighs the same, so that the root is worth 1 in 10.
 
@@ -78,9 +72,6 @@ def root_operator_weights(roots: np.ndarray, labels: np.ndarray) -> np.ndarray:
     cells = roots.astype(np.int64) * listops.N_CLASSES + labels
     _, cell, counts = np.unique(cells, return_inverse=True, return_counts=True)
     return 1.0 / counts[cell]
-
-
-# ---- Pathfinder ----
 
 
 def marker_features(markers: Tensor, size: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from blocksparse_flash import BlockLayout, explain
 
 from ..run import measure
+from ..run.correctness import relative_error
 from .lines import untimed
 from .peers import OURS, PROVIDERS, Attend, attend_with, materialised, why_not
 from .published import BATCH, HEAD_DIM, HEADS
@@ -72,7 +73,7 @@ def error(attend: Attend, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout |
     expected = materialised(exact_q, exact_k, exact_v, 0.0, mask=mask)
     gradients = torch.autograd.grad(expected, (exact_q, exact_k, exact_v), dout[:, :, rows].float())
     pairs = zip((out[:, :, rows], dq[:, :, rows], dk, dv), (expected, *gradients), strict=True)
-    return torch.stack([(one.float() - other).abs().max() / other.abs().max() for one, other in pairs]).max().item()
+    return torch.stack([relative_error(one, other) for one, other in pairs]).max().item()
 
 
 def _calls(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:

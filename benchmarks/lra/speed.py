@@ -24,6 +24,7 @@ from blocksparse_flash import BlockLayout, explain
 from blocksparse_flash.nn import SelfAttention
 
 from ..run import measure
+from ..run.correctness import relative_error
 from .lines import untimed
 from .model import Architecture, Classifier, layout_of
 from .peers import MATERIALISED, OURS, PROVIDERS, Attend, attend_with, has_dropout, why_not
@@ -123,8 +124,7 @@ def given(model: Classifier, tokens: Tensor, lengths: Tensor, *, is_mixed: bool)
 
 def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest, relative to the largest value; nan if there is one."""
-    errors = [((one - other).abs().max() / other.abs().max()) for one, other in zip(found, expected, strict=True)]
-    return torch.stack(errors).max().item()
+    return torch.stack([*map(relative_error, found, expected)]).max().item()
 
 
 def train(model: Classifier, optimiser: torch.optim.Optimizer, tokens: Tensor, lengths: Tensor, labels: Tensor) -> None:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from ..report import markdown
 from .peers import MATERIALISED, OURS
 from .published import ACCURACY, BATCH, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS, SPEEDUP, STEPS
 
@@ -15,8 +16,7 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backw
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return markdown.table([[cell.replace("|", "\\|") for cell in row] for row in (heading, *rows)])
 
 
 def latest(lines: Sequence[Line], *keys: str) -> dict[tuple[Any, ...], Line]:
@@ -39,9 +39,6 @@ def said(line: Line) -> str:
     figures = line["status"] if line["ms"] is None else f"{line['ms']:10.3f} ms"
     peak = "" if line["peak_bytes"] is None else f"  {line['peak_bytes'] / 2**20:9.0f} MiB"
     return f"{what:28} {_name(line['pattern'], line['provider'], line['backend']):44} {figures}{peak}"
-
-
-# ---- training steps ----
 
 
 def _size(line: Line) -> tuple[int, int, int]:
@@ -95,9 +92,6 @@ def steps_table(lines: Sequence[Line]) -> str:
         )
     heading = ["ms a step", *(f"{task}, {sizes[task]}" for task in tasks), "geometric mean", f"paper ({DEVICE})"]
     return table(heading, rows)
-
-
-# ---- attention alone ----
 
 
 def _runtime_row(name: str, of_length: dict[int, Line], lengths: Sequence[int], key: str, unit: float) -> list[str]:
@@ -157,9 +151,6 @@ def speed_sections(lines: Sequence[Line]) -> list[str]:
             memory = runtime_table(alone, "fwd+bwd", memory=True)
             sections += [f"## Memory of attention {what}: forward and backward", memory]
     return sections
-
-
-# ---- accuracy ----
 
 
 def _percent(share: float | None) -> str:

@@ -122,8 +122,6 @@ class Experiment(lightning.LightningModule):
         self.trained_steps, self._goes_on = 0, False
         self._streams: list[dict[str, Any]] | None = None
 
-    # ---- steps ----
-
     def _hidden(self, batch: Batch) -> Tensor:
         is_real = torch.arange(batch.tokens.shape[2], device=self.device) < batch.lengths[:, :, None]
         return is_real & (torch.rand(batch.tokens.shape, device=self.device) < self.recipe.hidden_share)
@@ -185,8 +183,6 @@ class Experiment(lightning.LightningModule):
             "steps": self.trained_steps, "batch_size": samples, "device": measure.device_name(device),
         }  # fmt: skip
 
-    # ---- optimiser ----
-
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         recipe, last_step = self.recipe, self.trainer.max_steps
         if recipe.schedule in ("cosine", "linear", "trapezoid") and last_step < 1:
@@ -200,8 +196,6 @@ class Experiment(lightning.LightningModule):
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, recipe, last_step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    # ---- beginning and going on ----
 
     def on_fit_start(self) -> None:
         if self.is_compiled:

@@ -64,9 +64,6 @@ def short(count: float) -> str:
     return f"{count:g}"
 
 
-# ---- panels ----
-
-
 def _figure(down: int, across: int, title: str) -> tuple[Any, Any]:
     """(figure, axes [down, across]); about 5 x 3.4 inches a panel."""
     from matplotlib.figure import Figure
@@ -144,9 +141,6 @@ def _panels(lines: Sequence[Line], title: str) -> tuple[Any, list[tuple[Any, lis
             axis.set_title(f"{said}, head_dim {head_dim}", fontsize=10)
             panels.append((axis, select(lines, head_dim=head_dim, direction=direction)))
     return figure, panels
-
-
-# ---- pictures ----
 
 
 def speed(lines: Sequence[Line], rate: float | None) -> Any:

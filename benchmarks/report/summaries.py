@@ -70,9 +70,6 @@ def speedups(lines: Sequence[Line], measurement: str = SPEEDUP) -> list[Value]:
     ]
 
 
-# ---- sweeps ----
-
-
 def _panels(lines: Sequence[Line]) -> Iterator[list[Line]]:
     """The lines of each head_dim, the largest first, and direction."""
     for head_dim in sorted({line["head_dim"] for line in lines}, reverse=True):
@@ -145,9 +142,6 @@ def deterministic(lines: Sequence[Line]) -> list[Value]:
                 _value("backward time, deterministic=True", line, "deterministic=False", equal["ms"] / line["ms"])
             )
     return found
-
-
-# ---- a new mask each step ----
 
 
 def change_cost(lines: Sequence[Line], line: Line) -> str:

@@ -54,9 +54,6 @@ class Run(NamedTuple):
         return Shape(self.batch, self.hidden // self.head_dim, self.head_dim, self.device)
 
 
-# ---- what lines have in common ----
-
-
 def inputs(run: Run, length: int, *, tokens_first: bool = False) -> tuple[list[Tensor], Tensor]:
     """([q, k, v], dout), bf16 (batch, heads, length, head_dim), drawn the same for everyone.
 
@@ -90,9 +87,6 @@ def is_right(call: Call, tensors: list[Tensor], pattern: Pattern, said: str) -> 
     found = ", ".join(f"{name} {error:.3g}" for name, error in errors.items())
     print(f"{said}: WRONG, relative errors {found}; not timed", flush=True)
     return False
-
-
-# ---- forward and backward ----
 
 
 def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
@@ -143,9 +137,6 @@ def time_one(case: sweeps.Case, peer: Peer, run: Run, said: str) -> None:
         measure.append(run.out, {**line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak})
         row += f"   {direction} {times['ms']:9.3f} ms {tflops:6.1f} TFLOP/s"
     print(row, flush=True)
-
-
-# ---- a new mask each step ----
 
 
 def change(among: Iterable[Peer], run: Run, length: int, *, steps: int = 20) -> None:
@@ -242,29 +233,23 @@ def matmul(run: Run, *, side: int = 8192) -> None:
     print(f"matrix product {side} x {side} x {side}: {tflops:.1f} TFLOP/s", flush=True)
 
 
-# ---- the command ----
-
-
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "attention.jsonl")
     parser.add_argument("--sweep", choices=sweeps.NAMES, help="default: none, the patterns at one length")
     parser.add_argument(
-        "--length", type=int, help="tokens, a multiple of 256; default: 16384, of --sweep length 1048576"
+        "--length", type=int, help="tokens, a multiple of 256; default 16384, of --sweep length 1048576"
     )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--patterns", nargs="+", help="names; default: all")
     parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.jsonl"), help="appended to")
     options = parser.parse_args(arguments)
     if options.length is None:
         options.length = 1 << 20 if options.sweep == "length" else 1 << 14
     if options.length < 256 or options.length % 256:
         parser.error(f"--length must be a positive multiple of 256, got {options.length}")
-    for head_dim in options.head_dims:
-        if head_dim < 1 or options.hidden % head_dim:
-            parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")
+    measure.check_head_dims(parser, options)
     if options.sweep == "change" and options.patterns is not None:
         parser.error("--patterns does not go with --sweep change, which has one pattern, random")
     if options.sweep == "deterministic" and options.providers is not None:
@@ -295,8 +280,7 @@ def chosen(asked: list[str] | None, capability: tuple[int, int]) -> list[Peer]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
+    measure.require_gpu()
     capability = torch.cuda.get_device_capability()
     if options.sweep == "deterministic":
         if capability != (9, 0):

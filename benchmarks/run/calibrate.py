@@ -79,9 +79,6 @@ class Measured(NamedTuple):
     moved: Moved
 
 
-# ---- from lines to calls ----
-
-
 class Asked(NamedTuple):
     """What a case of benchmarks.run.attention asks of attention."""
 
@@ -152,9 +149,6 @@ def usable(
     for device in sorted(unused - DEVICES.keys() - SCALED.keys()):
         print(f"{device} is not in DEVICES of benchmarks/run/calibrate.py: its lines are not used")
     return found
-
-
-# ---- the fit ----
 
 
 def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:

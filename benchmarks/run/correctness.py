@@ -18,9 +18,9 @@ from .patterns import Pattern
 TOLERANCE = 0.02
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> Tensor:
     """The largest difference, relative to the largest expected value; NaN if there is one."""
-    return ((found.float() - expected).abs().max() / expected.abs().max()).item()
+    return (found.float() - expected).abs().max() / expected.abs().max()
 
 
 def worst_errors(
@@ -50,14 +50,14 @@ def worst_errors(
     found = {"out": out.detach()[:, :, rows]}
     if out.requires_grad:
         found |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, inputs, dout), strict=True))
-    errors: dict[str, list[float]] = {name: [] for name in found}
+    errors: dict[str, list[Tensor]] = {name: [] for name in found}
     # one head at a time: a million keys of all heads in float32 would not fit
     for index in [(b, h) for b in range(batch) for h in range(heads)]:
         expected = _expected((q[index], k[index], v[index]), dout[index], rows, mask)
         for name in found:
-            errors[name].append(_distance(found[name][index], expected[name]))
-    # max() may drop a NaN
-    return {name: torch.tensor(each).max().item() for name, each in errors.items()}
+            errors[name].append(relative_error(found[name][index], expected[name]))
+    # Python's max() may drop a NaN
+    return {name: torch.stack(each).max().item() for name, each in errors.items()}
 
 
 def _expected(inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor, rows: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ import masks
 from blocksparse_flash import BlockLayout, attention, interop
 
 from . import measure
-from .correctness import TOLERANCE
+from .correctness import TOLERANCE, relative_error
 from .peers import Call, compiled_flex
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 128
@@ -138,8 +138,7 @@ def worst_error(call: Call, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
         expected = scores.softmax(-1) @ v[batch, kv_head].float()
-        errors.append((out[batch, head].float() - expected).abs().max() / expected.abs().max())
-    # max() may drop a NaN
+        errors.append(relative_error(out[batch, head], expected))
     return torch.stack(errors).max().item()
 
 
@@ -204,21 +203,19 @@ def run(case: Case, provider: Provider, device: str, copied: float, out: Path) -
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "decode.jsonl")
     names = [provider.name for provider in PROVIDERS]
     parser.add_argument("--providers", nargs="+", choices=names, default=names)
     parser.add_argument("--patterns", nargs="+", choices=["sparse", "dense"], default=["sparse", "dense"])
     parser.add_argument("--batches", nargs="+", type=int, choices=[1, 8], default=[8, 1], help="8: one shape only")
     parser.add_argument("--kv-lens", nargs="+", type=int, default=[1 << 14, 1 << 17, 1 << 20])
     parser.add_argument("--q-lens", nargs="+", type=int, choices=[1, 16, 64], default=[1, 16, 64])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.jsonl"), help="appended to")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
+    measure.require_gpu()
     copied = copy_rate("cuda")
     print(f"a copy of 1 GiB: {copied:.0f} GB/s", flush=True)
     for case in CASES:

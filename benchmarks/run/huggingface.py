@@ -8,10 +8,8 @@ What the models give is compared before anything is timed; what does not fit int
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,30 +21,14 @@ from blocksparse_flash import BlockLayout
 from blocksparse_flash.huggingface import KEY, NAME, register
 
 from . import measure
+from .correctness import relative_error
 
 LAYOUT = "butterfly | local(window=256)"
 PROVIDERS = {NAME: "blocksparse_flash", "sdpa": "transformers sdpa", "eager": "transformers eager"}
 KEYS = [
-    "bench",
-    "provider",
-    "model",
-    "pattern",
-    "density",
-    "n",
-    "batch",
-    "dtype",
-    "direction",
-    "ms",
-    "ms_p20",
-    "ms_p80",
-    "tokens_per_s",
-    "peak_bytes",
-    "setup_ms",
-    "device",
-    "torch",
-    "transformers",
-    "commit",
-]
+    "bench", "provider", "model", "pattern", "density", "n", "batch", "dtype", "direction", "ms", "ms_p20", "ms_p80",
+    "tokens_per_s", "peak_bytes", "setup_ms", "device", "torch", "transformers", "commit",
+]  # fmt: skip
 
 
 # of a config, instead of those published
@@ -66,18 +48,15 @@ CASES = [Case("gpt2", 4096, 4), Case("gpt2", 16384, 1), Case("bert-large", 512, 
 
 def config_of(case: Case, sizes: Sizes = None) -> Any:
     """The published sizes, without dropout, for the case's length; `sizes` replaces some."""
-    no_dropout: dict[str, Any]
+    settings: dict[str, Any]
     if case.model == "gpt2":
-        no_dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-        return transformers.GPT2Config(**{"n_positions": case.n, "use_cache": False, **no_dropout, **(sizes or {})})
-    no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    large: dict[str, Any] = {
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    }
-    return transformers.BertConfig(**{**large, "max_position_embeddings": case.n, **no_dropout, **(sizes or {})})
+        settings = {"n_positions": case.n, "use_cache": False, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        return transformers.GPT2Config(**{**settings, **(sizes or {})})
+    settings = {
+        "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+        "max_position_embeddings": case.n, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    return transformers.BertConfig(**{**settings, **(sizes or {})})
 
 
 def model_of(case: Case, how: str, pattern: str | None, sizes: Sizes, device: torch.device) -> Any:
@@ -103,9 +82,8 @@ def mask_of(case: Case, how: str, pattern: str | None, device: torch.device) -> 
     attends = layout_of(case, pattern).to_dense().to(device)
     if how == "sdpa":
         return attends
-    return torch.zeros(attends.shape, dtype=torch.bfloat16, device=device).masked_fill_(
-        ~attends, torch.finfo(torch.bfloat16).min
-    )
+    zeros = torch.zeros(attends.shape, dtype=torch.bfloat16, device=device)
+    return zeros.masked_fill_(~attends, torch.finfo(torch.bfloat16).min)
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> None:
@@ -127,7 +105,7 @@ def measured(
     with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
         hidden = model.base_model(**inputs).last_hidden_state.float().cpu()
     if expected is not None:
-        error = ((hidden - expected).abs().max() / expected.abs().max()).item()
+        error = relative_error(hidden, expected).item()
         if not error < 0.05:
             print(f"{PROVIDERS[how]:18} {case} {pattern}: WRONG, relative error {error:.3g}; not timed", flush=True)
             return hidden, None
@@ -165,14 +143,12 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "huggingface.jsonl")
     parser.add_argument("--models", nargs="+", default=["gpt2", "bert-large"], help="of gpt2, bert-large")
     parser.add_argument("--pattern", default=LAYOUT, help="specification of the layout, as masks.build reads it")
     parser.add_argument("--steps", type=int, default=10, help="timed")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/huggingface.jsonl"), help="appended to")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
+    measure.require_gpu()
     transformers.logging.set_verbosity_error()
     register()
     for case in CASES:

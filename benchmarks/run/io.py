@@ -68,9 +68,6 @@ def cases(options: argparse.Namespace) -> list[Case]:
     ]
 
 
-# ---- what ncu says ----
-
-
 class Counted(NamedTuple):
     """A kernel that was profiled, and its counters by metric."""
 
@@ -128,9 +125,6 @@ def summed(call: Iterable[Counted]) -> dict[str, Any]:
     return said
 
 
-# ---- the process that is profiled ----
-
-
 def profiled(options: argparse.Namespace) -> None:
     """Every case, forward and backward, each after a marker; only those are profiled."""
     for heads, head_dim, density in cases(options):
@@ -150,9 +144,6 @@ def profiled(options: argparse.Namespace) -> None:
             call()
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
-
-
-# ---- the command ----
 
 
 def counted_by(ncu: str) -> list[str]:
@@ -187,7 +178,7 @@ def lines_of(text: str, options: argparse.Namespace, where: dict[str, Any]) -> I
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "io.jsonl")
     parser.add_argument("--backend", choices=("triton", "hopper"), default="triton")
     parser.add_argument("--length", type=int, default=1 << 14, help="tokens, a multiple of 128")
     parser.add_argument("--batch", type=int, default=1)
@@ -195,7 +186,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
     parser.add_argument("--ncu", default="ncu", help="Nsight Compute's command, where it is not on the PATH")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/io.jsonl"), help="appended to")
     parser.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.length < patterns.BLOCK or options.length % patterns.BLOCK:
@@ -214,8 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ncu = shutil.which(options.ncu)
     if ncu is None:
         raise SystemExit(f"needs Nsight Compute, but there is no command {options.ncu}; --ncu says where it is")
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
+    measure.require_gpu()
     # missing in PyTorch's stubs
     shared_memory = torch.cuda.get_device_properties(0).shared_memory_per_block_optin  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,6 @@ first call has a line of its own, in wall time, as the C++ compiler is another p
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import platform
@@ -30,23 +29,9 @@ from . import measure
 
 BLOCK = 128
 KEYS = [
-    "bench",
-    "provider",
-    "pattern",
-    "density",
-    "n",
-    "block_size",
-    "nnz",
-    "ms",
-    "ms_p20",
-    "ms_p80",
-    "peak_bytes",
-    "layout_bytes",
-    "device",
-    "torch",
-    "numpy",
-    "commit",
-]
+    "bench", "provider", "pattern", "density", "n", "block_size", "nnz", "ms", "ms_p20", "ms_p80", "peak_bytes",
+    "layout_bytes", "device", "torch", "numpy", "commit",
+]  # fmt: skip
 # tokens; the dense way holds a byte for every pair, create_block_mask eight and more
 PEER_LENGTHS = (4096, 8192, 16384)
 
@@ -187,8 +172,7 @@ def milliseconds(call: Callable[[], Any], *, seconds: float = 0.5, least: int = 
         begin = time.process_time()
         call()
         times.append(1000 * (time.process_time() - begin))
-    median, low, high = np.quantile(times, [0.5, 0.2, 0.8]).tolist()
-    return {"ms": median, "ms_p20": low, "ms_p80": high}
+    return measure.percentiles(times)
 
 
 def processor() -> str:
@@ -235,10 +219,9 @@ def run(case: Case, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "masks.jsonl")
     parser.add_argument("--patterns", nargs="+", help="names; default: all")
     parser.add_argument("--peer-lengths", type=int, nargs="+", default=PEER_LENGTHS, help="tokens, multiples of 128")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/masks.jsonl"), help="appended to")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cases = [*families(65_536), *long_ones(1_048_576)]

@@ -75,9 +75,6 @@ def _first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-# ---- ours ----
-
-
 def ours(backend: str, *, deterministic: bool = False) -> Peer:
     """A backend of ours; with `deterministic`, which its name says then, every run has equal bits."""
 
@@ -97,9 +94,6 @@ def ours(backend: str, *, deterministic: bool = False) -> Peer:
 
     named = f"{backend}, deterministic" if deterministic else backend
     return Peer("blocksparse_flash", named, _nothing, prepare, select=select)
-
-
-# ---- PyTorch's ----
 
 
 def sdpa(provider: str, backend: str, kernel: str) -> Peer:
@@ -199,9 +193,6 @@ def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
     return Peer("flex", "triton", _nothing, prepare, select=select, rebuilds=rebuilds)
 
 
-# ---- other packages, each with its own order of axes ----
-
-
 def _flash_attention_4(pattern: Pattern, shape: Shape) -> Call:
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -296,8 +287,6 @@ def _refused_by_flashinfer(_pattern: Pattern, shape: Shape) -> str | None:
 def _refused_by_natten(pattern: Pattern, _shape: Shape) -> str | None:
     return None if pattern.name == "neighborhood" else "has neighbourhoods only"
 
-
-# ---- who there is ----
 
 PACKAGES = (
     Peer("flash_attention_4", "cute", _blocks_of_128, _flash_attention_4, "flash_attn.cute", tokens_first=True),

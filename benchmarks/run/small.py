@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,9 +80,8 @@ def take_turns(
     calls: Sequence[Callable[[], Any]], clock: Callable[[Callable[[], Any]], float], rounds: int
 ) -> list[dict[str, float]]:
     """Median, 20th and 80th percentile of each call's milliseconds."""
-    took = torch.tensor([[clock(call) for call in calls] for _ in range(rounds)], dtype=torch.float64)
-    quantiles = took.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64), dim=0).T
-    return [dict(zip(("ms", "ms_p20", "ms_p80"), each, strict=True)) for each in quantiles.tolist()]
+    took = [[clock(call) for call in calls] for _ in range(rounds)]
+    return [measure.percentiles(times) for times in zip(*took, strict=True)]
 
 
 def compare(pattern: Pattern, among: Iterable[Peer], run: Run) -> None:
@@ -123,26 +121,22 @@ def compare(pattern: Pattern, among: Iterable[Peer], run: Run) -> None:
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "small.jsonl")
     parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS], help="tokens, multiples of 128")
     parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/small.jsonl"), help="appended to")
     options = parser.parse_args(arguments)
     for length in options.lengths:
         if length < patterns.BLOCK or length % patterns.BLOCK:
             parser.error(f"--lengths must be positive multiples of {patterns.BLOCK}, got {length}")
-    for head_dim in options.head_dims:
-        if head_dim < 1 or options.hidden % head_dim:
-            parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")
+    measure.check_head_dims(parser, options)
     return options
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
+    measure.require_gpu()
     among = chosen(options.providers, torch.cuda.get_device_capability())
     for length in options.lengths:
         for head_dim in options.head_dims:
