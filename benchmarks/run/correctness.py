@@ -1,7 +1,6 @@
 """Compares outputs and gradients of sampled rows with float32, before anything is timed.
 
-The gradient that comes in is zero but in those rows, so theirs are all of dq, dk and dv, and memory stays O(length). Knows
-the definition of attention. Must not know who computes it.
+The incoming gradient is zero in all other rows, so the sampled rows determine dq, dk and dv, and memory stays O(length).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from .patterns import Pattern
 
-# of the largest value; bfloat16 rounds by 1/256, and gradients are sums of products of rounded numbers
+# relative to the largest value; bfloat16 rounds by 1/256, and gradients sum products of rounded numbers
 TOLERANCE = 0.02
 
 
@@ -33,7 +32,7 @@ def worst_errors(
     """Relative error of out, and of dq, dk and dv if the output has gradients, over n_rows rows.
 
     call    q, k, v (batch, heads, length, head_dim) -> out of the same shape
-    inputs  q, k, v, of which gradients are wanted
+    inputs  q, k, v, which require gradients
     """
     q, k, v = inputs
     batch, heads, length, _ = q.shape

@@ -1,9 +1,9 @@
 """Training speed of transformers models with a layout: `python -m benchmarks.run.huggingface`, one JSON line a figure.
 
-A step is forward, loss, backward and AdamW, of GPT-2 small and BERT-large as published, but for their lengths, their weights,
-which are random, and dropout, which is off; in bfloat16 autocast. Ours stands beside transformers' "sdpa" and "eager", first
-with attention as the model has it (causal, dense), then with a layout, which the other two are given as a mask of every pair.
-What the models give is compared before anything is timed; what does not fit into the device's memory is said and left out.
+A step is forward, loss, backward and AdamW, in bfloat16 autocast, of GPT-2 small and BERT-large with random weights,
+longer sequences and no dropout. Baselines are transformers' "sdpa" and "eager"; first with the model's own attention
+(causal, dense), then with a layout, which the baselines get as a mask of every pair. Outputs are compared before timing;
+cases that do not fit into memory are reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEYS = [
 ]  # fmt: skip
 
 
-# of a config, instead of those published
+# values of a config that replace the published ones
 Sizes = dict[str, Any] | None
 
 
@@ -47,7 +47,7 @@ CASES = [Case("gpt2", 4096, 4), Case("gpt2", 16384, 1), Case("bert-large", 512, 
 
 
 def config_of(case: Case, sizes: Sizes = None) -> Any:
-    """The published sizes, without dropout, for the case's length; `sizes` replaces some."""
+    """The published sizes without dropout, for the length of the case; `sizes` replaces some."""
     settings: dict[str, Any]
     if case.model == "gpt2":
         settings = {"n_positions": case.n, "use_cache": False, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -70,13 +70,13 @@ def model_of(case: Case, how: str, pattern: str | None, sizes: Sizes, device: to
 
 
 def layout_of(case: Case, pattern: str | None) -> BlockLayout:
-    """What a query attends to, the model's causality included."""
+    """The layout, including the model's causality."""
     everything = masks.local(case.n, window=(None, None)) if pattern is None else masks.build(pattern, case.n)
     return everything & masks.causal(case.n) if case.model == "gpt2" else everything
 
 
 def mask_of(case: Case, how: str, pattern: str | None, device: torch.device) -> Tensor | None:
-    """The attention_mask that makes transformers' own attention attend as the layout does."""
+    """The attention_mask that gives transformers' own attention the same mask."""
     if pattern is None or how == NAME:
         return None
     attends = layout_of(case, pattern).to_dense().to(device)
@@ -98,7 +98,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) 
 def measured(
     case: Case, how: str, pattern: str | None, expected: Tensor | None, device: torch.device, n_steps: int, sizes: Sizes
 ) -> tuple[Tensor, dict[str, Any] | None]:
-    """What the model gives, on the host, and its figures, None if that is not what is expected."""
+    """The hidden states, on the host, and the figures, None if the hidden states are wrong."""
     model, mask = model_of(case, how, pattern, sizes, device), mask_of(case, how, pattern, device)
     tokens = torch.randint(model.config.vocab_size, (case.batch, case.n), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": tokens.to(device), "attention_mask": mask}
@@ -118,7 +118,7 @@ def measured(
 def run(
     case: Case, pattern: str | None, device: torch.device, *, n_steps: int = 10, sizes: Sizes = None
 ) -> Iterator[dict[str, Any]]:
-    """A result line for each provider that fits; sdpa comes first, and is what the others are compared with."""
+    """A result line for each provider that fits; sdpa is first, as the reference of the others."""
     density = layout_of(case, pattern).density
     name = pattern or ("causal" if case.model == "gpt2" else "dense")
     expected: Tensor | None = None

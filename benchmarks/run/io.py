@@ -1,12 +1,12 @@
 """Bytes moved by attention over density: `python -m benchmarks.run.io` on a CUDA GPU, with Nsight Compute.
 
-Block-sparse FlashAttention moves Theta(N d + s N^2 d^2 / M) numbers between the large memory and the small one of M numbers, at a
-share s of stored blocks (FlashAttention, https://arxiv.org/abs/2205.14135, Proposition 4). What the theorem counts are here the bytes
-between L2 and the multiprocessors, M being the shared memory of a program; device memory stands beside it: L2 holds 50 MB and
-more, so much less comes from there. Each kernel is profiled by itself, with empty caches.
+Block-sparse FlashAttention moves Theta(N d + s N^2 d^2 / M) numbers between the large memory and a small one of M numbers,
+at a share s of stored blocks (FlashAttention, https://arxiv.org/abs/2205.14135, Proposition 4). Here these are the bytes
+between L2 and the SMs, with M the shared memory of a program. Device memory is counted as well; it moves much less, since
+L2 holds 50 MB and more. Each kernel is profiled separately, with empty caches.
 
-The command runs itself under `ncu`, which must be there and allowed to read the GPU's counters, and appends a JSON line for
-each density, head_dim, number of heads, direction to benchmarks/results/io.jsonl; `python -m benchmarks.report` tells and draws them.
+The command runs itself under `ncu`, which needs permission to read the GPU's counters, and appends a JSON line for each
+density, head_dim, number of heads and direction to benchmarks/results/io.jsonl.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from blocksparse_flash import attention
 
 from . import measure, patterns
 
-# of ncu: what is counted, and which key of a line has it. Sectors have 32 bytes; those that the multiprocessors ask for leave
-# out what the two halves of a Hopper's L2 ask of each other
+# metrics of ncu -> key of a line, bytes per unit. Sectors have 32 bytes; those requested by the SMs exclude the traffic
+# between the two parts of a Hopper's L2
 COUNTERS = {
     "dram__bytes_read.sum": ("dram_read_bytes", 1),
     "dram__bytes_write.sum": ("dram_write_bytes", 1),
     "lts__t_bytes.sum": ("l2_bytes", 1),
     "lts__t_sectors_srcnode_gpc.sum": ("sm_bytes", 32),
 }
-# not every GPU counts them
+# not available on every GPU
 OPTIONAL = "lts__t_sectors_srcnode_gpc.sum"
 UNITS = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12, "sector": 1}
-# PyTorch's kernel that waits, by which the profiled process says that the next call begins
+# PyTorch's sleep kernel, which marks the start of a call
 MARKER = "spin_kernel"
 DIRECTIONS = ("fwd", "bwd")
 DENSITIES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
@@ -51,7 +51,7 @@ KEYS = [
 
 
 class Case(NamedTuple):
-    """One mask at one size; every call of it is profiled forward and backward."""
+    """One mask at one size, profiled forward and backward."""
 
     heads: int
     head_dim: int
@@ -76,7 +76,7 @@ class Counted(NamedTuple):
 
 
 def table(text: str) -> Iterator[dict[str, str]]:
-    """The rows of ncu's comma-separated values, by column; what it says before and after them is left out."""
+    """The rows of ncu's CSV output by column, without the text around them."""
     lines = text.splitlines()
     starts = [index for index, line in enumerate(lines) if line.startswith('"ID",')]
     if not starts:
@@ -86,7 +86,7 @@ def table(text: str) -> Iterator[dict[str, str]]:
 
 
 def kernels(text: str) -> list[Counted]:
-    """Every kernel that ncu profiled, in the order of their launches: its output has a row for each kernel and metric."""
+    """The profiled kernels in launch order; ncu writes a row per kernel and metric."""
     found: dict[int, Counted] = {}
     for row in table(text):
         name, unit, value = row["Metric Name"], row["Metric Unit"], row["Metric Value"].replace(",", "")
@@ -103,7 +103,7 @@ def kernels(text: str) -> list[Counted]:
 
 
 def calls(profiled: Sequence[Counted]) -> list[list[Counted]]:
-    """The kernels of each call: a marker begins one."""
+    """The kernels of each call; a marker starts a call."""
     found: list[list[Counted]] = []
     for one in profiled:
         if MARKER in one.kernel:
@@ -116,7 +116,7 @@ def calls(profiled: Sequence[Counted]) -> list[list[Counted]]:
 
 
 def summed(call: Iterable[Counted]) -> dict[str, Any]:
-    """The counters of all kernels of a call, by the keys of a line; None for what was not counted."""
+    """Sums of the counters of a call by the keys of a line; None if not counted."""
     call = [*call]
     said: dict[str, Any] = {"n_kernels": len(call)}
     for metric, (key, size) in COUNTERS.items():
@@ -126,7 +126,7 @@ def summed(call: Iterable[Counted]) -> dict[str, Any]:
 
 
 def profiled(options: argparse.Namespace) -> None:
-    """Every case, forward and backward, each after a marker; only those are profiled."""
+    """Runs every case, forward and backward, each after a marker; only these are profiled."""
     for heads, head_dim, density in cases(options):
         layout = patterns.random(options.length, density=density).layout()
         size = options.batch, heads, options.length, head_dim
@@ -154,7 +154,7 @@ def counted_by(ncu: str) -> list[str]:
 
 
 def ncu_command(ncu: str, log: Path, metrics: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """This module under ncu, which leaves the clocks alone and writes into `log`."""
+    """The command of this module under ncu, with unlocked clocks, logging to `log`."""
     return [
         *(ncu, "--csv", "--log-file", str(log), "--print-units", "base", "--clock-control", "none"),
         *("--profile-from-start", "off", "--metrics", ",".join(metrics)),
@@ -163,7 +163,7 @@ def ncu_command(ncu: str, log: Path, metrics: Sequence[str], arguments: Sequence
 
 
 def lines_of(text: str, options: argparse.Namespace, where: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The result lines in what ncu wrote; `where` has the keys that are the same in all."""
+    """The result lines from ncu's output; `where` has the keys that all lines share."""
     found, expected = calls(kernels(text)), cases(options)
     if len(found) != len(DIRECTIONS) * len(expected):
         raise ValueError(f"ncu profiled {len(found)} calls, expected {len(DIRECTIONS) * len(expected)}")
