@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class Deadline(Callback):
-    """Stops training, with a last validation and a checkpoint, at a time of the clock.
+    """Stops training at a time of the clock, with a last validation and a checkpoint.
 
-    Lightning's own max_time counts what earlier goes of an interrupted run took, too.
+    Lightning's max_time also counts the time before an interruption.
 
-    at  seconds, as time.time() has them; several processes look at it every 16 steps
+    at  seconds as in time.time(); several processes check it every 16 steps
     """
 
     STEPS = 16
@@ -31,7 +31,7 @@ class Deadline(Callback):
         # gradients of the first pieces of a step are in no checkpoint
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
-        # several go by the clock of the first, or some would stop a step before others. That waits for the GPU
+        # all processes use the clock of the first, to stop at the same step; the broadcast waits for the GPU
         if trainer.world_size > 1 and trainer.global_step % self.STEPS:
             return
         if trainer.strategy.broadcast(time.time() >= self.at):
@@ -39,10 +39,10 @@ class Deadline(Callback):
 
 
 class Progress(Callback):
-    """A line now and then, printed and added to progress.jsonl in the folder of the run.
+    """Prints a line every few seconds and appends it to progress.jsonl in the folder of the run.
 
     every  seconds between lines
-    floor  what the task's shortcut is worth, a share of 1, to be seen beside the accuracy of validation
+    floor  accuracy of the task's shortcut, to compare with validation accuracy
     """
 
     def __init__(self, every: float = 20.0, floor: float | None = None) -> None:
@@ -69,13 +69,13 @@ class Progress(Callback):
         self._waited += time.perf_counter() - self._waiting_since
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # what validation took is not waiting for samples
+        # excludes the time of validation
         self._waiting_since = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Lightning has divided it by the pieces of a step
+        # Lightning divides the loss by accumulate_grad_batches
         loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
         self._loss = loss if self._loss is None else self._loss + loss
         self._batches, self._samples = self._batches + 1, self._samples + len(batch.labels) * trainer.world_size
@@ -90,7 +90,7 @@ class Progress(Callback):
     def _say(self, trainer: Trainer) -> None:
         if self._loss is None:
             return
-        # waits for the device, so that what has begun is counted with what it takes
+        # item() waits for the device, so that launched work is counted
         loss = self._loss.item() / self._batches
         now = time.perf_counter()
         took, pieces = now - self._since, trainer.accumulate_grad_batches
@@ -122,11 +122,11 @@ class Progress(Callback):
 
 
 class Profile(Callback):
-    """Where the milliseconds of a step go, printed once.
+    """Prints a profile of training steps, once.
 
-    at     step of this go at which it is looked at
-    steps  how many of them
-    rows   operations that are named
+    at     first profiled step, counted since the start or resumption
+    steps  profiled steps
+    rows   operations in the table
     """
 
     def __init__(self, at: int = 60, steps: int = 5, rows: int = 14) -> None:

@@ -40,7 +40,7 @@ def read(path: Path) -> list[listops.Sample]:
 
 
 def _with_parentheses(tokens: bytes) -> str:
-    """The binary tree of the release: an operator takes its arguments one at a time, from the left."""
+    """The binary tree of the release: operators take one argument at a time, from the left."""
     open_trees: list[str] = []
     tree = ""
     for token in tokens:
@@ -55,7 +55,7 @@ def _with_parentheses(tokens: bytes) -> str:
 
 
 def write(path: Path, samples: Iterable[listops.Sample]) -> None:
-    """A file as those of the release, for programs that read them."""
+    """Writes a file in the format of the release."""
     with path.open("w", encoding="utf-8") as lines:
         lines.write(HEADER + "\n")
         for sample in samples:
