@@ -98,7 +98,7 @@ def speed(
     quick: bool = False,
     out: Path | None = None,
 ) -> None:
-    """Times training steps and attention alone, with several implementations and the figures of the FlashAttention paper.
+    """Times training steps and attention alone, with several implementations and the FlashAttention paper's figures.
 
     Args:
         parts: training steps of the five tasks, attention alone, or both

@@ -14,8 +14,7 @@ def compile_whole(block: EncoderBlock) -> None:
 
 
 def compile_around_attention(block: EncoderBlock) -> None:
-    """Compiles a layer before and after its attention, once for all lengths. Attention, whose layout has one length, is not
-    compiled."""
+    """Compiles a layer before and after its attention, once for all lengths; the layout of attention has one length."""
     attention = block.attention
 
     def before(x: Tensor, positions: Tensor | RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:

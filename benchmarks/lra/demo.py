@@ -5,8 +5,8 @@ A pre-norm encoder reads expressions of 16 to 256 tokens, padded to 256, through
 embedding the number of brackets around it. Every expression is seen once. The accuracy is compared with the best guess
 from the first token alone (the floor, which the run must exceed) and from looking one operator deep.
 
-Writes out/layout.png, out/learning_curve.png, out/results.json and the weights, out/model.ckpt. The same command resumes
-an interrupted run from its last checkpoint.
+Writes out/layout.png, out/learning_curve.png, out/results.json and the weights, out/model.ckpt. The same command
+resumes an interrupted run from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Encoder(nn.Module):
 
 
 def nesting_depths(tokens: Tensor) -> Tensor:
-    """Number of brackets around each token: 0 for the root, 1 for its children; an operator is as deep as its bracket."""
+    """Number of brackets around each token: 0 for the root, 1 for its children."""
     opens = (tokens >= listops.FIRST_OPERATOR) & (tokens < listops.CLOSE)
     closes = tokens == listops.CLOSE
     return opens.cumsum(dim=1) - closes.cumsum(dim=1) - opens.long()
@@ -147,8 +147,8 @@ def nesting_depths(tokens: Tensor) -> Tensor:
 class Task(lightning.LightningModule):
     """Loss, accuracy, optimiser, and the learning curve.
 
-    checkpoint  of an interrupted run, or None. Lightning's own resuming counts epochs and batches in several places, which
-                disagree after the end of an epoch
+    checkpoint  of an interrupted run, or None. Lightning's own resuming counts epochs and batches in several places,
+                which disagree after the end of an epoch
     """
 
     def __init__(self, settings: Settings, layout: BlockLayout, checkpoint: dict[str, Any] | None) -> None:

@@ -1,8 +1,7 @@
 """Accuracy of each task's shortcut (its floor), and accuracies corrected for it.
-
-In Pathfinder the two snakes begin near each other and near the centre, so the positions of the markers alone predict the
-label better than chance. Results therefore have the floor, the accuracy of the best reader of the shortcut on the same
-test set, and a balanced accuracy, with weights under which the shortcut has only chance accuracy.
+In Pathfinder the two snakes begin near each other and near the centre, so the positions of the markers alone predict
+the label better than chance. Results therefore have the floor, the accuracy of the best reader of the shortcut on the
+same test set, and a balanced accuracy, with weights under which the shortcut has only chance accuracy.
 """
 
 from __future__ import annotations

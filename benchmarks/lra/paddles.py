@@ -1,8 +1,7 @@
 """Geometry of Pathfinder dashes ("paddles"): shapes, margins and continuations, as tables over orientations.
-
-Pixels are whole numbers (y, x), y down; the angle t points along (sin t, cos t). A step along an angle rounds up on both
-axes, as the original does. Source: D. Linsley et al., "Learning long-range spatial dependencies with horizontal gated
-recurrent units", arXiv:1805.08315, and its generator snakes2, which Long Range Arena used.
+Pixels are whole numbers (y, x), y down; the angle t points along (sin t, cos t). A step along an angle rounds up on
+both axes, as the original does. Source: D. Linsley et al., "Learning long-range spatial dependencies with horizontal
+gated recurrent units", arXiv:1805.08315, and its generator snakes2, which Long Range Arena used.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def _footprint(room: np.ndarray, reach: int) -> np.ndarray:
 
 
 def _finds_a_place(footprint: np.ndarray) -> bool:
-    """Whether at every pixel of an image some part of the footprint is inside; otherwise the original finds no place."""
+    """Whether some of the footprint is inside at every pixel; otherwise the original finds no place."""
     y, x = footprint[:, 0], footprint[:, 1]
     return all(((vertical * y >= 0) & (horizontal * x >= 0)).any() for vertical in (1, -1) for horizontal in (1, -1))
 

@@ -172,11 +172,13 @@ class Profile(Callback):
         per_step = 1e-3 / self.steps
         count = sum(each.count for each in found) // self.steps
         head = (
-            f"a step takes {1e3 * took / self.steps:.2f} ms under the profiler: {1e3 * queued / self.steps:.2f} ms until the "
+            f"a step takes {1e3 * took / self.steps:.2f} ms under the profiler: {1e3 * queued / self.steps:.2f} ms "
+            f"until the "
             f"host has asked for it, {busy * per_step:.2f} ms of {count} {'kernels' if is_cuda else 'operations'}"
         )
         lines = [
-            f"{spent(each) * per_step:8.3f} ms {100 * spent(each) / busy:5.1f}% {each.count // self.steps:5d} x {each.key[:90]}"
+            f"{spent(each) * per_step:8.3f} ms {100 * spent(each) / busy:5.1f}% {each.count // self.steps:5d} x "
+            f"{each.key[:90]}"
             for each in found[: self.rows]
         ]
         return "\n".join([head, *lines])

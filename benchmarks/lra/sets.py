@@ -1,8 +1,7 @@
 """Generated data sets: made once by many workers, stored on disk, verified by checksum.
-
-A set is a folder of parts of 1,000 records, NumPy files that are memory-mapped. Parts are written under a temporary name
-and then renamed, so every part is complete: interrupted runs make the missing parts, concurrent runs do not interfere, and
-a larger set reuses the parts of a smaller one.
+A set is a folder of parts of 1,000 records, NumPy files that are memory-mapped. Parts are written under a temporary
+name and then renamed, so every part is complete: interrupted runs make the missing parts, concurrent runs do not
+interfere, and a larger set reuses the parts of a smaller one.
 """
 
 from __future__ import annotations
@@ -154,7 +153,8 @@ def check(source: Source, split: str, stored: StoredSet, *, root: Path) -> bool:
     found = stored.digest(f"checking {source.name} {split}")
     if found != expected:
         raise ValueError(
-            f"{source.name} {split} of {len(stored)} has SHA-256 {found}, but {expected} was recorded: accuracies on it "
+            f"{source.name} {split} of {len(stored)} has SHA-256 {found}, but {expected} was recorded: accuracies on "
+            f"it "
             f"cannot be compared with others. Delete {_folder(source, split, root)} and make the set again, with the "
             "package versions of .ci/constraints.txt"
         )

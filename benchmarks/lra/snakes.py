@@ -1,10 +1,9 @@
 """Placement of the dashes of Pathfinder images, compiled by Numba.
+An image is a function of one 64-bit key: its random words are w(n) = splitmix64(key ^ n), and everything except the
+ink is integer arithmetic, so images are equal on every machine.
 
-An image is a function of one 64-bit key: its random words are w(n) = splitmix64(key ^ n), and everything except the ink is
-integer arithmetic, so images are equal on every machine.
-
-Two snakes grow in turn, a dash at a time, without touching; when one is stuck, both start again. Distractors are shorter
-snakes, placed with a few tries each.
+Two snakes grow in turn, a dash at a time, without touching; when one is stuck, both start again. Distractors are
+shorter snakes, placed with a few tries each.
 """
 
 from __future__ import annotations

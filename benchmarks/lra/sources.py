@@ -1,7 +1,6 @@
 """Sources of generated samples: functions from sample numbers to records.
-
-Sample n does not depend on the samples requested with it, so many workers can make a set, an interrupted one resumes, and
-an endless stream has a position.
+Sample n does not depend on the samples requested with it, so many workers can make a set, an interrupted one resumes,
+and an endless stream has a position.
 """
 
 from __future__ import annotations

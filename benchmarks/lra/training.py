@@ -35,8 +35,8 @@ class Recipe:
     """Settings of a training.
 
     schedule      after a linear warm-up of `warmup` steps: "cosine" or "linear" to 0 at the last step, "rsqrt"
-                  (learning_rate / sqrt(step), as in Long Range Arena), "constant", or "trapezoid": constant, then linear
-                  to 0 over the last `cooldown` steps
+                  (learning_rate / sqrt(step), as in Long Range Arena), "constant", or "trapezoid": constant, then
+                  linear to 0 over the last `cooldown` steps
     hidden_share  share of tokens hidden in self-pretraining, objective="guess"
     """
 
@@ -176,7 +176,8 @@ class Experiment(lightning.LightningModule):
         device = self.trainer.strategy.root_device
         return {
             "is_lra": belongs(data), "source": data.source, "mask": architecture.mask,
-            "n_layers": architecture.n_layers, "embed_dim": architecture.embed_dim, "weights": sum(weight.numel() for weight in self.model.parameters()),
+            "n_layers": architecture.n_layers, "embed_dim": architecture.embed_dim,
+            "weights": sum(weight.numel() for weight in self.model.parameters()),
             "steps": self.trained_steps, "batch_size": samples, "device": measure.device_name(device),
         }  # fmt: skip
 

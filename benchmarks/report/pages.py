@@ -1,8 +1,8 @@
 """Report: `python -m benchmarks.report` writes the tables of the two READMEs and of results/, and draws the pictures.
-
 It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, io.jsonl and
-context_parallel.jsonl, and the errors of explain's predictions. It replaces the sections between markers of README.md and
-of benchmarks/README.md, and writes every measurement to results/attention.md, small.md, io.md and context_parallel.md.
+context_parallel.jsonl, and the errors of explain's predictions. It replaces the sections between markers of README.md
+and of benchmarks/README.md, and writes every measurement to results/attention.md, small.md, io.md and
+context_parallel.md.
 """
 
 from __future__ import annotations
@@ -144,8 +144,10 @@ def everything(lines: Sequence[Line]) -> str:
     parts = [
         "# Attention, all measurements",
         (
-            "Written by `python -m benchmarks.report` from attention.jsonl. Peak memory is what a call allocates, without "
-            "its inputs; for a backward it includes the gradients. The first call compiles, unless an earlier pattern has "
+            "Written by `python -m benchmarks.report` from attention.jsonl. Peak memory is what a call allocates, "
+            "without "
+            "its inputs; for a backward it includes the gradients. The first call compiles, unless an earlier "
+            "pattern has "
             "compiled the same kernel. Mask ms: from a bool per block on the host to the mask on the device. "
             "`-`: not measured."
         ),
@@ -179,7 +181,8 @@ def change_section(lines: Sequence[Line]) -> str:
     parts = ["`< x`: less than x, the spread of the steps (p20 to p80)."]
     if any(line["provider"] == "flex" for line in lines):
         parts.append(
-            "FlexAttention users make a mask with `create_block_mask`, which evaluates a mask function at every pair. Its "
+            "FlexAttention users make a mask with `create_block_mask`, which evaluates a mask function at every "
+            "pair. Its "
             "other new masks here are `BlockMask.from_kv_blocks` of block lists prepared in advance."
         )
     for setting, found in measurements.settings(lines).items():
@@ -276,7 +279,8 @@ def masks_section(lines: Sequence[Line]) -> str:
     shown = [line for line in lines if line["n"] in (shared, longest)]
     return _joined(
         f"Building a mask, milliseconds of one CPU core (`python -m benchmarks.run.masks`, "
-        f"{' and '.join(sorted({line['device'] for line in shown}))}, {measurements.versions(shown, 'torch')}, blocks of "
+        f"{' and '.join(sorted({line['device'] for line in shown}))}, {measurements.versions(shown, 'torch')}, "
+        f"blocks of "
         "128):",
         table(rows),
         "In brackets: peak memory in MB; for the compiled one the milliseconds of the first call, which compiles. "
@@ -322,7 +326,8 @@ def io_section(lines: Sequence[Line]) -> str:
         f"Bytes moved at {first['n']:,} tokens and a share s of stored blocks, {first['density']:.2g} to "
         f"{last['density']:.2g} (`python -m benchmarks.run.io`, {first['device']}, "
         f"{measurements.versions(lines, 'torch', 'triton')}). The bound is N d + s N^2 d^2 / M numbers "
-        "([FlashAttention](https://arxiv.org/abs/2205.14135), Proposition 4, constant 1), where M numbers fit in the shared "
+        "([FlashAttention](https://arxiv.org/abs/2205.14135), Proposition 4, constant 1), where M numbers fit in the "
+        "shared "
         "memory of a program. [All of them](benchmarks/results/io.md).",
         table(rows),
         "![Bytes moved against density](benchmarks/results/io.png)",
@@ -345,8 +350,10 @@ def every_byte(lines: Sequence[Line]) -> str:
             ]
         )  # fmt: skip
     said = (
-        "Written by `python -m benchmarks.report` from io.jsonl. The bound is that of FlashAttention's Proposition 4 with "
-        "constant 1. `tiles load` assumes that every program reads each of its tiles from L2 once. On a GPU with a two-part "
+        "Written by `python -m benchmarks.report` from io.jsonl. The bound is that of FlashAttention's Proposition 4 "
+        "with "
+        "constant 1. `tiles load` assumes that every program reads each of its tiles from L2 once. On a GPU with a "
+        "two-part "
         "L2, `all of L2` includes the traffic between the parts. `-`: not counted."
     )
     return _joined("# Bytes moved, all measurements", said, table(rows)) + "\n"

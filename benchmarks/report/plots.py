@@ -244,7 +244,7 @@ def density(lines: Sequence[Line]) -> Any:
 
 
 def change(lines: Sequence[Line]) -> Any:
-    """Bars: a step (mask, forward, backward) that is waited for, with the same mask and with a new one; a panel a length."""
+    """Bars: a synchronised step (mask, forward, backward) with one mask and with new ones; a panel per length."""
     lines = select(lines, direction="step")
     cases = sorted({(line["n"], -line["head_dim"]) for line in lines})
     title = f"{SWEEPS['change']}\n{_where(lines)}; wall clock of mask, forward and backward"

@@ -158,7 +158,7 @@ def change_cost(lines: Sequence[Line], line: Line) -> str:
 
 
 def changes(lines: Sequence[Line]) -> str:
-    """Milliseconds added by a new mask: a row per way of our first backend and of peers, a column per length and clock."""
+    """Milliseconds added by a new mask: rows for our first backend and peers, a column per length and clock."""
     columns = {
         f"{setting.n:,} tokens, {name}": select(found, direction=direction)
         for setting, found in sorted(by_setting(lines).items())

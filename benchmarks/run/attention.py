@@ -1,22 +1,21 @@
 """Speed of attention and its peers: `python -m benchmarks.run.attention` on a CUDA GPU, one JSON line a figure.
+Peers: FlexAttention, compiled and with full blocks (for causal a partial diagonal); for dense and causal the kernels
+of scaled_dot_product_attention, cuDNN, FlashAttention-2 and "math"; and, where installed, FlashAttention-4,
+FlashInfer, MIT's Block-Sparse-Attention, xFormers and NATTEN. Outputs and gradients are compared with float32 on
+sampled rows before timing; wrong ones are reported and not timed.
 
-Peers: FlexAttention, compiled and with full blocks (for causal a partial diagonal); for dense and causal the kernels of
-scaled_dot_product_attention, cuDNN, FlashAttention-2 and "math"; and, where installed, FlashAttention-4, FlashInfer,
-MIT's Block-Sparse-Attention, xFormers and NATTEN. Outputs and gradients are compared with float32 on sampled rows before
-timing; wrong ones are reported and not timed.
-
-Lines: direction is "fwd", "bwd" (backward alone), "mask" (wall clock: from a bool per block on the host to the mask on the
-device), "step" or "steps" (--sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored blocks:
-4 * heads * nnz * block_size^2 * head_dim forward, 2.5 times that backward. One line has the rate of a matrix product of
-8192 x 8192 x 8192.
+Lines: direction is "fwd", "bwd" (backward alone), "mask" (wall clock: from a bool per block on the host to the mask on
+the device), "step" or "steps" (--sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored
+blocks: 4 * heads * nnz * block_size^2 * head_dim forward, 2.5 times that backward. One line has the rate of a matrix
+product of 8192 x 8192 x 8192.
 
 --sweep length         2 K to 1 M tokens, fixed keys per query, and dense
 --sweep density        1 % to 100 % of random blocks, and dense
 --sweep block-size     blocks of 16 to 256 tokens at one density
 --sweep regroup        masks of blocks of 128 in finer blocks: all of them stored, or 80 % of each block of 128
 --sweep change         a step with one mask, with a new mask from the host, and with a mask selected on the GPU;
-                       FlexAttention's from prepared lists and from create_block_mask, eager and compiled. The host waits
-                       for each "step"; "steps" run in a row, as in training
+                       FlexAttention's from prepared lists and from create_block_mask, eager and compiled. The host
+                       waits for each "step"; "steps" run in a row, as in training
 --sweep deterministic  the patterns by `hopper` with deterministic=True and without; other kernels are deterministic
 
 `python -m benchmarks.report` makes tables and pictures of the lines.
@@ -224,7 +223,8 @@ def matmul(run: Run, *, side: int = 8192) -> None:
     times = measure.milliseconds(lambda: a @ b)
     tflops = 2 * side**3 / times["ms"] * 1e-9
     line = {
-        "bench": "matmul", "provider": "torch", "backend": "cublas", "pattern": "dense", "density": 1.0, "n": side, "batch": 1,
+        "bench": "matmul", "provider": "torch", "backend": "cublas", "pattern": "dense", "density": 1.0, "n": side,
+        "batch": 1,
         "heads": 1, "head_dim": side, "dtype": "bf16", "direction": "fwd", **times, "tflops": tflops,
         "peak_bytes": measure.peak_bytes(lambda: a @ b), "setup_ms": setup_ms, **measure.environment(),
     }  # fmt: skip

@@ -38,8 +38,8 @@ def of_tiles(line: Line) -> int:
     """Bytes that the programs load and store if nothing stays in L2.
 
     The program of a tile row holds q (in the backward also dout) and loads k and v of each tile; that of a tile column
-    holds k and v and loads q, dout, lse and delta. Every split loads its own tiles. `hopper` also adds dq of each tile in
-    float32.
+    holds k and v and loads q, dout, lse and delta. Every split loads its own tiles. `hopper` also adds dq of each tile
+    in float32.
     """
     axes, rows = line["batch"] * line["heads"], line["n"] * line["head_dim"] * SIZE
     n_lines = line["n"] // TILE

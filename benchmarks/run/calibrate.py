@@ -1,9 +1,9 @@
 """Fits the coefficients of explain's time predictions: `python -m benchmarks.run.calibrate`
-
-Reads the result lines of benchmarks.run.attention and writes blocksparse_flash/explanation/calibration.json: for each GPU,
-backend, head_dim and direction the rates of the model in blocksparse_flash/explanation/prediction.py, by least squares on
-log(predicted / measured), so that short times count as much as long ones. A weak prior holds coefficients that the lines
-do not determine. Prints every line with its prediction, and the errors on lines left out of the fit. Needs no GPU.
+Reads the result lines of benchmarks.run.attention and writes blocksparse_flash/explanation/calibration.json: for each
+GPU, backend, head_dim and direction the rates of the model in blocksparse_flash/explanation/prediction.py, by least
+squares on log(predicted / measured), so that short times count as much as long ones. A weak prior holds coefficients
+that the lines do not determine. Prints every line with its prediction, and the errors on lines left out of the fit.
+Needs no GPU.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ TILE, RATIO = 0.02, 0.3
 # two programs of triton share an SM, one of hopper occupies it
 ALONE = {"triton": Prior(1.5, 0.05), "hopper": Prior(1.0, 0.05)}
 
-# (backend, padded head_dim, direction) -> (side, splits, microseconds of a tile) of each kernel that iterates over tiles,
-# as in the tables of the kernels on sm90
+# (backend, padded head_dim, direction) -> (side, splits, microseconds of a tile) of each kernel that iterates over
+# tiles, as in the tables of the kernels on sm90
 KERNELS = {
     ("triton", 128, "fwd"): (Kernel("rows", 1, 2.1),),
     ("triton", 64, "fwd"): (Kernel("rows", 1, 1.3),),

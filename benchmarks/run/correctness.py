@@ -1,6 +1,6 @@
 """Compares outputs and gradients of sampled rows with float32, before anything is timed.
-
-The incoming gradient is zero in all other rows, so the sampled rows determine dq, dk and dv, and memory stays O(length).
+The incoming gradient is zero in all other rows, so the sampled rows determine dq, dk and dv, and memory stays
+O(length).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def worst_errors(
 
 
 def _expected(inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor, rows: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Output of the rows and all gradients of one head in float32; inputs and dout (length, head_dim), mask (rows, length)."""
+    """Output of the rows and all gradients of one head in float32; dout (length, head_dim), mask (rows, length)."""
     q, k, v = (x.detach().float().requires_grad_() for x in inputs)
     scores = q[rows] @ k.T / math.sqrt(q.shape[1])
     out = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v

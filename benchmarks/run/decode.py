@@ -5,9 +5,9 @@ shared by all heads ("sparse"): 128 sinks, a window of 1,024 tokens, 10 % of the
 FlexAttention, compiled, with the same layout, and scaled_dot_product_attention, dense only. Outputs are compared with
 float32 on sampled heads before timing; wrong ones are reported and not timed.
 
-Lines: direction "graph" is the replay of a CUDA graph with a cold L2 cache, without host time; "call" is the wall clock of
-one call. gb_per_s counts the stored blocks of k and v, once per kv head; copy_share is that relative to the rate at which
-a copy of 1 GiB reads and writes. setup_ms is the first call, which compiles.
+Lines: direction "graph" is the replay of a CUDA graph with a cold L2 cache, without host time; "call" is the wall
+clock of one call. gb_per_s counts the stored blocks of k and v, once per kv head; copy_share is that relative to the
+rate at which a copy of 1 GiB reads and writes. setup_ms is the first call, which compiles.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from .peers import Call, compiled_flex
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 128
 KEYS = [
-    "bench", "provider", "backend", "pattern", "density", "n", "q_len", "batch", "heads", "kv_heads", "head_dim", "dtype",
-    "direction", "ms", "ms_p20", "ms_p80", "gb_per_s", "copy_share", "peak_bytes", "setup_ms", "device", "torch", "triton",
+    "bench", "provider", "backend", "pattern", "density", "n", "q_len", "batch", "heads", "kv_heads", "head_dim",
+    "dtype",
+    "direction", "ms", "ms_p20", "ms_p80", "gb_per_s", "copy_share", "peak_bytes", "setup_ms", "device", "torch",
+    "triton",
     "commit",
 ]  # fmt: skip
 

@@ -1,9 +1,8 @@
 """Training speed of transformers models with a layout: `python -m benchmarks.run.huggingface`, one JSON line a figure.
-
 A step is forward, loss, backward and AdamW, in bfloat16 autocast, of GPT-2 small and BERT-large with random weights,
 longer sequences and no dropout. Baselines are transformers' "sdpa" and "eager"; first with the model's own attention
-(causal, dense), then with a layout, which the baselines get as a mask of every pair. Outputs are compared before timing;
-cases that do not fit into memory are reported.
+(causal, dense), then with a layout, which the baselines get as a mask of every pair. Outputs are compared before
+timing; cases that do not fit into memory are reported.
 """
 
 from __future__ import annotations
@@ -134,7 +133,8 @@ def run(
         if line is None:
             continue
         yield {
-            "bench": "huggingface", "provider": PROVIDERS[how], "model": case.model, "pattern": name, "density": density,
+            "bench": "huggingface", "provider": PROVIDERS[how], "model": case.model, "pattern": name,
+            "density": density,
             "n": case.n, "batch": case.batch, "dtype": "bf16", "direction": "step", **line,
             "tokens_per_s": 1000 * case.batch * case.n / line["ms"],
             "device": measure.device_name(device), "torch": torch.__version__,
@@ -158,7 +158,8 @@ def main() -> None:
             for line in run(case, pattern, torch.device("cuda", 0), n_steps=arguments.steps):
                 measure.append(arguments.out, line, KEYS)
                 print(
-                    f"{line['provider']:18} {case.model:10} {case.n:6} tokens {line['pattern']:30} {line['ms']:8.1f} ms  "
+                    f"{line['provider']:18} {case.model:10} {case.n:6} tokens {line['pattern']:30} {line['ms']:8.1f} "
+                    f"ms  "
                     f"{line['tokens_per_s']:9.0f} tokens/s  {line['peak_bytes'] / 2**30:6.2f} GiB",
                     flush=True,
                 )

@@ -1,9 +1,8 @@
 """Bytes moved by attention over density: `python -m benchmarks.run.io` on a CUDA GPU, with Nsight Compute.
-
-Block-sparse FlashAttention moves Theta(N d + s N^2 d^2 / M) numbers between the large memory and a small one of M numbers,
-at a share s of stored blocks (FlashAttention, https://arxiv.org/abs/2205.14135, Proposition 4). Here these are the bytes
-between L2 and the SMs, with M the shared memory of a program. Device memory is counted as well; it moves much less, since
-L2 holds 50 MB and more. Each kernel is profiled separately, with empty caches.
+Block-sparse FlashAttention moves Theta(N d + s N^2 d^2 / M) numbers between the large memory and a small one of M
+numbers, at a share s of stored blocks (FlashAttention, https://arxiv.org/abs/2205.14135, Proposition 4). Here these
+are the bytes between L2 and the SMs, with M the shared memory of a program. Device memory is counted as well; it moves
+much less, since L2 holds 50 MB and more. Each kernel is profiled separately, with empty caches.
 
 The command runs itself under `ncu`, which needs permission to read the GPU's counters, and appends a JSON line for each
 density, head_dim, number of heads and direction to benchmarks/results/io.jsonl.
@@ -172,8 +171,10 @@ def lines_of(text: str, options: argparse.Namespace, where: dict[str, Any]) -> I
         pattern = patterns.random(options.length, density=case.density)
         yield {
             "bench": "io", "provider": "blocksparse_flash", "backend": options.backend,
-            "pattern": f"random, {case.density:g}", "density": pattern.density, "n": options.length, "batch": options.batch,
-            "heads": case.heads, "head_dim": case.head_dim, "dtype": "bf16", "direction": direction, **summed(call), **where,
+            "pattern": f"random, {case.density:g}", "density": pattern.density, "n": options.length,
+            "batch": options.batch,
+            "heads": case.heads, "head_dim": case.head_dim, "dtype": "bf16", "direction": direction, **summed(call),
+            **where,
         }  # fmt: skip
 
 
@@ -223,7 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure.append(options.out, line, KEYS)
         print(
             f"{line['backend']:7} heads {line['heads']:2} head_dim {line['head_dim']:3} density {line['density']:6.4f} "
-            f"{line['direction']}   device memory {(line['dram_read_bytes'] + line['dram_write_bytes']) / 1e6:9.1f} MB   "
+            f"{line['direction']}   device memory {(line['dram_read_bytes'] + line['dram_write_bytes']) / 1e6:9.1f} "
+            f"MB   "
             f"L2 {line['l2_bytes'] / 1e6:9.1f} MB   {line['n_kernels']} kernels",
             flush=True,
         )

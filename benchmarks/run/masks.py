@@ -1,10 +1,9 @@
 """Time and memory of building masks: `python -m benchmarks.run.masks`, one JSON line a figure.
-
-Ours on one core: every family at 65,536 tokens, and three masks at 1,048,576. Peers, at shorter lengths: FlexAttention's
-create_block_mask, which evaluates every pair, eager and compiled, and a dense mask (a bool per pair, then any() over
-blocks). All masks are compared block by block before timing. Times are processor times of one thread, except the first
-compiled call, whose compilation has a line of its own in wall time, since the C++ compiler is another process. Peak memory
-is that of the process over its value before the call; it needs Linux and glibc.
+Ours on one core: every family at 65,536 tokens, and three masks at 1,048,576. Peers, at shorter lengths:
+FlexAttention's create_block_mask, which evaluates every pair, eager and compiled, and a dense mask (a bool per pair,
+then any() over blocks). All masks are compared block by block before timing. Times are processor times of one thread,
+except the first compiled call, whose compilation has a line of its own in wall time, since the C++ compiler is another
+process. Peak memory is that of the process over its value before the call; it needs Linux and glibc.
 """
 
 from __future__ import annotations
@@ -195,7 +194,8 @@ def record(
     }  # fmt: skip
     measure.append(out, line, KEYS)
     print(
-        f"{case.n:8} {case.pattern:34} {provider:26} {times['ms']:9.2f} ms {(peak or 0) / 1e6:9.1f} MB   nnz {layout.nnz}",
+        f"{case.n:8} {case.pattern:34} {provider:26} {times['ms']:9.2f} ms {(peak or 0) / 1e6:9.1f} MB   nnz "
+        f"{layout.nnz}",
         flush=True,
     )
 

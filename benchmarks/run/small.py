@@ -1,8 +1,7 @@
 """Speed of small calls: `python -m benchmarks.run.small` on a CUDA GPU, one JSON line a figure.
-
-At 512 to 2,048 tokens a call takes more host time than GPU time, hence two clocks. "gpu" is GPU time: the GPU sleeps until
-the host has launched the whole call, with a cold L2 cache. "wall" is the wall clock over calls in a row, as in an eager
-model. All calls of a case take turns, so that host noise affects all alike.
+At 512 to 2,048 tokens a call takes more host time than GPU time, hence two clocks. "gpu" is GPU time: the GPU sleeps
+until the host has launched the whole call, with a cold L2 cache. "wall" is the wall clock over calls in a row, as in
+an eager model. All calls of a case take turns, so that host noise affects all alike.
 
 Lines: clock is "gpu" or "wall"; direction is "fwd", "bwd" (backward alone) or "step" (both). Outputs and gradients are
 compared with float32 before timing. `python -m benchmarks.report` makes a table of them.

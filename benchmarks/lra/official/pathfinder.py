@@ -1,7 +1,6 @@
 """Reads the released Pathfinder images: pathfinder<R>/<difficulty>/{metadata/<batch>.npy, imgs/<batch>/sample_<i>.png}.
-
-Metadata are text in files named .npy (the release) or NumPy arrays of strings (the generator). Empty image files are left
-out. Of the two copies of pathfinder128 the top one is preferred, since the nested one was reported broken.
+Metadata are text in files named .npy (the release) or NumPy arrays of strings (the generator). Empty image files are
+left out. Of the two copies of pathfinder128 the top one is preferred, since the nested one was reported broken.
 """
 
 from __future__ import annotations
@@ -89,7 +88,8 @@ def _entries(file: Path, folder: Path) -> list[Entry]:
     for number, row in enumerate(rows, start=1):
         if len(row) < LEAST_COLUMNS or row[3] not in ("0", "1", "0.0", "1.0"):
             raise ValueError(
-                f"{file}: line {number} must be a folder, a file, an index and a label 0 or 1, got {' '.join(row)[:80]!r}"
+                f"{file}: line {number} must be a folder, a file, an index and a label 0 or 1, got "
+                f"{' '.join(row)[:80]!r}"
             )
         entries.append(Entry(folder / row[0] / row[1], int(float(row[3]))))
     return entries

@@ -41,7 +41,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def lightning_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """seed_everything changes global streams; Ctrl-C makes Lightning ignore the next one; it warns of other arguments."""
+    """seed_everything changes global streams; Ctrl-C makes Lightning ignore the next; it warns of other arguments."""
     monkeypatch.setattr(sys, "argv", ["benchmarks.lra"])
     before = signal.getsignal(signal.SIGINT)
     with torch.random.fork_rng():
@@ -278,7 +278,8 @@ def test_rates_follow_their_schedules() -> None:
     assert rate_at(110, cosine, 110) == pytest.approx(0.0)
     linear = Recipe(warmup=10, schedule="linear")
     assert rate_at(85, linear, 110) == pytest.approx(0.25)
-    # Long Range Arena: rate * min(1, step / warmup) / sqrt(max(step, warmup)), steps from 1; for ListOps 1.58e-3 at most
+    # Long Range Arena: rate * min(1, step / warmup) / sqrt(max(step, warmup)), steps from 1; for ListOps 1.58e-3 at
+    # most
     rsqrt = Recipe(warmup=1000, schedule="rsqrt", learning_rate=0.05)
     assert 0.05 * rate_at(999, rsqrt, -1) == pytest.approx(1.58e-3, rel=0.01)
     assert rate_at(3999, rsqrt, -1) == pytest.approx(1 / math.sqrt(4000))

@@ -19,7 +19,8 @@ def line(**given: Any) -> dict[str, Any]:
     """A result line; what is not given is the same in all."""
     said = {
         "bench": "attention", "provider": "blocksparse_flash", "backend": "triton", "pattern": "local", "density": 0.1,
-        "n": 1024, "batch": 1, "heads": 4, "head_dim": 64, "dtype": "bf16", "direction": "fwd", "ms": 2.0, "ms_p20": 1.9,
+        "n": 1024, "batch": 1, "heads": 4, "head_dim": 64, "dtype": "bf16", "direction": "fwd", "ms": 2.0,
+        "ms_p20": 1.9,
         "ms_p80": 2.1, "tflops": 100.0, "peak_bytes": 1_000_000, "setup_ms": 5.0, "device": "GPU", "torch": "2.11",
         "triton": "3.6", "commit": "abc",
     }  # fmt: skip

@@ -16,7 +16,8 @@ from benchmarks.report import pages, plots
 from benchmarks.run import bounds, io, measure
 
 HEAD = (
-    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",'
+    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid '
+    'Size","Device","CC",'
     '"Section Name","Metric Name","Metric Unit","Metric Value"'
 )
 SPIN = "spin_kernel(long)"
@@ -204,7 +205,8 @@ def test_what_ncu_says_of_a_failure_is_passed_on(monkeypatch: pytest.MonkeyPatch
 
 def line(**given: Any) -> dict[str, Any]:
     said = {
-        "bench": "io", "provider": "blocksparse_flash", "backend": "triton", "pattern": "random, 0.25", "density": 0.25, "n": 1024,
+        "bench": "io", "provider": "blocksparse_flash", "backend": "triton", "pattern": "random, 0.25",
+        "density": 0.25, "n": 1024,
         "batch": 1, "heads": 2, "head_dim": 64, "dtype": "bf16", "direction": "fwd", "dram_read_bytes": 1_000_000,
         "dram_write_bytes": 500_000, "l2_bytes": 9_000_000, "sm_bytes": 6_000_000, "n_kernels": 1, **WHERE,
     }  # fmt: skip

@@ -97,7 +97,8 @@ def test_without_a_gpu_it_says_so() -> None:
 
 def line(**given: Any) -> dict[str, Any]:
     said = {
-        "bench": "small", "provider": "blocksparse_flash", "backend": "triton", "pattern": "dense", "density": 1.0, "n": 512,
+        "bench": "small", "provider": "blocksparse_flash", "backend": "triton", "pattern": "dense", "density": 1.0,
+        "n": 512,
         "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd", "ms": 0.02, "ms_p20": 0.01,
         "ms_p80": 0.03, "device": "GPU", "torch": "2.11", "triton": "3.6", "commit": "abc", "clock": "gpu",
     }  # fmt: skip
