@@ -307,7 +307,8 @@ def io_section(lines: Sequence[Line]) -> str:
     if not groups:
         return ""
     rows = [
-        ["backend", "direction", "heads", "head_dim", "L2 to SMs", "times the bound", "of what tiles load", "device memory"]
+        ["backend", "direction", "heads", "head_dim", "L2 to SMs", "times the bound", "of what tiles load",
+         "device memory"]
     ]  # fmt: skip
     for group in groups:
         moved = bounds.linear(group, bounds.on_chip)
@@ -399,7 +400,9 @@ def highlights(lines: dict[str, list[Line]]) -> str:
         *elsewhere_values(lines["attention"]),
     ]
     changes = summaries.changes(select(attention, bench="change"))
-    head = "Milliseconds that a new mask adds to a step (mask, forward, backward); `< x`: less than the spread x of the steps:"
+    head = (
+        "Milliseconds that a new mask adds to a step (mask, forward, backward); `< x`: less than the steps' spread x:"
+    )
     return _joined(ranges(values, "measurement", "backend", "baseline"), *([head, changes] if changes else []))
 
 

@@ -291,7 +291,7 @@ def _refused_by_natten(pattern: Pattern, _shape: Shape) -> str | None:
 PACKAGES = (
     Peer("flash_attention_4", "cute", _blocks_of_128, _flash_attention_4, "flash_attn.cute", tokens_first=True),
     Peer("flashinfer", "auto", _refused_by_flashinfer, _flashinfer, "flashinfer", tokens_first=True),
-    Peer("block_sparse_attention", "cuda", _blocks_of_128, _block_sparse_attention, "block_sparse_attn", tokens_first=True),
+    Peer("block_sparse_attention", "cuda", _blocks_of_128, _block_sparse_attention, "block_sparse_attn", True),
     Peer("xformers", "auto", _dense_only, _xformers, "xformers", tokens_first=True),
     Peer("natten", "auto", _refused_by_natten, _natten, "natten", tokens_first=True),
 )  # fmt: skip

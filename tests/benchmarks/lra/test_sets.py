@@ -20,7 +20,7 @@ from benchmarks.lra.__main__ import generate
 
 @dataclass(frozen=True)
 class Squares:
-    """Sample n of a split is n * n; can be told to be interrupted."""
+    """Sample n of a split is n * n; can be interrupted."""
 
     interrupted_at: int = 10**9
     name: str = "squares"

@@ -174,8 +174,8 @@ AVERAGED = {"class_path": "EMAWeightAveraging", "init_args": {"decay": 0.5}}
 
 
 def test_a_run_that_its_deadline_stops_goes_on_as_if_it_had_not(tmp_path: Path, root: Path) -> None:
-    """Averaged weights are for tests: what goes on are the weights that were trained. Stopped within three steps that were
-    drawn together, after a stage with another batch size."""
+    """Averaged weights are for tests; training resumes with the trained weights. The run stops within three steps drawn
+    together, after a stage with another batch size."""
     more = {"default_root_dir": str(tmp_path / "whole"), "callbacks": [AVERAGED]}
     run(tmp_path / "whole", root, **STAGED, trainer=more)
     stop = {"class_path": "tests.benchmarks.lra.test_training.AtStep", "init_args": {"step": 5}}

@@ -44,7 +44,8 @@ def rows_of(text: str) -> list[str]:
 
 # every sweep, a few lines of each
 SWEPT = [
-    of(provider, bench=bench, pattern=pattern, density=density, n=n, ms=ms, ms_p20=0.9 * ms, ms_p80=1.1 * ms, direction=direction)
+    of(provider, bench=bench, pattern=pattern, density=density, n=n, ms=ms, ms_p20=0.9 * ms, ms_p80=1.1 * ms,
+       direction=direction)
     for provider, slow in ((TRITON, 1.0), (FLEX, 1.5))
     for bench, pattern, density, n, ms in (
         ("length", "local", 0.1, 2048, slow), ("length", "local", 0.05, 4096, 2 * slow),
