@@ -52,7 +52,7 @@ def ranges(values: Iterable[Value], *by: str) -> str:
 
 
 def _value(measurement: str, line: Line, baseline: str, value: float) -> Value:
-    direction = DIRECTIONS.get(line["direction"], line["direction"])
+    direction = str(DIRECTIONS.get(line["direction"], line["direction"]))
     return Value(measurement, label(provider_of(line)), baseline, direction, str(line["head_dim"]), value)
 
 
