@@ -1,4 +1,4 @@
-"""Do the README and the pages of docs tell the truth? Their Python blocks run, and what they name exists."""
+"""README and docs: Python blocks run, names and links exist."""
 
 from __future__ import annotations
 

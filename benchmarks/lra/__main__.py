@@ -1,12 +1,10 @@
-"""What can be done with Long Range Arena here? `python -m benchmarks.lra COMMAND --help`
+"""Long Range Arena: `python -m benchmarks.lra COMMAND --help`
 
-    generate   make the sets of a task by its rules, with many workers; goes on where it was interrupted
-    floors     what a task's shortcut is worth on its generated test set
-    fit, validate, test   train a model from a configuration, and test it: --config benchmarks/lra/configs/ours/pathx.yaml
-    speed      time training steps of the tasks, and attention alone at 128 to 65,536 tokens, beside other ways to attend
-    report     tables and plots of what `test` and `speed` have left
-
-Knows the command line. Must not know what a command does.
+generate   makes the sets of a task by its rules, with many workers; resumes after an interruption
+floors     accuracy of a task's shortcut on its generated test set
+fit, validate, test   train and test a model: --config benchmarks/lra/configs/ours/pathx.yaml
+speed      times training steps of the tasks, and attention alone at 128 to 65,536 tokens, with several implementations
+report     tables and plots of the results of `test` and `speed`
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ def generate(
     contour_length: int = 14,
     settings: str = "release",
 ) -> None:
-    """Make the sets of a task by its rules. Run it again after an interruption: what is there is kept.
+    """Make the sets of a task by its rules. Run it again after an interruption: existing parts are kept.
 
     Args:
         task: listops, listops-small, pathfinder32, pathfinder64, pathx or path256
-        root: the folder that keeps generated sets
-        splits: which of them
-        workers: processes; one for each core if not given
-        seed: another one makes other sets
+        root: folder of generated sets
+        splits: splits to make
+        workers: processes; default one per core
+        seed: seed of the sets
         contour_length: of Pathfinder: 14 (hard), 9 or 6
         settings: of Pathfinder: release or documented
     """
@@ -68,14 +66,14 @@ def floors(
     workers: int | None = None,
     seed: int = 0,
 ) -> None:
-    """What a reader of a task's shortcut gets on its test set, which is generated first where it is missing.
+    """Accuracy of a task's shortcut on its test set, which is generated first if it is missing.
 
     Args:
         task: listops, listops-small, pathfinder32, pathfinder64, pathx or path256
-        root: the folder that keeps generated sets
-        train: samples that the reader of Pathfinder's markers learns from
-        test: samples of the test set; all if not given
-        workers: processes that generate; one for each core if not given
+        root: folder of generated sets
+        train: training samples of the reader of Pathfinder's markers
+        test: samples of the test set; default all
+        workers: processes that generate; default one per core
         seed: of the sets
     """
     from . import data, scoring, tasks
@@ -100,17 +98,17 @@ def speed(
     quick: bool = False,
     out: Path | None = None,
 ) -> None:
-    """How fast the tasks train, and attention alone, beside other ways to attend and the FlashAttention paper.
+    """Times training steps and attention alone, with several implementations and the FlashAttention paper's figures.
 
     Args:
         parts: training steps of the five tasks, attention alone, or both
-        tasks: of the training steps; all five if not given
-        lengths: of attention alone, tokens, powers of two; 128 to 65,536 if not given
-        providers: blocksparse_flash, materialised, sdpa, flex; all if not given
-        mask: of the block-sparse training steps, as masks.build reads it
-        repeats: steps that are timed, and on a CPU calls
-        quick: tiny sizes, to see that everything runs
-        out: appended to; benchmarks/results/lra_speed.jsonl if not given, with quick out/lra/quick.jsonl
+        tasks: tasks of the training steps; default all five
+        lengths: tokens of attention alone, powers of two; default 128 to 65,536
+        providers: blocksparse_flash, materialised, sdpa, flex; default all
+        mask: mask of the block-sparse training steps, a specification for masks.build
+        repeats: timed steps and, on a CPU, calls
+        quick: tiny sizes, to check that everything runs
+        out: appended to; default benchmarks/results/lra_speed.jsonl, with quick out/lra/quick.jsonl
     """
     import torch
 
@@ -120,7 +118,7 @@ def speed(
     from .peers import PROVIDERS
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    who = PROVIDERS if providers is None else providers
+    shown = PROVIDERS if providers is None else providers
     path = out if out is not None else ROOT / "quick.jsonl" if quick else lines.SPEED
     sizes = {"length": 64, "batch": 2, "block_size": 16} if quick else {}
     tiny = {"batch": 1, "heads": 2} if quick else {}
@@ -130,9 +128,9 @@ def speed(
         for task in (tasks or published.STEPS) if "steps" in parts else ():
             for each in (None, mask):
                 case = steps.case_of(task, mask=each, **sizes)
-                yield from steps.run(case, device, providers=who, warmup=warmup, n_steps=repeats)
+                yield from steps.run(case, device, providers=shown, warmup=warmup, n_steps=repeats)
         for length in (lengths or ((128, 256) if quick else published.LENGTHS)) if "runtime" in parts else ():
-            yield from runtime.run(runtime.Shape(length, **tiny), device, providers=who, n_calls=repeats)
+            yield from runtime.run(runtime.Shape(length, **tiny), device, providers=shown, n_calls=repeats)
 
     for line in lines_of():
         measure.append(path, line, lines.SPEED_KEYS)
@@ -150,9 +148,9 @@ def report(
     """Tables and plots of accuracies, learning curves, times and memory.
 
     Args:
-        runs: the folder of the runs, each with its own
+        runs: folder with a folder for each run
         speed: lines of `speed`
-        out: the folder that report.md and its pictures are written into
+        out: folder of report.md and its pictures
     """
     from . import reporting
 
@@ -169,7 +167,7 @@ def _checkpoints(root: str | None) -> str:
 
 
 def experiment(arguments: Sequence[str] | None) -> None:
-    """Lightning's own commands: fit, validate, test. None reads the command line."""
+    """Lightning's commands fit, validate and test. None reads the command line."""
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -185,7 +183,7 @@ def experiment(arguments: Sequence[str] | None) -> None:
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             parser.link_arguments("data.task", "model.task")
             parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-            # always the same place, so that `--ckpt_path last` finds what an interrupted run left
+            # a fixed place, so that `--ckpt_path last` finds the checkpoint of an interrupted run
             parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=_checkpoints)
             parser.set_defaults(
                 {
@@ -197,8 +195,7 @@ def experiment(arguments: Sequence[str] | None) -> None:
             )
             parser.link_arguments("trainer.default_root_dir", "trainer.logger.init_args.save_dir", compute_fn=_folder)
 
-    # Lightning asks for processes where a batch is read in no time, and uses names that PyTorch and jsonargparse are about
-    # to drop
+    # Lightning recommends loader processes that are not needed, and uses names that PyTorch and jsonargparse deprecate
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
@@ -211,10 +208,10 @@ def experiment(arguments: Sequence[str] | None) -> None:
         save_config_kwargs={"overwrite": True},
         trainer_defaults={
             "max_epochs": -1,
-            # samples come without end, so that validation counts steps
+            # streams are endless: validate by steps
             "check_val_every_n_epoch": None,
             "num_sanity_val_steps": 0,
-            # every process takes its share of a step already
+            # batches are already divided among processes
             "use_distributed_sampler": False,
             "gradient_clip_val": 1.0,
         },

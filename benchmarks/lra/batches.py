@@ -1,9 +1,6 @@
-"""How do samples become batches, and which ones come at step n?
+"""Batches of samples, and the samples of training step n.
 
-Knows records, examples, padding, and torch's loaders. Must not know generators, files or models.
-
-Which samples a step sees is a function of (seed, step) alone, so that training which was interrupted at a step goes on with
-the samples that were next.
+The samples of a step are a function of (seed, step) alone, so an interrupted training resumes with the next samples.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ class Batch(NamedTuple):
     """tokens  uint8 or int16 (batch, documents, length), padded with 0
     lengths  int32 (batch, documents)
     labels   int64 (batch,)
-    places   int64 (batch,): which samples these are
+    places   int64 (batch,): indices of the samples
     """
 
     tokens: Tensor
@@ -36,7 +33,7 @@ class Batch(NamedTuple):
 
 
 class Rows(Protocol):
-    """Samples that are taken many at a time."""
+    """Samples that are read in batches."""
 
     def __len__(self) -> int: ...
 
@@ -44,7 +41,7 @@ class Rows(Protocol):
 
 
 class Records(Protocol):
-    """What a StoredSet is, and an array."""
+    """A StoredSet or an array."""
 
     def __len__(self) -> int: ...
 
@@ -71,7 +68,7 @@ def from_records(records: np.ndarray, places: np.ndarray) -> Batch:
 
 
 class RecordRows:
-    """Records that exist."""
+    """Samples from stored records."""
 
     def __init__(self, records: Records) -> None:
         self.records = records
@@ -84,17 +81,16 @@ class RecordRows:
 
 
 class FreshRows:
-    """Samples drawn when they are asked for, without end: the source of the stage that a place falls into.
+    """An endless stream of samples, drawn on demand.
 
-    stages  (samples, source): the first so many samples come from that source, the next from the next one; the last stage
-            never ends, whatever its number
+    stages  (samples, source): each source gives that many samples, in order; the last stage never ends
     """
 
     def __init__(self, stages: Sequence[tuple[int, Source]]) -> None:
         if not stages:
             raise ValueError("stages must be one or more, got none")
         self.sources = [source for _, source in stages]
-        # places at which the next stage begins
+        # first place of each next stage
         self.ends = np.cumsum([samples for samples, _ in stages])[:-1]
 
     def __len__(self) -> int:
@@ -110,10 +106,7 @@ class FreshRows:
 
 
 class PairRows:
-    """Counterfactual pairs: sample 4 n + v is image n of the test split with its v-th pair of markers.
-
-    count  images
-    """
+    """Counterfactual pairs of `count` images: sample 4 n + v is test image n with its v-th pair of markers."""
 
     def __init__(self, source: PathfinderSource, count: int) -> None:
         self.source, self.count = source, count
@@ -127,7 +120,7 @@ class PairRows:
 
 
 class ExampleRows:
-    """Examples of the released files or of the stand-ins, padded to `length` tokens, cut where they are longer."""
+    """Examples of released files or stand-ins, padded or cut to `length` tokens."""
 
     def __init__(self, examples: Sequence[Example], length: int) -> None:
         self.examples, self.length = examples, length
@@ -148,7 +141,7 @@ class ExampleRows:
 
 
 class _Taken(Dataset[Any]):
-    """A dataset whose item is a batch. cut: drop columns that are padding everywhere, in steps of so many; 0 keeps all."""
+    """A dataset of batches. cut: columns of padding are dropped in multiples of it; 0 keeps all."""
 
     def __init__(self, rows: Rows, cut: int) -> None:
         self.rows, self.cut = rows, cut
@@ -164,10 +157,7 @@ class _Taken(Dataset[Any]):
 
 
 class _TakenTogether(_Taken):
-    """A dataset whose item is the batches of several steps, each of samples about as long as one another.
-
-    Samples are sorted by length and dealt out in that order; which step has the short ones is drawn.
-    """
+    """A dataset of the batches of several steps: samples sorted by length, divided among the steps in random order."""
 
     def __getitem__(self, steps: list[list[int]]) -> list[Batch]:  # type: ignore[override]
         if len(steps) == 1:
@@ -183,10 +173,10 @@ class _TakenTogether(_Taken):
 class Steps(Sampler[list[int]]):
     """Places of the samples of step first_step, first_step + 1, ... without end.
 
-    n           samples, each once an epoch, in an order of that epoch's own; None: 0, 1, 2, ... without end
+    n           samples, each once per epoch in a random order; None: 0, 1, 2, ... without end
     batch_size  samples of a step, of all processes together
-    stages      (samples, batch_size) of the first steps, where n is None: so many samples in steps of another size
-    rank, world  this process, of how many: it takes every world-th sample of a step
+    stages      (samples, batch_size) of the first steps, where n is None: samples in steps of another size
+    rank, world  index and number of processes; each takes every world-th sample of a step
     """
 
     def __init__(
@@ -237,7 +227,7 @@ class Steps(Sampler[list[int]]):
 
 
 class _Together(Sampler[list[list[int]]]):
-    """So many steps at a time; their first is a multiple of that."""
+    """Groups of n_together steps; groups start at multiples of it."""
 
     def __init__(self, steps: Steps, n_together: int) -> None:
         self.steps, self.n_together = steps, n_together
@@ -249,7 +239,7 @@ class _Together(Sampler[list[list[int]]]):
 
 
 class _OneByOne:
-    """Batches that a loader gives several at a time, without the first `n_skipped`."""
+    """The batches of a loader of groups, one by one, without the first `n_skipped`."""
 
     def __init__(self, loader: DataLoader[list[Batch]], n_skipped: int) -> None:
         self.loader, self.n_skipped = loader, n_skipped
@@ -259,24 +249,20 @@ class _OneByOne:
 
 
 def _loader(dataset: _Taken, steps: Any, *, workers: int) -> DataLoader[Any]:
-    # a generator of its own: a loader without one draws from the global stream, which training draws from too
+    # its own generator: a loader without one draws from the global stream, which training uses
+    prefetch, is_pinned = 4 if workers else None, torch.cuda.is_available()
     return DataLoader(
-        dataset,
-        sampler=steps,
-        batch_size=None,
-        num_workers=workers,
-        prefetch_factor=4 if workers else None,
-        pin_memory=torch.cuda.is_available(),
+        dataset, sampler=steps, batch_size=None, num_workers=workers, prefetch_factor=prefetch, pin_memory=is_pinned,
         generator=torch.Generator(),
-    )
+    )  # fmt: skip
 
 
 def training_loader(
     rows: Rows, steps: Steps, *, cut: int = 0, workers: int = 0, n_together: int = 1
 ) -> Iterable[Batch]:
-    """Batches of the steps, without end.
+    """An endless stream of the batches of the steps.
 
-    n_together  steps whose samples are drawn at once and dealt out by length, so that a batch has little padding; step n
+    n_together  steps whose samples are drawn at once and divided by length, so that batches have little padding; step n
                 has the same samples wherever the steps begin
     """
     if n_together < 1:
@@ -290,7 +276,7 @@ def training_loader(
 def evaluation_loader(
     rows: Rows, batch_size: int, *, cut: int = 0, workers: int = 0, rank: int = 0, world: int = 1
 ) -> DataLoader[Batch]:
-    """Every sample once, in order; with several processes every world-th one."""
+    """Every sample once, in order; each process takes every world-th one."""
     mine = range(rank, len(rows), world)
     return _loader(
         _Taken(rows, cut),

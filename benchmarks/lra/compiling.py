@@ -1,7 +1,4 @@
-"""What of a layer does torch.compile fuse?
-
-Knows torch.compile and the parts of a layer. Must not know tasks, data or training.
-"""
+"""torch.compile applied to the layers of a model."""
 
 from __future__ import annotations
 
@@ -12,15 +9,12 @@ from blocksparse_flash.nn import EncoderBlock, RotaryTable
 
 
 def compile_whole(block: EncoderBlock) -> None:
-    """A layer whose input always has one shape. Layers that are alike share what was compiled."""
+    """Compiles a layer for one input shape. Equal layers share compiled code."""
     block.compile(dynamic=False)
 
 
 def compile_around_attention(block: EncoderBlock) -> None:
-    """A layer whose input has many lengths: what comes before its attention and after it, each compiled once for all lengths.
-
-    Attention itself is called as it is: its layout is one of a single length.
-    """
+    """Compiles a layer before and after its attention, once for all lengths; the layout of attention has one length."""
     attention = block.attention
 
     def before(x: Tensor, positions: Tensor | RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,4 @@
-"""Where do the samples of an experiment come from?
-
-Knows the sources (generated sets, fresh streams with a curriculum, released files, stand-ins) and Lightning's data modules.
-Must not know models.
-"""
+"""Lightning data module: generated sets, fresh streams with a curriculum, released files, stand-ins."""
 
 from __future__ import annotations
 
@@ -26,18 +22,17 @@ from .official.places import Example
 from .tasks import Sizes, Task, find
 
 SPLITS = ("train", "validation", "test")
-# columns of padding are dropped in steps of so many tokens, a block of the default size
+# columns of padding are dropped in multiples of this, the default block size
 CUT = 128
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a curriculum: so many samples from easier rules.
+    """A stage of a curriculum: `samples` from easier rules.
 
-    samples     how many
-    batch_size  of its steps; None is that of the data. Short samples fill a GPU in larger batches
     changes     fields of the generator's preset, for Pathfinder such as {contour_length: 6, is_central: false,
                 seed_distances: [3, 10]}, for ListOps {max_depth: 5, min_length: 50, max_length: 300}
+    batch_size  None is that of the data
     """
 
     samples: int
@@ -47,12 +42,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is generated.
+    """Rules of the generators.
 
-    contour_length  of Pathfinder: 14 (hard), 9, 6
-    settings        of Pathfinder: "release" or "documented", see pathfinder.preset
-    changes         other fields of the generator's preset, of all splits: a task that is not Long Range Arena's
-    stages          of a fresh stream, before the task itself
+    contour_length  Pathfinder: 14 (hard), 9, 6
+    settings        Pathfinder: "release" or "documented", see pathfinder.preset
+    changes         other fields of the generator's preset, for all splits: then the task is not Long Range Arena's
+    stages          stages of a fresh stream before the task itself
     """
 
     contour_length: int = 14
@@ -62,12 +57,12 @@ class Rules:
 
     @property
     def are_published(self) -> bool:
-        """Whether what is tested has the rules of Long Range Arena."""
+        """Whether the rules are those of Long Range Arena."""
         return (self.contour_length, self.settings) == (Rules.contour_length, Rules.settings) and not self.changes
 
 
 def _changed(source: sources.Generator, changes: dict[str, Any], name: str) -> sources.Generator:
-    """The same source with other fields of its rules."""
+    """The source with changed fields of its rules."""
     known = {each.name for each in dataclasses.fields(source.rules)}
     if unknown := set(changes) - known:
         raise ValueError(f"{name}: changes must be fields of {sorted(known)}, got {sorted(unknown)}")
@@ -76,7 +71,7 @@ def _changed(source: sources.Generator, changes: dict[str, Any], name: str) -> s
 
 
 def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Generator:
-    """The source of a task that can be generated."""
+    """The generator of a task."""
     source: sources.Generator
     if task.name.startswith("listops"):
         source = sources.ListOpsSource(listops.PRESETS["small" if task.name == "listops-small" else "lra"], seed)
@@ -91,7 +86,7 @@ def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Generato
 
 
 def stage_source(source: sources.Generator, stage: Stage, length: int) -> sources.Generator:
-    """The same source by the rules of a stage; its records stay as long."""
+    """The source with the rules of a stage and records of the same length."""
     changed = _changed(source, stage.changes, "stages")
     if isinstance(changed, sources.ListOpsSource):
         return dataclasses.replace(changed, padded_length=length)
@@ -99,7 +94,7 @@ def stage_source(source: sources.Generator, stage: Stage, length: int) -> source
 
 
 def official_splits(task: Task, root: Path) -> dict[str, Sequence[Example]]:
-    """The released files of a task, as Long Range Arena splits them."""
+    """The released files of a task, in the splits of Long Range Arena."""
     name = task.name
     parts: Iterable[Sequence[Example]]
     if name == "listops":
@@ -131,17 +126,16 @@ def stand_in_split(task: Task, split: str, count: int, seed: int) -> list[Exampl
 class LraData(lightning.LightningDataModule):
     """The splits of a task, in batches.
 
-    task        a name of tasks.TASKS
-    source      "generated": the finite sets of Long Range Arena's sizes, made by its rules once, and kept; "fresh": training
-                samples are drawn anew without end, validation and test as "generated"; "official": the released files;
+    task        a name in tasks.TASKS
+    source      "generated": sets of Long Range Arena's sizes, made once by its rules and stored; "fresh": an endless
+                stream of training samples, validation and test as "generated"; "official": the released files;
                 "stand-in": synthetic data with the shape of Text, Retrieval or Image, which is not Long Range Arena
-    root        the folder of the released files, or the one that generated sets are kept in
+    root        folder of the released files or of the generated sets
     batch_size  samples of a step, of all GPUs together
-    sizes       samples of the splits; None is what Long Range Arena has, or what the files hold
-    seed        of the order of the samples, and of what is generated
-    rules       what is generated
-    workers     processes that draw or read samples; None is one for each core but one
-    n_together  steps whose training samples are drawn at once and dealt out by length: batches with less padding
+    sizes       samples of the splits; None is those of Long Range Arena, or of the files
+    seed        of the order of the samples, and of the generators
+    workers     processes that draw or read samples; None is one per core but one
+    n_together  steps whose training samples are drawn at once and divided by length: batches with less padding
     """
 
     def __init__(
@@ -172,7 +166,7 @@ class LraData(lightning.LightningDataModule):
 
     @property
     def description(self) -> str:
-        """What a result has to say about its data."""
+        """Description of the data in results."""
         return {
             "generated": sources.ORIGIN,
             "fresh": f"trained on fresh data, {sources.ORIGIN}",
@@ -181,7 +175,7 @@ class LraData(lightning.LightningDataModule):
         }[self.source]
 
     def stored(self, split: str) -> sets.StoredSet:
-        """A generated split, made now if it is not there."""
+        """A generated split, made now if it is missing."""
         source = generator_of(self.task, self.rules, seed=self.seed)
         count = getattr(self.sizes, split)
         return sets.make(source, split, count, root=self.root, workers=max(1, self.workers))
@@ -215,14 +209,14 @@ class LraData(lightning.LightningDataModule):
             self.rows["train"] = FreshRows([*stages, (0, last)])
 
     def _place(self) -> dict[str, int]:
-        """Which process this is, of how many."""
+        """Index and number of processes."""
         if self.trainer is None:
             return {"rank": 0, "world": 1}
         return {"rank": self.trainer.global_rank, "world": self.trainer.world_size}
 
     @property
     def cut(self) -> int:
-        """Images have no padding, and pairs of documents are cut together."""
+        """Images have no padding; pairs of documents are cut to one length."""
         return 0 if self.task.grid is not None else CUT
 
     def _sizes_of_stages(self) -> list[tuple[int, int]]:
@@ -241,7 +235,7 @@ class LraData(lightning.LightningDataModule):
         return batches.training_loader(rows, steps, cut=self.cut, workers=self.workers, n_together=self.n_together)
 
     def _evaluation(self, split: str) -> DataLoader[Batch]:
-        # what is on disk is read in no time; processes would be started anew at every validation
+        # reading from disk is fast; processes would be started at every validation
         workers = 0 if isinstance(self.rows[split], RecordRows) else self.workers
         return batches.evaluation_loader(
             self.rows[split], self.batch_size, cut=self.cut, workers=workers, **self._place()

@@ -1,15 +1,12 @@
-"""Does a block-sparse Transformer learn? `python -m benchmarks.lra.demo` trains one on ListOps in minutes, on any device.
-
-Knows ListOps, the masks, SelfAttention and Lightning. Must not know kernels, plans or backends: attention chooses.
+"""Demo: `python -m benchmarks.lra.demo` trains a block-sparse Transformer on ListOps in minutes, on any device.
 
 A pre-norm encoder reads expressions of 16 to 256 tokens, padded to 256, through butterfly | local | global_tokens with
-16-token blocks, and answers at the first token, the root operator. It is told where a token stands in two ways: its index,
-by rotary positions, and how many brackets enclose it, by an embedding. Every expression is seen once. The answer is
-compared with what the first token alone is worth (the floor, which the run has to clear) and with what looking one
-operator deep is worth.
+16-token blocks, and answers at the first token, the root operator. Rotary positions encode the index of a token, an
+embedding the number of brackets around it. Every expression is seen once. The accuracy is compared with the best guess
+from the first token alone (the floor, which the run must exceed) and from looking one operator deep.
 
-Writes out/layout.png, out/learning_curve.png, out/results.json and the weights, out/model.ckpt. A run which was interrupted
-goes on from its last checkpoint when the same command is given again.
+Writes out/layout.png, out/learning_curve.png, out/results.json and the weights, out/model.ckpt. The same command
+resumes an interrupted run from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -39,23 +36,24 @@ from torchmetrics.classification import MulticlassAccuracy
 import masks
 from benchmarks.lra import listops
 from blocksparse_flash import BlockLayout
+from blocksparse_flash import nn as layers
 from blocksparse_flash.nn import SelfAttention
 
 LENGTH, BLOCK_SIZE = 256, 16
-# the accuracy which the run has to reach above the floor
+# accuracy above the floor that the run must reach
 MARGIN = 0.05
-# seconds of training after which a slow machine stops and tests what it has
+# seconds of training after which a slow machine stops and tests
 PATIENCE = 220
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What decides a run, all of it: two runs with equal settings on one machine give equal numbers."""
+    """All settings of a run: equal settings on one machine give equal numbers."""
 
     seed: int = 0
     steps: int = 800
     batch_size: int = 24
-    # steps between two measurements on the validation set, each of which ends with a checkpoint
+    # steps between validations; a checkpoint follows each
     steps_per_epoch: int = 100
     n_validation: int = 500
     n_test: int = 2000
@@ -68,15 +66,12 @@ class Settings:
 
 
 def build_layout(settings: Settings) -> BlockLayout:
-    """Who sees whom: log2 many blocks at power-of-two distances, the neighbours, and the first block for everyone."""
+    """Blocks at power-of-two distances, the neighbours, and the first block for every query."""
     return (
         masks.butterfly(LENGTH, block_size=BLOCK_SIZE)
         | masks.local(LENGTH, window=settings.window, block_size=BLOCK_SIZE)
         | masks.global_tokens(LENGTH, tokens=settings.global_tokens, block_size=BLOCK_SIZE)
     )
-
-
-# ---- the data ----
 
 
 def padded(samples: Sequence[listops.Sample]) -> TensorDataset:
@@ -89,9 +84,9 @@ def padded(samples: Sequence[listops.Sample]) -> TensorDataset:
 
 
 class Expressions(lightning.LightningDataModule):
-    """The splits of one seed. An epoch is the next part of the training set, so that it is seen once, in order.
+    """The splits of one seed. Each epoch is the next part of the training set, which is seen once, in order.
 
-    first_step  steps which an interrupted run has made
+    first_step  steps made before an interruption
     """
 
     def __init__(self, settings: Settings, first_step: int) -> None:
@@ -123,25 +118,6 @@ class Expressions(lightning.LightningDataModule):
         return self._loader(self.test, 50)
 
 
-# ---- the model ----
-
-
-class EncoderBlock(nn.Module):
-    """Pre-norm: attention over the layout, then two dense layers, each added to the stream."""
-
-    def __init__(self, settings: Settings, layout: BlockLayout) -> None:
-        super().__init__()
-        width = settings.embed_dim
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = SelfAttention(width, settings.num_heads, layout, rope=10_000.0)
-        self.dense_norm = nn.LayerNorm(width)
-        self.dense = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), kv_lengths=lengths)
-        return x + self.dense(self.dense_norm(x))
-
-
 class Encoder(nn.Module):
     """tokens (batch, 256) and lengths (batch,) to the logits of the ten answers (batch, 10)."""
 
@@ -149,21 +125,20 @@ class Encoder(nn.Module):
         super().__init__()
         self.symbols = nn.Embedding(listops.N_TOKENS, settings.embed_dim)
         self.nesting = nn.Embedding(listops.PRESETS["small"].max_depth + 1, settings.embed_dim)
-        self.blocks = nn.ModuleList(EncoderBlock(settings, layout) for _ in range(settings.n_layers))
-        self.norm = nn.LayerNorm(settings.embed_dim)
+        width = settings.embed_dim
+        attentions = (SelfAttention(width, settings.num_heads, layout, rope=10_000.0) for _ in range(settings.n_layers))
+        self.layers = layers.Encoder(layers.EncoderBlock(each, hidden_dim=2 * width) for each in attentions)
         self.answer = nn.Linear(settings.embed_dim, listops.N_CLASSES)
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         tokens = tokens.int()
         x = self.symbols(tokens) + self.nesting(nesting_depths(tokens))
-        for block in self.blocks:
-            x = block(x, lengths)
         # every expression starts with its root operator
-        return self.answer(self.norm(x[:, 0]))
+        return self.answer(self.layers(x, lengths)[:, 0])
 
 
 def nesting_depths(tokens: Tensor) -> Tensor:
-    """How many brackets enclose each token: 0 for the root, 1 for its children, an operator as deep as its bracket."""
+    """Number of brackets around each token: 0 for the root, 1 for its children."""
     opens = (tokens >= listops.FIRST_OPERATOR) & (tokens < listops.CLOSE)
     closes = tokens == listops.CLOSE
     return opens.cumsum(dim=1) - closes.cumsum(dim=1) - opens.long()
@@ -172,8 +147,8 @@ def nesting_depths(tokens: Tensor) -> Tensor:
 class Task(lightning.LightningModule):
     """Loss, accuracy, optimiser, and the learning curve.
 
-    checkpoint  where an interrupted run stopped, to go on from there, or None. Lightning's own way of resuming counts
-                epochs and batches in several places, which do not agree after an epoch's end
+    checkpoint  of an interrupted run, or None. Lightning's own resuming counts epochs and batches in several places,
+                which disagree after the end of an epoch
     """
 
     def __init__(self, settings: Settings, layout: BlockLayout, checkpoint: dict[str, Any] | None) -> None:
@@ -183,7 +158,7 @@ class Task(lightning.LightningModule):
         self.encoder = Encoder(settings, layout)
         accuracies = (MulticlassAccuracy(listops.N_CLASSES, average="micro") for _ in range(3))
         self.train_accuracy, self.validation_accuracy, self.test_accuracy = accuracies
-        # (step, loss and accuracy of the training samples since the last point, accuracy on the validation set)
+        # step, loss and accuracy of the training samples since the last point, validation accuracy
         self.curve: list[dict[str, float]] = [] if checkpoint is None else list(checkpoint["curve"])
         self._losses: list[Tensor] = []
         if checkpoint is not None:
@@ -191,7 +166,7 @@ class Task(lightning.LightningModule):
 
     @property
     def step(self) -> int:
-        """Steps made, by an interrupted run too."""
+        """Steps made, including those before an interruption."""
         return self.first_step + self.global_step
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
@@ -212,14 +187,9 @@ class Task(lightning.LightningModule):
         self.log("validation_accuracy", accuracy, prog_bar=True)
         loss = torch.stack(self._losses).mean()
         self._losses.clear()
-        self.curve.append(
-            {
-                "step": self.step,
-                "loss": loss.item(),
-                "train_accuracy": self.train_accuracy.compute().item(),
-                "validation_accuracy": accuracy.item(),
-            }
-        )
+        trained = self.train_accuracy.compute().item()
+        point = {"step": self.step, "loss": loss.item(), "train_accuracy": trained}
+        self.curve.append({**point, "validation_accuracy": accuracy.item()})
         self.train_accuracy.reset()
 
     def test_step(self, batch: list[Tensor]) -> None:
@@ -233,24 +203,15 @@ class Task(lightning.LightningModule):
         checkpoint["step"] = self.step
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self.settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
-        )
+        rate, steps = self.settings.learning_rate, self.settings.steps
+        optimizer = torch.optim.AdamW(self.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=self.settings.learning_rate,
-            total_steps=self.settings.steps,
-            pct_start=0.1,
-            anneal_strategy="linear",
-            cycle_momentum=False,
+            optimizer, max_lr=rate, total_steps=steps, pct_start=0.1, anneal_strategy="linear", cycle_momentum=False
         )
         if self.checkpoint is not None:
             optimizer.load_state_dict(self.checkpoint["optimizer_states"][0])
             schedule.load_state_dict(self.checkpoint["lr_schedulers"][0])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-# ---- the pictures ----
 
 
 def draw_layout(layout: BlockLayout, path: Path) -> None:
@@ -286,11 +247,8 @@ def draw_curve(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-# ---- the run ----
-
-
 def unfinished(path: Path, settings: Settings) -> dict[str, Any] | None:
-    """What an interrupted run with these settings left behind, or None."""
+    """The checkpoint of an interrupted run with these settings, or None."""
     if not path.exists():
         return None
     checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -302,7 +260,7 @@ def unfinished(path: Path, settings: Settings) -> dict[str, Any] | None:
 
 
 def run(settings: Settings, out: Path) -> dict[str, Any]:
-    """Train, or go on training; test; write everything under `out`. Returns what results.json holds."""
+    """Trains or resumes, tests and writes everything under `out`. Returns the contents of results.json."""
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     lightning.seed_everything(settings.seed, verbose=False)
@@ -363,7 +321,7 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if the test accuracy clears the floor by 5 points, else 1."""
+    """Exit code: 0 if the test accuracy exceeds the floor by 5 points, else 1."""
     started = time.perf_counter()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lra.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for pictures, results and checkpoints")
@@ -372,14 +330,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(name, type=type(field.default), default=field.default, help=f"default {field.default}")
     options = vars(parser.parse_args(arguments))
     out = options.pop("out")
-    # Lightning explains itself at length, asks for loader processes, which 256 bytes a sample do not need, sees a danger
-    # in pictures beside the checkpoint, and uses a name which PyTorch is about to drop
+    # Lightning warns about loader processes (not needed for 256 bytes a sample), about files beside the checkpoint, and
+    # about a name that PyTorch deprecates
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
-    # hundreds of small operations a step: a second thread gains little on idle cores and waits for busy ones, and with one
-    # the numbers are the same on any number of cores
+    # steps are hundreds of small operations: more threads gain little, and one gives equal numbers on any machine
     torch.set_num_threads(1)
     try:
         results = run(Settings(**options), out)

@@ -1,12 +1,7 @@
-"""What is a task worth to a reader who does not do it, and what is an accuracy beyond that?
-
-Knows two shortcuts: the root operator of ListOps, and where the two markers of Pathfinder lie. Must not know models, files
-or batches.
-
-In Pathfinder the two snakes begin near each other and near the centre, so that the places of the markers alone tell whether
-they belong together more often than not. An accuracy is therefore printed beside the floor, what the best reader of the
-shortcut has on the same test set, and as a balanced accuracy, which weights each sample so that the shortcut is worth
-nothing: chance, however good the reader of it is.
+"""Accuracy of each task's shortcut (its floor), and accuracies corrected for it.
+In Pathfinder the two snakes begin near each other and near the centre, so the positions of the markers alone predict
+the label better than chance. Results therefore have the floor, the accuracy of the best reader of the shortcut on the
+same test set, and a balanced accuracy, with weights under which the shortcut has only chance accuracy.
 """
 
 from __future__ import annotations
@@ -21,24 +16,21 @@ from torch import Tensor, nn
 from . import listops
 from .pathfinder import N_CLASSES
 
-# the reader of markers
+# training of the marker reader
 WIDTH, EPOCHS, BATCH, LEARNING_RATE = 128, 60, 512, 3e-3
-# steps that even few samples are worth
+# minimum of training steps
 LEAST_STEPS = 500
-
-
-# ---- a result ----
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a test gave, all of it shares of 1.
+    """Result of a test; accuracies are shares of 1.
 
-    floor     what the shortcut is worth on the same samples
-    balanced  accuracy with weights that make the shortcut worth `chance`
+    floor     accuracy of the shortcut on the same samples
+    balanced  accuracy with weights under which the shortcut has accuracy `chance`
     n         samples
-    data      where they come from
-    pair_accuracy  of counterfactual pairs, or None
+    data      their origin
+    pair_accuracy  on counterfactual pairs, or None
     """
 
     task: str
@@ -65,36 +57,29 @@ class Result:
 
 
 def weighted_accuracy(is_right: np.ndarray, weights: np.ndarray) -> float:
-    """Share of the weight that lies on right answers. is_right bool (n,), weights (n,)."""
+    """Share of the weight of right answers. is_right bool (n,), weights (n,)."""
     return float((is_right * weights).sum() / weights.sum())
 
 
-# ---- ListOps ----
-
-
 def root_operator_weights(roots: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """float64 (n,): every pair of a root operator and a label weighs the same, so that the root is worth 1 in 10.
+    """float64 (n,): equal weight for every pair of root operator and label, so that the root has chance accuracy.
 
-    roots   first token of each sample (n,)
-    labels  (n,)
+    roots  first token of each sample (n,); labels (n,)
     """
     cells = roots.astype(np.int64) * listops.N_CLASSES + labels
     _, cell, counts = np.unique(cells, return_inverse=True, return_counts=True)
     return 1.0 / counts[cell]
 
 
-# ---- Pathfinder ----
-
-
 def marker_features(markers: Tensor, size: int) -> Tensor:
-    """Places, differences and distance of two markers, in sides of the image: (n, 2, 2) to float32 (n, 7)."""
+    """Positions, differences and distance of two markers relative to the image: (n, 2, 2) to float32 (n, 7)."""
     places = markers.float() / size
     between = places[:, 1] - places[:, 0]
     return torch.cat([places.flatten(1), between, between.norm(dim=1, keepdim=True)], dim=1)
 
 
 class MarkerReader(nn.Module):
-    """The probability of label 1, (n,), of a reader who sees two places, (n, 2, 2), and not which one is the origin."""
+    """Probability of label 1, (n,), from two unordered positions, (n, 2, 2)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -111,8 +96,8 @@ class MarkerReader(nn.Module):
 
 
 def fit_marker_reader(markers: np.ndarray, labels: np.ndarray, *, size: int, seed: int = 0) -> MarkerReader:
-    """A reader of markers int (n, 2, 2), trained on labels (n,). Tens of thousands of samples and half a minute do."""
-    # a test, in which this is asked for, has gradients switched off
+    """A MarkerReader trained on int (n, 2, 2) and labels (n,); tens of thousands of samples take half a minute."""
+    # called from tests, which disable gradients
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
         places, truth = torch.as_tensor(markers.astype(np.float32)), torch.as_tensor(labels.astype(np.float32))
@@ -135,7 +120,7 @@ def fit_marker_reader(markers: np.ndarray, labels: np.ndarray, *, size: int, see
 
 @torch.no_grad()
 def marker_probabilities(reader: MarkerReader, markers: np.ndarray) -> np.ndarray:
-    """float64 (n,): how probable the reader finds label 1."""
+    """float64 (n,): the reader's probability of label 1."""
     return reader(torch.as_tensor(markers.astype(np.float32))).double().numpy()
 
 
@@ -145,23 +130,23 @@ def marker_floor(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
 
 def marker_weights(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """float64 (n,), 0 to 1: min(1, (1 - p) / p), where p is how probable the reader found the truth.
+    """float64 (n,), 0 to 1: min(1, (1 - p) / p), with p the reader's probability of the true label.
 
-    Among samples with the same markers both labels weigh the same, so that the markers are worth 1 in 2.
+    Among samples with equal markers both labels have equal weight, so the markers have chance accuracy.
     """
     truth = np.where(labels == 1, probabilities, 1 - probabilities)
     return np.minimum(1.0, (1 - truth) / np.maximum(truth, 1e-12))
 
 
 def balanced_places(weights: np.ndarray, *, seed: int) -> np.ndarray:
-    """Which samples make a balanced test set: each is kept with the probability of its weight. Sorted places (m,)."""
+    """Sorted indices (m,) of a balanced test set: each sample is kept with the probability of its weight."""
     return np.flatnonzero(np.random.default_rng(seed).random(len(weights)) < weights)
 
 
 def pair_accuracy(scores: np.ndarray) -> float:
-    """How often a positive version scores higher than a negative one of the same image; a tie is half.
+    """How often a positive version scores higher than a negative one of the same image; a tie counts half.
 
-    scores  (n, 4): of label 1, in the order of pathfinder.generate(is_counterfactual=True)
+    scores  (n, 4): scores of label 1, in the order of pathfinder.generate(is_counterfactual=True)
     """
     positive, negative = scores[:, [0, 3]][:, :, None], scores[:, [1, 2]][:, None, :]
     return float(((positive > negative) + 0.5 * (positive == negative)).mean())

@@ -1,7 +1,4 @@
-"""What does a line of results say?
-
-Knows the keys of the JSON lines that `speed` and `test` leave. Must not know how anything is measured.
-"""
+"""Keys of the JSON lines that `speed` and `test` write."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ from ..run import measure
 from .floors import Result
 
 SPEED = Path("benchmarks/results/lra_speed.jsonl")
-# in the folder of a run
+# file in the folder of a run
 TEST = "test.jsonl"
 
-# of `speed`. status: "ok", "out of memory", or what else kept it from being timed; then times and memory are None.
-# task: of Long Range Arena, None for attention alone. n: tokens of a document.
+# keys of `speed`. status: "ok", "out of memory" or another reason for missing times and memory, which are then None.
+# task: None for attention alone. n: tokens of a document.
 SPEED_KEYS = [
     *("bench", "task", "provider", "backend", "pattern", "density", "n", "documents", "batch", "heads", "head_dim"),
     *("dtype", "dropout_p", "direction", "status", "ms", "ms_p20", "ms_p80", "tflops", "peak_bytes", "setup_ms"),
     *("device", "torch", "triton", "commit"),
 ]
-# of `test`. is_lra: comparable with published numbers, as scoring.belongs() decides. steps: that the weights were trained for
+# keys of `test`. is_lra: comparable with published numbers, see scoring.belongs. steps: training steps of the weights
 TEST_KEYS = [
     *("bench", "task", "is_lra", "source", "data", "mask", "n_layers", "embed_dim", "weights", "steps", "batch_size"),
     *("n", "accuracy", "standard_error", "floor", "floor_name", "balanced", "chance", "pair_accuracy"),
@@ -34,12 +31,12 @@ TEST_KEYS = [
 
 
 def untimed(status: str) -> dict[str, Any]:
-    """The figures of what was not timed, and why."""
+    """The keys of a line without times, with the reason."""
     return {"status": status, **dict.fromkeys(("ms", "ms_p20", "ms_p80", "peak_bytes", "setup_ms"))}
 
 
 def append_test(folder: Path, result: Result, **facts: Any) -> None:
-    """Adds a test's line to its run's folder. facts: the keys of TEST_KEYS that a Result does not know."""
+    """Appends the line of a test to the folder of its run. facts: the keys of TEST_KEYS that Result lacks."""
     known = {**asdict(result), "standard_error": result.standard_error}
     known |= {"torch": torch.__version__, "commit": measure.commit()}
     measure.append(folder / TEST, {"bench": "lra", **known, **facts}, TEST_KEYS)

@@ -1,7 +1,6 @@
-"""What is a ListOps sample, and how are they drawn, read, evaluated and guessed?
+"""Long Range Arena's ListOps: drawing, parsing, evaluating and guessing expressions.
 
-Knows the grammar of Long Range Arena's ListOps: trees over MIN, MAX, MED (median, truncated) and SM (sum modulo 10) with
-digits as leaves, written in prefix order. Must not know models, devices or batches.
+Trees over MIN, MAX, MED (median, truncated) and SM (sum modulo 10) with digits as leaves, in prefix order:
 
     [MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]        the answer is 5
 
@@ -25,15 +24,15 @@ N_TOKENS = len(SYMBOLS) + 1
 N_CLASSES = 10
 
 OPERATOR_PROBABILITY = 0.25
-# the most frequent value of a subtree under each operator: what a reader says who looks no deeper
+# the most frequent value of each operator: the guess of a reader that looks no deeper
 PRIORS = (0, 9, 4, 5)
-# a generator that meets so many refusals in a row for one new sample has been asked for the impossible
+# rejections in a row after which the generator gives up
 PATIENCE = 1_000_000
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The four numbers of the generator.
+    """Parameters of the generator.
 
     max_depth   depth of the deepest digit; the root has depth 1, so the deepest operator has depth max_depth - 1
     max_args    an operator has 2 .. max_args children
@@ -85,14 +84,14 @@ def _value(operator: int, values: list[int]) -> int:
 def generate(
     count: int, *, preset: str | Preset = "lra", seed: int, exclude: Iterable[Sample] = (), max_depth: int | None = None
 ) -> list[Sample]:
-    """Draw `count` different samples, in the order in which they were drawn.
+    """Draws `count` different samples.
 
     count    samples to return; no two have the same tokens
     preset   "lra" (501 to 1999 tokens, depth 10), "small" (16 to 256 tokens, depth 5), or a Preset
     seed     int; the same seed gives the same samples on every machine and Python version
-    exclude  samples that must not come again, for instance a test set
+    exclude  samples to leave out, for instance a test set
     max_depth  overrides the preset's
-    raises   ValueError if the preset is unknown or has no more samples to give
+    raises   ValueError if the preset is unknown or has no more samples
 
     >>> [to_text(sample.tokens) for sample in generate(2, preset=Preset(2, 3, 0, 9), seed=0)]
     ['[MIN 3 2 ]', '[MED 3 7 ]']
@@ -115,7 +114,7 @@ def generate(
         values = []
         for _ in range(2 + int(uniform() * arities)):
             if depth < depth_limit - 1:
-                # one number decides both the kind of the child and which digit or operator it is
+                # one number decides the kind of the child and its value
                 draw = uniform()
                 if draw < OPERATOR_PROBABILITY:
                     values.append(draw_operator(int(draw * operator_share), depth + 1))
@@ -127,7 +126,7 @@ def generate(
             values.append(digit)
         tokens.append(CLOSE)
         if len(tokens) > longest:
-            # such a tree is refused in any case; stopping here draws from the same distribution
+            # rejected in any case; stopping early does not change the distribution
             raise _TooLong
         return _value(operator, values)
 
@@ -137,7 +136,7 @@ def generate(
     while len(samples) < count:
         tokens.clear()
         try:
-            # a root that is a digit is one token long and always refused, so every root is an operator
+            # a digit as root is too short, so every root is an operator
             label = draw_operator(int(uniform() * 4), 1)
             accepted = rules.min_length < len(tokens) <= longest and bytes(tokens) not in taken
         except _TooLong:
@@ -165,12 +164,7 @@ def _rules(preset: str | Preset) -> Preset:
 
 
 def splits(
-    preset: str | Preset = "lra",
-    *,
-    n_train: int = 96_000,
-    n_validation: int = 2_000,
-    n_test: int = 2_000,
-    seed: int,
+    preset: str | Preset = "lra", *, n_train: int = 96_000, n_validation: int = 2_000, n_test: int = 2_000, seed: int
 ) -> Splits:
     """Three disjoint sets of samples, drawn in the order test, validation, train.
 
@@ -190,9 +184,9 @@ def to_text(tokens: Sequence[int]) -> str:
 
 
 def parse(text: str) -> bytes:
-    """Token ids of a written expression; the parentheses of the released files mean nothing and may stay.
+    """Token ids of a written expression; the parentheses of the released files are ignored.
 
-    `]` may be written `X`. Raises ValueError for an unknown symbol; whether the brackets match is for `evaluate` to say.
+    `]` may be written `X`. Raises ValueError for an unknown symbol; `evaluate` checks the brackets.
 
     >>> to_text(parse("( ( ( [MAX 4 ) 3 ) ] )"))
     '[MAX 4 3 ]'
@@ -206,7 +200,7 @@ def parse(text: str) -> bytes:
 
 
 def evaluate(tokens: Sequence[int], *, depth: int | None = None) -> int:
-    """The value of an expression, or what a reader says who looks only `depth` operators deep.
+    """The value of an expression, or the guess of a reader that looks `depth` operators deep.
 
     depth    None evaluates everything. An operator deeper than `depth` (the root has depth 1) counts as the most
              frequent value under that operator: MIN 0, MAX 9, MED 4, SM 5. 0 looks at the root operator alone.
@@ -217,7 +211,7 @@ def evaluate(tokens: Sequence[int], *, depth: int | None = None) -> int:
     >>> evaluate(parse("[MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]"), depth=1)
     4
     """
-    # each open operator with the values of its children so far; the bottom holds the value of the whole
+    # open operators and the values of their children; the first entry holds the value of the whole
     operators = [-1]
     values: list[list[int]] = [[]]
     for token in tokens:
@@ -250,16 +244,12 @@ def operator_depth(tokens: Sequence[int]) -> int:
 
 
 def oracle_accuracy(samples: Sequence[Sample], *, depth: int) -> float:
-    """Share of samples whose label is `evaluate(tokens, depth=depth)`: what looking `depth` operators deep is worth."""
+    """Share of samples whose label is `evaluate(tokens, depth=depth)`."""
     return sum(evaluate(sample.tokens, depth=depth) == sample.label for sample in samples) / len(samples)
 
 
 def root_operator_floor(samples: Sequence[Sample]) -> float:
-    """The best accuracy on these samples of any guess that sees only the first token.
-
-    It is the share of the most frequent label under each root operator, counted on the samples themselves, so no
-    predictor of that kind can pass it. A model at the floor has learnt nothing about the rest of the expression.
-    """
+    """The best accuracy on these samples from the first token alone: the most frequent label of each root operator."""
     counts = Counter((sample.tokens[0], sample.label) for sample in samples)
     best: dict[int, int] = {}
     for (operator, _), count in counts.items():

@@ -1,8 +1,6 @@
-"""Where are the two markers of a Pathfinder image of which only the pixels are known?
+"""Locates the two markers of a Pathfinder image from its pixels.
 
-Knows the disc of a marker, and a search for the two places that look most like it. Must not know labels or models.
-
-The released files do not say where the markers are, but the floor of their test set needs it.
+The floor of the released test set needs the marker positions, which the released files lack.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from . import paddles
 
-# images searched at once
+# images per batch
 AT_ONCE = 500
 
 
@@ -30,7 +28,7 @@ def _misfit(images: Tensor, disc: Tensor) -> Tensor:
 
 
 def find(images: np.ndarray, *, radius: float) -> np.ndarray:
-    """int16 (n, 2, 2): the places (y, x) of the markers of images uint8 (n, H, W), the better match first.
+    """int16 (n, 2, 2): positions (y, x) of the markers in images uint8 (n, H, W), the better match first.
 
     radius  of a marker, see pathfinder.PRESETS
     """
@@ -50,7 +48,7 @@ def _find(images: Tensor, disc: Tensor) -> Tensor:
         best = misfit.flatten(1).argmin(dim=1)
         place = torch.stack([best // width, best % width], dim=1)
         found.append(place)
-        # the same disc, moved a little, fits well too
+        # excludes shifted matches of the same disc
         distance = (y - place[:, 0, None, None]) ** 2 + (x - place[:, 1, None, None]) ** 2
         misfit = misfit.masked_fill(distance <= (disc.shape[0] / 2 - 4) ** 2, torch.inf)
     return torch.stack(found, dim=1)

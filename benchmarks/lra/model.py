@@ -1,7 +1,4 @@
-"""What is trained: from tokens to the logits of labels, or of hidden tokens?
-
-Knows the modules of blocksparse_flash.nn, specifications of masks, and pooling. Must not know data, optimisers or Lightning.
-"""
+"""The classifier that is trained: tokens to logits of labels, or of hidden tokens."""
 
 from __future__ import annotations
 
@@ -24,21 +21,19 @@ from .tasks import Task
 class Architecture:
     """The settings of a pre-norm Transformer encoder and its head.
 
-    mask        which tokens attend to which: a specification such as "butterfly | global_tokens(tokens=128)", read by
-                masks.build; None is dense attention
-    block_size  tokens a side of the mask's blocks
-    hidden_dim  of the dense layers; head_dim: None is embed_dim // num_heads
-    positions   "rope": rotary, by index, or by row and column of an image, in pixels; "learned": a vector a place; "none"
-    rope_base   of the rotary positions
-    rope_scale  what pixels are multiplied by: less than 1 for an image whose strokes are larger than those that the weights
-                come from
-    pooling     "mean", "max" or "mean+max" over the real tokens, "cls": a token of its own in front, "first": the first
-                token, "padded mean": the sum over the real tokens by the length with padding, as Nystromformer has it
+    mask        a specification for masks.build such as "butterfly | global_tokens(tokens=128)"; None is dense
+    block_size  tokens per side of the mask's blocks
+    hidden_dim  features of the dense layers
+    head_dim    None is embed_dim // num_heads
+    positions   "rope": rotary, by index or by row and column of an image; "learned": a vector per position; "none"
+    rope_base   base of the rotary positions
+    rope_scale  factor on rotary positions: below 1 for images with larger strokes than those of the initial weights
+    pooling     "mean", "max" or "mean+max" over the real tokens, "cls": an extra token in front, "first": the first
+                token, "padded mean": the sum over the real tokens divided by the padded length (Nystromformer)
     pooled_dim  features between the two layers of the head; None is embed_dim
-    order       of an image's pixels: "raster" (strict Long Range Arena) or "morton", squares within squares
-    repeats     how often the layers are gone through, with the same weights
-    first_tokens  vectors of tokens before training: "independent", or "smooth", where neighbouring numbers, as greys of
-                pixels are, have similar vectors
+    order       of an image's pixels: "raster" (strict Long Range Arena) or "morton"
+    repeats     passes through the layers, with shared weights
+    first_tokens  initial embedding: "independent", or "smooth", similar for similar numbers such as greys of pixels
     """
 
     embed_dim: int = 128
@@ -68,7 +63,7 @@ def _layout(mask: str, length: int, block_size: int) -> BlockLayout:
 
 
 def layout_of(architecture: Architecture, length: int | None) -> BlockLayout | Callable[[int], BlockLayout] | None:
-    """The mask's layout for that many tokens; for None, a function from a number of tokens to its layout."""
+    """The mask's layout for `length` tokens; for None a function from a length to its layout."""
     if architecture.mask is None:
         return None
     of_length = functools.partial(_layout, architecture.mask, block_size=architecture.block_size)
@@ -76,9 +71,9 @@ def layout_of(architecture: Architecture, length: int | None) -> BlockLayout | C
 
 
 def _smooth(n_tokens: int, width: int) -> Tensor:
-    """(n_tokens, width): each feature a cosine of the number, of random phase and at most a few periods."""
+    """(n_tokens, width): features are cosines of the number, with random phase and few periods."""
     periods, phases = torch.randn(width) * 2, torch.rand(width)
-    # not linspace, which transformers replaces for a while: on the meta device it may then be lost for good
+    # not linspace, which transformers patches temporarily
     numbers = torch.arange(n_tokens)[:, None] / (n_tokens - 1)
     return 2**0.5 * torch.cos(2 * torch.pi * (periods * numbers + phases))
 
@@ -89,7 +84,7 @@ def _attended(tokens: Tensor, lengths: Tensor) -> Tensor:
 
 
 def pool(x: Tensor, lengths: Tensor, pooling: str) -> Tensor:
-    """(batch, length, embed_dim) to (batch, embed_dim), or twice as wide for "mean+max". Padding counts for nothing."""
+    """(batch, length, embed_dim) to (batch, embed_dim), twice as wide for "mean+max". Padding is ignored."""
     if pooling in ("cls", "first"):
         return x[:, 0]
     is_real = _attended(x, lengths)
@@ -104,8 +99,8 @@ def pool(x: Tensor, lengths: Tensor, pooling: str) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows (batch, length) of a table of few rows. Their gradient is a product with a one-hot matrix: torch's own adds the many tokens that
-    are one and the same, such as a black background, one after the other."""
+    """Embedding lookup in a small table. Its gradient is a product with a one-hot matrix, since PyTorch's serialises
+    the additions of equal tokens, such as a black background."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, rows: Tensor) -> Tensor:
@@ -117,7 +112,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         numbers = torch.arange(ctx.n_rows, device=rows.device, dtype=rows.dtype)
-        # (batch, n_rows, length): a product for each sample keeps a GPU busier than one long one
+        # (batch, n_rows, length): a product per sample uses the GPU better than one long product
         is_row = (rows[:, None] == numbers[:, None]).to(grad.dtype)
         return (is_row @ grad).sum(dim=0), None
 
@@ -142,7 +137,7 @@ class Classifier(nn.Module):
         self.task, self.architecture = task, architecture
         width = architecture.embed_dim
         has_cls = architecture.pooling == "cls"
-        # one number more, for a hidden token
+        # the extra row is the hidden token
         self.tokens = nn.Embedding(task.n_tokens + 1, width)
         nn.init.normal_(self.tokens.weight, std=0.02 if architecture.positions == "learned" else 1.0)
         if architecture.first_tokens == "smooth":
@@ -150,7 +145,7 @@ class Classifier(nn.Module):
                 self.tokens.weight[:-1] = _smooth(task.n_tokens, width)
         self.cls = nn.Parameter(torch.zeros(width)) if has_cls else None
         self.positions = LearnedPositions(task.length + has_cls, width) if architecture.positions == "learned" else None
-        # an image has always as many tokens; a document is cut to the longest of its batch
+        # images have a fixed length; documents are cut to the longest of their batch
         layout = layout_of(architecture, task.length + has_cls if task.grid is not None else None)
         rope = architecture.rope_base if architecture.positions == "rope" else None
         blocks = []
@@ -173,7 +168,7 @@ class Classifier(nn.Module):
         self._place_tokens()
 
     def _place_tokens(self) -> None:
-        """order: which pixel comes when; cos, sin: of where it stands, a class token at the origin."""
+        """Buffers: order of the pixels; cos and sin of their positions, with a class token at the origin."""
         order, places = torch.arange(self.task.length), None
         if self.task.grid is not None:
             if self.architecture.order == "morton":
@@ -190,7 +185,7 @@ class Classifier(nn.Module):
             )
         self.register_buffer("order", None if self.architecture.order == "raster" else order, persistent=False)
         is_rotary = self.architecture.positions == "rope"
-        # computed once, not by every layer of every step
+        # computed once, not in every layer and step
         cos, sin, base = None, None, self.architecture.rope_base
         if is_rotary:
             length = self.task.length + (self.cls is not None)
@@ -208,7 +203,7 @@ class Classifier(nn.Module):
             x = torch.cat([self.cls.expand(len(x), 1, -1), x], dim=1)
         if self.positions is not None:
             x = self.positions(x)
-        # an image is full: a kernel need not ask where it ends
+        # images have no padding
         kv_lengths = None if self.task.grid is not None else lengths + (self.cls is not None)
         length = x.shape[1]
         table = None if self.cos is None or self.sin is None else RotaryTable(self.cos[:length], self.sin[:length])
@@ -225,7 +220,7 @@ class Classifier(nn.Module):
     def guess_hidden(self, tokens: Tensor, lengths: Tensor, is_hidden: Tensor) -> Tensor:
         """Logits of the hidden tokens, (hidden, n_tokens): self-pretraining (Amos et al., arXiv:2310.02980, section 3).
 
-        is_hidden  bool, as tokens: shown to the model as one and the same number
+        is_hidden  bool, as tokens: replaced by the hidden token
         """
         shown = torch.where(is_hidden, self.task.n_tokens, tokens.int()).flatten(0, 1)
         x = self.encode(shown, lengths.flatten())
@@ -235,7 +230,7 @@ class Classifier(nn.Module):
         return self.guess(x[hidden if self.order is None else hidden[:, self.order]])
 
     def hidden_tokens(self, tokens: Tensor, is_hidden: Tensor) -> Tensor:
-        """What guess_hidden should answer, in its order."""
+        """The targets of guess_hidden, in its order."""
         tokens, hidden = tokens.flatten(0, 1), is_hidden.flatten(0, 1)
         if self.order is not None:
             tokens, hidden = tokens[:, self.order], hidden[:, self.order]

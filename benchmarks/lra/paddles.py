@@ -1,11 +1,7 @@
-"""What does a dash of Pathfinder look like, what room does it take, and where may the next one stand?
-
-Knows the geometry of one dash ("paddle") and of two in a row, as tables over orientations; and the disc of a marker.
-Must not know images, snakes or random numbers.
-
-Pixels are whole numbers (y, x), y down; the angle t points along (sin t, cos t). A step along an angle rounds up on both
-axes, as the original does. Source: D. Linsley et al., "Learning long-range spatial dependencies with horizontal gated
-recurrent units", arXiv:1805.08315, and its generator snakes2, which Long Range Arena used.
+"""Geometry of Pathfinder dashes ("paddles"): shapes, margins and continuations, as tables over orientations.
+Pixels are whole numbers (y, x), y down; the angle t points along (sin t, cos t). A step along an angle rounds up on
+both axes, as the original does. Source: D. Linsley et al., "Learning long-range spatial dependencies with horizontal
+gated recurrent units", arXiv:1805.08315, and its generator snakes2, which Long Range Arena used.
 """
 
 from __future__ import annotations
@@ -17,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-# dashes, discs and the room around them are drawn twice as fine, then scaled down
+# factor of supersampling
 FINE = 2
 N_DEGREES = 360
-# weights are whole numbers, so that what is drawn by them is the same on every machine
+# integer weights give equal draws on every machine
 WEIGHT_ONE = 2**16
 # a coordinate in the middle of an image
 SOMEWHERE = 64
@@ -28,17 +24,17 @@ OPAQUE = 255
 
 
 class Tables(NamedTuple):
-    """Everything that two dashes can do to each other. A paddle is 0 .. 359, the first of a snake, placed by its tail and
-    pointing along paddle - 180 degrees; or 360 .. 359 + K, one which continues, placed by its head.
+    """Tables over paddles. Paddles 0 .. 359 start a snake; they are placed by their tail and point along paddle - 180
+    degrees. Paddles 360 .. 359 + K continue a snake; they are placed by their head.
 
-    lines      float32 (360 + K, side, side): ink, centred on the pixel that places it; it rings, from below 0 to above 1
-    rooms      uint8 (360 + K, side, side): the dash and `margin` pixels around it, 255 where it is taken entirely
+    lines      float32 (360 + K, side, side): ink, centred on the placing pixel; ringing exceeds 0 .. 1
+    rooms      uint8 (360 + K, side, side): the dash and `margin` pixels around it; 255 is fully occupied
     steps      int64 (360 + K, 2): from a paddle's pivot to the pivot of the next one
-    weights    int64 (360 + K, K): how well each continuation goes on from a paddle, 0 .. 65536
+    weights    int64 (360 + K, K): weight of each continuation of a paddle, 0 .. 65536
     heads      int64 (K, 2): from a pivot to the head of each continuation
     seed_heads, seed_pivots  int64 (360, 2): from a first paddle's tail to its head and its pivot
-    footprints int64 (360, most, 2): what has to be free around the tail of a first paddle
-    footprint_sizes  int64 (360,): how many of them count, -1 for an orientation which never finds a place
+    footprints int64 (360, most, 2): pixels that must be free around the tail of a first paddle
+    footprint_sizes  int64 (360,): their number, -1 for an orientation that never fits
     disc       int64 (pixels, 2): the disc of radius `margin`
     """
 
@@ -71,7 +67,7 @@ def _dilated(picture: np.ndarray, radius: int) -> np.ndarray:
 
 
 def _along(angle: float, distance: float, start: int) -> tuple[int, int]:
-    """So far from `start` on both axes, rounded up where it arrives: adding the start swallows what floats leave of sin(pi)."""
+    """Offset along `angle`, rounded up on both axes; adding `start` absorbs the rounding error of sin(pi)."""
     y, x = (math.ceil(start + distance * part) - start for part in (math.sin(angle), math.cos(angle)))
     return y, x
 
@@ -90,29 +86,26 @@ def _draw(angle: float, length: int, thickness: float, margin: int) -> tuple[np.
     ends = [(centre, centre), (centre + dx, centre + dy)]
     ImageDraw.Draw(fine).line(ends, fill=OPAQUE, width=round(thickness * FINE))
     room = Image.fromarray(_dilated(np.asarray(fine), margin * FINE))
-    # floating point is not clipped when it rings; bytes are
+    # float, since bytes would clip the ringing
     ink = fine.convert("F").resize((side, side), Image.Resampling.LANCZOS)
     return np.asarray(ink) / np.float32(OPAQUE), np.asarray(room.resize((side, side), Image.Resampling.LANCZOS))
 
 
 def _continuations(reach: int) -> np.ndarray:
-    """int64 (K, 2): the circle of that radius, a place for every pixel of arc, rounded down, each once."""
+    """int64 (K, 2): distinct pixels of the circle with that radius."""
     angles = np.arange(0, 360, 360 / (2 * reach * np.pi)) * np.pi / 180
     places = np.floor(reach * np.stack([np.sin(angles), np.cos(angles)], axis=1))
     return np.unique(places.astype(np.int64), axis=0)
 
 
 def _footprint(room: np.ndarray, reach: int) -> np.ndarray:
-    """int64 (pixels, 2): where a room is taken entirely, one pixel down and right of the truth, as the original has it."""
+    """int64 (pixels, 2): fully occupied pixels, shifted down and right by one as in the original."""
     offsets = np.argwhere(room == OPAQUE) - room.shape[0] // 2 + 1
     return offsets[(np.abs(offsets) <= reach).all(axis=1)]
 
 
 def _finds_a_place(footprint: np.ndarray) -> bool:
-    """Whether at every pixel of an image, corners included, some part of the footprint is inside.
-
-    Where none is, the original's dilation answers -inf, which it takes for an image without a free pixel.
-    """
+    """Whether some of the footprint is inside at every pixel; otherwise the original finds no place."""
     y, x = footprint[:, 0], footprint[:, 1]
     return all(((vertical * y >= 0) & (horizontal * x >= 0)).any() for vertical in (1, -1) for horizontal in (1, -1))
 
@@ -158,7 +151,7 @@ def tables(*, length: int, thickness: float, margin: int, continuity: float) -> 
 
 @functools.cache
 def marker(radius: float) -> np.ndarray:
-    """float32 (2 n, 2 n): the disc at a snake's end, whose centre is pixel (n, n); its largest value is 1."""
+    """float32 (2 n, 2 n): the marker disc, centred at pixel (n, n), with maximum 1."""
     half = math.ceil(radius) + 4
     y, x = np.mgrid[-half * FINE : half * FINE, -half * FINE : half * FINE]
     fine = np.where(y * y + x * x <= (radius * FINE) ** 2, np.float32(OPAQUE), np.float32(0))

@@ -1,8 +1,4 @@
-"""Which ways to attend are compared?
-
-Knows ours, PyTorch's attention with and without a matrix of scores in memory, FlexAttention, and what each needs to be given
-a layout. Must not know models, shapes or clocks.
-"""
+"""Attention implementations that are compared: ours, PyTorch's with and without a score matrix, FlexAttention."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from blocksparse_flash import BlockLayout, attention
 
 from ..run.peers import compiled_flex
 
-# (q, k, v, dropout_p) to what they attend to
+# (q, k, v, dropout_p) -> out
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 OURS, MATERIALISED, SDPA, FLEX = "blocksparse_flash", "materialised", "sdpa", "flex"
@@ -26,7 +22,7 @@ PROVIDERS = (OURS, MATERIALISED, SDPA, FLEX)
 
 
 def materialised(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, mask: Tensor | None) -> Tensor:
-    """Every score in memory. mask bool, True attends; None is all."""
+    """Attention with the score matrix in memory. mask bool, True attends; None is dense."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -49,7 +45,7 @@ def _block_mask(layout: BlockLayout) -> Any:
 
     mask = to_flex_attention(layout)
     if not len(layout.bitmasks):
-        # the lists say it all, as benchmarks.run.attention has them: nothing to ask about pairs
+        # all blocks are full: no mask function needed
         mask.mask_mod = noop_mask
     return mask
 
@@ -59,7 +55,7 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, layout: BlockLay
 
 
 def why_not(provider: str, layout: BlockLayout | None, device: torch.device) -> str | None:
-    """What keeps a provider from attending so on a device, or None."""
+    """Why a provider does not support a layout on a device, or None."""
     if provider != FLEX:
         return None
     if device.type != "cuda":
@@ -70,15 +66,15 @@ def why_not(provider: str, layout: BlockLayout | None, device: torch.device) -> 
 
 
 def has_dropout(provider: str) -> bool:
-    """FlexAttention drops no weights."""
+    """Whether a provider supports dropout."""
     return provider != FLEX
 
 
 def attend_with(provider: str, layout: BlockLayout | None, device: torch.device, *, backend: str = "auto") -> Attend:
-    """How a provider attends with a layout, None for dense, what it needs for that made and on the device.
+    """A provider's attention with a layout, None for dense, with its masks prepared on the device.
 
     backend  of ours
-    raises   ValueError if there is no such provider
+    raises   ValueError for an unknown provider
     """
     if provider not in PROVIDERS:
         raise ValueError(f"providers must be of {', '.join(PROVIDERS)}, got {provider!r}")
@@ -87,7 +83,7 @@ def attend_with(provider: str, layout: BlockLayout | None, device: torch.device,
     if provider == OURS:
         return functools.partial(_ours, layout=layout, backend=backend)
     if provider == FLEX:
-        # compiled for a few shapes, after which it would go on uncompiled, every pair in memory
+        # PyTorch falls back to eager, with all scores in memory, after a few compiled shapes
         torch.compiler.reset()
     if layout is None:
         call: Callable[..., Tensor] = {MATERIALISED: materialised, SDPA: _sdpa, FLEX: _flex}[provider]

@@ -1,7 +1,4 @@
-"""How do result lines look?
-
-Knows matplotlib, the lines of `speed` and `test`, and Lightning's CSV logs. Must not know tables.
-"""
+"""Plots of accuracies, learning curves and times, from result lines and Lightning's CSV logs."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ Line = dict[str, Any]
 
 
 class Curve(NamedTuple):
-    """A run, its task and data, whether those are of Long Range Arena, and its validation accuracy by step."""
+    """A run, its task and data, whether they are Long Range Arena's, and its validation accuracy by step."""
 
     run: str
     what: str
@@ -31,7 +28,7 @@ class Curve(NamedTuple):
 
 
 def curve_of(folder: Path, run: str) -> Curve | None:
-    """What a run's logs say, later goes over earlier ones; None if it was never validated."""
+    """The curve from a run's logs, where later logs replace earlier ones; None without a validation."""
     accuracy: dict[int, float] = {}
     what, is_lra = "unknown task", False
     for path in sorted(folder.glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1])):
@@ -53,7 +50,7 @@ def _floor(axes: Axes, floor: float) -> None:
 
 
 def learning_curves(curves: Sequence[Curve], tests: Sequence[Line]) -> Figure:
-    """A panel for each task and kind of data; the floor is that of the last test of the panel's runs."""
+    """A panel per task and kind of data, with the floor of the last test of its runs."""
     panels = list(dict.fromkeys((curve.what, curve.is_lra) for curve in curves))
     figure = Figure(figsize=(6, 3.6 * len(panels)), layout="constrained")
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
@@ -72,7 +69,7 @@ def learning_curves(curves: Sequence[Curve], tests: Sequence[Line]) -> Figure:
 
 
 def accuracies(tests: Sequence[Line]) -> Figure:
-    """Each test beside its floor and, balanced, beside chance."""
+    """Accuracy, floor and balanced accuracy of each test."""
     figure = Figure(figsize=(8, 1 + 0.5 * len(tests)), layout="constrained")
     axes = figure.add_subplot()
     for place, line in enumerate(tests):
@@ -94,14 +91,10 @@ def _against_length(axes: Axes, lines: Sequence[Line], key: str, unit: float, pu
     for name in ("PyTorch", "FlashAttention", "Block-sparse FlashAttention") if is_published else ():
         known = published[name]
         axes.plot(LENGTHS[: len(known)], known, ":", linewidth=1, label=f"{name}, {DEVICE} (paper)")
-    who = ("provider", "backend", "pattern")
-    for each in dict.fromkeys(tuple(line[name] for name in who) for line in lines):
-        points = {
-            line["n"]: line[key] / unit
-            for line in lines
-            if tuple(line[name] for name in who) == each and line[key] is not None
-        }
-        shown = dict(sorted(points.items()))
+    names = ("provider", "backend", "pattern")
+    for each in dict.fromkeys(tuple(line[name] for name in names) for line in lines):
+        mine = [line for line in lines if tuple(line[name] for name in names) == each and line[key] is not None]
+        shown = dict(sorted((line["n"], line[key] / unit) for line in mine))
         axes.plot([*shown], [*shown.values()], marker=".", label=", ".join(filter(None, each)))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -109,7 +102,7 @@ def _against_length(axes: Axes, lines: Sequence[Line], key: str, unit: float, pu
 
 
 def lengths(lines: Sequence[Line]) -> Figure:
-    """Time and memory of forward and backward of attention alone on one device at one size; both axes logarithmic."""
+    """Time and memory of forward and backward over length, on one device at one size; both axes logarithmic."""
     both = [line for line in lines if line["direction"] == "fwd+bwd"]
     figure = Figure(figsize=(11, 5.4), layout="constrained")
     time, memory = figure.subplots(1, 2)
@@ -119,6 +112,6 @@ def lengths(lines: Sequence[Line]) -> Figure:
     time.set_ylabel("ms")
     _against_length(memory, both, "peak_bytes", 2.0**20, MEMORY_MB)
     memory.set_ylabel("MiB")
-    # both panels show the same, in the same colours
+    # both panels share colours and labels
     figure.legend(*time.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)
     return figure

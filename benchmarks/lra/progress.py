@@ -1,7 +1,4 @@
-"""What does a run say while it trains, when does it stop, and where does the time of a step go?
-
-Knows Lightning's callbacks and clocks. Must not know models, data or how a loss is made.
-"""
+"""Lightning callbacks: progress lines, a deadline, and a profile of training steps."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from torch import Tensor
 
 
 class Deadline(Callback):
-    """Stops training, with a last validation and a checkpoint, at a time of the clock.
+    """Stops training at a time of the clock, with a last validation and a checkpoint.
 
-    Lightning's own max_time counts what earlier goes of an interrupted run took, too.
+    Lightning's max_time also counts the time before an interruption.
 
-    at  seconds, as time.time() has them; several processes look at it every 16 steps
+    at  seconds as in time.time(); several processes check it every 16 steps
     """
 
     STEPS = 16
@@ -29,17 +26,12 @@ class Deadline(Callback):
         self.at = at
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # gradients of the first pieces of a step are in no checkpoint
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
-        # several go by the clock of the first, or some would stop a step before others. That waits for the GPU
+        # all processes use the clock of the first, to stop at the same step; the broadcast waits for the GPU
         if trainer.world_size > 1 and trainer.global_step % self.STEPS:
             return
         if trainer.strategy.broadcast(time.time() >= self.at):
@@ -47,10 +39,10 @@ class Deadline(Callback):
 
 
 class Progress(Callback):
-    """A line now and then, printed and added to progress.jsonl in the folder of the run.
+    """Prints a line every few seconds and appends it to progress.jsonl in the folder of the run.
 
     every  seconds between lines
-    floor  what the task's shortcut is worth, a share of 1, to be seen beside the accuracy of validation
+    floor  accuracy of the task's shortcut, to compare with validation accuracy
     """
 
     def __init__(self, every: float = 20.0, floor: float | None = None) -> None:
@@ -73,28 +65,17 @@ class Progress(Callback):
         self._begun = self._waiting_since = time.perf_counter()
         self._reset()
 
-    def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._waited += time.perf_counter() - self._waiting_since
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # what validation took is not waiting for samples
+        # excludes the time of validation
         self._waiting_since = time.perf_counter()
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Lightning has divided it by the pieces of a step
+        # Lightning divides the loss by accumulate_grad_batches
         loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
         self._loss = loss if self._loss is None else self._loss + loss
         self._batches, self._samples = self._batches + 1, self._samples + len(batch.labels) * trainer.world_size
@@ -109,7 +90,7 @@ class Progress(Callback):
     def _say(self, trainer: Trainer) -> None:
         if self._loss is None:
             return
-        # waits for the device, so that what has begun is counted with what it takes
+        # item() waits for the device, so that launched work is counted
         loss = self._loss.item() / self._batches
         now = time.perf_counter()
         took, pieces = now - self._since, trainer.accumulate_grad_batches
@@ -141,11 +122,11 @@ class Progress(Callback):
 
 
 class Profile(Callback):
-    """Where the milliseconds of a step go, printed once.
+    """Prints a profile of training steps, once.
 
-    at     step of this go at which it is looked at
-    steps  how many of them
-    rows   operations that are named
+    at     first profiled step, counted since the start or resumption
+    steps  profiled steps
+    rows   operations in the table
     """
 
     def __init__(self, at: int = 60, steps: int = 5, rows: int = 14) -> None:
@@ -191,11 +172,13 @@ class Profile(Callback):
         per_step = 1e-3 / self.steps
         count = sum(each.count for each in found) // self.steps
         head = (
-            f"a step takes {1e3 * took / self.steps:.2f} ms under the profiler: {1e3 * queued / self.steps:.2f} ms until the "
+            f"a step takes {1e3 * took / self.steps:.2f} ms under the profiler: {1e3 * queued / self.steps:.2f} ms "
+            f"until the "
             f"host has asked for it, {busy * per_step:.2f} ms of {count} {'kernels' if is_cuda else 'operations'}"
         )
         lines = [
-            f"{spent(each) * per_step:8.3f} ms {100 * spent(each) / busy:5.1f}% {each.count // self.steps:5d} x {each.key[:90]}"
+            f"{spent(each) * per_step:8.3f} ms {100 * spent(each) / busy:5.1f}% {each.count // self.steps:5d} x "
+            f"{each.key[:90]}"
             for each in found[: self.rows]
         ]
         return "\n".join([head, *lines])

@@ -1,7 +1,4 @@
-"""What was published that our results stand beside?
-
-Knows figures of FlashAttention (Dao et al., NeurIPS 2022, arXiv:2205.14135). Must not know ours.
-"""
+"""Figures of the FlashAttention paper (Dao et al., NeurIPS 2022, arXiv:2205.14135)."""
 
 from __future__ import annotations
 
@@ -47,11 +44,10 @@ MEMORY_MB: dict[str, tuple[float, ...]] = {
     "Block-sparse FlashAttention": (22, 44, 104, 209, 418, 836, 1672, 3344, 6690, 13_384),
 }
 
-# table 3: how much faster a whole training run of the five tasks is than with PyTorch's attention, geometric mean
+# table 3: speed-up of training the five tasks over PyTorch's attention, geometric mean
 SPEEDUP = {"dense": 2.4, "block-sparse": 2.8}
 
-# (samples, documents, tokens) of a training step in the configurations that it used, of Nystromformer (mlpen/Nystromformer
-# at 5689313)
+# (samples, documents, tokens) of a training step in its configurations, from mlpen/Nystromformer at 5689313
 STEPS = {
     "listops": (32, 1, 2048),
     "text": (32, 1, 1024),

@@ -1,7 +1,4 @@
-"""Where do result lines lie, and what is made of them?
-
-Knows folders, and that tables and plots are made. Must not know how a table or a plot is made.
-"""
+"""Writes the report: collects result lines and logs, saves tables and plots."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ NAME = "report.md"
 
 
 def tests_of(runs: Path) -> list[dict[str, Any]]:
-    """The last test of every run under a folder, and the run's name, in the order of those."""
+    """The last test of every run under a folder, with the run's name, sorted by name."""
     paths = sorted(runs.rglob(TEST))
     return [{**measure.read(path)[-1], "run": path.parent.relative_to(runs).as_posix()} for path in paths]
 
 
 def curves_of(runs: Path) -> list[plots.Curve]:
-    """The learning curve of every run under a folder that has one."""
+    """The learning curves of the runs under a folder."""
     folders = sorted({path.parents[1] for path in runs.rglob("version_*/metrics.csv")})
     curves = [plots.curve_of(folder, folder.relative_to(runs).as_posix()) for folder in folders]
     return [curve for curve in curves if curve is not None]
@@ -33,7 +30,7 @@ def curves_of(runs: Path) -> list[plots.Curve]:
 def _drawn(
     tests: Sequence[dict[str, Any]], curves: Sequence[plots.Curve], speed: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Name -> figure, of what there is something to draw of."""
+    """Name -> figure."""
     figures: dict[str, Any] = {}
     if tests:
         figures["accuracy"] = plots.accuracies(tests)
@@ -46,7 +43,7 @@ def _drawn(
 
 
 def write(runs: Path, speed: Path, out: Path) -> list[Path]:
-    """Writes report.md and its pictures, and says which. Nothing to report is a ValueError."""
+    """Writes report.md and its pictures; returns their paths. Raises ValueError without results."""
     tests, curves = tests_of(runs), curves_of(runs)
     lines = measure.read(speed) if speed.exists() else []
     if not (tests or curves or lines):
@@ -58,7 +55,7 @@ def write(runs: Path, speed: Path, out: Path) -> list[Path]:
         figure.savefig(written[-1], dpi=120)
     sections = [
         "# Long Range Arena: results",
-        "Written by `python -m benchmarks.lra report`. A floor is what the task's shortcut is worth on the same samples.",
+        "Written by `python -m benchmarks.lra report`. Floor: the accuracy of the task's shortcut on the same samples.",
         *tables.accuracy_sections(tests),
         *tables.speed_sections(lines),
         *(f"![{path.stem}]({path.name})" for path in written),

@@ -1,10 +1,7 @@
-"""How does attention alone grow with its length, at the sizes of FlashAttention's runtime benchmark?
-
-Batch 16, 8 heads, head_dim 64, 128 to 65,536 tokens, dense, and block-sparse with min(length / 8, 256) keys a query: those
-benchmarks give every sparse method an eighth of the keys, or 256 if that is fewer. Blocks are half as wide, so that a query
-has its own and one half the sequence away (the longest stride of a butterfly); at 16 tokens there is one.
-
-Knows tensors, layouts and a check of outputs and gradients. Must not know models or tables.
+"""Times of attention alone over length, at the sizes of FlashAttention's runtime benchmark.
+Batch 16, 8 heads, head_dim 64, 128 to 65,536 tokens, dense, and block-sparse with min(length / 8, 256) keys per query,
+as for the sparse methods there. Blocks are half as wide: a query attends to its own block and to one half the sequence
+away (the longest stride of a butterfly). With blocks of 16 tokens there is only its own.
 """
 
 from __future__ import annotations
@@ -20,20 +17,21 @@ from torch import Tensor
 from blocksparse_flash import BlockLayout, explain
 
 from ..run import measure
+from ..run.correctness import relative_error
 from .lines import untimed
 from .peers import OURS, PROVIDERS, Attend, attend_with, materialised, why_not
 from .published import BATCH, HEAD_DIM, HEADS
 
-# a bfloat16 matrix of probabilities is 0.015 off (2048 tokens), ours 0.003
+# the error of a bfloat16 probability matrix is 0.015 (2048 tokens), ours 0.003
 TOLERANCE = 0.04
-# queries that outputs and gradients are compared on: spans of so many
+# queries per span on which outputs and gradients are compared
 SPAN = 16
-# of two products forward, five backward
+# two products forward, five backward
 FACTORS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 
 
 class Shape(NamedTuple):
-    """Of q, k and v."""
+    """Shape of q, k and v."""
 
     length: int
     batch: int = BATCH
@@ -57,9 +55,9 @@ def sparse_layout(length: int) -> BlockLayout:
 
 
 def error(attend: Attend, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | None) -> float:
-    """The largest of output, dq, dk, dv against float32, relative to each one's largest value; nan if there is one.
+    """The largest relative error of output, dq, dk and dv against float32; NaN if there is one.
 
-    Only some queries have a gradient, so that those of all keys can be compared, and nothing has length x length numbers.
+    Only some queries have an incoming gradient, so memory stays O(length).
     """
     length = q.shape[2]
     starts = sorted({0, length // 3 // SPAN * SPAN, length - SPAN})
@@ -74,11 +72,11 @@ def error(attend: Attend, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout |
     expected = materialised(exact_q, exact_k, exact_v, 0.0, mask=mask)
     gradients = torch.autograd.grad(expected, (exact_q, exact_k, exact_v), dout[:, :, rows].float())
     pairs = zip((out[:, :, rows], dq[:, :, rows], dk, dv), (expected, *gradients), strict=True)
-    return torch.stack([(one.float() - other).abs().max() / other.abs().max() for one, other in pairs]).max().item()
+    return torch.stack([relative_error(one, other) for one, other in pairs]).max().item()
 
 
 def _calls(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What is timed in each direction, one after the other, so that only one result is kept at a time."""
+    """The calls of each direction, lazily, so that only one result is alive at a time."""
     dout = torch.randn_like(q)
 
     def both() -> Any:
@@ -91,7 +89,7 @@ def _calls(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[st
 
 
 def _timed(call: Callable[[], Any], device: torch.device, n_calls: int) -> dict[str, Any]:
-    """Times of warm calls; peak_bytes is all that is held, q, k and v too, as in the published table."""
+    """Times of warm calls; peak_bytes includes q, k and v, as in the published table."""
     if device.type != "cuda":
         return {"status": "ok", **measure.timed(call, device, n_calls)}
     once = measure.timed(call, device, 1)
@@ -101,7 +99,7 @@ def _timed(call: Callable[[], Any], device: torch.device, n_calls: int) -> dict[
 def measured(
     shape: Shape, provider: str, layout: BlockLayout | None, backend: str, device: torch.device, n_calls: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(direction, status, times and memory) of a provider; directions that fitted come before the one that did not."""
+    """(direction, line) of a provider; directions that ran out of memory come last."""
     left, status = list(FACTORS), "out of memory"
     try:
         generator = torch.Generator(device).manual_seed(0)
@@ -121,13 +119,13 @@ def measured(
             left.remove(direction)
             yield direction, {**figures, "setup_ms": setup_ms}
     except torch.OutOfMemoryError:
-        # said below, where nothing holds what did fit any more
+        # reported below, after its tensors are freed
         pass
     yield from ((direction, untimed(status)) for direction in left)
 
 
 def backends(provider: str, device: torch.device) -> list[str]:
-    """Of ours: what "auto" chooses for short calls and, on Hopper, for long ones."""
+    """Our backends: the choice of "auto" for short calls and, on Hopper, `hopper`."""
     if provider != OURS:
         return ["auto"]
     q = torch.zeros(1, 1, 128, HEAD_DIM, dtype=torch.bfloat16, device=device)

@@ -1,7 +1,4 @@
-"""What is a list of answers to a test set worth?
-
-Knows which shortcut each task has, and where its samples say what the shortcut sees. Must not know models.
-"""
+"""Scores predictions on a test set: accuracy, the shortcut's accuracy, balanced accuracy."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from .data import LraData
 from .floors import Result
 from .tasks import LRA
 
-# training samples that the reader of markers learns from
+# training samples of the marker reader
 MOST_READ = 60_000
 
 
 def belongs(data: LraData) -> bool:
-    """Whether a test set is one of Long Range Arena, released or made by its rules: its task, whole and hard."""
+    """Whether a test set is Long Range Arena's, released or made by its rules: complete and hard."""
     if data.task.name not in LRA or data.source == "stand-in":
         return False
     return data.source == "official" or (data.rules.are_published and data.sizes.test >= data.task.sizes.test)
@@ -32,49 +29,43 @@ def _labels(data: LraData, split: str) -> np.ndarray:
     return np.array([example.label for example in rows.examples])
 
 
+def _result(
+    data: LraData, is_right: np.ndarray, floor: float, floor_name: str, weights: np.ndarray, chance: float
+) -> Result:
+    accuracy, balanced = float(is_right.mean()), floors.weighted_accuracy(is_right, weights)
+    return Result(data.task.name, accuracy, floor, floor_name, balanced, chance, n=len(is_right), data=data.description)
+
+
 def _majority(is_right: np.ndarray, labels: np.ndarray, data: LraData) -> Result:
-    """The most frequent label is the floor, every label weighs the same."""
+    """Result whose floor is the most frequent label; labels have equal weight in the balanced accuracy."""
     _, cell, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    return Result(
-        task=data.task.name,
-        accuracy=float(is_right.mean()),
-        floor=float(counts.max() / len(labels)),
-        floor_name="most frequent label",
-        balanced=floors.weighted_accuracy(is_right, 1.0 / counts[cell]),
-        chance=1 / len(counts),
-        n=len(labels),
-        data=data.description,
+    return _result(
+        data, is_right, float(counts.max() / len(labels)), "most frequent label", 1.0 / counts[cell], 1 / len(counts)
     )
 
 
 def _roots(data: LraData) -> np.ndarray:
     """First token of each expression of the test set."""
     rows = data.rows["test"]
-    return np.concatenate(
-        [
-            rows.take(np.arange(begin, min(begin + 1000, len(rows)))).tokens[:, 0, 0].numpy()
-            for begin in range(0, len(rows), 1000)
-        ]
-    )
+    parts = np.array_split(np.arange(len(rows)), -(-len(rows) // 1000))
+    return np.concatenate([rows.take(part).tokens[:, 0, 0].numpy() for part in parts])
 
 
 def _listops(is_right: np.ndarray, labels: np.ndarray, data: LraData) -> Result:
     roots = _roots(data)
     samples = [listops.Sample(bytes([root]), int(label)) for root, label in zip(roots, labels, strict=True)]
-    return Result(
-        task=data.task.name,
-        accuracy=float(is_right.mean()),
-        floor=listops.root_operator_floor(samples),
-        floor_name="root operator alone",
-        balanced=floors.weighted_accuracy(is_right, floors.root_operator_weights(roots, labels)),
-        chance=1 / listops.N_CLASSES,
-        n=len(labels),
-        data=data.description,
+    return _result(
+        data,
+        is_right,
+        listops.root_operator_floor(samples),
+        "root operator alone",
+        floors.root_operator_weights(roots, labels),
+        1 / listops.N_CLASSES,
     )
 
 
 def _markers(data: LraData, split: str, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Markers (n, 2, 2) and labels (n,) of the first samples of a split; of released images, as they are found there."""
+    """Markers (n, 2, 2) and labels (n,) of the first samples of a split; in released images they are searched."""
     rows = data.rows[split]
     places = np.arange(min(most, len(rows)))
     if isinstance(rows, RecordRows):
@@ -89,25 +80,23 @@ def _markers(data: LraData, split: str, most: int) -> tuple[np.ndarray, np.ndarr
 
 def _pathfinder(is_right: np.ndarray, labels: np.ndarray, data: LraData) -> Result:
     assert data.task.grid is not None
-    # a fresh stream has no set to read
+    # a fresh stream has no stored training set
     learnt_from = "validation" if data.source == "fresh" else "train"
     seen, truth = _markers(data, learnt_from, MOST_READ)
     reader = floors.fit_marker_reader(seen, truth, size=data.task.grid[0])
     probabilities = floors.marker_probabilities(reader, _markers(data, "test", len(labels))[0])
-    return Result(
-        task=data.task.name,
-        accuracy=float(is_right.mean()),
-        floor=floors.marker_floor(probabilities, labels),
-        floor_name=f"places of the markers, learnt from {len(truth)} samples",
-        balanced=floors.weighted_accuracy(is_right, floors.marker_weights(probabilities, labels)),
-        chance=1 / pathfinder.N_CLASSES,
-        n=len(labels),
-        data=data.description,
+    return _result(
+        data,
+        is_right,
+        floors.marker_floor(probabilities, labels),
+        f"places of the markers, learnt from {len(truth)} samples",
+        floors.marker_weights(probabilities, labels),
+        1 / pathfinder.N_CLASSES,
     )
 
 
 def score(data: LraData, guesses: np.ndarray) -> Result:
-    """guesses (n,): labels, one for each sample of the test set, in its order."""
+    """The result of a test. guesses (n,): a label for each sample of the test set, in order."""
     labels = _labels(data, "test")
     is_right = guesses == labels
     if data.task.name.startswith("listops"):
@@ -118,7 +107,7 @@ def score(data: LraData, guesses: np.ndarray) -> Result:
 
 
 def shortcuts(data: LraData) -> list[str]:
-    """What readers of a generated task's shortcut get on its test set, one line each."""
+    """Accuracies of the shortcuts of a generated task on its test set, a line each."""
     name = data.task.name
     data.rows["test"] = RecordRows(data.stored("test"))
     labels = _labels(data, "test")

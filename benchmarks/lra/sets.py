@@ -1,10 +1,7 @@
-"""How is a generated set made once, by many workers, kept on disk, and found again?
-
-Knows parts, folders, processes and checksums. Must not know what a sample means.
-
-A set is a folder of parts of 1,000 records, NumPy files that are mapped into memory when read. A part is written under
-another name first, so that whatever has its name is whole: an interrupted run goes on with the parts that are missing, two
-runs at once do each other no harm, and a larger set keeps the parts of a smaller one.
+"""Generated data sets: made once by many workers, stored on disk, verified by checksum.
+A set is a folder of parts of 1,000 records, NumPy files that are memory-mapped. Parts are written under a temporary
+name and then renamed, so every part is complete: interrupted runs make the missing parts, concurrent runs do not
+interfere, and a larger set reuses the parts of a smaller one.
 """
 
 from __future__ import annotations
@@ -25,9 +22,9 @@ from tqdm import tqdm
 from .sources import Source
 
 PART = 1000
-# bytes of a set from which on a bar shows how far its checksum is: seconds of SHA-256
+# bytes from which the checksum shows a progress bar
 LARGE = 1 << 28
-# sets of which every copy has to be equal: name of the source -> split-count -> SHA-256
+# name of the source -> split-count -> SHA-256
 RECORDED = Path(__file__).with_name("digests.json")
 
 
@@ -70,7 +67,7 @@ class StoredSet:
         return records
 
     def digest(self, title: str = "") -> str:
-        """SHA-256 of all records, in order, as they are on disk now. A large set shows a bar with this title."""
+        """SHA-256 of all records on disk, in order. Large sets show a progress bar with this title."""
         found = hashlib.sha256()
         n_bytes = self.count * self._parts[0].itemsize if self._parts else 0
         with tqdm(total=n_bytes, desc=title, unit="B", unit_scale=True, disable=n_bytes < LARGE) as bar:
@@ -100,11 +97,11 @@ def _make_part(source: Source, split: str, index: int, file: Path) -> None:
 
 
 def make(source: Source, split: str, count: int, *, root: Path, workers: int = 1) -> StoredSet:
-    """The first `count` samples of a split: read from `root`, where what is missing is generated first.
+    """The first `count` samples of a split, read from `root`; missing parts are generated first.
 
-    root     a folder for all generated sets; each source has a folder of its own in it
-    workers  processes that generate; 1 generates in this one. The result is the same
-    raises   ValueError if the checksum of the set is recorded and it has another, whoever made its parts, and when
+    root     a folder with a folder for each source
+    workers  processes that generate; 1 generates in this process. The result is the same
+    raises   ValueError if the checksum of the set differs from the recorded one
     """
     if count < 1:
         raise ValueError(f"count must be 1 or more, got {count}")
@@ -123,7 +120,7 @@ def make(source: Source, split: str, count: int, *, root: Path, workers: int = 1
                     work(index, files[index])
                     bar.update(PART)
             else:
-                # a fork of a process with threads may hang
+                # forking a process with threads may hang
                 context = multiprocessing.get_context("spawn")
                 with ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
                     try:
@@ -134,21 +131,21 @@ def make(source: Source, split: str, count: int, *, root: Path, workers: int = 1
                         pool.shutdown(wait=False, cancel_futures=True)
                         raise
     stored = StoredSet(files, count)
-    # parts that were there may be those of a set that was refused, or have changed since
+    # existing parts may have changed
     check(source, split, stored, root=root)
     return stored
 
 
 def recorded(source: Source, split: str, count: int) -> str | None:
-    """The SHA-256 which this set has everywhere, or None if none was recorded."""
+    """The recorded SHA-256 of a set, or None."""
     digests: dict[str, dict[str, str]] = json.loads(RECORDED.read_text(encoding="utf-8"))
     return digests.get(source.name, {}).get(f"{split}-{count}")
 
 
 def check(source: Source, split: str, stored: StoredSet, *, root: Path) -> bool:
-    """Refuse a set that is not the one which was recorded. Returns whether one is recorded, with which it was compared.
+    """Compares a set with its recorded checksum; returns whether there is one. Reads the whole set each time.
 
-    Reads the whole set, each time: nothing on disk says that it was checked before.
+    raises  ValueError if the checksums differ
     """
     expected = recorded(source, split, len(stored))
     if expected is None:
@@ -156,7 +153,8 @@ def check(source: Source, split: str, stored: StoredSet, *, root: Path) -> bool:
     found = stored.digest(f"checking {source.name} {split}")
     if found != expected:
         raise ValueError(
-            f"{source.name} {split} of {len(stored)} has SHA-256 {found}, but {expected} was recorded: accuracies on it "
+            f"{source.name} {split} of {len(stored)} has SHA-256 {found}, but {expected} was recorded: accuracies on "
+            f"it "
             f"cannot be compared with others. Delete {_folder(source, split, root)} and make the set again, with the "
             "package versions of .ci/constraints.txt"
         )

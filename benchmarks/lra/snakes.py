@@ -1,12 +1,9 @@
-"""Where do the dashes of a Pathfinder image go? The search itself, compiled by Numba.
+"""Placement of the dashes of Pathfinder images, compiled by Numba.
+An image is a function of one 64-bit key: its random words are w(n) = splitmix64(key ^ n), and everything except the
+ink is integer arithmetic, so images are equal on every machine.
 
-Knows tables of paddles and whole numbers. Must not know presets, files, labels or how often it is called.
-
-An image is a function of one 64-bit key: its random words are w(n) = splitmix64(key ^ n), and everything up to the ink is
-whole numbers, so that an image is the same on every machine, whichever process draws it, in whatever order.
-
-Two snakes grow in turn, a dash at a time, out of each other's way; when one is stuck, both start again. Distractors are
-shorter snakes, placed where there is room left, a few tries each.
+Two snakes grow in turn, a dash at a time, without touching; when one is stuck, both start again. Distractors are
+shorter snakes, placed with a few tries each.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ GAMMA = np.uint64(0x9E3779B97F4A7C15)
 FIRST_MULTIPLIER, SECOND_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 HALF_WORD = np.uint64(32)
 
-# tries to seed a snake, and to fit a dash onto a snake
+# tries to seed a snake, and to add a dash
 TRIES = 3
 # tries to place a distractor
 DISTRACTOR_TRIES = 5
@@ -33,13 +30,13 @@ COLLISION = 459
 STUCK = 1671
 # random pixels tried before the whole image is searched for a free one
 GUESSES = 64
-# pairs of snakes begun before an image is given up; the hardest preset of Long Range Arena needs 4,000 on average
+# pairs of snakes begun before giving up; the hardest preset of Long Range Arena needs 4,000 on average
 ATTEMPTS = 1_000_000
 N_SEEDS = 360
 
 
 class Rules(NamedTuple):
-    """size: pixels a side; border: pixels kept free of first target paddles; padding: of dashes; all others count."""
+    """size: pixels per side; border: pixels without first target paddles; padding: pixels without dashes."""
 
     size: int
     border: int
@@ -52,7 +49,7 @@ class Rules(NamedTuple):
 
 
 class Journal(NamedTuple):
-    """What the room was before each stamp, to take stamps back. n_stamps (1,), places (most, 2), saved (most, side, side)."""
+    """The room before each stamp, for undo. n_stamps (1,), places (most, 2), saved (most, side, side)."""
 
     n_stamps: np.ndarray
     places: np.ndarray
@@ -69,7 +66,7 @@ def mix(word):
 
 @njit(cache=True, nogil=True)
 def below(stream, bound):
-    """A number 0 .. bound - 1, bound at most 2**32. stream: uint64 (2,), the key and how many words were read."""
+    """A random number 0 .. bound - 1, bound at most 2**32. stream: uint64 (2,), key and number of words read."""
     word = mix(stream[0] ^ stream[1])
     stream[1] += np.uint64(1)
     return np.int64(((word >> HALF_WORD) * np.uint64(bound)) >> HALF_WORD)
@@ -82,7 +79,7 @@ def is_inside(size, y, x):
 
 @njit(cache=True, nogil=True)
 def stamp(room, template, y, x, journal):
-    """The larger of room and template, around (y, x)."""
+    """room = max(room, template) around (y, x), recorded in the journal."""
     size, reach = room.shape[0], template.shape[0] // 2
     entry = journal.n_stamps[0]
     journal.n_stamps[0] += 1
@@ -96,7 +93,7 @@ def stamp(room, template, y, x, journal):
 
 @njit(cache=True, nogil=True)
 def take_back(room, journal):
-    """Undo all stamps of the journal, the last one first."""
+    """Undoes all stamps of the journal, the last one first."""
     size, reach = room.shape[0], journal.saved.shape[1] // 2
     for entry in range(journal.n_stamps[0] - 1, -1, -1):
         y, x, saved = journal.places[entry, 0], journal.places[entry, 1], journal.saved[entry]
@@ -118,7 +115,7 @@ def collides(room, template, y, x):
 
 @njit(cache=True, nogil=True)
 def is_free(room, footprint, n_pixels, border, y, x):
-    """Whether what of the footprint is inside the image is free and not in the border."""
+    """Whether the part of the footprint inside the image is free and outside the border."""
     size = room.shape[0]
     for pixel in range(n_pixels):
         i, j = y + footprint[pixel, 0], x + footprint[pixel, 1]
@@ -162,7 +159,7 @@ def fits(tables, paddle, size, y, x):
 @njit(cache=True, nogil=True)
 def seed(tables, room, border, stream):
     """(paddle, y, x) of the first dash of a snake, or paddle -1."""
-    # every pixel has some of its footprint inside the image, and no farther away than a paddle reaches
+    # footprints reach at most a paddle's length
     edge = max(0, border - tables.rooms.shape[1] // 2)
     for _ in range(TRIES):
         paddle = below(stream, N_SEEDS)
@@ -176,7 +173,7 @@ def seed(tables, room, border, stream):
 
 @njit(cache=True, nogil=True)
 def seed_nearby(tables, size, distance, origin_y, origin_x, stream):
-    """(paddle, y, x) of a first dash at that distance of the origin, whatever is there already, or paddle -1."""
+    """(paddle, y, x) of a first dash at that distance from the origin, or paddle -1; ignores other dashes."""
     for _ in range(TRIES):
         paddle = below(stream, N_SEEDS)
         angle = below(stream, 360) * np.pi / 180
@@ -189,7 +186,7 @@ def seed_nearby(tables, size, distance, origin_y, origin_x, stream):
 
 @njit(cache=True, nogil=True)
 def extend(tables, room, snake, weights, stream):
-    """Move a snake one dash on: True, or False if it is stuck. weights: int64 (K,), to work in.
+    """Adds a dash to a snake: True, or False if it is stuck. weights: int64 (K,), scratch.
 
     snake  int64 (5,): its last paddle and where that was placed (y, x), its pivot (y, x); changed in place
     """
@@ -230,7 +227,7 @@ def begin(tables, snake, paddle, y, x):
 
 @njit(cache=True, nogil=True)
 def grow_targets(tables, rules, room, journal, snakes, weights, stream, dashes, tips):
-    """Both target snakes at once: True, or False if one was stuck; then the room has to be taken back.
+    """Grows both target snakes: True, or False if one was stuck; then the caller undoes the room.
 
     dashes  int64 (2, contour_length, 3): paddle, y, x;  tips  int64 (2, 2, 2): [origin or terminal, snake] -> y, x
     """
@@ -252,12 +249,12 @@ def grow_targets(tables, rules, room, journal, snakes, weights, stream, dashes, 
             paddle, y, x = snakes[s, 0], snakes[s, 1], snakes[s, 2]
             if not extend(tables, room, snakes[s], weights, stream):
                 return False
-            # the newest dash takes no room yet, so that the next one may touch it
+            # the newest dash takes no room yet, since the next one touches it
             stamp(room, tables.rooms[paddle], y, x, journal)
             dashes[s, step] = snakes[s, :3]
     for s in range(2):
         tips[1, s] = snakes[s, 1:3]
-    # the last dash of snake 0 never takes room, in the original too
+    # as in the original, the last dash of snake 0 takes no room
     stamp(room, tables.rooms[snakes[1, 0]], snakes[1, 1], snakes[1, 2], journal)
     return True
 
@@ -282,7 +279,7 @@ def grow_distractor(tables, rules, room, journal, snake, weights, stream, dashes
 
 @njit(cache=True, nogil=True)
 def place(tables, rules, room, journal, stream, dashes, tips):
-    """Place all dashes of one image; returns (pairs of snakes begun, dashes placed), or 0 pairs if none ever fitted.
+    """Places all dashes of one image; returns (pairs of snakes begun, dashes placed), 0 pairs if none fitted.
 
     dashes  int64 (2 contour_length + n_distractors distractor_length, 3): paddle, y, x; the two targets first
     """
@@ -300,7 +297,7 @@ def place(tables, rules, room, journal, stream, dashes, tips):
         if attempts > ATTEMPTS:
             return 0, 0
     for _ in range(rules.n_distractors):
-        # fewer free pixels than 1 in 100: full
+        # full: fewer than 1 free pixel in 100
         if 100 * (room <= FREE).sum() < rules.size * rules.size:
             break
         for _ in range(DISTRACTOR_TRIES):
@@ -315,7 +312,7 @@ def place(tables, rules, room, journal, stream, dashes, tips):
 
 @njit(cache=True, nogil=True)
 def paint(image, template, level, y, x, reach):
-    """The larger of image and level * template, whose pixel (reach, reach) falls on (y, x)."""
+    """image = max(image, level * template), with pixel (reach, reach) of the template at (y, x)."""
     size = image.shape[0]
     for i in range(max(0, y - reach), min(size, y - reach + template.shape[0])):
         for j in range(max(0, x - reach), min(size, x - reach + template.shape[1])):
@@ -324,7 +321,7 @@ def paint(image, template, level, y, x, reach):
 
 @njit(cache=True, nogil=True)
 def quantise(image, out):
-    """uint8: the brightest pixel above 1 becomes 255, otherwise 1 does; rounded down."""
+    """uint8, rounded down: 255 is 1, or the brightest pixel if that is above 1."""
     brightest = np.float32(1)
     for value in image.flat:
         brightest = max(brightest, value)
@@ -335,11 +332,11 @@ def quantise(image, out):
 
 @njit(cache=True, nogil=True)
 def draw(tables, rules, keys, marker, levels, counterfactual, images, labels, markers, tips, attempts):
-    """Images from keys, uint64 (n,). A key's word 0 is left to the caller.
+    """Draws images from keys, uint64 (n,). Word 0 of a key is reserved for the caller.
 
     levels   float32 (2,): ink of the targets, of the distractors
-    images   uint8 (n, 1, size, size); or (n, 4, ...) if counterfactual, where every pair of ends is marked, first
-             [origin 0, terminal 0], then [0, 1], [1, 0], [1, 1]
+    images   uint8 (n, 1, size, size); or (n, 4, ...) if counterfactual, with markers at [origin 0, terminal 0], then
+             [0, 1], [1, 0], [1, 1]
     labels   uint8 (n, 1 or 4): 1 if both markers are on one snake
     markers  int16 (n, 1 or 4, 2, 2): of each image the marked origin and terminal, (y, x)
     tips     int16 (n, 2, 2, 2): [origin or terminal, snake] -> (y, x)

@@ -1,10 +1,6 @@
-"""Which generated sample has which number, and how is it written down?
-
-Knows the generators of ListOps and Pathfinder, and that splits are ranges of numbers. Must not know files, models or
-batches.
-
-A source is a function from numbers to records: sample n is the same whoever asks for it, alone or among others, so that
-many workers can make a set, an interrupted one goes on where it stopped, and an endless stream has a position.
+"""Sources of generated samples: functions from sample numbers to records.
+Sample n does not depend on the samples requested with it, so many workers can make a set, an interrupted one resumes,
+and an endless stream has a position.
 """
 
 from __future__ import annotations
@@ -20,16 +16,16 @@ import numpy as np
 
 from . import listops, pathfinder
 
-# where the numbers of a split begin. Train is the finite set of Long Range Arena, fresh is an endless supply
+# first number of each split; train is the finite set of Long Range Arena, fresh is endless
 FIRST_NUMBER = {"test": 0, "validation": 2**32, "train": 2**33, "fresh": 2**34}
-# a change of what a number gives changes this, so that old files are not taken for new ones
+# part of the names of files; increased when the samples change
 VERSION = 1
 
 ORIGIN = "generated (by the published rules), not the official release"
 
 
 class Source(Protocol):
-    """name: of a folder; dtype: of a record, with a field "label"; draw: int (n,) to records (n,)."""
+    """name: folder name; dtype: of a record, with a field "label"; draw: int (n,) to records (n,)."""
 
     @property
     def name(self) -> str: ...
@@ -88,7 +84,7 @@ class PathfinderSource:
 class ListOpsSource:
     """Records: tokens uint8 (padded_length,), padded with 0; length; label.
 
-    Splits share no expression: which split an expression may be in is a matter of its checksum.
+    Splits share no expression: the checksum of an expression determines its split.
 
     padded_length  None is the rules' max_length
     """
@@ -132,5 +128,5 @@ Generator = PathfinderSource | ListOpsSource
 
 
 def split_of(tokens: bytes) -> str:
-    """Where an expression may appear: one in eight in test, one in eight in validation."""
+    """The split of an expression: an eighth are test, an eighth validation."""
     return {0: "test", 1: "validation"}.get(zlib.crc32(tokens) % 8, "train")

@@ -1,10 +1,7 @@
-"""How fast does Long Range Arena train, beside other ways to attend?
-
-A step is forward, loss, backward and AdamW, in bfloat16 autocast, of the model that FlashAttention used: Nystromformer's
-configurations, documents padded to a power of two and full. Each way gives what a float32 model with every score in memory
-gives, gradients too, or is not timed. Samples are random tokens: nothing here is an accuracy.
-
-Knows configurations, the model and its optimiser. Must not know kernels or tables.
+"""Times of Long Range Arena training steps with each attention implementation.
+A step is forward, loss, backward and AdamW, in bfloat16 autocast, of the model that FlashAttention used:
+Nystromformer's configurations with documents of a power of two tokens, without padding. Outputs and gradients of each
+implementation are compared with a float32 model with a score matrix before timing. Samples are random tokens.
 """
 
 from __future__ import annotations
@@ -26,18 +23,19 @@ from blocksparse_flash import BlockLayout, explain
 from blocksparse_flash.nn import SelfAttention
 
 from ..run import measure
+from ..run.correctness import relative_error
 from .lines import untimed
 from .model import Architecture, Classifier, layout_of
 from .peers import MATERIALISED, OURS, PROVIDERS, Attend, attend_with, has_dropout, why_not
 from .tasks import Task, find
 
 CONFIGS = Path(__file__).parent / "configs" / "nystromformer"
-# samples that the ways are compared on, and the largest error, relative to the largest value
+# samples that are compared, and the largest relative error
 COMPARED, TOLERANCE = 2, 0.05
 
 
 class Case(NamedTuple):
-    """A task, padded, samples in a batch, a model and settings of AdamW."""
+    """A padded task, its batch size, a model and settings of AdamW."""
 
     task: Task
     batch: int
@@ -52,10 +50,10 @@ class Case(NamedTuple):
 
 
 def case_of(name: str, *, mask: str | None, block_size: int = 128, length: int = 0, batch: int = 0) -> Case:
-    """The task as Nystromformer's configuration has it.
+    """A task with Nystromformer's configuration.
 
-    mask    as Architecture has it
-    length  tokens of a document; 0 is the power of two above the task's. Of an image: of a square one
+    mask    as in Architecture
+    length  tokens of a document; 0 is the power of two above the task's. Images are square
     batch   samples; 0 is the configuration's
     """
     settings = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
@@ -72,7 +70,7 @@ def case_of(name: str, *, mask: str | None, block_size: int = 128, length: int =
 
 
 class Swapped(nn.Module):
-    """The projections of a layer of ours around another way to attend. Nothing is padding, and positions are learned."""
+    """A layer of ours with another attention. Without padding or rotary positions."""
 
     def __init__(self, layer: SelfAttention, attend: Attend, dropout_p: float) -> None:
         super().__init__()
@@ -103,7 +101,7 @@ def model_of(case: Case, provider: str, device: torch.device) -> Classifier:
 
 
 def samples(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (batch, documents, length), lengths (batch, documents), labels (batch,), as a batch has them; random."""
+    """Random tokens (batch, documents, length), lengths (batch, documents) and labels (batch,)."""
     generator = torch.Generator().manual_seed(1)
     shape = (case.batch, case.task.n_documents, case.task.length)
     tokens = torch.randint(case.task.n_tokens, shape, generator=generator).short()
@@ -113,7 +111,7 @@ def samples(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def given(model: Classifier, tokens: Tensor, lengths: Tensor, *, is_mixed: bool) -> tuple[Tensor, Tensor]:
-    """What the encoder gives, (samples, length, embed_dim), and the gradient of its weights, flat; without dropout."""
+    """Output of the encoder, (samples, length, embed_dim), and the flat gradient of its weights, without dropout."""
     model.eval()
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=is_mixed):
         out = model.encode(tokens.flatten(0, 1), lengths.flatten()).float()
@@ -124,9 +122,8 @@ def given(model: Classifier, tokens: Tensor, lengths: Tensor, *, is_mixed: bool)
 
 
 def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest, relative to the largest value; nan if there is one."""
-    errors = [((one - other).abs().max() / other.abs().max()) for one, other in zip(found, expected, strict=True)]
-    return torch.stack(errors).max().item()
+    """The largest relative error; NaN if there is one."""
+    return torch.stack([*map(relative_error, found, expected)]).max().item()
 
 
 def train(model: Classifier, optimiser: torch.optim.Optimizer, tokens: Tensor, lengths: Tensor, labels: Tensor) -> None:
@@ -157,7 +154,7 @@ def measured(
 
 
 def backend_of(case: Case, provider: str, device: torch.device) -> str | None:
-    """What ours chooses, as a step calls it."""
+    """The backend that a step of ours uses, None for others."""
     if provider != OURS:
         return None
     heads, head_dim = case.architecture.num_heads, case.architecture.embed_dim // case.architecture.num_heads
@@ -169,7 +166,7 @@ def backend_of(case: Case, provider: str, device: torch.device) -> str | None:
 def run(
     case: Case, device: torch.device, *, providers: Sequence[str] = PROVIDERS, warmup: int = 5, n_steps: int = 20
 ) -> Iterator[dict[str, Any]]:
-    """A line for each provider that can attend so."""
+    """A line for each provider that supports the case."""
     tokens, lengths, _ = (each[:COMPARED] for each in samples(case, device))
     expected = given(model_of(case, MATERIALISED, device), tokens, lengths, is_mixed=False)
     layout, architecture, where = case.layout, case.architecture, measure.environment(device)

@@ -1,9 +1,7 @@
-"""What can be trained on where the files of Text, Retrieval and Image are not at hand?
+"""Synthetic stand-ins for Text, Retrieval and Image where their files are missing.
 
-Knows three small synthetic tasks with the shapes of those tasks. They are NOT Long Range Arena: they show that a model runs
-and learns something, and nothing about it is comparable with any published number. Their names say so.
-
-Sample n of a split is a function of (seed, split, n).
+They are NOT Long Range Arena: they show that a model runs and learns, and their accuracies are not comparable with
+published ones. Sample n of a split is a function of (seed, split, n).
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import numpy as np
 from .official.places import Example
 
 WARNING = "synthetic stand-in, not Long Range Arena"
-# symbols of the synthetic language, and how many of them decide which one may follow
+# symbols of the synthetic language, and the order of its Markov chains
 ALPHABET, ORDER = 16, 3
 FIRST_LETTER = ord("a") + 1
 N_SHAPES, SIDE = 10, 32
@@ -26,7 +24,7 @@ def _generator(*names: object) -> np.random.Generator:
 
 
 def _chain(language: int, seed: int) -> np.ndarray:
-    """float64 (ALPHABET ** ORDER, ALPHABET): cumulative probabilities of the next symbol, each language its own."""
+    """float64 (ALPHABET ** ORDER, ALPHABET): cumulative probabilities of the next symbol of a language."""
     weights = _generator("chain", seed, language).dirichlet(np.full(ALPHABET, 0.3), size=ALPHABET**ORDER)
     return weights.cumsum(axis=1)
 
@@ -41,7 +39,7 @@ def _document(chain: np.ndarray, length: int, generator: np.random.Generator) ->
 
 
 def text(split: str, count: int, *, length: int = 1000, seed: int = 0) -> list[Example]:
-    """Stand-in for Text: which of two Markov chains of order 3 wrote this? 257 numbers are possible, 16 appear."""
+    """Stand-in for Text: the label is the Markov chain of order 3, of two, that generated the document."""
     chains = [_chain(language, seed) for language in (0, 1)]
     examples = []
     for place in range(count):
@@ -53,7 +51,7 @@ def text(split: str, count: int, *, length: int = 1000, seed: int = 0) -> list[E
 
 
 def retrieval(split: str, count: int, *, length: int = 4000, seed: int = 0) -> list[Example]:
-    """Stand-in for Retrieval: did one Markov chain of four write both documents? If so, they share a planted key too."""
+    """Stand-in for Retrieval: label 1 if one Markov chain of four generated both documents, which then share a key."""
     chains = [_chain(language, seed) for language in range(4)]
     examples = []
     for place in range(count):
@@ -71,7 +69,7 @@ def retrieval(split: str, count: int, *, length: int = 4000, seed: int = 0) -> l
 
 
 def image(split: str, count: int, *, seed: int = 0) -> list[Example]:
-    """Stand-in for Image: which of ten outlines r(angle) is this, moved, scaled, turned, noisy? uint8 (1024,), 10 labels."""
+    """Stand-in for Image, uint8 (1024,): ten outlines r(angle), moved, scaled, turned and noisy."""
     y, x = np.mgrid[:SIDE, :SIDE]
     examples = []
     for place in range(count):

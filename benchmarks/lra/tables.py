@@ -1,7 +1,4 @@
-"""How do result lines read as tables?
-
-Knows lines of `speed` and `test`, the published figures, Markdown. Must not know where lines come from, or plots.
-"""
+"""Markdown tables of speed and accuracy, from the lines of `speed` and `test`."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from ..report import markdown
 from .peers import MATERIALISED, OURS
 from .published import ACCURACY, BATCH, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS, SPEEDUP, STEPS
 
@@ -18,8 +16,7 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backw
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return markdown.table([[cell.replace("|", "\\|") for cell in row] for row in (heading, *rows)])
 
 
 def latest(lines: Sequence[Line], *keys: str) -> dict[tuple[Any, ...], Line]:
@@ -32,19 +29,16 @@ def _name(pattern: str, provider: str, backend: str | None) -> str:
 
 
 def _number(number: float) -> str:
-    """Three digits that mean something."""
+    """Three significant digits."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def said(line: Line) -> str:
-    """A line of `speed` in a few words."""
+    """A line of `speed` as a row of text."""
     what = f"{line['task'] or 'attention'} {line['n']} {line['direction']}"
     figures = line["status"] if line["ms"] is None else f"{line['ms']:10.3f} ms"
     peak = "" if line["peak_bytes"] is None else f"  {line['peak_bytes'] / 2**20:9.0f} MiB"
     return f"{what:28} {_name(line['pattern'], line['provider'], line['backend']):44} {figures}{peak}"
-
-
-# ---- training steps ----
 
 
 def _size(line: Line) -> tuple[int, int, int]:
@@ -52,12 +46,12 @@ def _size(line: Line) -> tuple[int, int, int]:
 
 
 def are_published(lines: Sequence[Line]) -> bool:
-    """Whether training steps have the sizes of Long Range Arena's."""
+    """Whether training steps have the published sizes."""
     return all(_size(line) == STEPS[line["task"]] for line in lines)
 
 
 def speedups(lines: Sequence[Line]) -> dict[tuple[str, str, str | None], dict[str, float]]:
-    """(pattern, provider, backend) -> task -> times faster than dense attention with its scores in memory; of one device."""
+    """(pattern, provider, backend) -> task -> speed-up over dense attention with a score matrix, on one device."""
     newest = latest(lines, "pattern", "provider", "backend", "task")
     found: dict[tuple[str, str, str | None], dict[str, float]] = {}
     for (pattern, provider, backend, task), line in newest.items():
@@ -76,7 +70,7 @@ def _cell(line: Line | None, faster: float | None) -> str:
 
 
 def steps_table(lines: Sequence[Line]) -> str:
-    """Training steps of the tasks on one device, and the geometric mean of what they gain, beside the paper's."""
+    """Training steps of the tasks on one device, with the geometric mean of their speed-ups and the paper's."""
     faster, newest = speedups(lines), latest(lines, "pattern", "provider", "backend", "task")
     tasks = [task for task in TASKS if any(key[3] == task for key in newest)]
     sizes = {line["task"]: " x ".join(map(str, _size(line))) for line in lines}
@@ -88,19 +82,10 @@ def steps_table(lines: Sequence[Line]) -> str:
         is_whole = set(gained) == set(TASKS)
         mean = f"**{statistics.geometric_mean(gained.values()):.2f}x**" if is_whole else ""
         paper = SPEEDUP["dense" if pattern == "dense" else "block-sparse"]
-        rows.append(
-            [
-                _name(pattern, provider, backend),
-                *cells,
-                mean,
-                f"{paper}x" if is_whole and has_paper and provider == OURS else "",
-            ]
-        )
+        published = f"{paper}x" if is_whole and has_paper and provider == OURS else ""
+        rows.append([_name(pattern, provider, backend), *cells, mean, published])
     heading = ["ms a step", *(f"{task}, {sizes[task]}" for task in tasks), "geometric mean", f"paper ({DEVICE})"]
     return table(heading, rows)
-
-
-# ---- attention alone ----
 
 
 def _runtime_row(name: str, of_length: dict[int, Line], lengths: Sequence[int], key: str, unit: float) -> list[str]:
@@ -113,22 +98,22 @@ def _runtime_row(name: str, of_length: dict[int, Line], lengths: Sequence[int], 
 
 
 def runtime_table(lines: Sequence[Line], direction: str, *, memory: bool = False) -> str:
-    """Milliseconds of a direction, or MiB, at each length on one device, all lines of one size: batch, heads, head_dim.
+    """Milliseconds of a direction, or MiB, at each length; lines of one device, batch, heads and head_dim.
 
-    The paper's rows stand under ours if the size is its own.
+    The paper's rows follow ours if the size is the published one.
     """
     lengths = sorted({line["n"] for line in lines})
     newest = latest([line for line in lines if line["direction"] == direction], "pattern", "provider", "backend", "n")
     key, unit = ("peak_bytes", 2.0**20) if memory else ("ms", 1.0)
     rows = []
-    for who in dict.fromkeys(each[:3] for each in newest):
-        of_length = {each[3]: line for each, line in newest.items() if each[:3] == who}
-        rows.append(_runtime_row(_name(*who), of_length, lengths, key, unit))
+    for names in dict.fromkeys(each[:3] for each in newest):
+        of_length = {each[3]: line for each, line in newest.items() if each[:3] == names}
+        rows.append(_runtime_row(_name(*names), of_length, lengths, key, unit))
     is_published = (lines[0]["batch"], lines[0]["heads"], lines[0]["head_dim"]) == (BATCH, HEADS, HEAD_DIM)
     paper = MEMORY_MB if memory else RUNTIME_MS[direction]
     for name, published in paper.items() if is_published else ():
         known = dict(zip(LENGTHS, published, strict=False))
-        # a dash is what did not fit, or was not offered, at a published length
+        # a dash: out of memory or not supported at a published length
         cells = [_number(known[n]) if n in known else "-" if n in LENGTHS else "" for n in lengths]
         rows.append([f"{name}, {DEVICE} (paper)", *cells])
     return table(["MiB" if memory else "ms", *(f"{length:,}" for length in lengths)], rows)
@@ -144,7 +129,7 @@ def sizes(lines: Sequence[Line]) -> dict[tuple[Any, ...], list[Line]]:
 
 
 def speed_sections(lines: Sequence[Line]) -> list[str]:
-    """Headings and tables of all lines of `speed`, each device on its own."""
+    """Headings and tables of all lines of `speed`, by device."""
     sections = []
     for device in dict.fromkeys(line["device"] for line in lines):
         here = [line for line in lines if line["device"] == device]
@@ -162,9 +147,6 @@ def speed_sections(lines: Sequence[Line]) -> list[str]:
     return sections
 
 
-# ---- accuracy ----
-
-
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
@@ -180,7 +162,7 @@ def _accuracy_row(line: Line) -> list[str]:
 
 
 def accuracy_sections(lines: Sequence[Line]) -> list[str]:
-    """Tables of tests: released files, data by the rules, and what is not Long Range Arena, never in one table."""
+    """Separate tables for released files, generated data, and tests that are not Long Range Arena's."""
     kinds = {
         "Accuracy on the released files of Long Range Arena": (True, True),
         "Accuracy on data made by the rules of Long Range Arena": (True, False),

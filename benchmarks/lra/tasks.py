@@ -1,8 +1,4 @@
-"""What does each task look like to a model, and how many samples has it?
-
-Knows the table of Long Range Arena: numbers a token can be, labels, lengths, grids, sizes of the splits. Must not know where
-samples come from or what is trained on them.
-"""
+"""Tasks of Long Range Arena: vocabularies, classes, lengths, grids and split sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from . import listops, pathfinder
 
 @dataclass(frozen=True)
 class Sizes:
-    """Samples of each split. pairs: images of Pathfinder that are tested with all four pairs of markers, too."""
+    """Samples of each split. pairs: images of Pathfinder that are also tested with all four pairs of markers."""
 
     train: int
     validation: int
@@ -24,7 +20,7 @@ class Sizes:
 @dataclass(frozen=True)
 class Task:
     """name        as on the command line
-    n_tokens    numbers a token can be, padding included where there is any
+    n_tokens    vocabulary, including padding
     n_classes   labels
     length      tokens of a document, after padding
     n_documents  1; 2 for Retrieval
@@ -51,9 +47,9 @@ TASKS = {
     task.name: task
     for task in (
         Task("listops", listops.N_TOKENS, listops.N_CLASSES, 2000, Sizes(96_000, 2_000, 2_000)),
-        # not of Long Range Arena: the same language in short, for tries
+        # not Long Range Arena's: shorter expressions, for trials
         Task("listops-small", listops.N_TOKENS, listops.N_CLASSES, 257, Sizes(20_000, 1_000, 1_000)),
-        # 1000 octets in the official configuration, 4096 in the paper
+        # 1000 bytes in the official configuration, 4096 in the paper
         Task("text", 257, 2, 1000, Sizes(25_000, 25_000, 25_000)),
         Task("text-4096", 257, 2, 4096, Sizes(25_000, 25_000, 25_000)),
         Task("retrieval", 257, 2, 4000, Sizes(147_086, 18_090, 17_437), n_documents=2),

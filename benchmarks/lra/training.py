@@ -1,8 +1,4 @@
-"""How is a model trained and tested?
-
-Knows Lightning, the loss of either objective, optimiser and schedules, and what a checkpoint must hold for training to go on
-as if it had not stopped. Must not know where samples come from, or kernels.
-"""
+"""Training and testing with Lightning: objectives, learning rates, and checkpoints that resume exactly."""
 
 from __future__ import annotations
 
@@ -36,12 +32,12 @@ from .transfer import Growth, carry_over
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the weights are found.
+    """Settings of a training.
 
-    schedule      after a linear warm-up of `warmup` steps: "cosine" or "linear" to 0 at the trainer's last step, "rsqrt"
-                  (the rate is learning_rate / sqrt(step), as in Long Range Arena), "constant", or "trapezoid", which is
-                  constant, then linear to 0 during the last `cooldown` steps
-    hidden_share  of the tokens hidden from self-pretraining, objective="guess"
+    schedule      after a linear warm-up of `warmup` steps: "cosine" or "linear" to 0 at the last step, "rsqrt"
+                  (learning_rate / sqrt(step), as in Long Range Arena), "constant", or "trapezoid": constant, then
+                  linear to 0 over the last `cooldown` steps
+    hidden_share  share of tokens hidden in self-pretraining, objective="guess"
     """
 
     learning_rate: float = 1e-3
@@ -69,7 +65,7 @@ def rate_at(step: int, recipe: Recipe, last_step: int) -> float:
 
 
 class Answers(Metric):
-    """The logits of each sample of a test, (n, labels), in the order of the samples, gathered from all processes."""
+    """Logits of all test samples, (n, labels), in the order of the samples, gathered from all processes."""
 
     places: list[Tensor]
     logits: list[Tensor]
@@ -84,20 +80,17 @@ class Answers(Metric):
         self.logits.append(logits.float())
 
     def compute(self) -> Tensor:
-        # synchronised lists are one tensor already
+        # lists are single tensors after synchronisation
         return dim_zero_cat(self.logits)[dim_zero_cat(self.places).argsort()]
 
 
 class Experiment(lightning.LightningModule):
     """A model of a task, and how it is trained.
 
-    task          a name of tasks.TASKS
-    architecture  of the model
-    recipe        of the training
-    start         a checkpoint of another experiment whose weights this one begins with: another resolution, an easier
-                  stage, self-pretraining
-    growth        of learned positions that come from a smaller image: "tile" or "interpolate"
-    is_compiled   whether torch.compile fuses what a layer does around its attention
+    task          a name in tasks.TASKS
+    start         a checkpoint with initial weights: another resolution, an easier stage, self-pretraining
+    growth        of learned positions from a smaller image: "tile" or "interpolate"
+    is_compiled   whether layers are compiled, except their attention
     """
 
     def __init__(
@@ -115,25 +108,23 @@ class Experiment(lightning.LightningModule):
         self.recipe = Recipe() if recipe is None else recipe
         self.start, self.growth, self.is_compiled = start, growth, is_compiled
         self.model = Classifier(self.task, Architecture() if architecture is None else architecture)
-        # what the objective does not ask is not trained, and several GPUs do not wait for its gradients
+        # freezes the unused head, whose gradients several GPUs would wait for
         idle = self.model.guess if self.recipe.objective == "classify" else self.model.head
         idle.requires_grad_(False)
         self.validation_accuracy = MulticlassAccuracy(self.task.n_classes, average="micro")
         self.validation_loss = MeanMetric()
         self.answers, self.pair_answers = Answers(), Answers()
         self.result: Result | None = None
-        # of the checkpoint that the weights come from
+        # from the loaded checkpoint
         self.trained_steps, self._goes_on = 0, False
         self._streams: list[dict[str, Any]] | None = None
-
-    # ---- steps ----
 
     def _hidden(self, batch: Batch) -> Tensor:
         is_real = torch.arange(batch.tokens.shape[2], device=self.device) < batch.lengths[:, :, None]
         return is_real & (torch.rand(batch.tokens.shape, device=self.device) < self.recipe.hidden_share)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The loss, and the logits of the labels if those were asked for."""
+        """The loss, and the logits of the labels for objective="classify"."""
         if self.recipe.objective == "guess":
             is_hidden = self._hidden(batch)
             logits = self.model.guess_hidden(batch.tokens, batch.lengths, is_hidden)
@@ -147,7 +138,7 @@ class Experiment(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch) -> None:
-        # the streams of random numbers belong to training
+        # leaves the random streams of training unchanged
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(0)
@@ -178,39 +169,33 @@ class Experiment(lightning.LightningModule):
             print(result)
 
     def test_facts(self) -> dict[str, Any]:
-        """What a line of results says of a test beside its Result: the data, the model, how long it was trained, where."""
+        """The keys of a test's line that Result lacks: data, model, steps and device."""
         data, architecture = self.trainer.datamodule, self.model.architecture  # type: ignore[attr-defined]
         samples = data.batch_size * self.trainer.accumulate_grad_batches
         # not self.device: after a test the weights are back on the CPU
         device = self.trainer.strategy.root_device
         return {
-            "is_lra": belongs(data), "source": data.source, "mask": architecture.mask, "n_layers": architecture.n_layers,
-            "embed_dim": architecture.embed_dim, "weights": sum(weight.numel() for weight in self.model.parameters()),
+            "is_lra": belongs(data), "source": data.source, "mask": architecture.mask,
+            "n_layers": architecture.n_layers, "embed_dim": architecture.embed_dim,
+            "weights": sum(weight.numel() for weight in self.model.parameters()),
             "steps": self.trained_steps, "batch_size": samples, "device": measure.device_name(device),
         }  # fmt: skip
-
-    # ---- optimiser ----
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         recipe, last_step = self.recipe, self.trainer.max_steps
         if recipe.schedule in ("cosine", "linear", "trapezoid") and last_step < 1:
             raise ValueError(f"schedule={recipe.schedule!r} ends at the last step: set trainer.max_steps")
         optimizer = torch.optim.AdamW(
-            [weight for weight in self.parameters() if weight.requires_grad],
-            lr=recipe.learning_rate,
-            betas=recipe.betas,
-            eps=recipe.eps,
-            weight_decay=recipe.weight_decay,
-        )
+            [weight for weight in self.parameters() if weight.requires_grad], lr=recipe.learning_rate,
+            betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay,
+        )  # fmt: skip
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, recipe, last_step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    # ---- beginning and going on ----
 
     def on_fit_start(self) -> None:
         if self.is_compiled:
             self._compile()
-        # a checkpoint that training goes on from has its own weights; which step it has reached is not known yet
+        # a resumed checkpoint has its own weights; global_step is not restored yet
         if self.start is None or self._goes_on:
             return
         found = torch.load(self.start, map_location="cpu", weights_only=True)
@@ -219,7 +204,7 @@ class Experiment(lightning.LightningModule):
         print(f"weights of {self.start}, of {found['task']}; new: {', '.join(fresh) or 'none'}")
 
     def _compile(self) -> None:
-        # an image has always as many tokens
+        # images have a fixed length
         fuse = compile_around_attention if self.task.grid is None else compile_whole
         for block in dict.fromkeys(self.model.encoder.blocks):
             assert isinstance(block, EncoderBlock)
@@ -228,7 +213,7 @@ class Experiment(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"] = self.task.name
         checkpoint["architecture"] = asdict(self.model.architecture)
-        # every process comes here, and one of them writes
+        # called on every process; one of them writes
         streams = [{"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}]
         if self.trainer.world_size > 1:
             gathered: list[Any] = [None] * self.trainer.world_size
@@ -241,7 +226,7 @@ class Experiment(lightning.LightningModule):
         self.trained_steps, self._goes_on = checkpoint["global_step"], True
 
     def on_train_start(self) -> None:
-        # the last thing before the first step: dropout and hidden tokens go on where they were
+        # restores the random streams of dropout and hidden tokens right before the first step
         if self._streams is None:
             return
         if len(self._streams) != self.trainer.world_size:
@@ -257,12 +242,11 @@ class Experiment(lightning.LightningModule):
         self._streams = None
 
     def on_train_epoch_end(self) -> None:
-        # the last step need not be one after which a checkpoint is due; after this hook averaged weights take the place of
-        # those that training goes on with
+        # saves the last step, before averaged weights replace the training weights
         is_last = self.trainer.should_stop or self.global_step == self.trainer.max_steps
         keeper = self.trainer.checkpoint_callback
         if is_last and isinstance(keeper, ModelCheckpoint) and keeper.save_last and keeper.dirpath is not None:
             last = Path(keeper.dirpath) / f"{keeper.CHECKPOINT_NAME_LAST}{keeper.FILE_EXTENSION}"
             self.trainer.save_checkpoint(last)
-            # a keeper that has saved nothing itself would write the averaged weights over them after the last hook
+            # otherwise the callback would overwrite this checkpoint with the averaged weights
             keeper._last_checkpoint_saved = str(last)

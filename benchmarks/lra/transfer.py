@@ -1,7 +1,4 @@
-"""How do the weights of one experiment become the start of another: another resolution, another length, another head?
-
-Knows state dicts of model.Classifier, and how learned positions grow. Must not know data or training.
-"""
+"""Initializes a model with the weights of another resolution, length or head."""
 
 from __future__ import annotations
 
@@ -18,10 +15,9 @@ Growth = Literal["tile", "interpolate"]
 
 
 def grown(weight: Tensor, old: tuple[int, int], new: tuple[int, int], growth: Growth) -> Tensor:
-    """Learned positions of a grid for a larger one: (height * width, embed_dim) to as many as `new` has.
+    """Learned positions of a grid, (height * width, embed_dim), extended to the larger grid `new`.
 
-    growth  "tile": the grid is laid out again and again, as FlashAttention grows Path-64 into Path-X; "interpolate":
-            stretched, bilinearly
+    growth  "tile": the grid is repeated, as FlashAttention grows Path-64 into Path-X; "interpolate": bilinearly
     """
     grid = weight.unflatten(0, old)
     if growth == "tile":
@@ -46,7 +42,7 @@ def _fitted_positions(weight: Tensor, model: Classifier, old: tuple[int, int] | 
 def carry_over(
     model: Classifier, weights: dict[str, Tensor], *, grid: tuple[int, int] | None, growth: Growth = "tile"
 ) -> list[str]:
-    """Load what fits into `model`; returns the names of its weights which keep their first values.
+    """Loads the weights that fit into `model`; returns the names of those that keep their initial values.
 
     weights  the state dict of a Classifier
     grid     of that model's task
@@ -61,7 +57,7 @@ def carry_over(
             continue
         if name.split(".")[0] not in ("head", "guess", "tokens"):
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, but {tuple(own[name].shape)} is needed")
-        # another task has other labels and symbols
+        # labels and symbols differ between tasks
         del fitting[name]
     model.load_state_dict(fitting, strict=False)
     return sorted(own.keys() - fitting.keys())

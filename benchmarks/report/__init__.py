@@ -1,1 +1,1 @@
-"""Tables and plots of what was measured: `python -m benchmarks.report` rewrites all of them."""
+"""Tables and plots of result lines."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.report` rewrites the tables of README.md and benchmarks/README.md and the pictures in results/."""
+"""`python -m benchmarks.report` rewrites the generated sections, tables and pictures."""
 
 from .pages import main
 

@@ -1,7 +1,4 @@
-"""What do masks look like? `python -m benchmarks.report.gallery` draws all of them, and a union, for the README.
-
-Knows the names of the masks and an example of each. Must not know how a layout is stored or drawn.
-"""
+"""Pictures of all masks and of a union: `python -m benchmarks.report.gallery`."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ LENGTH, BLOCK_SIZE = 1024, 32
 
 RANDOM = np.random.default_rng(0)
 GRID, TILE = (32, 32), (4, 8)
-# layouts of at most so many tokens are drawn pair by pair: on a grid the pairs are the pattern
+# tokens up to which layouts are drawn pair by pair, as on grids the pairs make the pattern
 PAIRS_UP_TO = 256
 
-# arguments of each mask of masks.__all__, besides block_size; a length of its own only where it is not LENGTH
+# arguments of each mask of masks.__all__ without block_size; a length only where it is not LENGTH
 EXAMPLES: dict[str, dict[str, Any]] = {
     "a_shape": {"sinks": 32, "window": 192},
     "alibi_windows": {"slopes": [0.05], "threshold": 8},
@@ -64,26 +61,26 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "vertical_slash": {"verticals": [0, 300, 310, 700], "slashes": [0, 64, 320]},
 }
 
-# what the colours are called where a layout is drawn -> what they mean
+# legend of layout.plot -> explanation
 MEANINGS = {
     "full": "full block: every pair of its queries and keys attends",
-    "partial": "partial block: some pairs attend, told apart by a bitmask",
+    "partial": "partial block: some pairs attend, given by a bitmask",
     "empty": "empty block: no pair attends; not stored, never computed",
     "border of a block": "border of a block, where pairs are drawn one by one",
 }
 
 
 def example(name: str) -> BlockLayout:
-    """The layout of a mask with its arguments of the table."""
+    """The layout of a mask with its arguments in EXAMPLES."""
     builder, arguments = getattr(masks, name), dict(EXAMPLES[name])
-    # the others say their length themselves: documents, grids, scores, ...
+    # others get their length from documents, grids, scores, ...
     takes_length = "length" in inspect.signature(builder).parameters
     lengths = (arguments.pop("length", LENGTH),) if takes_length else ()
     return builder(*lengths, **arguments, block_size=BLOCK_SIZE)
 
 
 def _said(value: object) -> str:
-    """A value as a title has room for it: of many numbers the first ones, or how many there are."""
+    """A short form of a value: the first of many numbers, or the shape of an array."""
     if isinstance(value, np.ndarray | torch.Tensor):
         return f"[{' x '.join(map(str, value.shape))} numbers]"
     if isinstance(value, list) and len(value) > 8:
@@ -92,7 +89,7 @@ def _said(value: object) -> str:
 
 
 def call(name: str) -> str:
-    """The mask and, below it, its arguments, without what is the same for all."""
+    """The name of a mask and, below it, its arguments."""
     said = ", ".join(f"{argument}={_said(value)}" for argument, value in EXAMPLES[name].items())
     return f"{name}\n{textwrap.fill(said, 40)}"
 
@@ -114,7 +111,7 @@ def draw(layouts: Mapping[str, BlockLayout], *, across: int) -> Any:
     from matplotlib.figure import Figure
 
     down = -(-len(layouts) // across)
-    # inches: square panels, and around them what is written
+    # inches: square panels with titles and a legend
     figure = Figure(figsize=(3.2 * across, 3.4 * down + 0.8), layout="constrained")
     handles: dict[str, Any] = {}
     for index, (title, layout) in enumerate(layouts.items()):

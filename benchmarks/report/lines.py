@@ -1,30 +1,28 @@
-"""What has been measured? Reads result lines, takes the latest of each measurement, and compares them.
-
-Knows the keys of result lines and how providers are called in prose. Must not know how anything is measured or shown.
-"""
+"""Result lines: reads them, keeps the latest of each measurement, names and groups them."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 Line = dict[str, Any]
 
-# what makes two lines measurements of the same thing: of those, the later one counts
+# the keys that identify a measurement; of repeated measurements the latest counts
 IDENTITY = (
-    "bench", "provider", "backend", "pattern", "n", "batch", "heads", "head_dim", "dtype", "direction", "device", "block_size",
-    "q_len",
+    "bench", "provider", "backend", "pattern", "n", "batch", "heads", "head_dim", "dtype", "direction", "device",
+    "block_size", "q_len",
 )  # fmt: skip
 
-# of --sweep change, the `pattern` with which the others are compared
+# the baseline `pattern` of --sweep change
 SAME_MASK = "same mask"
-# its directions, in prose
-TIMED = {"step": "a step that is waited for", "steps": "a step of many in a row"}
+# directions of --sweep change
+TIMED = {"step": "a synchronised step", "steps": "one of many steps in a row"}
 
-# (provider, backend) -> what a reader calls it, in the order of columns; ours first
+DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+
+# (provider, backend) -> name in tables, in the order of columns; ours first
 LABELS = {
     ("blocksparse_flash", "hopper"): "blocksparse_flash, hopper",
     ("blocksparse_flash", "triton"): "blocksparse_flash, triton",
@@ -50,21 +48,11 @@ class Setting(NamedTuple):
     hidden: int
 
 
-class Ratio(NamedTuple):
-    """How many times faster one is than another: the least, the most, the geometric mean, over `n_cases` measurements."""
-
-    least: float
-    most: float
-    mean: float
-    n_cases: int
-
-
 def read(path: Path, identity: Sequence[str] = IDENTITY) -> list[Line]:
-    """The lines of a file, of equal measurements the latest, in the order in which they were first made.
+    """The lines of a file in the order of their first measurement; of repeated measurements the latest.
 
-    identity  the keys that make two lines measurements of the same thing
-
-    A matrix product is measured in each run, to stand beside what that run measured: one of another commit is another measurement.
+    identity  the keys that identify a measurement; a matrix product is also identified by its commit, since every run
+              measures its own
     """
     found: dict[tuple[Any, ...], Line] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
@@ -75,15 +63,20 @@ def read(path: Path, identity: Sequence[str] = IDENTITY) -> list[Line]:
     return [*found.values()]
 
 
+def select(lines: Iterable[Line], by: tuple[str, str] | None = None, **values: Any) -> list[Line]:
+    """The lines of one provider, (provider, backend) or None for all, whose keys have these values."""
+    return [
+        line
+        for line in lines
+        if (by is None or provider_of(line) == by) and all(line.get(key) == value for key, value in values.items())
+    ]
+
+
 def of_bench(lines: Iterable[Line], bench: str) -> list[Line]:
-    return [line for line in lines if line["bench"] == bench]
+    return select(lines, bench=bench)
 
 
-def of_direction(lines: Iterable[Line], direction: str) -> list[Line]:
-    return [line for line in lines if line["direction"] == direction]
-
-
-def who(line: Line) -> tuple[str, str]:
+def provider_of(line: Line) -> tuple[str, str]:
     return line["provider"], line["backend"]
 
 
@@ -97,8 +90,13 @@ def is_ours(provider: tuple[str, str]) -> bool:
 
 def measured(lines: Iterable[Line]) -> list[tuple[str, str]]:
     """The providers of lines, in the order of columns."""
-    found = dict.fromkeys(map(who, lines))
+    found = dict.fromkeys(map(provider_of, lines))
     return [provider for provider in LABELS if provider in found] + [one for one in found if one not in LABELS]
+
+
+def ours(lines: Iterable[Line]) -> list[tuple[str, str]]:
+    """Our backends among the providers of lines."""
+    return [*filter(is_ours, measured(lines))]
 
 
 def settings(lines: Iterable[Line]) -> dict[Setting, list[Line]]:
@@ -111,10 +109,9 @@ def settings(lines: Iterable[Line]) -> dict[Setting, list[Line]]:
 
 
 def by_device(lines: Iterable[Line]) -> dict[str, list[Line]]:
-    """Lines by device, that with the most lines first."""
-    found: dict[str, list[Line]] = {}
-    for line in lines:
-        found.setdefault(line["device"], []).append(line)
+    """Lines by device, the device with the most lines first."""
+    lines = [*lines]
+    found = {device: select(lines, device=device) for device in dict.fromkeys(line["device"] for line in lines)}
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
@@ -125,49 +122,10 @@ def versions(lines: Iterable[Line], *keys: str) -> str:
 
 
 def matmul_rate(lines: Iterable[Line], shown: Iterable[Line]) -> float | None:
-    """TFLOP/s of a large matrix product in the run that measured `shown`; None if it was not measured, or these are of several runs."""
+    """TFLOP/s of a large matrix product in the run that measured `shown`; None if unknown or if several runs did."""
     runs = {(line["device"], line["commit"]) for line in shown}
     found = [line["tflops"] for line in of_bench(lines, "matmul") if {(line["device"], line["commit"])} == runs]
     return found[0] if found else None
-
-
-def speedup(lines: Sequence[Line], ours: tuple[str, str], peer: tuple[str, str]) -> Ratio | None:
-    """How many times faster ours is, over every measurement, forward and backward, that both have; None without any."""
-
-    def times(provider: tuple[str, str]) -> dict[tuple[Any, ...], float]:
-        return {
-            (line["pattern"], line["head_dim"], line["direction"]): line["ms"]
-            for line in lines
-            if who(line) == provider and line["direction"] in ("fwd", "bwd")
-        }
-
-    mine, theirs = times(ours), times(peer)
-    ratios = [theirs[case] / mine[case] for case in mine.keys() & theirs.keys()]
-    if not ratios:
-        return None
-    mean = math.exp(sum(sorted(map(math.log, ratios))) / len(ratios))
-    return Ratio(min(ratios), max(ratios), mean, len(ratios))
-
-
-def change_costs(lines: Sequence[Line]) -> dict[tuple[tuple[str, str], str, int], float]:
-    """(provider, pattern, head_dim) -> milliseconds that a changed mask adds to a step; lines of one setting and direction."""
-    same = {(who(line), line["head_dim"]): line["ms"] for line in lines if line["pattern"] == SAME_MASK}
-    return {
-        (who(line), line["pattern"], line["head_dim"]): line["ms"] - same[who(line), line["head_dim"]]
-        for line in lines
-        if line["pattern"] != SAME_MASK and (who(line), line["head_dim"]) in same
-    }
-
-
-def change_noise(lines: Iterable[Line]) -> dict[tuple[tuple[str, str], str, int], float]:
-    """(provider, pattern, head_dim) -> milliseconds by which steps vary, with that changed mask or with one for all, 20th to 80th
-    percentile; lines of one setting and direction.
-    """
-    spread = {(who(line), line["pattern"], line["head_dim"]): line["ms_p80"] - line["ms_p20"] for line in lines}
-    return {
-        (provider, way, dim): max(own, spread.get((provider, SAME_MASK, dim), 0.0))
-        for (provider, way, dim), own in spread.items()
-    }
 
 
 def break_even(densities: Sequence[float], times: Sequence[float], dense: float) -> float | None:

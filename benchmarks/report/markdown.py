@@ -1,4 +1,4 @@
-"""How does a table look in Markdown? Knows nothing else."""
+"""Markdown tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first row is its head."""
+    """A table; the first row is its header."""
     head, *body = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])

@@ -1,26 +1,22 @@
-"""How do the measurements look? Draws result lines: speed by pattern, the sweeps, the building of masks.
-
-Knows matplotlib and result lines. Must not know how anything is measured, nor Markdown.
-"""
+"""Plots of result lines: speed by pattern, the sweeps, mask construction, bytes moved, several GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import crossings
 from . import lines as measurements
-from .lines import Line
+from .lines import DIRECTIONS, Line, label, measured, provider_of, select
+from .summaries import dense_times, level_with_dense
 
-DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
-# what --sweep of benchmarks.run.attention takes -> what its picture shows
+# sweeps of benchmarks.run.attention -> titles
 SWEEPS = {
     "length": "Time against length, at a fixed number of keys for each query",
     "density": "Time against density, and where sparse stops paying",
     "block-size": "Time against the block size of the layout",
     "change": "A step with one mask for all steps, and with a new mask each step",
 }
-# ours in blues; colour-blind readers tell the others apart too
+# ours in blues; distinguishable with colour blindness
 COLOURS = {
     ("blocksparse_flash", "hopper"): "#08306b",
     ("blocksparse_flash", "triton"): "#4292c6",
@@ -66,9 +62,6 @@ def short(count: float) -> str:
         if count >= size and count % size == 0:
             return f"{count // size:.0f}{letter}"
     return f"{count:g}"
-
-
-# ---- panels ----
 
 
 def _figure(down: int, across: int, title: str) -> tuple[Any, Any]:
@@ -145,13 +138,9 @@ def _panels(lines: Sequence[Line], title: str) -> tuple[Any, list[tuple[Any, lis
     panels = []
     for row, head_dim in zip(axes, head_dims, strict=True):
         for axis, (direction, said) in zip(row, DIRECTIONS.items(), strict=True):
-            found = [line for line in lines if line["head_dim"] == head_dim and line["direction"] == direction]
             axis.set_title(f"{said}, head_dim {head_dim}", fontsize=10)
-            panels.append((axis, found))
+            panels.append((axis, select(lines, head_dim=head_dim, direction=direction)))
     return figure, panels
-
-
-# ---- pictures ----
 
 
 def speed(lines: Sequence[Line], rate: float | None) -> Any:
@@ -164,13 +153,13 @@ def speed(lines: Sequence[Line], rate: float | None) -> Any:
     figure, panels = _panels(lines, title)
     for axis, found in panels:
         patterns = {line["pattern"]: line["density"] for line in found}
-        providers = measurements.measured(found)
+        providers = measured(found)
         width = 0.84 / max(1, len(providers))
         for place, provider in enumerate(providers):
-            mine = [line for line in found if measurements.who(line) == provider]
+            mine = select(found, provider)
             lefts = [[*patterns].index(line["pattern"]) - 0.42 + (place + 0.5) * width for line in mine]
             axis.bar(
-                lefts, [line["tflops"] for line in mine], 0.92 * width, color=colour(provider), label=measurements.label(provider)
+                lefts, [line["tflops"] for line in mine], 0.92 * width, color=colour(provider), label=label(provider)
             )  # fmt: skip
         if rate is not None:
             axis.axhline(rate, color="black", linestyle=":", linewidth=1, label="a large matrix product")
@@ -182,28 +171,39 @@ def speed(lines: Sequence[Line], rate: float | None) -> Any:
     return figure
 
 
-def length(lines: Sequence[Line]) -> Any:
-    """Curves: time over length, both logarithmic; dense grows with the square."""
-    figure, panels = _panels(lines, f"{SWEEPS['length']}\n{_where(lines)}; bands: 20th to 80th percentile")
+def _sweep(lines: Sequence[Line], title: str, at: Callable[[Line], float], unit: str, dashed: Sequence[str]) -> Any:
+    """Curves: time over `at`, a curve for each provider and pattern; block sizes are not part of a pattern's name."""
+    figure, panels = _panels(lines, title)
     for axis, found in panels:
-        for provider in measurements.measured(found):
-            for pattern in dict.fromkeys(line["pattern"] for line in found):
-                mine = [line for line in found if measurements.who(line) == provider and line["pattern"] == pattern]
+        for provider in measured(found):
+            for pattern in dict.fromkeys(line["pattern"].partition(", ")[0] for line in found):
+                mine = [line for line in select(found, provider) if line["pattern"].partition(", ")[0] == pattern]
                 if mine:
-                    name = f"{measurements.label(provider)}, {pattern}"
-                    _curve(axis, mine, lambda line: line["n"], name, colour(provider))
-                    axis.lines[-1].set_linestyle("--" if pattern in ("dense", "causal") else "-")
-        lengths = sorted({line["n"] for line in found})
-        _ticks(axis, lengths, [short(n) for n in lengths])
+                    _curve(axis, mine, at, f"{label(provider)}, {pattern}", colour(provider))
+                    axis.lines[-1].set_linestyle("--" if pattern in dashed else "-")
+        places = sorted({at(line) for line in found})
+        _ticks(axis, places, [short(place) for place in places])
         _plain_log(axis)
-        axis.set_xlabel("tokens")
+        axis.set_xlabel(unit)
     _legend(figure)
     return figure
 
 
+def length(lines: Sequence[Line]) -> Any:
+    """Curves: time over length, both logarithmic."""
+    title = f"{SWEEPS['length']}\n{_where(lines)}; bands: 20th to 80th percentile"
+    return _sweep(lines, title, lambda line: line["n"], "tokens", ("dense", "causal"))
+
+
+def block_sizes(lines: Sequence[Line]) -> Any:
+    """Curves: time over the side of a block, at equal density."""
+    title = f"{SWEEPS['block-size']}\n{_where(lines)}, {lines[0]['n']:,} tokens; the share stored is equal"
+    return _sweep(lines, title, block_size, "side of a block, tokens", ("random",))
+
+
 def swept(lines: Sequence[Line], sweep: str) -> list[Line]:
-    """What is drawn and told of a sweep. Of density only head_dims measured up to half of all blocks: less shows no break-even."""
-    found = measurements.of_bench(lines, sweep)
+    """The lines of a sweep. Of density only head_dims measured up to half of all blocks: fewer show no break-even."""
+    found = select(lines, bench=sweep)
     if sweep == "density":
         reached = {line["head_dim"] for line in found if line["pattern"] != "dense" and line["density"] >= 0.5}
         found = [line for line in found if line["head_dim"] in reached]
@@ -216,23 +216,19 @@ def density(lines: Sequence[Line]) -> Any:
         lines, f"{SWEEPS['density']}\n{_where(lines)}, {lines[0]['n']:,} tokens, random 128 x 128 blocks"
     )
     for axis, found in panels:
-        for provider in measurements.measured(found):
-            mine = [line for line in found if measurements.who(line) == provider and line["pattern"] != "dense"]
+        for provider in measured(found):
+            mine = [line for line in select(found, provider) if line["pattern"] != "dense"]
             if mine:
-                _curve(axis, mine, lambda line: line["density"], measurements.label(provider), colour(provider))
-        for line in crossings.dense_times(found):
-            provider = measurements.who(line)
-            name = f"dense, {measurements.label(provider)}"
+                _curve(axis, mine, lambda line: line["density"], label(provider), colour(provider))
+        for line in dense_times(found):
+            provider = provider_of(line)
+            name = f"dense, {label(provider)}"
             axis.axhline(line["ms"], color=colour(provider), linestyle="--", linewidth=1, label=name)
-        levels = {
-            one: crossings.level_with_dense(found, one)
-            for one in measurements.measured(found)
-            if measurements.is_ours(one)
-        }
         said = []
-        for provider, where in levels.items():
+        for provider in measurements.ours(found):
+            where = level_with_dense(found, provider)
             if where is not None:
-                level = crossings.dense_times(found)[0]["ms"]
+                level = dense_times(found)[0]["ms"]
                 axis.plot([where], [level], marker="o", markersize=9, markerfacecolor="none", color=colour(provider))
                 said.append(f"{where:.0%} ({provider[1]})")
         if said:
@@ -247,50 +243,23 @@ def density(lines: Sequence[Line]) -> Any:
     return figure
 
 
-def block_sizes(lines: Sequence[Line]) -> Any:
-    """Curves: time over the side of a block, the density being the same."""
-    figure, panels = _panels(
-        lines, f"{SWEEPS['block-size']}\n{_where(lines)}, {lines[0]['n']:,} tokens; the share stored is equal"
-    )
-    for axis, found in panels:
-        for provider in measurements.measured(found):
-            for pattern in dict.fromkeys(line["pattern"].rpartition(", ")[0] for line in found):
-                mine = [
-                    line
-                    for line in found
-                    if measurements.who(line) == provider and line["pattern"].rpartition(", ")[0] == pattern
-                ]
-                if mine:
-                    name = f"{measurements.label(provider)}, {pattern}"
-                    _curve(axis, mine, block_size, name, colour(provider))
-                    axis.lines[-1].set_linestyle("--" if pattern == "random" else "-")
-        sizes = sorted({block_size(line) for line in found})
-        _ticks(axis, sizes, [str(size) for size in sizes])
-        _plain_log(axis)
-        axis.set_xlabel("side of a block, tokens")
-    _legend(figure)
-    return figure
-
-
 def change(lines: Sequence[Line]) -> Any:
-    """Bars: a step (mask, forward, backward) that is waited for, with the same mask and with a new one; a panel a length."""
-    lines = measurements.of_direction(lines, "step")
+    """Bars: a synchronised step (mask, forward, backward) with one mask and with new ones; a panel per length."""
+    lines = select(lines, direction="step")
     cases = sorted({(line["n"], -line["head_dim"]) for line in lines})
     title = f"{SWEEPS['change']}\n{_where(lines)}; wall clock of mask, forward and backward"
     figure, axes = _figure(len(cases), 1, title)
     # names of ways are long
     figure.set_figwidth(9)
     for axis, (n, minus_head_dim) in zip(axes[:, 0], cases, strict=True):
-        found = [line for line in lines if (line["n"], -line["head_dim"]) == (n, minus_head_dim)]
+        found = select(lines, n=n, head_dim=-minus_head_dim)
         ways = [*dict.fromkeys(line["pattern"] for line in found)]
-        providers = measurements.measured(found)
+        providers = measured(found)
         for place, provider in enumerate(providers):
-            mine = [line for line in found if measurements.who(line) == provider]
+            mine = select(found, provider)
             heights = [line["ms"] for line in mine]
             rows = [ways.index(line["pattern"]) - 0.42 + (place + 0.5) * 0.84 / len(providers) for line in mine]
-            bars = axis.barh(
-                rows, heights, 0.78 / len(providers), color=colour(provider), label=measurements.label(provider)
-            )
+            bars = axis.barh(rows, heights, 0.78 / len(providers), color=colour(provider), label=label(provider))
             axis.bar_label(bars, [f"{height:.3g}" for height in heights], padding=3, fontsize=8)
         axis.set_yticks(range(len(ways)), ways)
         axis.invert_yaxis()
@@ -313,10 +282,10 @@ def masks(lines: Sequence[Line]) -> Any:
     )
     for axis, pattern in zip(axes[0], shared, strict=True):
         for provider, (name, hue) in MASK_LOOKS.items():
-            mine = [line for line in lines if line["provider"] == provider and line["pattern"] == pattern]
+            mine = select(lines, provider=provider, pattern=pattern)
             if mine:
                 _curve(axis, mine, lambda line: line["n"], name, hue)
-        lengths = sorted({line["n"] for line in lines if line["pattern"] == pattern})
+        lengths = sorted({line["n"] for line in select(lines, pattern=pattern)})
         _ticks(axis, lengths, [short(n) for n in lengths])
         _plain_log(axis)
         axis.set_title(pattern, fontsize=10)
@@ -325,24 +294,20 @@ def masks(lines: Sequence[Line]) -> Any:
     return figure
 
 
-def io(lines: Sequence[Line], expected: dict[str, Callable[[Line], float]], measured: Callable[[Line], float]) -> Any:
-    """Curves: bytes moved over density, of each backend, beside what is `expected` of a line, both logarithmic.
+def io(lines: Sequence[Line], expected: dict[str, Callable[[Line], float]], counted: Callable[[Line], float]) -> Any:
+    """Curves: bytes moved over density, per backend, with the `expected` bytes of each line; both axes logarithmic.
 
-    measured  the bytes between L2 and the multiprocessors
+    counted  the bytes between L2 and the SMs
     """
     heads = max(line["heads"] for line in lines)
-    lines = [line for line in lines if line["heads"] == heads]
+    lines = select(lines, heads=heads)
     where = f"{lines[0]['device']}, bf16, batch {lines[0]['batch']}, {heads} heads, {lines[0]['n']:,} tokens"
     figure, panels = _panels(lines, f"Bytes moved against the share of stored blocks\n{where}")
     for axis, found in panels:
-        for provider in measurements.measured(found):
-            mine = sorted(
-                (line for line in found if measurements.who(line) == provider), key=lambda line: line["density"]
-            )
-            places, hue, name = [line["density"] for line in mine], colour(provider), measurements.label(provider)
-            axis.plot(
-                places, [measured(line) for line in mine], marker="o", color=hue, label=f"L2 to multiprocessors, {name}"
-            )
+        for provider in measured(found):
+            mine = sorted(select(found, provider), key=lambda line: line["density"])
+            places, hue, name = [line["density"] for line in mine], colour(provider), label(provider)
+            axis.plot(places, [counted(line) for line in mine], marker="o", color=hue, label=f"L2 to SMs, {name}")
             memory = [line["dram_read_bytes"] + line["dram_write_bytes"] for line in mine]
             axis.plot(
                 places, memory, marker="s", markersize=4, linestyle="--", color=hue, label=f"device memory, {name}"
@@ -362,20 +327,21 @@ def io(lines: Sequence[Line], expected: dict[str, Callable[[Line], float]], meas
 
 def context(lines: Sequence[Line]) -> Any:
     """Speed-ups of a forward and backward over one GPU: a panel for each number of ranks, length and key heads."""
-    lines = [line for line in lines if line["direction"] == "step"]
+    lines = select(lines, direction="step")
     cases = [*dict.fromkeys((line["ranks"], line["n"], line["kv_heads"]) for line in lines)]
     across = min(len(cases), 2)
-    title = f"Forward and backward on several GPUs, times as fast as one; a dash is the bound ({lines[0]['device']}, {lines[0]['dtype']})"
+    where = f"{lines[0]['device']}, {lines[0]['dtype']}"
+    title = f"Forward and backward on several GPUs, times as fast as one; a dash is the bound ({where})"
     figure, axes = _figure(-(-len(cases) // across), across, title)
     for axis, (ranks, n, kv_heads) in zip(axes.flat, cases, strict=False):
-        shown = [line for line in lines if (line["ranks"], line["n"], line["kv_heads"]) == (ranks, n, kv_heads)]
+        shown = select(lines, ranks=ranks, n=n, kv_heads=kv_heads)
         patterns = [*dict.fromkeys(line["pattern"] for line in shown)]
-        for i, (name, (label, hue)) in enumerate(CONTEXT_LOOKS.items()):
-            mine = [line for line in shown if line["provider"] == name]
+        for i, (name, (legend, hue)) in enumerate(CONTEXT_LOOKS.items()):
+            mine = select(shown, provider=name)
             places = [patterns.index(line["pattern"]) + 0.2 * (i - 1.5) for line in mine]
             if not mine:
                 continue
-            axis.bar(places, [line["speedup"] for line in mine], 0.18, color=hue, label=label)
+            axis.bar(places, [line["speedup"] for line in mine], 0.18, color=hue, label=legend)
             bounds = [line["speedup"] * line["ms"] / line["bound_ms"] for line in mine]
             axis.hlines(bounds, [place - 0.09 for place in places], [place + 0.09 for place in places], color="black")
         axis.axhline(ranks, color="#888888", linewidth=0.7, linestyle=":")
@@ -393,7 +359,7 @@ def figures(
 ) -> dict[str, Any]:
     """Name -> Figure of everything that was measured; a sweep that was not run has none."""
     found: dict[str, Any] = {}
-    if of_speed := measurements.of_bench(attention, "attention"):
+    if of_speed := select(attention, bench="attention"):
         shown = next(iter(measurements.settings(of_speed).values()))
         found["speed"] = speed(shown, measurements.matmul_rate(attention, shown))
     drawings = {"length": length, "density": density, "block-size": block_sizes, "change": change}
@@ -401,6 +367,6 @@ def figures(
         if shown := swept(attention, name):
             found[name] = draw(shown)
     found["masks"] = masks(mask_lines)
-    if shared := measurements.of_bench(context_lines, "context_parallel"):
+    if shared := select(context_lines, bench="context_parallel"):
         found["context_parallel"] = context(shared)
     return found

@@ -1,1 +1,1 @@
-"""What measures: each module is a command, `python -m benchmarks.run.attention`, that appends JSON lines to results/."""
+"""Measurements: each module is a command that appends JSON lines to results/."""

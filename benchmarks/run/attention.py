@@ -1,24 +1,22 @@
-"""How fast is attention beside its peers? `python -m benchmarks.run.attention` on a CUDA GPU, one JSON line a figure.
+"""Speed of attention and its peers: `python -m benchmarks.run.attention` on a CUDA GPU, one JSON line a figure.
+Peers: FlexAttention, compiled and with full blocks (for causal a partial diagonal); for dense and causal the kernels
+of scaled_dot_product_attention, cuDNN, FlashAttention-2 and "math"; and, where installed, FlashAttention-4,
+FlashInfer, MIT's Block-Sparse-Attention, xFormers and NATTEN. Outputs and gradients are compared with float32 on
+sampled rows before timing; wrong ones are reported and not timed.
 
-Peers in the same run: FlexAttention, compiled and given full blocks (for causal a partial diagonal); for dense and causal
-what scaled_dot_product_attention has, cuDNN, FlashAttention-2 and plain products ("math"); and, where they are installed,
-FlashAttention-4, FlashInfer, MIT's Block-Sparse-Attention, xFormers and NATTEN. Output and gradients are compared with
-float32 on sampled rows before anything is timed; a wrong one is reported and not timed.
+Lines: direction is "fwd", "bwd" (backward alone), "mask" (wall clock: from a bool per block on the host to the mask on
+the device), "step" or "steps" (--sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored
+blocks: 4 * heads * nnz * block_size^2 * head_dim forward, 2.5 times that backward. One line has the rate of a matrix
+product of 8192 x 8192 x 8192.
 
-Lines: direction is "fwd", "bwd" (backward alone), "mask" (wall clock: from a bool for each block on the host to the mask on
-the device), "step" or "steps" (of --sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored blocks:
-4 * heads * nnz * block_size^2 * head_dim forward, 2.5 times that backward. One line says what a matrix product of
-8192 x 8192 x 8192 reaches.
-
---sweep length      2 K to 1 M tokens, the keys of each query fixed, beside dense
---sweep density     1 % to 100 % of random blocks, beside dense
---sweep block-size  blocks of 16 to 256 tokens, the density fixed
---sweep regroup     masks of blocks of 128 in finer blocks, all of which are stored, or 80 % in each block of 128
---sweep change      a step with one mask for all, with a new one made on the host, and with one selected on the GPU;
-                    FlexAttention's from lists that are ready, and from create_block_mask, eager and compiled. "step" is
-                    one that the host waits for, "steps" one of many in a row, as in training, where the host runs ahead
---sweep deterministic
-                    the patterns by `hopper` with deterministic=True and without; all other kernels have equal bits anyway
+--sweep length         2 K to 1 M tokens, fixed keys per query, and dense
+--sweep density        1 % to 100 % of random blocks, and dense
+--sweep block-size     blocks of 16 to 256 tokens at one density
+--sweep regroup        masks of blocks of 128 in finer blocks: all of them stored, or 80 % of each block of 128
+--sweep change         a step with one mask, with a new mask from the host, and with a mask selected on the GPU;
+                       FlexAttention's from prepared lists and from create_block_mask, eager and compiled. The host
+                       waits for each "step"; "steps" run in a row, as in training
+--sweep deterministic  the patterns by `hopper` with deterministic=True and without; other kernels are deterministic
 
 `python -m benchmarks.report` makes tables and pictures of the lines.
 """
@@ -41,7 +39,7 @@ from .peers import Call, Peer, Prepare, Shape, ours, peers
 
 
 class Run(NamedTuple):
-    """What is equal in all measurements of one head_dim."""
+    """Settings shared by all measurements of one head_dim."""
 
     batch: int
     hidden: int
@@ -54,13 +52,10 @@ class Run(NamedTuple):
         return Shape(self.batch, self.hidden // self.head_dim, self.head_dim, self.device)
 
 
-# ---- what lines have in common ----
-
-
 def inputs(run: Run, length: int, *, tokens_first: bool = False) -> tuple[list[Tensor], Tensor]:
-    """([q, k, v], dout), bf16 (batch, heads, length, head_dim), drawn the same for everyone.
+    """([q, k, v], dout), bf16 (batch, heads, length, head_dim), the same values for every peer.
 
-    tokens_first  in memory (batch, length, heads, head_dim)
+    tokens_first  stored as (batch, length, heads, head_dim)
     """
     generator = torch.Generator(device=run.device).manual_seed(0)
     size = (run.batch, run.shape.heads, length, run.head_dim)
@@ -73,7 +68,7 @@ def inputs(run: Run, length: int, *, tokens_first: bool = False) -> tuple[list[T
 
 
 def facts(bench: str, name: str, pattern: Pattern, peer: Peer, run: Run) -> dict[str, Any]:
-    """The part of a line that says what was measured where."""
+    """The keys of a line that describe the measurement, without its figures."""
     return {
         "bench": bench, "provider": peer.provider, "backend": peer.backend, "pattern": name, "density": pattern.density,
         "n": pattern.length, "batch": run.batch, "heads": run.shape.heads, "head_dim": run.head_dim, "dtype": "bf16",
@@ -82,7 +77,7 @@ def facts(bench: str, name: str, pattern: Pattern, peer: Peer, run: Run) -> dict
 
 
 def is_right(call: Call, tensors: list[Tensor], pattern: Pattern, said: str) -> bool:
-    """Whether output and gradients are right; says so if they are not."""
+    """Whether output and gradients are right; prints their errors if not."""
     q, k, v = tensors
     errors = correctness.worst_errors(call, (q, k, v), pattern)
     if all(error <= correctness.TOLERANCE for error in errors.values()):
@@ -92,11 +87,8 @@ def is_right(call: Call, tensors: list[Tensor], pattern: Pattern, said: str) -> 
     return False
 
 
-# ---- forward and backward ----
-
-
 def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
-    """Measure every peer that has such a mask on one pattern, forward and backward, and print a row each."""
+    """Measures every peer that supports the pattern, forward and backward, and prints a row each."""
     for peer in among:
         said = f"{peer.provider:22} {peer.backend:6} {case.name:14} {case.pattern.length:8} head_dim {run.head_dim:3}"
         refusal = peer.refuses(case.pattern, run.shape)
@@ -107,7 +99,7 @@ def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
 
 
 def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> None:
-    """Measure every case. What was compiled for other shapes is dropped: it would count against the limit of PyTorch."""
+    """Measures every case. Kernels compiled for other shapes are dropped: they count towards PyTorch's limit."""
     compiled_for: tuple[int, int] | None = None
     for case in cases:
         sizes = case.pattern.length, case.pattern.block_size
@@ -118,7 +110,7 @@ def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> No
 
 
 def time_one(case: sweeps.Case, peer: Peer, run: Run, said: str) -> None:
-    """Mask, forward and backward of one peer on one pattern: a line each."""
+    """Times mask, forward and backward of one peer on one pattern: a line each."""
     pattern = case.pattern
     tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
     q, k, v = tensors
@@ -145,13 +137,10 @@ def time_one(case: sweeps.Case, peer: Peer, run: Run, said: str) -> None:
     print(row, flush=True)
 
 
-# ---- a new mask each step ----
-
-
 def change(among: Iterable[Peer], run: Run, length: int, *, steps: int = 20) -> None:
-    """Wall clock of a step, mask, forward and backward: one mask for all, a new one each, one selected on the GPU.
+    """Times a step (mask, forward, backward) with one mask, with a new mask each, and with masks selected on the GPU.
 
-    steps  of a round; each is waited for, and then as many run in a row
+    steps  timed one by one, and as many in a row
     """
     for peer in among:
         said = f"{peer.provider:22} {peer.backend:6} {length:8} head_dim {run.head_dim:3}"
@@ -162,7 +151,7 @@ def change(among: Iterable[Peer], run: Run, length: int, *, steps: int = 20) -> 
 
 def _time_steps(peer: Peer, run: Run, length: int, steps: int, said: str) -> None:
     tensors, dout = inputs(run, length, tokens_first=peer.tokens_first)
-    # drawn before, as a model would have them: only what makes masks of them is timed
+    # drawn in advance, as in a model: only making masks of them is timed
     drawn = [sweeps.changing(length, seed=seed) for seed in range(steps)]
     scores = [torch.rand(drawn[0].blocks.shape, device=run.device) for _ in range(steps)]
     pattern = drawn[0]
@@ -188,7 +177,7 @@ def _time_steps(peer: Peer, run: Run, length: int, steps: int, said: str) -> Non
     setup_ms = measure.first_call_milliseconds(lambda: step(kept))
     if not is_right(kept, tensors, pattern, said):
         return
-    # each begins with the first mask
+    # each way starts with the first mask
     ways: dict[str, Callable[[], Callable[[], None]]] = {
         SAME_MASK: lambda: functools.partial(step, kept),
         "new mask from the host": functools.partial(changing, peer.prepare),
@@ -228,13 +217,14 @@ def _time_steps(peer: Peer, run: Run, length: int, steps: int, said: str) -> Non
 
 
 def matmul(run: Run, *, side: int = 8192) -> None:
-    """What the machine reaches on one large matrix product: the measure of all others."""
+    """Times one large matrix product, whose rate is the reference for all others."""
     a, b = (torch.randn(side, side, device=run.device, dtype=torch.bfloat16) for _ in range(2))
     setup_ms = measure.first_call_milliseconds(lambda: a @ b)
     times = measure.milliseconds(lambda: a @ b)
     tflops = 2 * side**3 / times["ms"] * 1e-9
     line = {
-        "bench": "matmul", "provider": "torch", "backend": "cublas", "pattern": "dense", "density": 1.0, "n": side, "batch": 1,
+        "bench": "matmul", "provider": "torch", "backend": "cublas", "pattern": "dense", "density": 1.0, "n": side,
+        "batch": 1,
         "heads": 1, "head_dim": side, "dtype": "bf16", "direction": "fwd", **times, "tflops": tflops,
         "peak_bytes": measure.peak_bytes(lambda: a @ b), "setup_ms": setup_ms, **measure.environment(),
     }  # fmt: skip
@@ -242,29 +232,23 @@ def matmul(run: Run, *, side: int = 8192) -> None:
     print(f"matrix product {side} x {side} x {side}: {tflops:.1f} TFLOP/s", flush=True)
 
 
-# ---- the command ----
-
-
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "attention.jsonl")
     parser.add_argument("--sweep", choices=sweeps.NAMES, help="default: none, the patterns at one length")
     parser.add_argument(
-        "--length", type=int, help="tokens, a multiple of 256; default: 16384, of --sweep length 1048576"
+        "--length", type=int, help="tokens, a multiple of 256; default 16384, of --sweep length 1048576"
     )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--patterns", nargs="+", help="names; default: all")
     parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.jsonl"), help="appended to")
     options = parser.parse_args(arguments)
     if options.length is None:
         options.length = 1 << 20 if options.sweep == "length" else 1 << 14
     if options.length < 256 or options.length % 256:
         parser.error(f"--length must be a positive multiple of 256, got {options.length}")
-    for head_dim in options.head_dims:
-        if head_dim < 1 or options.hidden % head_dim:
-            parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")
+    measure.check_head_dims(parser, options)
     if options.sweep == "change" and options.patterns is not None:
         parser.error("--patterns does not go with --sweep change, which has one pattern, random")
     if options.sweep == "deterministic" and options.providers is not None:
@@ -277,7 +261,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(asked: list[str] | None, capability: tuple[int, int]) -> list[Peer]:
-    """The peers to compare; says which are not installed, and refuses a name that nobody has."""
+    """The peers to compare; prints those that are not installed, and refuses unknown names."""
     there, absent = peers(capability)
     for peer in absent:
         print(f"not installed, so not compared: {peer.provider} ({peer.package})")
@@ -295,8 +279,7 @@ def chosen(asked: list[str] | None, capability: tuple[int, int]) -> list[Peer]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
+    measure.require_gpu()
     capability = torch.cuda.get_device_capability()
     if options.sweep == "deterministic":
         if capability != (9, 0):

@@ -1,7 +1,4 @@
-"""How many bytes should attention move? The bound of block-sparse FlashAttention, and what our tiles load.
-
-Knows lines of benchmarks.run.io, and which kernels a call launches. Must not know how anything is measured or shown.
-"""
+"""Bytes that attention must move (the bound of block-sparse FlashAttention), and bytes that our tiles load."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from blocksparse_flash.explanation.prediction import padded_dim
 from ..report.lines import Line
 from .calibrate import KERNELS
 
-# bytes of a bfloat16, of a float32
+# bytes of a bfloat16 and of a float32
 SIZE, FLOAT = 2, 4
 
 
 def on_chip(line: Line) -> int:
-    """Bytes that the multiprocessors asked for, which is what the theorem counts; all of L2's where those were not told apart."""
+    """Bytes requested by the SMs, which the theorem counts; all L2 bytes where they were not counted separately."""
     return line["l2_bytes"] if line["sm_bytes"] is None else line["sm_bytes"]
 
 
@@ -38,10 +35,11 @@ def theorem(line: Line) -> float:
 
 
 def of_tiles(line: Line) -> int:
-    """Bytes that the programs load and store, if each tile of a line loads its other side anew.
+    """Bytes that the programs load and store if nothing stays in L2.
 
-    A program of a row holds q (in the backward dout too) and loads k and v of each tile; one of a column holds k and v, and loads q,
-    dout and their statistics. What a line is split into loads each tile for itself. `hopper` adds dq of each tile in float32.
+    The program of a tile row holds q (in the backward also dout) and loads k and v of each tile; that of a tile column
+    holds k and v and loads q, dout, lse and delta. Every split loads its own tiles. `hopper` also adds dq of each tile
+    in float32.
     """
     axes, rows = line["batch"] * line["heads"], line["n"] * line["head_dim"] * SIZE
     n_lines = line["n"] // TILE
@@ -72,7 +70,7 @@ def _call(line: Line) -> Call:
 
 
 class Linear(NamedTuple):
-    """bytes = at_zero + slope * density, by least squares; fit is the coefficient of determination, 1.0 for a straight line."""
+    """bytes = at_zero + slope * density, by least squares; fit is R^2."""
 
     at_zero: float
     slope: float
@@ -80,7 +78,7 @@ class Linear(NamedTuple):
 
 
 def linear(lines: Sequence[Line], of: Callable[[Line], float]) -> Linear:
-    """How the bytes of a call grow with density; at least two densities."""
+    """Linear fit of the bytes of a call over density; needs two densities or more."""
     density = np.array([line["density"] for line in lines])
     moved = np.array([of(line) for line in lines], dtype=float)
     slope, at_zero = np.polyfit(density, moved, 1)

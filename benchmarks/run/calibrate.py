@@ -1,9 +1,9 @@
-"""Which coefficients make explain's prediction fit the measurements? `python -m benchmarks.run.calibrate`
-
-Reads the result lines of benchmarks.run.attention and writes blocksparse_flash/explanation/calibration.json: for each GPU, backend, head_dim and
-direction the rates of the model in blocksparse_flash/explanation/prediction.py, by least squares on log(predicted / measured), so that short
-times count as much as long ones. A weak prior holds what the lines do not determine. Prints every line beside its prediction, and
-how far off a fit is on lines that it has not seen. Needs no GPU.
+"""Fits the coefficients of explain's time predictions: `python -m benchmarks.run.calibrate`
+Reads the result lines of benchmarks.run.attention and writes blocksparse_flash/explanation/calibration.json: for each
+GPU, backend, head_dim and direction the rates of the model in blocksparse_flash/explanation/prediction.py, by least
+squares on log(predicted / measured), so that short times count as much as long ones. A weak prior holds coefficients
+that the lines do not determine. Prints every line with its prediction, and the errors on lines left out of the fit.
+Needs no GPU.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from . import sweeps
 
 Array = NDArray[np.float64]
 
-# the GPUs of the result lines: multiprocessors, highest clock, and the bandwidth that a copy reaches
+# GPUs of the fit: compute capability, SMs, highest clock in MHz, bandwidth of a copy in GB/s
 DEVICES = {"NVIDIA H200": Device("NVIDIA H200", (9, 0), 132, 1980.0, 4300.0)}
-# those that nothing is fitted to: their lines tell how well rates are scaled to a GPU that was not measured. What such a GPU tells of itself
+# GPUs without a fit of their own; their lines test the scaling of rates to another GPU
 SCALED = {"NVIDIA H100 80GB HBM3": Device("NVIDIA H100 80GB HBM3", (9, 0), 132, 1980.0, 2933.0)}
 BENCHES = ("attention", "length", "density", "block-size")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# parts of which each in turn is not seen
+# parts of the cross-validation
 FOLDS = 5
 
 
 class Prior(NamedTuple):
-    """What a coefficient is taken for without measurements, and how firmly: residual = firmness * log(value / prior)."""
+    """The value of a coefficient without measurements: residual = firmness * log(coefficient / value)."""
 
     value: float
     firmness: float
 
 
-# a tile's microseconds come from the lines; two kernels of one direction are told apart by their measured ratio
+# the lines determine a tile's microseconds; measured ratios separate two kernels of one direction
 PROGRAM, MASKING, LAUNCH = Prior(1.0, 0.02), Prior(0.3, 0.05), Prior(8.0, 0.05)
 TILE, RATIO = 0.02, 0.3
-# two programs of triton share a multiprocessor, hopper's one has it to itself
+# two programs of triton share an SM, one of hopper occupies it
 ALONE = {"triton": Prior(1.5, 0.05), "hopper": Prior(1.0, 0.05)}
 
-# (backend, padded head_dim, direction) -> (side, programs of a line, microseconds of a tile) of each kernel that walks tiles.
-# triton: the tables of kernels/forward.py and backward.py on sm90, and the milliseconds of a dense call that they name
+# (backend, padded head_dim, direction) -> (side, splits, microseconds of a tile) of each kernel that iterates over
+# tiles, as in the tables of the kernels on sm90
 KERNELS = {
     ("triton", 128, "fwd"): (Kernel("rows", 1, 2.1),),
     ("triton", 64, "fwd"): (Kernel("rows", 1, 1.3),),
@@ -71,7 +71,7 @@ KERNELS = {
 
 
 class Measured(NamedTuple):
-    """A result line, and what the model must know of it."""
+    """A result line with the inputs of the model."""
 
     line: Line
     call: Call
@@ -79,11 +79,8 @@ class Measured(NamedTuple):
     moved: Moved
 
 
-# ---- from lines to calls ----
-
-
 class Asked(NamedTuple):
-    """What a case of benchmarks.run.attention asks of attention."""
+    """The arguments of attention in a case of benchmarks.run.attention."""
 
     layout: BlockLayout | None
     causal: bool
@@ -92,7 +89,7 @@ class Asked(NamedTuple):
 
 @functools.cache
 def asked(bench: str, name: str, length: int) -> Asked:
-    """The case that a line names."""
+    """The arguments of the case that a line names."""
     sweep = None if bench == "attention" else bench
     for case in sweeps.cases(sweep, length):
         pattern = case.pattern
@@ -107,7 +104,7 @@ def device_of(line: Line) -> Device:
 
 
 def measured(line: Line) -> Measured:
-    """The call that a line timed; its tensors hold nothing."""
+    """The call that a line timed, with tensors on the meta device."""
     layout, causal, density = asked(line["bench"], line["pattern"], line["n"])
     if abs(density - line["density"]) > 1e-6:
         raise ValueError(
@@ -115,7 +112,7 @@ def measured(line: Line) -> Measured:
             f"{line['density']:.6g}: the pattern was another one when it was measured; measure it again"
         )
     shape = line["batch"], line["heads"], line["n"], line["head_dim"]
-    # a shape and strides, which the copy engine could read
+    # shape and strides that TMA can load
     x = torch.empty(shape, dtype=DTYPES[line["dtype"]], device="meta")
     call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
     n_multiprocessors = device_of(line).multiprocessors
@@ -128,17 +125,14 @@ def measured(line: Line) -> Measured:
 def usable(
     lines: Sequence[Line], devices: Container[str] = DEVICES.keys()
 ) -> dict[tuple[str, str, int, str], list[Line]]:
-    """Our lines of these devices by (device, backend, head_dim, direction); says which cannot be used."""
+    """Our lines of these devices by (device, backend, head_dim, direction); prints devices that are unknown."""
     found: dict[tuple[str, str, int, str], list[Line]] = {}
     unused: set[str] = set()
     for line in lines:
-        if not measurements.is_ours(measurements.who(line)) or line["direction"] not in ("fwd", "bwd"):
+        if not measurements.is_ours(measurements.provider_of(line)) or line["direction"] not in ("fwd", "bwd"):
             continue
-        if (
-            line["bench"] not in BENCHES
-            or line["dtype"] not in DTYPES
-            or line["n"] * line["batch"] < prediction.FEWEST_TOKENS
-        ):
+        is_short = line["n"] * line["batch"] < prediction.FEWEST_TOKENS
+        if line["bench"] not in BENCHES or line["dtype"] not in DTYPES or is_short:
             continue
         if line["device"] not in devices:
             unused.add(line["device"])
@@ -154,11 +148,8 @@ def usable(
     return found
 
 
-# ---- the fit ----
-
-
 def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:
-    """The rates that logarithms of coefficients stand for: each kernel's tile_us, then program, masking, alone, launch_us."""
+    """Rates from logarithms of coefficients: tile_us of each kernel, then program, masking, alone, launch_us."""
     *tiles, program, masking, alone, launch = np.exp(coefficients)
     fitted = tuple(kernel._replace(tile_us=float(tile)) for kernel, tile in zip(kernels, tiles, strict=True))
     # a program alone is never faster than its share
@@ -173,10 +164,7 @@ def predicted(one: Measured, rates: Rates) -> float:
 
 
 def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates | None = None) -> Rates:
-    """The rates of one device, backend, head_dim and direction.
-
-    near  where to begin; None: at the prior
-    """
+    """The rates of one device, backend, head_dim and direction. near: start of the search; None is the prior."""
     priors = [*(Prior(kernel.tile_us, TILE) for kernel in kernels), PROGRAM, MASKING, ALONE[backend], LAUNCH]
     expected = np.log([prior.value for prior in priors])
     firmness = np.array([prior.firmness for prior in priors])
@@ -190,7 +178,7 @@ def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, ne
         away = coefficients - expected
         return np.concatenate([misses, firmness * away, RATIO * (away[1 : len(kernels)] - away[0])])
 
-    # the makespan has steps, which a small difference would see instead of the slope, and below which nothing converges
+    # the makespan is piecewise constant: smaller differences see its steps instead of the slope, and do not converge
     options = {"diff_step": 1e-3, "loss": "soft_l1", "f_scale": 0.1, "ftol": 1e-4, "xtol": 1e-4}
     return rates_of(optimize.least_squares(residuals, start, **options).x, kernels)
 
@@ -201,7 +189,7 @@ def errors(lines: Sequence[Measured], rates: Rates) -> list[float]:
 
 
 def unseen_error(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates) -> float:
-    """The worst error on lines that the fit has not seen, in FOLDS parts."""
+    """The worst error of a cross-validation with FOLDS parts."""
     worst = 0.0
     for fold in range(min(FOLDS, len(lines))):
         seen = [one for index, one in enumerate(lines) if index % FOLDS != fold]
@@ -221,7 +209,7 @@ def calibrate(lines: Sequence[Line]) -> list[Calibration]:
         sizes = [abs(error) for error in off]
         one = Calibration(
             DEVICES[device], backend, head_dim, direction, rates, len(found),
-            tuple(dict.fromkeys(line["bench"] for line in group)), tuple(dict.fromkeys(line["commit"] for line in group)),
+            *(tuple(dict.fromkeys(line[key] for line in group)) for key in ("bench", "commit")),
             statistics.median(sizes), max(sizes), unseen_error(found, kernels, backend, rates),
         )  # fmt: skip
         made.append(one)

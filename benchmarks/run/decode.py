@@ -1,14 +1,13 @@
-"""How fast is a step of decoding? `python -m benchmarks.run.decode` on a CUDA GPU, one JSON line a figure.
+"""Speed of a decoding step: `python -m benchmarks.run.decode` on a CUDA GPU, one JSON line a figure.
 
-A few queries at the end of a long sequence of keys, bf16, 32 query heads on 8 kv heads, head_dim 128: all keys ("dense"), or
-with a layout the same for all heads ("sparse"): 128 sinks, a window of 1,024 tokens, 10 % of the blocks at random, causal.
-Beside FlexAttention, compiled and given the same layout, and scaled_dot_product_attention, which has dense only.
+A few queries at the end of many keys, bf16, 32 query heads on 8 kv heads, head_dim 128: all keys ("dense"), or a layout
+shared by all heads ("sparse"): 128 sinks, a window of 1,024 tokens, 10 % of the blocks at random, causal. Peers:
+FlexAttention, compiled, with the same layout, and scaled_dot_product_attention, dense only. Outputs are compared with
+float32 on sampled heads before timing; wrong ones are reported and not timed.
 
-What comes out is compared with float32 on sampled heads before anything is timed; a wrong one is reported and not timed.
-
-Lines: direction "graph" is a replay of a CUDA graph of the call with the L2 cache emptied, which leaves out the host;
-"call" is the clock on the wall around one call. gb_per_s counts the stored blocks of k and v, once for each kv head;
-copy_share is that over what a copy of 1 GiB reads and writes in the same run. setup_ms is the first call, which compiles.
+Lines: direction "graph" is the replay of a CUDA graph with a cold L2 cache, without host time; "call" is the wall
+clock of one call. gb_per_s counts the stored blocks of k and v, once per kv head; copy_share is that relative to the
+rate at which a copy of 1 GiB reads and writes. setup_ms is the first call, which compiles.
 """
 
 from __future__ import annotations
@@ -27,13 +26,15 @@ import masks
 from blocksparse_flash import BlockLayout, attention, interop
 
 from . import measure
-from .correctness import TOLERANCE
+from .correctness import TOLERANCE, relative_error
 from .peers import Call, compiled_flex
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 128
 KEYS = [
-    "bench", "provider", "backend", "pattern", "density", "n", "q_len", "batch", "heads", "kv_heads", "head_dim", "dtype",
-    "direction", "ms", "ms_p20", "ms_p80", "gb_per_s", "copy_share", "peak_bytes", "setup_ms", "device", "torch", "triton",
+    "bench", "provider", "backend", "pattern", "density", "n", "q_len", "batch", "heads", "kv_heads", "head_dim",
+    "dtype",
+    "direction", "ms", "ms_p20", "ms_p80", "gb_per_s", "copy_share", "peak_bytes", "setup_ms", "device", "torch",
+    "triton",
     "commit",
 ]  # fmt: skip
 
@@ -62,11 +63,11 @@ class Case(NamedTuple):
 
     @property
     def stored_bytes(self) -> float:
-        """Of the blocks of k and v that a step has to read."""
+        """Bytes of k and v that a step has to read."""
         return self.density * self.batch * KV_HEADS * self.kv_len * HEAD_DIM * 2 * 2
 
 
-# the first is what a server does; then one sequence
+# a batch as on a server, then one sequence
 CASES = [
     Case(batch, q_len, kv_len, pattern)
     for batch, q_len, kv_len in [
@@ -78,7 +79,7 @@ CASES = [
 
 
 class Provider(NamedTuple):
-    """Who computes; prepare makes the mask, on the device, and returns the call, or None for what it has no mask for."""
+    """One implementation; prepare makes the mask on the device and returns the call, or None if it has no such mask."""
 
     name: str
     backend: str
@@ -118,7 +119,7 @@ PROVIDERS = [
 
 
 def inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v, drawn the same for everyone."""
+    """q, k, v, the same values for every provider."""
     generator = torch.Generator(device=device).manual_seed(0)
     q, k, v = (
         torch.randn(case.batch, heads, length, HEAD_DIM, device=device, dtype=torch.bfloat16, generator=generator)
@@ -128,7 +129,7 @@ def inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def worst_error(call: Call, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | None) -> float:
-    """The largest difference from float32, relative to the largest value, over the first and the last head and one between."""
+    """The largest relative error against float32, over the first head, the last and one between."""
     out = call(q, k, v)
     mask = None if layout is None else layout.to_dense()[0, 0].to(q.device)
     errors = []
@@ -138,13 +139,12 @@ def worst_error(call: Call, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
         expected = scores.softmax(-1) @ v[batch, kv_head].float()
-        errors.append((out[batch, head].float() - expected).abs().max() / expected.abs().max())
-    # max() may drop a NaN
+        errors.append(relative_error(out[batch, head], expected))
     return torch.stack(errors).max().item()
 
 
 def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The replay of a CUDA graph of a call that has been made before."""
+    """The replay of a CUDA graph of a call, which must have been made before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -164,7 +164,7 @@ def copy_rate(device: str, *, size: int = 1 << 30) -> float:
 
 @torch.no_grad()
 def lines(case: Case, provider: Provider, device: str, copied: float) -> Iterator[dict[str, Any]]:
-    """A line a figure; none, and a sentence, from what is wrong."""
+    """A line a figure; none if the output is wrong, which is printed."""
     call = provider.prepare(case, device)
     if call is None:
         return
@@ -188,7 +188,7 @@ def lines(case: Case, provider: Provider, device: str, copied: float) -> Iterato
 
 
 def run(case: Case, provider: Provider, device: str, copied: float, out: Path) -> None:
-    """Measures and writes; what does not fit, and what a peer refuses, is printed with its reason."""
+    """Measures one case and writes its lines."""
     said = f"{provider.name:18} {case.pattern:6} batch {case.batch} q_len {case.q_len:2} kv_len {case.kv_len:8}"
 
     def work() -> None:
@@ -204,28 +204,26 @@ def run(case: Case, provider: Provider, device: str, copied: float, out: Path) -
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "decode.jsonl")
     names = [provider.name for provider in PROVIDERS]
     parser.add_argument("--providers", nargs="+", choices=names, default=names)
     parser.add_argument("--patterns", nargs="+", choices=["sparse", "dense"], default=["sparse", "dense"])
     parser.add_argument("--batches", nargs="+", type=int, choices=[1, 8], default=[8, 1], help="8: one shape only")
     parser.add_argument("--kv-lens", nargs="+", type=int, default=[1 << 14, 1 << 17, 1 << 20])
     parser.add_argument("--q-lens", nargs="+", type=int, choices=[1, 16, 64], default=[1, 16, 64])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.jsonl"), help="appended to")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
+    measure.require_gpu()
     copied = copy_rate("cuda")
     print(f"a copy of 1 GiB: {copied:.0f} GB/s", flush=True)
     for case in CASES:
         asked = case.pattern in options.patterns and case.batch in options.batches
         if not asked or case.kv_len not in options.kv_lens or case.q_len not in options.q_lens:
             continue
-        # what was compiled for other shapes would count against PyTorch's limit
+        # kernels compiled for other shapes count towards PyTorch's limit
         torch.compiler.reset()
         for provider in PROVIDERS:
             if provider.name in options.providers:

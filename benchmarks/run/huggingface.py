@@ -1,17 +1,14 @@
-"""How fast does a model of transformers train with a layout? `python -m benchmarks.run.huggingface`, one JSON line a figure.
-
-A step is forward, loss, backward and AdamW, of GPT-2 small and BERT-large as published, but for their lengths, their weights,
-which are random, and dropout, which is off; in bfloat16 autocast. Ours stands beside transformers' "sdpa" and "eager", first
-with attention as the model has it (causal, dense), then with a layout, which the other two are given as a mask of every pair.
-What the models give is compared before anything is timed; what does not fit into the device's memory is said and left out.
+"""Training speed of transformers models with a layout: `python -m benchmarks.run.huggingface`, one JSON line a figure.
+A step is forward, loss, backward and AdamW, in bfloat16 autocast, of GPT-2 small and BERT-large with random weights,
+longer sequences and no dropout. Baselines are transformers' "sdpa" and "eager"; first with the model's own attention
+(causal, dense), then with a layout, which the baselines get as a mask of every pair. Outputs are compared before
+timing; cases that do not fit into memory are reported.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,33 +20,17 @@ from blocksparse_flash import BlockLayout
 from blocksparse_flash.huggingface import KEY, NAME, register
 
 from . import measure
+from .correctness import relative_error
 
 LAYOUT = "butterfly | local(window=256)"
 PROVIDERS = {NAME: "blocksparse_flash", "sdpa": "transformers sdpa", "eager": "transformers eager"}
 KEYS = [
-    "bench",
-    "provider",
-    "model",
-    "pattern",
-    "density",
-    "n",
-    "batch",
-    "dtype",
-    "direction",
-    "ms",
-    "ms_p20",
-    "ms_p80",
-    "tokens_per_s",
-    "peak_bytes",
-    "setup_ms",
-    "device",
-    "torch",
-    "transformers",
-    "commit",
-]
+    "bench", "provider", "model", "pattern", "density", "n", "batch", "dtype", "direction", "ms", "ms_p20", "ms_p80",
+    "tokens_per_s", "peak_bytes", "setup_ms", "device", "torch", "transformers", "commit",
+]  # fmt: skip
 
 
-# of a config, instead of those published
+# values of a config that replace the published ones
 Sizes = dict[str, Any] | None
 
 
@@ -65,19 +46,16 @@ CASES = [Case("gpt2", 4096, 4), Case("gpt2", 16384, 1), Case("bert-large", 512, 
 
 
 def config_of(case: Case, sizes: Sizes = None) -> Any:
-    """The published sizes, without dropout, for the case's length; `sizes` replaces some."""
-    no_dropout: dict[str, Any]
+    """The published sizes without dropout, for the length of the case; `sizes` replaces some."""
+    settings: dict[str, Any]
     if case.model == "gpt2":
-        no_dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-        return transformers.GPT2Config(**{"n_positions": case.n, "use_cache": False, **no_dropout, **(sizes or {})})
-    no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    large: dict[str, Any] = {
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    }
-    return transformers.BertConfig(**{**large, "max_position_embeddings": case.n, **no_dropout, **(sizes or {})})
+        settings = {"n_positions": case.n, "use_cache": False, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        return transformers.GPT2Config(**{**settings, **(sizes or {})})
+    settings = {
+        "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+        "max_position_embeddings": case.n, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    return transformers.BertConfig(**{**settings, **(sizes or {})})
 
 
 def model_of(case: Case, how: str, pattern: str | None, sizes: Sizes, device: torch.device) -> Any:
@@ -91,21 +69,20 @@ def model_of(case: Case, how: str, pattern: str | None, sizes: Sizes, device: to
 
 
 def layout_of(case: Case, pattern: str | None) -> BlockLayout:
-    """What a query attends to, the model's causality included."""
+    """The layout, including the model's causality."""
     everything = masks.local(case.n, window=(None, None)) if pattern is None else masks.build(pattern, case.n)
     return everything & masks.causal(case.n) if case.model == "gpt2" else everything
 
 
 def mask_of(case: Case, how: str, pattern: str | None, device: torch.device) -> Tensor | None:
-    """The attention_mask that makes transformers' own attention attend as the layout does."""
+    """The attention_mask that gives transformers' own attention the same mask."""
     if pattern is None or how == NAME:
         return None
     attends = layout_of(case, pattern).to_dense().to(device)
     if how == "sdpa":
         return attends
-    return torch.zeros(attends.shape, dtype=torch.bfloat16, device=device).masked_fill_(
-        ~attends, torch.finfo(torch.bfloat16).min
-    )
+    zeros = torch.zeros(attends.shape, dtype=torch.bfloat16, device=device)
+    return zeros.masked_fill_(~attends, torch.finfo(torch.bfloat16).min)
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> None:
@@ -120,14 +97,14 @@ def train(model: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) 
 def measured(
     case: Case, how: str, pattern: str | None, expected: Tensor | None, device: torch.device, n_steps: int, sizes: Sizes
 ) -> tuple[Tensor, dict[str, Any] | None]:
-    """What the model gives, on the host, and its figures, None if that is not what is expected."""
+    """The hidden states, on the host, and the figures, None if the hidden states are wrong."""
     model, mask = model_of(case, how, pattern, sizes, device), mask_of(case, how, pattern, device)
     tokens = torch.randint(model.config.vocab_size, (case.batch, case.n), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": tokens.to(device), "attention_mask": mask}
     with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
         hidden = model.base_model(**inputs).last_hidden_state.float().cpu()
     if expected is not None:
-        error = ((hidden - expected).abs().max() / expected.abs().max()).item()
+        error = relative_error(hidden, expected).item()
         if not error < 0.05:
             print(f"{PROVIDERS[how]:18} {case} {pattern}: WRONG, relative error {error:.3g}; not timed", flush=True)
             return hidden, None
@@ -140,7 +117,7 @@ def measured(
 def run(
     case: Case, pattern: str | None, device: torch.device, *, n_steps: int = 10, sizes: Sizes = None
 ) -> Iterator[dict[str, Any]]:
-    """A result line for each provider that fits; sdpa comes first, and is what the others are compared with."""
+    """A result line for each provider that fits; sdpa is first, as the reference of the others."""
     density = layout_of(case, pattern).density
     name = pattern or ("causal" if case.model == "gpt2" else "dense")
     expected: Tensor | None = None
@@ -156,7 +133,8 @@ def run(
         if line is None:
             continue
         yield {
-            "bench": "huggingface", "provider": PROVIDERS[how], "model": case.model, "pattern": name, "density": density,
+            "bench": "huggingface", "provider": PROVIDERS[how], "model": case.model, "pattern": name,
+            "density": density,
             "n": case.n, "batch": case.batch, "dtype": "bf16", "direction": "step", **line,
             "tokens_per_s": 1000 * case.batch * case.n / line["ms"],
             "device": measure.device_name(device), "torch": torch.__version__,
@@ -165,14 +143,12 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "huggingface.jsonl")
     parser.add_argument("--models", nargs="+", default=["gpt2", "bert-large"], help="of gpt2, bert-large")
     parser.add_argument("--pattern", default=LAYOUT, help="specification of the layout, as masks.build reads it")
     parser.add_argument("--steps", type=int, default=10, help="timed")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/huggingface.jsonl"), help="appended to")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
+    measure.require_gpu()
     transformers.logging.set_verbosity_error()
     register()
     for case in CASES:
@@ -182,7 +158,8 @@ def main() -> None:
             for line in run(case, pattern, torch.device("cuda", 0), n_steps=arguments.steps):
                 measure.append(arguments.out, line, KEYS)
                 print(
-                    f"{line['provider']:18} {case.model:10} {case.n:6} tokens {line['pattern']:30} {line['ms']:8.1f} ms  "
+                    f"{line['provider']:18} {case.model:10} {case.n:6} tokens {line['pattern']:30} {line['ms']:8.1f} "
+                    f"ms  "
                     f"{line['tokens_per_s']:9.0f} tokens/s  {line['peak_bytes'] / 2**30:6.2f} GiB",
                     flush=True,
                 )

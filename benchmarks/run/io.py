@@ -1,12 +1,11 @@
-"""How many bytes does attention move, against density? `python -m benchmarks.run.io` on a CUDA GPU, with Nsight Compute.
+"""Bytes moved by attention over density: `python -m benchmarks.run.io` on a CUDA GPU, with Nsight Compute.
+Block-sparse FlashAttention moves Theta(N d + s N^2 d^2 / M) numbers between the large memory and a small one of M
+numbers, at a share s of stored blocks (FlashAttention, https://arxiv.org/abs/2205.14135, Proposition 4). Here these
+are the bytes between L2 and the SMs, with M the shared memory of a program. Device memory is counted as well; it moves
+much less, since L2 holds 50 MB and more. Each kernel is profiled separately, with empty caches.
 
-Block-sparse FlashAttention moves Theta(N d + s N^2 d^2 / M) numbers between the large memory and the small one of M numbers, at a
-share s of stored blocks (FlashAttention, https://arxiv.org/abs/2205.14135, Proposition 4). What the theorem counts are here the bytes
-between L2 and the multiprocessors, M being the shared memory of a program; device memory stands beside it: L2 holds 50 MB and
-more, so much less comes from there. Each kernel is profiled by itself, with empty caches.
-
-The command runs itself under `ncu`, which must be there and allowed to read the GPU's counters, and appends a JSON line for
-each density, head_dim, number of heads, direction to benchmarks/results/io.jsonl; `python -m benchmarks.report` tells and draws them.
+The command runs itself under `ncu`, which needs permission to read the GPU's counters, and appends a JSON line for each
+density, head_dim, number of heads and direction to benchmarks/results/io.jsonl.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from blocksparse_flash import attention
 
 from . import measure, patterns
 
-# of ncu: what is counted, and which key of a line has it. Sectors have 32 bytes; those that the multiprocessors ask for leave
-# out what the two halves of a Hopper's L2 ask of each other
+# metrics of ncu -> key of a line, bytes per unit. Sectors have 32 bytes; those requested by the SMs exclude the traffic
+# between the two parts of a Hopper's L2
 COUNTERS = {
     "dram__bytes_read.sum": ("dram_read_bytes", 1),
     "dram__bytes_write.sum": ("dram_write_bytes", 1),
     "lts__t_bytes.sum": ("l2_bytes", 1),
     "lts__t_sectors_srcnode_gpc.sum": ("sm_bytes", 32),
 }
-# not every GPU counts them
+# not available on every GPU
 OPTIONAL = "lts__t_sectors_srcnode_gpc.sum"
 UNITS = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12, "sector": 1}
-# PyTorch's kernel that waits, by which the profiled process says that the next call begins
+# PyTorch's sleep kernel, which marks the start of a call
 MARKER = "spin_kernel"
 DIRECTIONS = ("fwd", "bwd")
 DENSITIES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
@@ -51,7 +50,7 @@ KEYS = [
 
 
 class Case(NamedTuple):
-    """One mask at one size; every call of it is profiled forward and backward."""
+    """One mask at one size, profiled forward and backward."""
 
     heads: int
     head_dim: int
@@ -68,9 +67,6 @@ def cases(options: argparse.Namespace) -> list[Case]:
     ]
 
 
-# ---- what ncu says ----
-
-
 class Counted(NamedTuple):
     """A kernel that was profiled, and its counters by metric."""
 
@@ -79,7 +75,7 @@ class Counted(NamedTuple):
 
 
 def table(text: str) -> Iterator[dict[str, str]]:
-    """The rows of ncu's comma-separated values, by column; what it says before and after them is left out."""
+    """The rows of ncu's CSV output by column, without the text around them."""
     lines = text.splitlines()
     starts = [index for index, line in enumerate(lines) if line.startswith('"ID",')]
     if not starts:
@@ -89,7 +85,7 @@ def table(text: str) -> Iterator[dict[str, str]]:
 
 
 def kernels(text: str) -> list[Counted]:
-    """Every kernel that ncu profiled, in the order of their launches: its output has a row for each kernel and metric."""
+    """The profiled kernels in launch order; ncu writes a row per kernel and metric."""
     found: dict[int, Counted] = {}
     for row in table(text):
         name, unit, value = row["Metric Name"], row["Metric Unit"], row["Metric Value"].replace(",", "")
@@ -106,7 +102,7 @@ def kernels(text: str) -> list[Counted]:
 
 
 def calls(profiled: Sequence[Counted]) -> list[list[Counted]]:
-    """The kernels of each call: a marker begins one."""
+    """The kernels of each call; a marker starts a call."""
     found: list[list[Counted]] = []
     for one in profiled:
         if MARKER in one.kernel:
@@ -119,7 +115,7 @@ def calls(profiled: Sequence[Counted]) -> list[list[Counted]]:
 
 
 def summed(call: Iterable[Counted]) -> dict[str, Any]:
-    """The counters of all kernels of a call, by the keys of a line; None for what was not counted."""
+    """Sums of the counters of a call by the keys of a line; None if not counted."""
     call = [*call]
     said: dict[str, Any] = {"n_kernels": len(call)}
     for metric, (key, size) in COUNTERS.items():
@@ -128,11 +124,8 @@ def summed(call: Iterable[Counted]) -> dict[str, Any]:
     return said
 
 
-# ---- the process that is profiled ----
-
-
 def profiled(options: argparse.Namespace) -> None:
-    """Every case, forward and backward, each after a marker; only those are profiled."""
+    """Runs every case, forward and backward, each after a marker; only these are profiled."""
     for heads, head_dim, density in cases(options):
         layout = patterns.random(options.length, density=density).layout()
         size = options.batch, heads, options.length, head_dim
@@ -152,9 +145,6 @@ def profiled(options: argparse.Namespace) -> None:
             torch.cuda.profiler.stop()
 
 
-# ---- the command ----
-
-
 def counted_by(ncu: str) -> list[str]:
     """The metrics of COUNTERS that this GPU has."""
     said = subprocess.run([ncu, "--query-metrics"], capture_output=True, text=True, check=False)
@@ -163,7 +153,7 @@ def counted_by(ncu: str) -> list[str]:
 
 
 def ncu_command(ncu: str, log: Path, metrics: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """This module under ncu, which leaves the clocks alone and writes into `log`."""
+    """The command of this module under ncu, with unlocked clocks, logging to `log`."""
     return [
         *(ncu, "--csv", "--log-file", str(log), "--print-units", "base", "--clock-control", "none"),
         *("--profile-from-start", "off", "--metrics", ",".join(metrics)),
@@ -172,7 +162,7 @@ def ncu_command(ncu: str, log: Path, metrics: Sequence[str], arguments: Sequence
 
 
 def lines_of(text: str, options: argparse.Namespace, where: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The result lines in what ncu wrote; `where` has the keys that are the same in all."""
+    """The result lines from ncu's output; `where` has the keys that all lines share."""
     found, expected = calls(kernels(text)), cases(options)
     if len(found) != len(DIRECTIONS) * len(expected):
         raise ValueError(f"ncu profiled {len(found)} calls, expected {len(DIRECTIONS) * len(expected)}")
@@ -181,13 +171,15 @@ def lines_of(text: str, options: argparse.Namespace, where: dict[str, Any]) -> I
         pattern = patterns.random(options.length, density=case.density)
         yield {
             "bench": "io", "provider": "blocksparse_flash", "backend": options.backend,
-            "pattern": f"random, {case.density:g}", "density": pattern.density, "n": options.length, "batch": options.batch,
-            "heads": case.heads, "head_dim": case.head_dim, "dtype": "bf16", "direction": direction, **summed(call), **where,
+            "pattern": f"random, {case.density:g}", "density": pattern.density, "n": options.length,
+            "batch": options.batch,
+            "heads": case.heads, "head_dim": case.head_dim, "dtype": "bf16", "direction": direction, **summed(call),
+            **where,
         }  # fmt: skip
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "io.jsonl")
     parser.add_argument("--backend", choices=("triton", "hopper"), default="triton")
     parser.add_argument("--length", type=int, default=1 << 14, help="tokens, a multiple of 128")
     parser.add_argument("--batch", type=int, default=1)
@@ -195,7 +187,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
     parser.add_argument("--ncu", default="ncu", help="Nsight Compute's command, where it is not on the PATH")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/io.jsonl"), help="appended to")
     parser.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.length < patterns.BLOCK or options.length % patterns.BLOCK:
@@ -214,8 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ncu = shutil.which(options.ncu)
     if ncu is None:
         raise SystemExit(f"needs Nsight Compute, but there is no command {options.ncu}; --ncu says where it is")
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
+    measure.require_gpu()
     # missing in PyTorch's stubs
     shared_memory = torch.cuda.get_device_properties(0).shared_memory_per_block_optin  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
@@ -234,7 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure.append(options.out, line, KEYS)
         print(
             f"{line['backend']:7} heads {line['heads']:2} head_dim {line['head_dim']:3} density {line['density']:6.4f} "
-            f"{line['direction']}   device memory {(line['dram_read_bytes'] + line['dram_write_bytes']) / 1e6:9.1f} MB   "
+            f"{line['direction']}   device memory {(line['dram_read_bytes'] + line['dram_write_bytes']) / 1e6:9.1f} "
+            f"MB   "
             f"L2 {line['l2_bytes'] / 1e6:9.1f} MB   {line['n_kernels']} kernels",
             flush=True,
         )

@@ -1,16 +1,13 @@
-"""How long does it take to build a mask, and how much memory? `python -m benchmarks.run.masks`, one JSON line a figure.
-
-Ours on one core: every family at 65,536 tokens, and three masks at 1,048,576. Beside it, at the lengths that they
-survive: FlexAttention's create_block_mask, which evaluates every pair, as it is and compiled, and the dense way (a bool
-for every pair, then any() over blocks), which is how layouts are made from patterns elsewhere. All masks are checked
-block by block against each other before they are timed. Everything runs on one thread, so that processor time is what it
-would take on a machine that does nothing else. Compiled, a mask function costs a compilation before its first mask: that
-first call has a line of its own, in wall time, as the C++ compiler is another process. Peak memory is that of the process over what it held before, so it needs Linux and glibc.
+"""Time and memory of building masks: `python -m benchmarks.run.masks`, one JSON line a figure.
+Ours on one core: every family at 65,536 tokens, and three masks at 1,048,576. Peers, at shorter lengths:
+FlexAttention's create_block_mask, which evaluates every pair, eager and compiled, and a dense mask (a bool per pair,
+then any() over blocks). All masks are compared block by block before timing. Times are processor times of one thread,
+except the first compiled call, whose compilation has a line of its own in wall time, since the C++ compiler is another
+process. Peak memory is that of the process over its value before the call; it needs Linux and glibc.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import platform
@@ -30,31 +27,17 @@ from . import measure
 
 BLOCK = 128
 KEYS = [
-    "bench",
-    "provider",
-    "pattern",
-    "density",
-    "n",
-    "block_size",
-    "nnz",
-    "ms",
-    "ms_p20",
-    "ms_p80",
-    "peak_bytes",
-    "layout_bytes",
-    "device",
-    "torch",
-    "numpy",
-    "commit",
-]
-# tokens; the dense way holds a byte for every pair, create_block_mask eight and more
+    "bench", "provider", "pattern", "density", "n", "block_size", "nnz", "ms", "ms_p20", "ms_p80", "peak_bytes",
+    "layout_bytes", "device", "torch", "numpy", "commit",
+]  # fmt: skip
+# tokens; a dense mask takes a byte per pair, create_block_mask eight and more
 PEER_LENGTHS = (4096, 8192, 16384)
 
 Predicate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Case(NamedTuple):
-    """A mask to be built; `attends` says it pair by pair where peers can build it too."""
+    """A mask to build; `attends` is its predicate over pairs where peers can build it too."""
 
     pattern: str
     n: int
@@ -63,7 +46,7 @@ class Case(NamedTuple):
 
 
 def bounds(n: int, n_documents: int) -> np.ndarray:
-    """cu_seqlens of documents that begin at random."""
+    """cu_seqlens of documents with random boundaries."""
     begins = np.random.default_rng(0).choice(np.arange(1, n), n_documents - 1, replace=False)
     return np.concatenate([[0], np.sort(begins), [n]])
 
@@ -137,7 +120,7 @@ def comparable(n: int) -> Iterator[Case]:
 
 
 def dense_blocks(case: Case) -> torch.Tensor:
-    """bool (rows, cols): which blocks have a pair, from the mask of all pairs."""
+    """bool (rows, cols): blocks with a pair, from the mask of all pairs."""
     assert case.attends is not None
     position = torch.arange(case.n)
     mask = case.attends(position[:, None], position[None, :])
@@ -152,8 +135,8 @@ def flex_blocks(case: Case, create: Callable[..., Any] = create_block_mask) -> A
 
 
 def compiled_for(case: Case) -> tuple[Callable[[], Any], float]:
-    """A compiled call that makes the BlockMask, and what compiling it took, in milliseconds."""
-    # nothing of another mask is kept: after a few of them, PyTorch would stop compiling and not say so
+    """A compiled call that makes the BlockMask, and the milliseconds of its compilation."""
+    # without a reset PyTorch silently stops compiling after a few masks
     torch.compiler.reset()
     torch.compiler.config.force_disable_caches = True
     create = torch.compile(create_block_mask, fullgraph=True, dynamic=False)
@@ -163,32 +146,31 @@ def compiled_for(case: Case) -> tuple[Callable[[], Any], float]:
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Memory of the process at the highest point of a call, over what it held before."""
+    """Peak memory of the process during a call, over its memory before."""
 
     def status(field: str) -> int:
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
         return 1024 * int(line.split()[1])
 
     gc.collect()
-    # what was freed goes back to the system, so that it counts when it is taken again
+    # returns freed memory to the system, so that it counts when it is allocated again
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = status("VmRSS")
-    # sets the highest point back to what is held now
+    # resets the peak
     Path("/proc/self/clear_refs").write_text("5")
     call()
     return max(0, status("VmHWM") - before)
 
 
 def milliseconds(call: Callable[[], Any], *, seconds: float = 0.5, least: int = 3) -> dict[str, float]:
-    """Median, 20th and 80th percentile of a call's processor time, over half a second of them or three calls."""
+    """Median and percentiles of a call's processor time, over `seconds` of calls, at least `least`."""
     times: list[float] = []
     until = time.process_time() + seconds
     while len(times) < least or (time.process_time() < until and len(times) < 200):
         begin = time.process_time()
         call()
         times.append(1000 * (time.process_time() - begin))
-    median, low, high = np.quantile(times, [0.5, 0.2, 0.8]).tolist()
-    return {"ms": median, "ms_p20": low, "ms_p80": high}
+    return measure.percentiles(times)
 
 
 def processor() -> str:
@@ -200,7 +182,7 @@ def processor() -> str:
 def record(
     case: Case, provider: str, call: Callable[[], Any], layout: BlockLayout, out: Path, once_ms: float | None = None
 ) -> None:
-    """Measure one call, print a row and append a line. once_ms: what it took, if it was measured already."""
+    """Measures one call, prints a row and appends a line. once_ms: its time, if it was measured already."""
     peak = peak_bytes(call) if once_ms is None else None
     times = milliseconds(call) if once_ms is None else dict.fromkeys(("ms", "ms_p20", "ms_p80"), once_ms)
     tensors = (layout.indptr, layout.indices, layout.bitmask_ids, layout.bitmasks)
@@ -212,7 +194,8 @@ def record(
     }  # fmt: skip
     measure.append(out, line, KEYS)
     print(
-        f"{case.n:8} {case.pattern:34} {provider:26} {times['ms']:9.2f} ms {(peak or 0) / 1e6:9.1f} MB   nnz {layout.nnz}",
+        f"{case.n:8} {case.pattern:34} {provider:26} {times['ms']:9.2f} ms {(peak or 0) / 1e6:9.1f} MB   nnz "
+        f"{layout.nnz}",
         flush=True,
     )
 
@@ -235,10 +218,9 @@ def run(case: Case, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "masks.jsonl")
     parser.add_argument("--patterns", nargs="+", help="names; default: all")
     parser.add_argument("--peer-lengths", type=int, nargs="+", default=PEER_LENGTHS, help="tokens, multiples of 128")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/masks.jsonl"), help="appended to")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cases = [*families(65_536), *long_ones(1_048_576)]

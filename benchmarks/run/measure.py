@@ -1,10 +1,8 @@
-"""How is something timed and written down? Medians with percentiles, memory, and one JSON line a measurement.
-
-Knows: CUDA events (through triton.testing), the clock on the wall, files of JSON lines. Does not know: attention.
-"""
+"""Timing and memory of calls, and result files with one JSON line a measurement."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import subprocess
@@ -13,47 +11,38 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-# what a peer may say to what it cannot compute; ours has no excuse
+# errors with which a peer may refuse a call; ours may not
 REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
-# of a result line, in this order
+# keys of a result line, in order
 KEYS = [
-    "bench",
-    "provider",
-    "backend",
-    "pattern",
-    "density",
-    "n",
-    "batch",
-    "heads",
-    "head_dim",
-    "dtype",
-    "direction",
-    "ms",
-    "ms_p20",
-    "ms_p80",
-    "tflops",
-    "peak_bytes",
-    "setup_ms",
-    "device",
-    "torch",
-    "triton",
-    "commit",
-]
+    "bench", "provider", "backend", "pattern", "density", "n", "batch", "heads", "head_dim", "dtype", "direction",
+    "ms", "ms_p20", "ms_p80", "tflops", "peak_bytes", "setup_ms", "device", "torch", "triton", "commit",
+]  # fmt: skip
+
+
+def named(times: Sequence[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile by the keys of a line."""
+    return dict(zip(("ms", "ms_p20", "ms_p80"), times, strict=True))
+
+
+def percentiles(times: Sequence[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile of these milliseconds."""
+    return named(np.quantile(times, [0.5, 0.2, 0.8]).tolist())
 
 
 def milliseconds(call: Callable[[], Any], *, warmup_ms: int = 25, measure_ms: int = 120) -> dict[str, float]:
     """Median, 20th and 80th percentile of a call's time on the GPU, the L2 cache emptied before each run."""
     import triton
 
-    median, low, high = triton.testing.do_bench(call, warmup=warmup_ms, rep=measure_ms, quantiles=[0.5, 0.2, 0.8])
-    return {"ms": median, "ms_p20": low, "ms_p80": high}
+    return named(triton.testing.do_bench(call, warmup=warmup_ms, rep=measure_ms, quantiles=[0.5, 0.2, 0.8]))
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Bytes asked for at the highest point of a call, over those before it; what the allocator gives in addition depends on its past."""
-    # garbage of earlier calls, freed during this one, would make it count as less
+    """Peak of the bytes requested during a call, over those before it, without the caching of the allocator."""
+    # garbage of earlier calls, freed during this one, would lower the peak
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -76,13 +65,11 @@ def wall_milliseconds(call: Callable[[], Any], *, warmup: int = 1, runs: int = 7
     """Median, 20th and 80th percentile of the wall-clock time of a call that works on the host too."""
     for _ in range(warmup):
         call()
-    times = sorted(first_call_milliseconds(call) for _ in range(runs))
-    low, median, high = (times[round(share * (runs - 1))] for share in (0.2, 0.5, 0.8))
-    return {"ms": median, "ms_p20": low, "ms_p80": high}
+    return percentiles([first_call_milliseconds(call) for _ in range(runs)])
 
 
 def timed(step: Callable[[], Any], device: torch.device, n_steps: int) -> dict[str, Any]:
-    """Median and percentiles of a step's wall-clock time, and the most memory it holds, weights and all."""
+    """Median and percentiles of a step's wall-clock time, and its peak memory, weights included."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -97,22 +84,19 @@ def timed(step: Callable[[], Any], device: torch.device, n_steps: int) -> dict[s
         step()
         wait()
         took.append(1000 * (time.perf_counter() - start))
-    median, low, high = (
-        torch.tensor(took, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8]).double()).tolist()
-    )
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {"ms": median, "ms_p20": low, "ms_p80": high, "peak_bytes": peak}
+    return {**percentiles(took), "peak_bytes": peak}
 
 
 def release(device: torch.device) -> None:
-    """Gives a GPU's memory back before the next candidate is made; modules and their hooks are cycles."""
+    """Frees unused GPU memory; modules and their hooks are reference cycles."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def guarded(said: str, is_ours: bool, work: Callable[[], None]) -> None:
-    """Does the work; what does not fit, and what a peer refuses, is printed with its reason, and the next one goes on."""
+    """Does the work; prints the reason if it runs out of memory or if a peer refuses it."""
     try:
         work()
     except torch.OutOfMemoryError:
@@ -122,12 +106,12 @@ def guarded(said: str, is_ours: bool, work: Callable[[], None]) -> None:
             raise
         reason = str(error).strip().partition("\n")[0] or "no reason given"
         print(f"{said}: refused, {type(error).__name__}: {reason}; not timed", flush=True)
-    # what the failed call held is free again only after its frames are gone
+    # after the except blocks, which keep the frames of the failed call alive
     release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def commit() -> str:
-    """The commit that is checked out, with a + if files were changed since."""
+    """The commit that is checked out, with a + if tracked files have changed."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
@@ -141,7 +125,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device | None = None) -> dict[str, str | None]:
-    """Where a figure was measured: GPU, versions, commit. None is the current GPU; Triton is None where it ran nothing."""
+    """GPU, versions and commit of a measurement. device: None is the current GPU; triton is None on a CPU."""
     device = torch.device("cuda") if device is None else device
     version = None
     if device.type == "cuda":
@@ -149,6 +133,24 @@ def environment(device: torch.device | None = None) -> dict[str, str | None]:
 
         version = triton.__version__
     return {"device": device_name(device), "torch": torch.__version__, "triton": version, "commit": commit()}
+
+
+def require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA GPU")
+
+
+def parser(doc: str | None, out: str) -> argparse.ArgumentParser:
+    """A parser with the description of a module and the flag --out."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=Path("benchmarks/results") / out, help="appended to")
+    return made
+
+
+def check_head_dims(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    for head_dim in options.head_dims:
+        if head_dim < 1 or options.hidden % head_dim:
+            parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

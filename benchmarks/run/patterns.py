@@ -1,7 +1,4 @@
-"""Which blocks are attended to in the measurements? Block-level patterns, every stored block full but on a causal diagonal.
-
-Knows block masks and what a product of them costs. Must not know who computes it, nor how it is timed.
-"""
+"""Block patterns of the measurements; every stored block is full, except on a causal diagonal."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ import numpy as np
 from blocksparse_flash import BlockLayout
 
 BLOCK = 128
-# of `local` and `neighborhood`: 4 on each side and its own
+# width of `local` and `neighborhood`: 4 on each side and the diagonal
 WINDOW_BLOCKS = 9
 
 
 class Pattern(NamedTuple):
-    """A block-level pattern: which blocks, as bool (n_rows, n_cols); `causal` masks inside the diagonal ones too."""
+    """A pattern of blocks, bool (n_rows, n_cols); `causal` also masks pairs inside the diagonal blocks."""
 
     name: str
     blocks: np.ndarray
@@ -42,13 +39,13 @@ class Pattern(NamedTuple):
         return self.name in ("dense", "causal")
 
     def layout(self) -> BlockLayout | None:
-        """None where the pattern needs no layout: dense and causal."""
+        """None for dense and causal, which need no layout."""
         if self.is_dense:
             return None
         return BlockLayout.from_block_mask(self.blocks, self.length, self.length, block_size=self.block_size)
 
     def flops(self, batch: int, heads: int, head_dim: int) -> int:
-        """Of a forward, over stored blocks: two products of 2 * block_size^2 * head_dim each."""
+        """FLOPs of a forward: two products of 2 * block_size^2 * head_dim per stored block."""
         return 4 * batch * heads * self.nnz * self.block_size**2 * head_dim
 
 
@@ -57,7 +54,7 @@ def dense(length: int, *, block_size: int = BLOCK) -> Pattern:
 
 
 def _distances(n_blocks: int) -> np.ndarray:
-    """How many blocks apart row and col are."""
+    """Distance of row and col, in blocks."""
     position = np.arange(n_blocks, dtype=np.int32)
     return abs(position[:, None] - position[None, :])
 
@@ -68,7 +65,7 @@ def local(length: int, *, each_side: int = WINDOW_BLOCKS // 2, block_size: int =
 
 
 def neighborhood(length: int, *, kernel_blocks: int = WINDOW_BLOCKS) -> Pattern:
-    """The nearest `kernel_blocks` blocks, as many at the ends as in the middle (Neighborhood Attention with a stride)."""
+    """The nearest `kernel_blocks` blocks, also at the ends (Neighborhood Attention with a stride)."""
     n_blocks = length // BLOCK
     kernel_blocks = min(kernel_blocks, n_blocks)
     first = np.clip(np.arange(n_blocks) - kernel_blocks // 2, 0, n_blocks - kernel_blocks)
@@ -84,7 +81,7 @@ def butterfly(length: int) -> Pattern:
 
 
 def random(length: int, *, density: float, block_size: int = BLOCK, seed: int = 0) -> Pattern:
-    """round(density * n_cols) blocks in every row, at least one, drawn anew for each row."""
+    """round(density * n_cols) random blocks in every row, at least one."""
     n_blocks = length // block_size
     count = max(1, round(density * n_blocks))
     keys = np.random.default_rng(seed).random((n_blocks, n_blocks))
@@ -94,8 +91,8 @@ def random(length: int, *, density: float, block_size: int = BLOCK, seed: int = 
 
 
 def in_finer_blocks(pattern: Pattern, block_size: int, *, filled: float = 1.0, seed: int = 0) -> Pattern:
-    """The same mask in blocks of `block_size`; of the n in each block filled * n, drawn anew, are stored: one more or less, so that
-    of all together it is as many."""
+    """The same mask in blocks of `block_size`; of each block a random share `filled` is stored, rounded so that the
+    total is exact."""
     each_side = pattern.block_size // block_size
     count = np.diff((filled * each_side**2 * np.arange(pattern.nnz + 1)).round())[:, None]
     rank = np.random.default_rng(seed).random((pattern.nnz, each_side**2)).argsort(axis=1).argsort(axis=1)

@@ -1,7 +1,4 @@
-"""Who computes attention here, and how is each called? An adapter for each provider, ours and the peers that are installed.
-
-Knows the packages and what masks they have. Must not know how anything is timed. A peer is imported when it is asked for.
-"""
+"""Adapters for every attention implementation: ours and the peers that are installed. Peers are imported on use."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Shape(NamedTuple):
-    """What a call is prepared for."""
+    """Shape and device of a call."""
 
     batch: int
     heads: int
@@ -32,19 +29,19 @@ class Shape(NamedTuple):
     device: str
 
 
-# makes the mask of a pattern, on the device, and returns the call
+# makes the mask of a pattern on the device, and returns the call
 Prepare = Callable[[Pattern, Shape], Call]
 
 
 class Peer(NamedTuple):
-    """One way to compute attention.
+    """One implementation of attention.
 
     refuses       why it cannot compute a pattern, None if it can
-    prepare       makes the mask, on the device, and returns the call
-    package       what must be installed, None: nothing but PyTorch
-    tokens_first  its tensors are (batch, length, heads, head_dim) in memory; calls get views of those
-    select        like prepare, from scores (n_rows, n_cols) on the device, of which each row keeps the k highest
-    rebuilds      other ways to prepare, by what a line calls them: those that the package documents for a mask that changes
+    prepare       makes the mask on the device and returns the call
+    package       package that must be installed; None for PyTorch itself
+    tokens_first  tensors are stored as (batch, length, heads, head_dim); calls get views of them
+    select        like prepare, from scores (n_rows, n_cols) on the device; each row keeps the k highest
+    rebuilds      documented alternatives to prepare for changing masks, by their name in result lines
     """
 
     provider: str
@@ -74,20 +71,17 @@ def _blocks_of_128(pattern: Pattern, _shape: Shape) -> str | None:
 
 
 def _first(out: Any) -> Tensor:
-    """The output of a function that may give more than it."""
+    """The output of a function that may return a tuple."""
     return out[0] if isinstance(out, tuple) else out
 
 
-# ---- ours ----
-
-
 def ours(backend: str, *, deterministic: bool = False) -> Peer:
-    """A backend of ours; with `deterministic`, which its name says then, every run has equal bits."""
+    """A backend of ours; `deterministic` is part of its name."""
 
     def prepare(pattern: Pattern, shape: Shape) -> Call:
         layout = pattern.layout()
         if layout is not None:
-            # all that attention needs on the device; it would bring it at its first call, and wait
+            # copies the plan in advance; the first call would wait for it
             layout.plan(shape.device, non_blocking=True)
         return functools.partial(
             attention, layout=layout, causal=pattern.causal, backend=backend, deterministic=deterministic
@@ -102,11 +96,8 @@ def ours(backend: str, *, deterministic: bool = False) -> Peer:
     return Peer("blocksparse_flash", named, _nothing, prepare, select=select)
 
 
-# ---- PyTorch's ----
-
-
 def sdpa(provider: str, backend: str, kernel: str) -> Peer:
-    """scaled_dot_product_attention with one of its kernels, by name in SDPBackend, and no other."""
+    """scaled_dot_product_attention restricted to one kernel, a name in SDPBackend."""
 
     def prepare(pattern: Pattern, _shape: Shape) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -125,22 +116,22 @@ def compiled_flex() -> Callable[..., Tensor]:
     from torch._functorch import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    # else the backward may run only once, and could not be timed alone
+    # otherwise a backward can run only once, and cannot be timed alone
     config.donated_buffer = False
-    # fullgraph: at the limit of recompilations an error, not a silent return to what is not compiled
+    # fullgraph: an error at the recompilation limit, not a silent fallback to eager
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def _flex_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(counts, cols) of the True blocks of each row, the others after them, as BlockMask has them."""
+    """(counts, cols) of the True blocks of each row, then the others, as in BlockMask."""
     counts = blocks.sum(1, dtype=torch.int32)[None, None]
     return counts, torch.argsort(~blocks, dim=1, stable=True).to(torch.int32)[None, None]
 
 
 def flex_mask(pattern: Pattern, device: str) -> Any:
-    """The pattern as FlexAttention's BlockMask: from block lists, no mask function on full blocks.
+    """The pattern as FlexAttention's BlockMask, from block lists, without a mask function on full blocks.
 
-    Its kernels want blocks of multiples of 128: finer patterns become partial blocks of 128 with a bitmask.
+    FlexAttention needs block sizes that are multiples of 128: finer patterns become partial blocks of 128.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -157,9 +148,9 @@ def flex_mask(pattern: Pattern, device: str) -> Any:
 
 
 def flex_table_mask(pattern: Pattern, device: str, *, is_compiled: bool) -> Any:
-    """The pattern as a BlockMask made of a mask function, which looks every pair up in a table of blocks on the device.
+    """The pattern as a BlockMask from a mask function, which looks up every pair in a table of blocks on the device.
 
-    The documented way: O(length^2) in time, and not compiled in memory too.
+    The documented way: O(length^2) in time and, if not compiled, in memory.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -202,9 +193,6 @@ def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
     return Peer("flex", "triton", _nothing, prepare, select=select, rebuilds=rebuilds)
 
 
-# ---- other packages, each with its own order of axes ----
-
-
 def _flash_attention_4(pattern: Pattern, shape: Shape) -> Call:
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -213,7 +201,7 @@ def _flash_attention_4(pattern: Pattern, shape: Shape) -> Call:
     layout = pattern.layout()
     if layout is not None:
         mask = interop.to_flash_attention_4(layout.to(shape.device))
-        # given the forward's alone, it would compute dense gradients
+        # without the backward's tensors, gradients would be dense
         options["block_sparse_tensors"] = BlockSparseTensorsTorch(*mask.block_sparse_tensors)
         options["block_sparse_tensors_bwd"] = BlockSparseTensorsTorch(*mask.block_sparse_tensors_bwd)
 
@@ -225,7 +213,7 @@ def _flash_attention_4(pattern: Pattern, shape: Shape) -> Call:
 
 
 def _flashinfer(pattern: Pattern, shape: Shape) -> Call:
-    """Forward only: its outputs have no gradients."""
+    """Forward only: outputs have no gradients."""
     import flashinfer
 
     layout = pattern.layout()
@@ -280,7 +268,7 @@ def _xformers(pattern: Pattern, _shape: Shape) -> Call:
 
 
 def _natten(pattern: Pattern, _shape: Shape) -> Call:
-    """A stride of one block lets all of its queries share a window, which then begins and ends with a block."""
+    """With a stride of one block all its queries share a window that starts and ends at block boundaries."""
     from natten import na1d
 
     kernel = BLOCK * min(WINDOW_BLOCKS, len(pattern.blocks))
@@ -300,19 +288,17 @@ def _refused_by_natten(pattern: Pattern, _shape: Shape) -> str | None:
     return None if pattern.name == "neighborhood" else "has neighbourhoods only"
 
 
-# ---- who there is ----
-
 PACKAGES = (
     Peer("flash_attention_4", "cute", _blocks_of_128, _flash_attention_4, "flash_attn.cute", tokens_first=True),
     Peer("flashinfer", "auto", _refused_by_flashinfer, _flashinfer, "flashinfer", tokens_first=True),
-    Peer("block_sparse_attention", "cuda", _blocks_of_128, _block_sparse_attention, "block_sparse_attn", tokens_first=True),
+    Peer("block_sparse_attention", "cuda", _blocks_of_128, _block_sparse_attention, "block_sparse_attn", True),
     Peer("xformers", "auto", _dense_only, _xformers, "xformers", tokens_first=True),
     Peer("natten", "auto", _refused_by_natten, _natten, "natten", tokens_first=True),
 )  # fmt: skip
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package, or a module in one, can be found; only what stands before the last dot is imported."""
+    """Whether a package or submodule can be found; imports only the parent packages."""
     names = package.split(".")
     return all(importlib.util.find_spec(".".join(names[: end + 1])) is not None for end in range(len(names)))
 

@@ -1,11 +1,10 @@
-"""How fast are small calls beside their peers? `python -m benchmarks.run.small` on a CUDA GPU, one JSON line a figure.
+"""Speed of small calls: `python -m benchmarks.run.small` on a CUDA GPU, one JSON line a figure.
+At 512 to 2,048 tokens a call takes more host time than GPU time, hence two clocks. "gpu" is GPU time: the GPU sleeps
+until the host has launched the whole call, with a cold L2 cache. "wall" is the wall clock over calls in a row, as in
+an eager model. All calls of a case take turns, so that host noise affects all alike.
 
-At 512 to 2,048 tokens a call takes the host longer than the GPU, so that there are two clocks. "gpu" is the GPU alone: it sleeps
-until the host has launched the whole call, its L2 cache emptied before. "wall" is the clock on the wall over calls that follow one
-another, as an eager model makes them. All calls of a case take turns, so that what slows the host slows everyone.
-
-Lines: clock is "gpu" or "wall"; direction is "fwd", "bwd" (backward alone) or "step" (both). Outputs and gradients are compared with
-float32 before anything is timed. `python -m benchmarks.report` makes a table of them.
+Lines: clock is "gpu" or "wall"; direction is "fwd", "bwd" (backward alone) or "step" (both). Outputs and gradients are
+compared with float32 before timing. `python -m benchmarks.report` makes a table of them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +25,10 @@ LENGTHS = (512, 1024, 2048)
 NAMES = ("dense", "causal", "local", "butterfly")
 CLOCKS = ("gpu", "wall")
 KEYS = [*(key for key in measure.KEYS if key not in ("tflops", "peak_bytes", "setup_ms")), "clock"]
-# of each call, and of the wall clock calls that follow one another
+# repetitions of each call, and calls in a row per wall-clock measurement
 ROUNDS = {"gpu": 60, "wall": 12}
 IN_A_ROW = 40
-# cycles for which the GPU sleeps, a bit less than a millisecond: no host takes so long to launch a call
+# cycles that the GPU sleeps, almost a millisecond: longer than any host takes to launch a call
 ASLEEP = 1_500_000
 
 
@@ -39,7 +37,7 @@ def cases(length: int) -> Iterator[Pattern]:
 
 
 def on_gpu(call: Callable[[], Any], cache: torch.Tensor) -> float:
-    """Milliseconds of the GPU alone, the cache emptied by writing a tensor that is larger."""
+    """Milliseconds of GPU time; writing `cache`, which is larger than L2, empties it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cache.zero_()
     torch.cuda._sleep(ASLEEP)
@@ -51,7 +49,7 @@ def on_gpu(call: Callable[[], Any], cache: torch.Tensor) -> float:
 
 
 def in_a_row(call: Callable[[], Any]) -> float:
-    """Milliseconds of the wall clock for each of several calls that follow one another."""
+    """Wall-clock milliseconds per call, over several calls in a row."""
 
     def several() -> None:
         for _ in range(IN_A_ROW):
@@ -61,7 +59,7 @@ def in_a_row(call: Callable[[], Any]) -> float:
 
 
 def calls_of(pattern: Pattern, peer: Peer, run: Run, said: str) -> dict[str, Callable[[], Any]]:
-    """The calls to be timed, by direction; none if an output or a gradient is wrong."""
+    """The calls to time, by direction; none if an output or a gradient is wrong."""
     tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
     call = peer.prepare(pattern, run.shape)
     if not is_right(call, tensors, pattern, said):
@@ -81,13 +79,12 @@ def take_turns(
     calls: Sequence[Callable[[], Any]], clock: Callable[[Callable[[], Any]], float], rounds: int
 ) -> list[dict[str, float]]:
     """Median, 20th and 80th percentile of each call's milliseconds."""
-    took = torch.tensor([[clock(call) for call in calls] for _ in range(rounds)], dtype=torch.float64)
-    quantiles = took.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64), dim=0).T
-    return [dict(zip(("ms", "ms_p20", "ms_p80"), each, strict=True)) for each in quantiles.tolist()]
+    took = [[clock(call) for call in calls] for _ in range(rounds)]
+    return [measure.percentiles(times) for times in zip(*took, strict=True)]
 
 
 def compare(pattern: Pattern, among: Iterable[Peer], run: Run) -> None:
-    """All peers that have such a mask, in turns: a line each for direction and clock."""
+    """Times all peers that support the pattern, in turns: a line per direction and clock."""
     found: list[tuple[Peer, str, Callable[[], Any]]] = []
 
     def add(peer: Peer, said: str) -> None:
@@ -123,30 +120,26 @@ def compare(pattern: Pattern, among: Iterable[Peer], run: Run) -> None:
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__, "small.jsonl")
     parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS], help="tokens, multiples of 128")
     parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/small.jsonl"), help="appended to")
     options = parser.parse_args(arguments)
     for length in options.lengths:
         if length < patterns.BLOCK or length % patterns.BLOCK:
             parser.error(f"--lengths must be positive multiples of {patterns.BLOCK}, got {length}")
-    for head_dim in options.head_dims:
-        if head_dim < 1 or options.hidden % head_dim:
-            parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")
+    measure.check_head_dims(parser, options)
     return options
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
+    measure.require_gpu()
     among = chosen(options.providers, torch.cuda.get_device_capability())
     for length in options.lengths:
         for head_dim in options.head_dims:
-            # what was compiled for other shapes would count against the limit of PyTorch
+            # kernels compiled for other shapes count towards PyTorch's limit
             torch.compiler.reset()
             for pattern in cases(length):
                 compare(pattern, among, Run(1, options.hidden, head_dim, options.out))

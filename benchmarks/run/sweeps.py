@@ -1,7 +1,4 @@
-"""What is measured, over what? The cases of each sweep: over length, density, block size, of masks that change, of equal bits.
-
-Knows patterns. Must not know who computes them, nor how they are timed.
-"""
+"""Cases of each sweep: length, density, block size, regrouping, changing masks, determinism."""
 
 from __future__ import annotations
 
@@ -11,17 +8,17 @@ from typing import NamedTuple
 from . import patterns
 from .patterns import Pattern
 
-# of --sweep
+# choices of --sweep
 NAMES = ("length", "density", "block-size", "regroup", "change", "deterministic")
 SHORTEST = 2048
 # tokens; beyond it a dense backward takes seconds
 DENSE_UP_TO = 131_072
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-# of blocks of 128 in finer ones: a half, an eighth of their side; and how many of those are stored
+# sides of the finer blocks, and the share of them that is stored
 FINER = (64, 16)
 FILLED = (1.0, 0.8)
-# of the sweep over block sizes, and of masks that change
+# of the block-size and change sweeps
 FIXED_DENSITY = 1 / 8
 
 
@@ -41,7 +38,7 @@ def grid(length: int) -> Iterator[Case]:
 
 
 def over_length(longest: int) -> Iterator[Case]:
-    """Lengths doubling from 2 K, or from the longest if that is less: 9 blocks of keys for each query, and dense."""
+    """Lengths doubling from 2 K (or the longest, if shorter): 9 blocks of keys per query, and dense."""
     length = min(SHORTEST, longest)
     while length <= longest:
         yield Case("length", "local", patterns.local(length))
@@ -51,7 +48,7 @@ def over_length(longest: int) -> Iterator[Case]:
 
 
 def over_density(length: int) -> Iterator[Case]:
-    """Random blocks of every density, each row as many, and dense beside them."""
+    """Random blocks of every density, equally many per row, and dense."""
     yield Case("density", "dense", patterns.dense(length))
     stored = set()
     for density in DENSITIES:
@@ -63,7 +60,7 @@ def over_density(length: int) -> Iterator[Case]:
 
 
 def over_block_size(length: int) -> Iterator[Case]:
-    """The same share of blocks in blocks of every size, in a window and scattered."""
+    """Every block size at one density, as a window and scattered."""
     for block_size in BLOCK_SIZES:
         n_blocks = length // block_size
         each_side = round((FIXED_DENSITY * n_blocks - 1) / 2)
@@ -74,7 +71,7 @@ def over_block_size(length: int) -> Iterator[Case]:
 
 
 def over_regrouping(length: int) -> Iterator[Case]:
-    """Patterns of blocks of 128 in finer blocks: all of those, the same mask, and a share in each block of 128."""
+    """Patterns of blocks of 128 in finer blocks: the same mask, and a share of each block of 128."""
     for pattern in (patterns.local(length), patterns.butterfly(length), patterns.random(length, density=FIXED_DENSITY)):
         yield Case("regroup", f"{pattern.name}, {pattern.block_size}", pattern)
         for block_size in FINER:
@@ -84,18 +81,18 @@ def over_regrouping(length: int) -> Iterator[Case]:
 
 
 def of_equal_bits(length: int) -> Iterator[Case]:
-    """The patterns at one length, for who has two ways to compute each: every run with equal bits, and faster."""
+    """The patterns at one length, timed with deterministic=True and without."""
     for pattern in patterns.patterns(length):
         yield Case("deterministic", pattern.name, pattern)
 
 
 def changing(length: int, *, seed: int) -> Pattern:
-    """One of many masks of the same density: the mask of step `seed`."""
+    """The mask of step `seed`; all have the same density."""
     return patterns.random(length, density=FIXED_DENSITY, seed=seed)
 
 
 def cases(sweep: str | None, length: int) -> Iterator[Case]:
-    """The cases of a sweep, None: every pattern at one length. `length` is in tokens, of "length" the longest."""
+    """The cases of a sweep; None is every pattern at one length. length: tokens, for "length" the longest."""
     if sweep == "change":
         yield Case("change", "random", changing(length, seed=0))
     else:

@@ -1,7 +1,4 @@
-"""How are the CIFAR-10 images of the Image task read, and made gray?
-
-Knows the batches as Python wrote them (pickles) and as plain octets. Must not know models.
-"""
+"""Reads CIFAR-10, as pickles or plain bytes, as the gray images of the Image task."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ FOLDERS = ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar10", "cifar10/ci
 TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST = "test_batch"
 PIXELS = 32 * 32
-# what an array needs to be unpickled, by the names of Python 2, of NumPy 1 and of NumPy 2
+# globals needed to unpickle an array, in Python 2, NumPy 1 and NumPy 2
 HARMLESS = {
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
@@ -40,8 +37,8 @@ def load(root: Path, *, gray: str = "tensorflow", split: str = "last") -> Splits
     """45,000, 5,000 and 10,000 gray images of 1024 pixels, uint8, row by row.
 
     gray   "tensorflow" (0.2989, 0.587, 0.114; Long Range Arena) or "torchvision" (0.299, 0.587, 0.114); rounded down
-    split  which tenth of the training images validates: "last" (Long Range Arena), or "random" with seed 42, as in the
-           PyTorch repositories
+    split  the tenth of the training images for validation: "last" (Long Range Arena), or "random" with seed 42, as in
+           the PyTorch repositories
     """
     if gray not in ("tensorflow", "torchvision"):
         raise ValueError(f'gray must be "tensorflow" or "torchvision", got {gray!r}')

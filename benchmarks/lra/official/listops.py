@@ -1,8 +1,4 @@
-"""How are the released ListOps files read, and written?
-
-Knows basic_{train,val,test}.tsv: a header "Source<TAB>Target", then an expression with the parentheses of its binary tree,
-which mean nothing, and its value. Must not know how expressions are drawn.
-"""
+"""Reads and writes the released ListOps files, basic_{train,val,test}.tsv."""
 
 from __future__ import annotations
 
@@ -44,7 +40,7 @@ def read(path: Path) -> list[listops.Sample]:
 
 
 def _with_parentheses(tokens: bytes) -> str:
-    """The binary tree of the release: an operator takes its arguments one at a time, from the left."""
+    """The binary tree of the release: operators take one argument at a time, from the left."""
     open_trees: list[str] = []
     tree = ""
     for token in tokens:
@@ -59,7 +55,7 @@ def _with_parentheses(tokens: bytes) -> str:
 
 
 def write(path: Path, samples: Iterable[listops.Sample]) -> None:
-    """A file as those of the release, for programs that read them."""
+    """Writes a file in the format of the release."""
     with path.open("w", encoding="utf-8") as lines:
         lines.write(HEADER + "\n")
         for sample in samples:

@@ -1,10 +1,6 @@
-"""How are the released Pathfinder images read?
-
-Knows pathfinder<R>/<difficulty>/{metadata/<batch>.npy, imgs/<batch>/sample_<i>.png}. Must not know how images are drawn.
-
-The metadata of the release are text in files named .npy; those of the generator are NumPy arrays of strings: either is
-read. One image of the release is an empty file; empty files are left out. There are two copies of pathfinder128: the one
-inside was reported broken, the one at the top is preferred, and which one is used is said.
+"""Reads the released Pathfinder images: pathfinder<R>/<difficulty>/{metadata/<batch>.npy, imgs/<batch>/sample_<i>.png}.
+Metadata are text in files named .npy (the release) or NumPy arrays of strings (the generator). Empty image files are
+left out. Of the two copies of pathfinder128 the top one is preferred, since the nested one was reported broken.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ class Entry(NamedTuple):
 
 
 class Images(Sequence[Example]):
-    """Examples of one document, uint8 (R * R,), row by row; each is read when asked for."""
+    """Examples of one document, uint8 (R * R,), row by row; read on access."""
 
     def __init__(self, entries: Sequence[Entry], resolution: int) -> None:
         self.entries, self.resolution = entries, resolution
@@ -53,7 +49,7 @@ def load(
 ) -> Splits[Example]:
     """Eight, one and one tenth of the images: 160,000, 20,000 and 20,000 in the release.
 
-    difficulty  "curv_contour_length_14" (hard, which Long Range Arena reports), "curv_contour_length_9", "curv_baseline"
+    difficulty  "curv_contour_length_14" (hard, Long Range Arena), "curv_contour_length_9", "curv_baseline"
     split       "contiguous" (Long Range Arena), or "random" with seed 42, as in the PyTorch repositories
     """
     if split not in ("contiguous", "random"):
@@ -71,7 +67,7 @@ def load(
 
 
 def read(folder: Path) -> list[Entry]:
-    """Every image of a difficulty that is not empty, in the order of the metadata."""
+    """The images of a difficulty that are not empty, in the order of the metadata."""
     files = sorted((folder / "metadata").glob("*.npy"), key=lambda file: int(file.stem))
     if not files:
         raise FileNotFoundError(f"{folder / 'metadata'} has no file *.npy")
@@ -92,7 +88,8 @@ def _entries(file: Path, folder: Path) -> list[Entry]:
     for number, row in enumerate(rows, start=1):
         if len(row) < LEAST_COLUMNS or row[3] not in ("0", "1", "0.0", "1.0"):
             raise ValueError(
-                f"{file}: line {number} must be a folder, a file, an index and a label 0 or 1, got {' '.join(row)[:80]!r}"
+                f"{file}: line {number} must be a folder, a file, an index and a label 0 or 1, got "
+                f"{' '.join(row)[:80]!r}"
             )
         entries.append(Entry(folder / row[0] / row[1], int(float(row[3]))))
     return entries

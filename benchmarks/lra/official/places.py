@@ -1,7 +1,4 @@
-"""Where may the released files lie?
-
-Knows the folders in which copies of the release nest. Must not know what is in a file.
-"""
+"""Finds the released files in the folders in which copies of the release nest."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-# the archive unpacks into a folder of its own name, and holds another one
+# the archive unpacks into a folder of its own name that holds another one
 NESTS = ("", "lra_release", "lra_release/lra_release")
 
 
 class Example(NamedTuple):
-    """documents: arrays of whole numbers (length,), one of them, or the two of Retrieval; label: 0, 1, ..."""
+    """documents: integer arrays (length,), one, or two for Retrieval; label: 0, 1, ..."""
 
     documents: tuple[np.ndarray, ...]
     label: int
@@ -37,9 +34,9 @@ def candidates(root: Path, folders: Iterable[str]) -> list[Path]:
 
 
 def find(root: Path, folders: Sequence[str], wanted: str) -> Path:
-    """The first of the folders, in any nest of `root`, that has `wanted` in it.
+    """The first of the folders, in any nest of `root`, that contains `wanted`.
 
-    raises  FileNotFoundError with every path that was looked at
+    raises  FileNotFoundError with every path that was tried
     """
     looked = candidates(root, folders)
     for folder in looked:

@@ -1,8 +1,4 @@
-"""How are the paper pairs of the Retrieval task (AAN) read?
-
-Knows new_aan_pairs.{train,eval,test}.tsv: five columns, label, two identifiers, two texts, without header and quotes. Must
-not know models.
-"""
+"""Reads the paper pairs of the Retrieval task (AAN), new_aan_pairs.{train,eval,test}.tsv."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from .places import Example, Splits, find
 
 FOLDERS = ("tsv_data", "aan", "aan/tsv_data")
 COLUMNS = 5
-# the original cuts a text before it encodes it
+# the original cuts texts before encoding
 LONGEST_TEXT = 10_000
 
 
@@ -25,12 +21,12 @@ def load(root: Path, *, length: int = 4000) -> Splits[Example]:
 
 
 def read(path: Path, *, length: int = 4000) -> list[Example]:
-    """Every pair of a file: two int16 (at most length,), octet + 1.
+    """Every pair of a file: two int16 (at most length,), byte + 1.
 
-    raises  FileNotFoundError; ValueError that names the line if it has other columns, as in the copies without texts
+    raises  FileNotFoundError; ValueError with the number of a line with other columns, as in copies without texts
     """
     examples = []
-    # octets: a text may hold what other readers take for the end of a line
+    # bytes: texts may hold characters that text mode takes for line ends
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             columns = line.rstrip(b"\r\n").split(b"\t")

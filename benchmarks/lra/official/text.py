@@ -1,8 +1,6 @@
-"""How are the IMDB reviews of the Text task read?
+"""Reads the IMDB reviews of the Text task, aclImdb/{train,test}/{pos,neg}/*.txt, as bytes or characters.
 
-Knows aclImdb/{train,test}/{pos,neg}/*.txt and two ways to make numbers of a review. Must not know models.
-
-Long Range Arena reads octets; S4 and fly read characters. The validation set is the test set, as in both.
+Long Range Arena reads bytes; S4 and fly read characters. The validation set is the test set, as in both.
 """
 
 from __future__ import annotations
@@ -18,16 +16,16 @@ from .places import Example, Splits, find
 FOLDERS = ("aclImdb", "imdb/aclImdb", "imdb", "text/aclImdb")
 PAD, UNKNOWN, END = 0, 1, 2
 FIRST_CHARACTER = 3
-# what the characters were built with in S4
+# threshold of the vocabulary in S4
 LEAST_FREQUENT = 15
 
 
 def load(root: Path, *, encoding: str = "bytes", length: int = 1000) -> Splits[Example]:
     """Reviews, label 1 for a good one.
 
-    encoding  "bytes": octet + 1, vocabulary 257 with the padding; "characters": those which appear 15 times or more in
-              the training set, by frequency, after padding, unknown and end; a review ends with "end"
-    length    a review is cut after so many numbers, the end included
+    encoding  "bytes": byte + 1, vocabulary 257 with the padding; "characters": those that occur 15 times or more in the
+              training set, by frequency, after padding, unknown and end; a review ends with "end"
+    length    reviews are cut to this length, the end included
     """
     if encoding not in ("bytes", "characters"):
         raise ValueError(f'encoding must be "bytes" or "characters", got {encoding!r}')
@@ -55,12 +53,12 @@ def _reviews(folder: Path, label: int) -> list[tuple[str, int]]:
 
 
 def as_bytes(text: str, length: int) -> np.ndarray:
-    """int16 (at most length,): octets of UTF-8, plus one."""
+    """int16 (at most length,): bytes of UTF-8, plus one."""
     return np.frombuffer(text.encode()[:length], dtype=np.uint8).astype(np.int16) + 1
 
 
 def vocabulary(texts: Iterable[str]) -> dict[str, int]:
-    """Number of each frequent character, the most frequent first, ties by code point."""
+    """Ids of frequent characters, most frequent first, ties by code point."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text)

@@ -1,4 +1,4 @@
-"""Does step n see the samples of step n, whoever asks and whenever training began?"""
+"""Batches: step n has the samples of step n, wherever training starts."""
 
 from __future__ import annotations
 

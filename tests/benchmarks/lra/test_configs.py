@@ -1,4 +1,4 @@
-"""Can every configuration be read, and does it say what was published?"""
+"""Configurations: every file loads and has the published settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do all sources give the splits of a task, and is what is scored on them printed with its floor?"""
+"""Data module: every source gives the splits of a task, and scores come with their floor."""
 
 from __future__ import annotations
 

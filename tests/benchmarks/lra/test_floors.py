@@ -1,4 +1,4 @@
-"""Is a shortcut worth what was published, and nothing once it is balanced away?"""
+"""Floors: shortcuts have their published accuracy, and chance accuracy once balanced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the ListOps samples those of Long Range Arena? The published statistics, the grammar, the guesses."""
+"""ListOps samples: published statistics, grammar and guesses."""
 
 from __future__ import annotations
 

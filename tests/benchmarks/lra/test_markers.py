@@ -1,4 +1,4 @@
-"""Are markers found where they were drawn?"""
+"""Markers are found where they were drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the model what its architecture says, blind to padding, and the same after its weights have moved?"""
+"""The model: shapes, padding invariance, and transferred weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the released files read in every layout? The files here are made in their formats, a few lines each."""
+"""Released files are read in every layout; the tests write short files of the same formats."""
 
 from __future__ import annotations
 

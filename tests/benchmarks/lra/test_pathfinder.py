@@ -1,4 +1,4 @@
-"""Are the Pathfinder images those of Long Range Arena? Ink to the byte, published statistics, labels that are true."""
+"""Pathfinder images: ink to the byte, published statistics, correct labels."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def numbers(text: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("radius", "rows"),
     [
-        (3.0, "0 3 0 56 136 158 103 5 0 1 0 / 3 0 56 235 245 236 255 158 0 1 0 / 3 0 136 245 218 224 224 228 28 0 1 / 1 0 158 236 224 226 225 226 58 0 2"),
-        (2.5, "0 1 0 0 27 56 2 0 1 0 0 / 0 1 0 151 221 218 210 57 0 3 0 / 1 0 27 221 223 215 242 131 0 3 0 / 2 0 56 218 215 213 226 153 0 1 0"),
+        (3.0, ("0 3 0 56 136 158 103 5 0 1 0 / 3 0 56 235 245 236 255 158 0 1 0 / 3 0 136 245 218 224 224 228 28 0 1"
+         " / 1 0 158 236 224 226 225 226 58 0 2")),
+        (2.5, ("0 1 0 0 27 56 2 0 1 0 0 / 0 1 0 151 221 218 210 57 0 3 0 / 1 0 27 221 223 215 242 131 0 3 0"
+         " / 2 0 56 218 215 213 226 153 0 1 0")),
     ],
 )  # fmt: skip
 def test_markers_have_the_ink_of_another_implementation(radius: float, rows: str) -> None:

@@ -1,4 +1,4 @@
-"""Does a report say what its lines say, and never call a stand-in Long Range Arena?"""
+"""The report shows its lines and never labels a stand-in as Long Range Arena."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp
     speed.write_text(json.dumps(runtime()) + "\n" + json.dumps(runtime(batch=1)) + "\n")
     written = reporting.write(runs, speed, tmp_path / "out")
     assert sorted(path.name for path in written) == [
-        *("accuracy.png", "learning-curves.png", "length-a-gpu-1-8-64.png", "length-a-gpu-16-8-64.png", "report.md"),
+        *("accuracy.png", "learning-curves.png", "length-a-gpu-1-8-64.png", "length-a-gpu-16-8-64.png", "report.md")
     ]
     assert all(path.stat().st_size for path in written)
     text = (tmp_path / "out" / "report.md").read_text()

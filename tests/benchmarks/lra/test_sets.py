@@ -1,4 +1,4 @@
-"""Is a generated set the same whoever makes it, in however many goes?"""
+"""Generated sets are the same for any number of workers and interruptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.lra.__main__ import generate
 
 @dataclass(frozen=True)
 class Squares:
-    """Sample n of a split is n * n; can be told to be interrupted."""
+    """Sample n of a split is n * n; can be interrupted."""
 
     interrupted_at: int = 10**9
     name: str = "squares"

@@ -1,4 +1,4 @@
-"""Is sample n always the same sample, in its split and in no other?"""
+"""Sources: sample n is always the same and belongs to one split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is what benchmarks.lra times right, of the sizes that were published, and said when it fails?"""
+"""benchmarks.lra speed: correct models of the published sizes; failures are reported."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_a_line_that_says_so(monkeypatch: pytest.MonkeyPatc
 
 
 def test_sizes_are_the_published_ones() -> None:
-    """Nystromformer: 2 layers, 64 features, 2 heads; documents padded to 2048, 1024 and 4096 tokens, Retrieval has two."""
+    """Nystromformer: 2 layers, 64 features, 2 heads; documents padded to 2048, 1024 and 4096 tokens; Retrieval: two."""
     cases = [speed.case_of(task, mask=None) for task in published.STEPS]
     sizes = [(case.batch, case.task.n_documents, case.task.length) for case in cases]
     assert sizes == [*published.STEPS.values()]

@@ -1,4 +1,4 @@
-"""Do the stand-ins have the shapes of the tasks they stand in for, and can they be learnt without being those tasks?"""
+"""Stand-ins have the shapes of their tasks and can be learnt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does training do what its settings say, and go on after an interruption as if there had been none?"""
+"""Training follows its settings and resumes exactly after an interruption."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def lightning_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """seed_everything changes global streams; Ctrl-C makes Lightning ignore the next one; it warns of other arguments."""
+    """seed_everything changes global streams; Ctrl-C makes Lightning ignore the next; it warns of other arguments."""
     monkeypatch.setattr(sys, "argv", ["benchmarks.lra"])
     before = signal.getsignal(signal.SIGINT)
     with torch.random.fork_rng():
@@ -174,8 +174,8 @@ AVERAGED = {"class_path": "EMAWeightAveraging", "init_args": {"decay": 0.5}}
 
 
 def test_a_run_that_its_deadline_stops_goes_on_as_if_it_had_not(tmp_path: Path, root: Path) -> None:
-    """Averaged weights are for tests: what goes on are the weights that were trained. Stopped within three steps that were
-    drawn together, after a stage with another batch size."""
+    """Averaged weights are for tests; training resumes with the trained weights. The run stops within three steps drawn
+    together, after a stage with another batch size."""
     more = {"default_root_dir": str(tmp_path / "whole"), "callbacks": [AVERAGED]}
     run(tmp_path / "whole", root, **STAGED, trainer=more)
     stop = {"class_path": "tests.benchmarks.lra.test_training.AtStep", "init_args": {"step": 5}}
@@ -278,7 +278,8 @@ def test_rates_follow_their_schedules() -> None:
     assert rate_at(110, cosine, 110) == pytest.approx(0.0)
     linear = Recipe(warmup=10, schedule="linear")
     assert rate_at(85, linear, 110) == pytest.approx(0.25)
-    # Long Range Arena: rate * min(1, step / warmup) / sqrt(max(step, warmup)), steps from 1; for ListOps 1.58e-3 at most
+    # Long Range Arena: rate * min(1, step / warmup) / sqrt(max(step, warmup)), steps from 1; for ListOps 1.58e-3 at
+    # most
     rsqrt = Recipe(warmup=1000, schedule="rsqrt", learning_rate=0.05)
     assert 0.05 * rate_at(999, rsqrt, -1) == pytest.approx(1.58e-3, rel=0.01)
     assert rate_at(3999, rsqrt, -1) == pytest.approx(1 / math.sqrt(4000))

@@ -1,4 +1,4 @@
-"""benchmarks/report/gallery.py: does every mask hang in it, and does it draw what is in the repository?"""
+"""The gallery shows every mask, and its pictures are in the repository."""
 
 from __future__ import annotations
 

@@ -1,17 +1,15 @@
-"""benchmarks/report/pages.py, lines.py, plots.py: do README and pictures say what was measured, and nothing else?"""
+"""Generated pages and pictures show what was measured."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.report import context_parallel, findings, pages, plots
 from benchmarks.report import lines as measurements
-from benchmarks.report import small as small_report
+from benchmarks.report import pages, plots, summaries
 from benchmarks.run import measure
 
 TRITON, FLEX, CUDNN = ("blocksparse_flash", "triton"), ("flex", "triton"), ("cudnn", "cudnn")
@@ -21,7 +19,8 @@ def line(**given: Any) -> dict[str, Any]:
     """A result line; what is not given is the same in all."""
     said = {
         "bench": "attention", "provider": "blocksparse_flash", "backend": "triton", "pattern": "local", "density": 0.1,
-        "n": 1024, "batch": 1, "heads": 4, "head_dim": 64, "dtype": "bf16", "direction": "fwd", "ms": 2.0, "ms_p20": 1.9,
+        "n": 1024, "batch": 1, "heads": 4, "head_dim": 64, "dtype": "bf16", "direction": "fwd", "ms": 2.0,
+        "ms_p20": 1.9,
         "ms_p80": 2.1, "tflops": 100.0, "peak_bytes": 1_000_000, "setup_ms": 5.0, "device": "GPU", "torch": "2.11",
         "triton": "3.6", "commit": "abc",
     }  # fmt: skip
@@ -33,9 +32,20 @@ def of(provider: tuple[str, str], **given: Any) -> dict[str, Any]:
     return line(provider=provider[0], backend=provider[1], **given)
 
 
+def rows_of(text: str) -> list[str]:
+    """The rows of all tables, without their heads."""
+    lines = text.splitlines()
+    return [
+        row
+        for row, after in zip(lines, [*lines[1:], ""], strict=True)
+        if row.startswith("| ") and not after.startswith("|---")
+    ]
+
+
 # every sweep, a few lines of each
 SWEPT = [
-    of(provider, bench=bench, pattern=pattern, density=density, n=n, ms=ms, ms_p20=0.9 * ms, ms_p80=1.1 * ms, direction=direction)
+    of(provider, bench=bench, pattern=pattern, density=density, n=n, ms=ms, ms_p20=0.9 * ms, ms_p80=1.1 * ms,
+       direction=direction)
     for provider, slow in ((TRITON, 1.0), (FLEX, 1.5))
     for bench, pattern, density, n, ms in (
         ("length", "local", 0.1, 2048, slow), ("length", "local", 0.05, 4096, 2 * slow),
@@ -51,21 +61,20 @@ SWEPT = [
 # ---- the README ----
 
 
-def test_other_gpus_stand_apart() -> None:
-    """Tables and pictures are of the GPU with the most lines; of the others the main benchmark is told, beside that one."""
+def test_other_gpus_have_their_own_rows() -> None:
+    """Tables and pictures show the GPU with the most lines; the main benchmark on others is compared with it."""
     here = [of(one, pattern=name, ms=ms) for one, ms in ((TRITON, 2.0), (FLEX, 4.0)) for name in ("local", "random")]
     there = [{**one, "device": "other", "tflops": 90.0 if one["pattern"] == "local" else 110.0} for one in here[:3]]
     swept = [{**one, "device": "other"} for one in SWEPT[:2]]
     lines = [*there, *here, *SWEPT, *swept]
     assert pages.most(lines) == [*here, *SWEPT]
-    (point,) = pages.elsewhere_points(lines)
-    assert point == (
-        "- On an other `triton` runs at 0.90 to 1.10 of its rate on an GPU. `triton` is 2.00 to 2.00 times as fast as FlexAttention, "
-        "2.00 in the geometric mean of 1 measurements."
-    )
-    said = pages.elsewhere_section(lines)
-    assert "One other, bf16" in said and "| local | 0.1 | 64 | 90 / - | 90 / - |" in said
-    assert pages.elsewhere_points(here) == [] == pages.most([]) and pages.elsewhere_section(here) == ""
+    assert rows_of(summaries.ranges(pages.elsewhere_values(lines), "measurement", "backend", "baseline")) == [
+        "| TFLOP/s on other | blocksparse_flash, triton | GPU | 2 | 0.90 | 0.99 | 1.10 | - |",
+        "| speed-up on other | blocksparse_flash, triton | FlexAttention | 1 | 2.00 | 2.00 | 2.00 | 0 |",
+    ]
+    section = pages.elsewhere_section(lines)
+    assert "One other, bf16" in section and "| local | 0.1 | 64 | 90 / - | 90 / - |" in section
+    assert pages.elsewhere_values(here) == [] == pages.most([]) and pages.elsewhere_section(here) == ""
     assert pages.elsewhere_section([*here, *swept]) == ""
 
 
@@ -76,19 +85,9 @@ def test_the_readme_says_what_was_measured() -> None:
     assert pages.replaced(text, pages.sections(lines)) == text
     page = pages.PAGE.read_text(encoding="utf-8")
     assert pages.replaced(page, pages.page_sections(lines)) == page
-    assert (pages.RESULTS / "attention.md").read_text(encoding="utf-8") == pages.everything(lines["attention"])
-    written = pages.RESULTS / "io.md"
-    assert written.exists() == bool(lines["io"])
-    if lines["io"]:
-        assert written.read_text(encoding="utf-8") == pages.every_byte(lines["io"])
-    written, small = pages.RESULTS / "small.md", lines["small"]
-    assert written.exists() == bool(small)
-    if small:
-        assert written.read_text(encoding="utf-8") == small_report.everything(small)
-    written, context = pages.RESULTS / "context_parallel.md", lines["context_parallel"]
-    assert written.exists() == bool(context)
-    if context:
-        assert written.read_text(encoding="utf-8") == context_parallel.everything(context)
+    expected = pages.result_pages(lines)
+    assert {name: (pages.RESULTS / name).read_text(encoding="utf-8") for name in expected} == expected
+    assert sorted(path.name for path in pages.RESULTS.glob("*.md")) == sorted(expected)
 
 
 def test_what_was_never_measured_has_no_lines(tmp_path: Path) -> None:
@@ -154,16 +153,15 @@ def test_a_matrix_product_stands_beside_what_its_own_run_measured(tmp_path: Path
     assert measurements.matmul_rate(lines, [of(TRITON, commit="a"), of(FLEX, commit="b")]) is None
 
 
-def test_speedup_is_over_what_both_measured() -> None:
+def test_speedups_are_over_what_both_measured() -> None:
     found = [of(TRITON, ms=1.0), of(TRITON, ms=2.0, direction="bwd"), of(TRITON, ms=9.0, pattern="dense")]
     found += [of(FLEX, ms=2.0), of(FLEX, ms=16.0, direction="bwd"), of(FLEX, ms=1.0, direction="mask")]
-    ratio = measurements.speedup(found, TRITON, FLEX)
-    assert (
-        ratio is not None
-        and (ratio.least, ratio.most, ratio.n_cases) == (2.0, 8.0, 2)
-        and math.isclose(ratio.mean, 4.0)
-    )
-    assert measurements.speedup(found, TRITON, CUDNN) is None
+    found += [of(CUDNN, ms=3.0, pattern="dense")]
+    assert rows_of(summaries.ranges(summaries.speedups(found), "backend", "baseline")) == [
+        "| blocksparse_flash, triton | FlexAttention | 2 | 2.00 | 4.00 | 8.00 | 0 |",
+        "| blocksparse_flash, triton | cuDNN | 1 | 0.33 | 0.33 | 0.33 | 1 |",
+    ]
+    assert summaries.ranges(summaries.speedups(found[:3]), "backend", "baseline") == ""
 
 
 @pytest.mark.parametrize(
@@ -175,52 +173,46 @@ def test_break_even_is_where_the_curves_cross(dense: float, expected: float | No
     assert measurements.break_even([0.25, 0.5, 1.0], [1.0, 2.0, 4.0], dense) == expected
 
 
-def test_sweeps_are_told_with_their_break_even() -> None:
-    said = pages.sweeps_section(SWEPT)
+def test_sweeps_have_pictures_and_tables() -> None:
+    section = pages.sweeps_section(SWEPT)
     # 6 ms lie between 1 ms at density 0.1 and 8 ms at 1
-    assert (
-        "blocksparse_flash, triton, forward, head_dim 64, beside dense blocksparse_flash, triton: level at density 0.74"
-        in said
-    )
-    assert (
-        all(f"results/{name}.png" in said for name in plots.SWEEPS) and "| FlexAttention | new mask | 64 | 3.00" in said
-    )
+    dense = "blocksparse_flash, triton | dense blocksparse_flash, triton"
+    assert f"| density up to which sparse is faster | {dense} | forward | 1 | 0.74 | 0.74 | 0.74 |" in section
+    assert all(f"results/{name}.png" in section for name in plots.SWEEPS)
     # 2 ms with a new mask, 1 ms with the same one: the change costs 1 ms, and theirs 1.5 ms
-    assert "| blocksparse_flash, triton | new mask | 64 | 2.00 (1.80 to 2.20) | 1.00 | 5.0 |" in said
-    assert (
-        "- blocksparse_flash, triton, head_dim 64, new mask: 1.00 ms for the change; "
-        "FlexAttention, new mask, takes 1.50 ms, 1.5 times as much." in said
-    )
+    assert "| blocksparse_flash, triton | new mask | 64 | 2.00 (1.80 to 2.20) | 1.00 | 5.0 |" in section
+    assert "| FlexAttention | new mask | 64 | 3.00 (2.70 to 3.30) | 1.50 | 5.0 |" in section
     assert pages.sweeps_section([]) == ""
     assert pages.everything(SWEPT).count("## ") == 5
-    assert all(
-        f"`python -m benchmarks.run.attention --sweep {name}`" in pages.everything(SWEPT) for name in plots.SWEEPS
-    )
+    commands = [f"`python -m benchmarks.run.attention --sweep {name}`" for name in plots.SWEEPS]
+    assert all(command in pages.everything(SWEPT) for command in commands)
 
 
 def test_growth_is_between_the_shortest_and_the_longest_of_each_direction() -> None:
     found = [of(TRITON, bench="length", n=n, ms=ms) for n, ms in ((8192, 1.0), (16384, 2.0), (65536, 9.0))]
     found += [of(TRITON, bench="length", n=65536, direction="bwd"), of(FLEX, bench="length", n=16384)]
-    # a backward of one length, FlexAttention's lines and what launches take say nothing of growth
-    assert findings.growth(found) == (
-        "- blocksparse_flash, triton, forward, head_dim 64: 4 times the tokens, 16,384 to 65,536, take 4.5 times as long."
-    )
+    # a backward of one length, FlexAttention's lines and launch-bound lengths say nothing about growth
+    (value,) = summaries.growth(found)
+    assert value[1:] == ("blocksparse_flash, triton", "16,384 tokens", "forward", "64", 4.5)
+    assert value.measurement.startswith("time of 4x the tokens, 65,536")
 
 
-def test_small_blocks_are_told_beside_those_of_a_tile() -> None:
+def test_small_blocks_are_compared_with_those_of_a_tile() -> None:
     found = [
         of(TRITON, bench="block-size", pattern=f"random, {side}", ms=ms, direction=direction)
         for direction, slow in (("fwd", 1.0), ("bwd", 2.0))
         for side, ms in ((16, 8.0 * slow**2), (64, 3.0 * slow), (128, slow), (256, slow))
     ]
-    assert findings.small_blocks([*found, of(FLEX, bench="block-size", pattern="random, 64", ms=99.0)]) == (
-        "- Finer blocks, random, our backends: times the time in blocks of 128, 3.00 to 3.00 in blocks of 64, 8.00 to 16.00 in blocks of 16."
-    )
-    # without blocks of 128 there is nothing to compare with
-    assert findings.small_blocks([one for one in found if one["pattern"] != "random, 128"]) == ""
+    peer = of(FLEX, bench="block-size", pattern="random, 64", ms=99.0)
+    assert rows_of(summaries.ranges(summaries.small_blocks([*found, peer]), "measurement", "baseline")) == [
+        "| time in blocks of 64, random | blocks of 128 | 2 | 3.00 | 3.00 | 3.00 |",
+        "| time in blocks of 16, random | blocks of 128 | 2 | 8.00 | 11.31 | 16.00 |",
+    ]
+    # without blocks of 128 there is no baseline
+    assert summaries.small_blocks([one for one in found if one["pattern"] != "random, 128"]) == []
 
 
-def test_equal_bits_are_told_where_both_ways_were_measured() -> None:
+def test_determinism_is_compared_where_both_ways_were_measured() -> None:
     equal = ("blocksparse_flash", "triton, deterministic")
     found = [
         of(by, bench="deterministic", direction="bwd", pattern=pattern, ms=ms)
@@ -231,12 +223,12 @@ def test_equal_bits_are_told_where_both_ways_were_measured() -> None:
             (equal, "local", 1.1),
         )
     ]
-    said = findings.equal_bits([*found, of(TRITON, bench="deterministic", direction="bwd", head_dim=128)])
-    assert said == (
-        "- blocksparse_flash, triton, backward, head_dim 64, `deterministic=True`: 1.10 to 1.25 times as long, over dense 1.25, "
-        "local 1.10."
-    )
-    assert findings.equal_bits([of(TRITON, bench="deterministic", direction="bwd")]) == ""
+    values = summaries.deterministic([*found, of(TRITON, bench="deterministic", direction="bwd", head_dim=128)])
+    assert [(value.backend, value.head_dim, value.value) for value in values] == [
+        ("blocksparse_flash, triton", "64", 1.25),
+        ("blocksparse_flash, triton", "64", 1.1),
+    ]
+    assert summaries.deterministic([of(TRITON, bench="deterministic", direction="bwd")]) == []
 
 
 def test_a_density_sweep_that_ended_early_tells_no_break_even() -> None:
@@ -246,49 +238,41 @@ def test_a_density_sweep_that_ended_early_tells_no_break_even() -> None:
     assert "| random, 0.1 |" in pages.everything(early)
 
 
-def test_a_provider_is_told_up_to_where_it_was_measured_itself() -> None:
+def test_a_break_even_is_at_most_the_highest_density_measured() -> None:
     swept = [one for one in SWEPT if one["bench"] == "density" and one["direction"] == "fwd"]
-    ours = [{**one, "backend": "hopper", "ms": one["ms"] / 2} for one in swept if measurements.who(one) == TRITON]
+    ours = [
+        {**one, "backend": "hopper", "ms": one["ms"] / 2} for one in swept if measurements.provider_of(one) == TRITON
+    ]
     few, dense = ours[0], ours[-1]
     assert (few["pattern"], dense["pattern"]) == ("random, 0.1", "dense")
 
-    def told(*added: dict[str, Any]) -> list[str]:
-        return [said for said in findings.break_evens([*swept, *added]) if said.startswith("blocksparse_flash, hopper")]
+    def densities(*added: dict[str, Any]) -> list[float]:
+        found = summaries.break_evens([*swept, *added])
+        return [value.value for value in found if value.backend == "blocksparse_flash, hopper"]
 
-    (said,) = told(few, dense)
-    assert said.endswith("faster at every density measured, up to 0.10")
+    assert densities(few, dense) == [0.1]
     # a dense call alone crosses nothing
-    assert told(dense) == []
+    assert densities(dense) == []
 
 
-def test_a_change_within_the_noise_has_no_ratio() -> None:
-    found = [
-        of(by, bench="change", pattern=pattern, ms=ms, direction="step")
-        for by, pattern, ms in ((TRITON, "same mask", 2.0), (TRITON, "new mask", 2.1), (FLEX, "same mask", 2.0), (FLEX, "new mask", 9.0))
-    ]  # fmt: skip
-    assert pages.change_ratios(found) == (
-        "- blocksparse_flash, triton, head_dim 64, new mask: 0.10 ms for the change, less than the 0.20 ms by which its steps vary."
-    )
-    found[1]["ms"], found[3]["ms"] = 3.0, 2.1
-    assert pages.change_ratios(found).endswith("takes 0.10 ms, less than the 0.20 ms by which its steps vary.")
-
-
-def test_the_readme_has_a_point_for_each_benchmark() -> None:
+def test_the_readme_has_a_row_for_each_benchmark() -> None:
     equal = [
         of(("blocksparse_flash", name), bench="deterministic", direction="bwd", ms=ms)
         for name, ms in (("triton", 1.0), ("triton, deterministic", 1.2))
     ]
-    longer = [of(TRITON, bench="length", n=n, direction=way, ms=n / 1024 + 8 * (way == "bwd")) for n in (16384, 32768) for way in ("fwd", "bwd")]  # fmt: skip
-    said = pages.highlights({"attention": [*SWEPT, *longer, *equal], "small": []}).split("\n")
-    assert said == [
-        "- Length: at a fixed number of keys for each query 2 times the tokens, 16,384 to 32,768, take 2 to 2 times as long.",
-        "- Density: faster than the fastest dense attention are `triton` up to 74% to 74% of all blocks.",
-        "- Finer blocks, random, our backends: times the time in blocks of 128, 2.00 to 2.00 in blocks of 64.",
-        (
-            "- A mask that changes at each step, 1,024 tokens, adds to a step that is waited for: with blocksparse_flash, triton, 1.00 ms (new mask); "
-            "with FlexAttention, 1.50 ms (new mask)."
-        ),
-        "- Equal bits in every run: a backward takes 1.20 to 1.20 times the time of blocksparse_flash, triton, head_dim 64.",
+    longer = [
+        of(TRITON, bench="length", n=n, direction=way, ms=n / 1024 + 8 * (way == "bwd"))
+        for n in (16384, 32768)
+        for way in ("fwd", "bwd")
+    ]
+    name = "blocksparse_flash, triton"
+    assert rows_of(pages.highlights({"attention": [*SWEPT, *longer, *equal], "small": []})) == [
+        f"| time of 2x the tokens, 32,768, fixed keys per query | {name} | 16,384 tokens | 2 | 1.67 | 1.83 | 2.00 |",
+        f"| density up to which sparse is faster | {name} | dense {name} | 2 | 0.74 | 0.74 | 0.74 |",
+        f"| time in blocks of 64, random | {name} | blocks of 128 | 2 | 2.00 | 2.00 | 2.00 |",
+        f"| backward time, deterministic=True | {name} | deterministic=False | 1 | 1.20 | 1.20 | 1.20 |",
+        f"| {name} | new mask | 1.00 |",
+        "| FlexAttention | new mask | 1.50 |",
     ]
     assert pages.highlights({"attention": [], "small": []}) == ""
 
@@ -306,33 +290,30 @@ def test_every_sweep_is_drawn_with_everything_in_it() -> None:
         assert name == "masks" or any("FlexAttention" in text for text in shown), name
 
 
-def test_what_a_change_costs_is_told_for_each_length() -> None:
+def test_a_changed_mask_has_a_cost_for_each_length_and_clock() -> None:
     longer = [{**one, "n": 4096, "ms": 10 * one["ms"]} for one in SWEPT if one["bench"] == "change"]
-    said = pages.sweeps_section([*SWEPT, *longer])
-    assert "new mask: 1.00 ms for the change" in said and "new mask: 10.00 ms for the change" in said
-    assert said.count("--sweep change`") == 2
-    # without the same mask beside it nothing is told, and where the clock shows no difference nothing is compared
-    assert pages.change_ratios([one for one in longer if one["pattern"] != "same mask"]) == ""
-    same = pages.change_ratios([{**one, "ms": 1.0} for one in longer])
-    assert "new mask: 0.00 ms for the change, less than" in same and "FlexAttention" not in same
-    faster = [
-        {**one, "ms": 1.0} if one["provider"] == "flex" and one["pattern"] != "same mask" else one for one in longer
-    ]
-    assert "FlexAttention" not in pages.change_ratios(faster)
-    # steps in a row have a table of their own, beside nothing but each other
     rows = [{**one, "direction": "steps", "ms": 1 + (one["ms"] - 1) / 4} for one in longer]
-    said = pages.change_section([*longer, *rows])
-    assert said.index("A step that is waited for:") < said.index("A step of many in a row:")
-    assert "new mask: 10.00 ms for the change" in said and "new mask: 2.50 ms for the change" in said
-    assert "A step of many in a row:" not in pages.change_section(longer)
-    # a step that seems shorter with a new mask, by less than such steps vary
-    noisy = [
-        {**one, "ms": 0.9, "ms_p20": 0.8, "ms_p80": 1.0} if one["pattern"] == "new mask" else one for one in longer
-    ]
-    assert pages.change_ratios(noisy).endswith("less than the 0.20 ms by which its steps vary.")
-    assert "less than the 0.20 ms by which steps vary (new mask)" in findings.changes(noisy)[0]
-    points = findings.changes([*longer, *rows])
-    assert [point.split(" adds to ")[1].split(":")[0] for point in points] == [*measurements.TIMED.values()]
+    section = pages.change_section([*longer, *rows])
+    assert section.index("A synchronised step:") < section.index("One of many steps in a row:")
+    assert "One of many steps in a row:" not in pages.change_section(longer)
+    assert pages.sweeps_section([*SWEPT, *longer]).count("--sweep change`") == 2
+    shown = [one for one in SWEPT if one["bench"] == "change"]
+    assert summaries.changes([*shown, *longer, *rows]).splitlines()[0] == (
+        "| by | ms added by | 1,024 tokens, a synchronised step | 4,096 tokens, a synchronised step "
+        "| 4,096 tokens, one of many steps in a row |"
+    )
+    assert rows_of(summaries.changes([*shown, *longer, *rows]))[0].startswith(
+        "| blocksparse_flash, triton | new mask | 1.00 |"
+    )
+
+
+def test_a_cost_within_the_spread_of_the_steps_is_an_upper_bound() -> None:
+    same, new = (of(TRITON, bench="change", direction="step", pattern=name) for name in ("same mask", "new mask"))
+    assert summaries.change_cost([same, new], {**new, "ms": 2.1}) == "< 0.20"
+    # a step that seems shorter with a new mask
+    assert summaries.change_cost([same, new], {**new, "ms": 1.9}) == "< 0.20"
+    assert summaries.change_cost([same, new], {**new, "ms": 3.0}) == "1.00"
+    assert summaries.change_cost([same, new], same) == summaries.change_cost([new], new) == "-"
 
 
 def test_every_provider_has_a_name_and_a_colour() -> None:

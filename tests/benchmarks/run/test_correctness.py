@@ -1,4 +1,4 @@
-"""benchmarks/run/correctness.py: does right work pass, and is each wrong result named?"""
+"""The correctness check accepts right results and names each wrong one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/run/decode.py: are bytes counted as they are stored, is a wrong result never timed, is a line written for each figure?"""
+"""benchmarks.run.decode: bytes counted as stored, wrong results never timed, one line per figure."""
 
 from __future__ import annotations
 

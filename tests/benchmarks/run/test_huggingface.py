@@ -1,4 +1,4 @@
-"""benchmarks/run/huggingface.py: do all three train the same model, and is a line written for each?"""
+"""benchmarks.run.huggingface: all three train the same model, one line each."""
 
 from __future__ import annotations
 

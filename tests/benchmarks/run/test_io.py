@@ -1,4 +1,4 @@
-"""benchmarks/run/io.py and bounds.py: is what ncu writes read right, and is what it is compared with what the papers and the kernels say?"""
+"""benchmarks.run.io: parsing of ncu output, bounds, and the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from benchmarks.report import pages, plots
 from benchmarks.run import bounds, io, measure
 
 HEAD = (
-    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",'
+    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid '
+    'Size","Device","CC",'
     '"Section Name","Metric Name","Metric Unit","Metric Value"'
 )
 SPIN = "spin_kernel(long)"
@@ -87,13 +88,13 @@ def test_the_kernels_of_each_call_are_summed() -> None:
     )
 
 
-def test_cases_are_told_apart_by_their_order() -> None:
+def test_cases_are_identified_by_their_order() -> None:
     options = io.parsed(["--heads", "1", "2", "--head-dims", "64", "128", "--densities", "0.5", "1", "--length", "512"])
     kernels = []
     for index in range(16):
         kernels += [(SPIN, IGNORED), (f"kernel {index}", counted(str(index), "0", "0"))]
     found = [*io.lines_of(log(*kernels), options, WHERE)]
-    told = [(line["heads"], line["head_dim"], line["density"], line["direction"]) for line in found]
+    found_cases = [(line["heads"], line["head_dim"], line["density"], line["direction"]) for line in found]
     expected = [
         (heads, dim, density, direction)
         for heads in (1, 2)
@@ -101,7 +102,7 @@ def test_cases_are_told_apart_by_their_order() -> None:
         for density in (0.5, 1.0)
         for direction in ("fwd", "bwd")
     ]
-    assert told == expected and [line["dram_read_bytes"] for line in found] == [*range(16)]
+    assert found_cases == expected and [line["dram_read_bytes"] for line in found] == [*range(16)]
     # nothing is said of what was not counted
     assert {line["sm_bytes"] for line in found} == {None}
 
@@ -155,7 +156,7 @@ def test_wrong_options_are_refused(wrong: list[str], capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("has_sectors", [False, True])
 def test_the_command_writes_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_sectors: bool) -> None:
-    """ncu by a stand-in, which writes where it is told to."""
+    """ncu by a stand-in, which writes where it should."""
     ran: list[list[str]] = []
 
     def run(command: list[str], **options: Any) -> SimpleNamespace:
@@ -204,7 +205,8 @@ def test_what_ncu_says_of_a_failure_is_passed_on(monkeypatch: pytest.MonkeyPatch
 
 def line(**given: Any) -> dict[str, Any]:
     said = {
-        "bench": "io", "provider": "blocksparse_flash", "backend": "triton", "pattern": "random, 0.25", "density": 0.25, "n": 1024,
+        "bench": "io", "provider": "blocksparse_flash", "backend": "triton", "pattern": "random, 0.25",
+        "density": 0.25, "n": 1024,
         "batch": 1, "heads": 2, "head_dim": 64, "dtype": "bf16", "direction": "fwd", "dram_read_bytes": 1_000_000,
         "dram_write_bytes": 500_000, "l2_bytes": 9_000_000, "sm_bytes": 6_000_000, "n_kernels": 1, **WHERE,
     }  # fmt: skip
@@ -269,7 +271,7 @@ def test_a_straight_line_is_found() -> None:
     assert bounds.linear(bent, bounds.on_chip).fit < 0.95
 
 
-# ---- how it is told ----
+# ---- the report ----
 
 
 MEASURED = [
@@ -281,7 +283,7 @@ MEASURED = [
 ]
 
 
-def test_the_readme_tells_bytes() -> None:
+def test_the_page_shows_bytes() -> None:
     said = pages.io_section(MEASURED)
     assert said.count("| 1 + 40 s MB, R^2 1.0000 |") == 8 and "results/io.png" in said
     assert pages.io_section([]) == pages.io_section([line()]) == ""
@@ -293,5 +295,5 @@ def test_bytes_are_drawn() -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     figure = plots.io(MEASURED, {"bound": bounds.theorem, "what tiles load": bounds.of_tiles}, bounds.on_chip)
     shown = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert {"L2 to multiprocessors, blocksparse_flash, triton", "bound, blocksparse_flash, hopper"} <= shown
+    assert {"L2 to SMs, blocksparse_flash, triton", "bound, blocksparse_flash, hopper"} <= shown
     assert len(figure.axes) == 4

@@ -1,4 +1,4 @@
-"""benchmarks/run/masks.py: is every family timed, against peers that build the same mask, and is a line written for each?"""
+"""benchmarks.run.masks: every family is timed against peers that build the same mask."""
 
 from __future__ import annotations
 

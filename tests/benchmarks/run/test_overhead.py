@@ -1,4 +1,4 @@
-"""benchmarks/run/overhead.py: is the launch of a call found, and made again on the same tensors?"""
+"""benchmarks.run.overhead: finds the launch of a call and repeats it on the same tensors."""
 
 from __future__ import annotations
 

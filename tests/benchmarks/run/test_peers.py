@@ -1,4 +1,4 @@
-"""benchmarks/run/peers.py: is everyone, ours and each package, given the same mask? Packages are stood in for."""
+"""Every adapter gets the same mask; stand-ins replace the packages."""
 
 from __future__ import annotations
 
