@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from . import checks
 from .block_list import BlockList, BlockRows, Frame, Size, distinct, ranges, words_per_query
 from .transfer import to_device
+
+# keys of a state dict, besides those of its tensors; the second only for blocks selected on a device
+NUMBERS, SELECTED = ("q_len", "kv_len", "block_size"), "selected"
 
 
 class Tensors(NamedTuple):
@@ -62,6 +66,27 @@ def to_rows(tensors: Sequence[torch.Tensor], frame: Frame, rows: Size) -> tuple[
     block_q = frame.block_size[0]
     q_len = min(stop * block_q, frame.q_len) - first * block_q
     return BlockList(keys, ids, bitmasks[used].view(np.uint32)), frame._replace(q_len=q_len)
+
+
+def read_state(state: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any], bool]:
+    """(tensors, numbers, whether blocks were selected) of a state dict; refuses missing and unexpected keys."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be what state_dict() gave, got {type(state).__name__}")
+    expected, given = {*checks.TENSORS, *NUMBERS}, set(state) - {SELECTED}
+    if given != expected:
+        raise ValueError(
+            f"state must have the keys of state_dict(): missing {sorted(expected - given)}, "
+            f"unexpected {sorted(given - expected, key=str)}"
+        )
+    numbers: dict[str, Any] = {name: state.get(name, False) for name in (*NUMBERS, SELECTED)}
+    for name, value in numbers.items():
+        if isinstance(value, torch.Tensor):
+            checks.check_in_memory(value, name)
+            numbers[name] = value.tolist()
+    is_selected = numbers.pop(SELECTED)
+    if not isinstance(is_selected, bool):
+        raise TypeError(f"{SELECTED} must be True or False, got {is_selected!r}")
+    return Tensors(*(state[name] for name in checks.TENSORS)), numbers, is_selected
 
 
 def _checksum(value: Any) -> int:

@@ -27,6 +27,18 @@ class Place(NamedTuple):
     shape: Sequence[int]
 
 
+def resolved(device: torch.device | str | int) -> torch.device:
+    """The device with its index, as tensors report it."""
+    if isinstance(device, torch.device) and device.index is not None:
+        return device
+    device = torch.device(device)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    if device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.empty(0, device=device).device
+
+
 def to_device(tensors: Sequence[Tensor], device: torch.device | str, *, non_blocking: bool = False) -> list[Tensor]:
     """The same int32 tensors on a device; those of the host go to a GPU by one copy.
 
