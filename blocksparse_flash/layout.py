@@ -40,7 +40,7 @@ Integers = torch.Tensor | Array | list[int]
 _ALL = slice(None)
 
 
-# every layout has its own number: torch.compile guards it and passes it to untraced code, which takes no layout (torch 2.11)
+# every layout has a number: torch.compile guards it, and passes it to untraced code, which takes no layout (torch 2.11)
 _NUMBERS_OF_LAYOUTS = itertools.count()
 _NUMBERED: weakref.WeakValueDictionary[int, BlockLayout] = weakref.WeakValueDictionary()
 
@@ -67,13 +67,13 @@ class BlockLayout:
     q_len, kv_len  tokens; a ragged last block is allowed
     block_size   tokens, multiples of 16 from 16 to 256: an int, or (block_q, block_kv)
 
-    The constructor checks every tensor (rows must be sorted). Layouts are canonical: equal masks over equal batch and head
-    axes give equal layouts and equal hashes.
+    The constructor checks every tensor (rows must be sorted). Layouts are canonical: equal masks over equal batch and
+    head axes give equal layouts and equal hashes.
 
-    A layout shares no tensor with its caller: each access to indptr, indices, bitmask_ids or bitmasks makes a copy, so keep
-    it in a variable to read it often. To change a mask, make another layout, by the algebra or by
-    BlockLayout(layout.indptr, changed, ...). `plan` and `bias_index` return the kernels' tensors uncopied: never write into
-    those.
+    A layout shares no tensor with its caller: each access to indptr, indices, bitmask_ids or bitmasks makes a copy, so
+    keep it in a variable to read it often. To change a mask, make another layout, by the algebra or by
+    BlockLayout(layout.indptr, changed, ...). `plan` and `bias_index` return the kernels' tensors uncopied: never write
+    into those.
 
     `torch.save(layout, path)` stores a layout; `torch.load(path)` reads it once blocksparse_flash is imported.
 
@@ -152,8 +152,8 @@ class BlockLayout:
                  fn(batch, head, q_pos, kv_pos). Called with some 4 M pairs at a time
         q_len, kv_len  tokens
         within   gives from_predicate(fn) & within, but evaluates only the blocks of `within`: O(nnz)
-        dedup_key  dedup_key(row, col) -> int64, arrays of the same shape: a promise that fn gives equal blocks for equal
-                 keys (ragged edges aside), so that only one of them is evaluated
+        dedup_key  dedup_key(row, col) -> int64, arrays of the same shape: a promise that fn gives equal blocks for
+                 equal keys (ragged edges aside), so that only one of them is evaluated
         heads, batch  None: one layout shared by all
         looks    the old name of dedup_key, deprecated
 
@@ -227,15 +227,15 @@ class BlockLayout:
     def from_topk(cls, indices: torch.Tensor, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
         """The layout of full blocks that a model selects, made on the device of `indices` without waiting for it.
 
-        indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order; -1 is none, and repeated
-                 cols are ignored. Other numbers are refused on the CPU, and ignored on a GPU
+        indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order; -1 is none, and
+                 repeated cols are ignored. Other numbers are refused on the CPU, and ignored on a GPU
         block_size  sides that divide 128, or 256. Below 64 the plan takes up to 2 KB per selected block
         returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==` and `hash`
                  wait for the device
 
         A CUDA graph can capture this together with attention. Selecting has no gradient. On a GPU four kernels make the
-        layout and its plan, up to 8192 rows and cols and n_cols <= 2048 + 128 * k. For larger grids, for blocks of which a
-        128 x 128 tile has more than 4, and under torch.compile, some 60 PyTorch operations do the same.
+        layout and its plan, up to 8192 rows and cols and n_cols <= 2048 + 128 * k. For larger grids, for more than 4
+        blocks per 128 x 128 tile, and under torch.compile, some 60 PyTorch operations do the same.
 
         >>> layout = BlockLayout.from_topk(torch.tensor([[[[0, -1], [1, 0]]]]), 256, 256, block_size=128)
         >>> layout.nnz, layout.capacity
@@ -264,7 +264,7 @@ class BlockLayout:
     def from_state_dict(cls, state: Mapping[str, Any]) -> BlockLayout:
         """The layout of a `state_dict`; its numbers may be tensors.
 
-        raises  ValueError if the tensors are not those of a canonical layout (or of a selected one, if the state says so)
+        raises  ValueError if the tensors are not those of a canonical layout, or of a selected one if so marked
         """
         tensors, numbers, is_selected = storage.read_state(state)
         frame = checks.frame(**numbers)
@@ -483,7 +483,8 @@ class BlockLayout:
             batch, head, q_pos, kv_pos = set_operations.first_pair(leaks._block_list(), leaks._frame)
             raise ValueError(
                 f"layout must be causal, but in batch {batch}, head {head} query {q_pos} attends to key {kv_pos}, and "
-                f"its last is {q_pos + self.kv_len - self.q_len}: intersect with masks.causal, or attend with causal=True"
+                f"its last is {q_pos + self.kv_len - self.q_len}: "
+                "intersect with masks.causal, or attend with causal=True"
             )
 
     def describe(self, *, head_dim: int = 128, element_bytes: int = 2) -> Description:
