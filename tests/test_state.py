@@ -134,7 +134,10 @@ def test_a_file_is_read_by_who_imports_the_package(tmp_path: Path) -> None:
     """torch.load(weights_only=True) reads a layout among other values."""
     layout, chosen = masks.causal(300), topk([[[[2, -1], [0, 1], [-1, -1]]]])
     torch.save({"layouts": [layout, chosen], "step": 3}, tmp_path / "file.pt")
-    program = "import sys, torch, blocksparse_flash; found = torch.load(sys.argv[1]); print(*map(hash, found['layouts']), found['step'])"
+    program = (
+        "import sys, torch, blocksparse_flash; found = torch.load(sys.argv[1]); "
+        "print(*map(hash, found['layouts']), found['step'])"
+    )
     command = [sys.executable, "-c", program, str(tmp_path / "file.pt")]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == [str(hash(layout)), str(hash(chosen)), "3"]

@@ -24,8 +24,8 @@ def gather(found: BlockList, frame: Frame, q_order: Array, kv_order: Array) -> B
 
     q_order, kv_order  int64, NONE or a position below q_len, kv_len; tokens may repeat
 
-    Time O((tokens + pieces) log), where a piece is the overlap of an old block with a new one: up to 4 per block if runs
-    of tokens stay together, up to one per pair if the order scatters them.
+    Time O((tokens + pieces) log), where a piece is the overlap of an old block with a new one: up to 4 per block if
+    runs of tokens stay together, up to one per pair if the order scatters them.
     """
     if not _is_identity(q_order, frame.q_len):
         found = _gather_queries(found, frame, q_order)

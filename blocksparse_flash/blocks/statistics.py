@@ -85,10 +85,9 @@ class Description:
     mixing: Mixing | None
 
     def __str__(self) -> str:
-        block_q, block_kv = self.block_size
+        blocks = "blocks of {} x {}".format(*self.block_size)
         lines = [
-            f"layout    {self.q_len} x {self.kv_len} tokens, blocks of {block_q} x {block_kv}, "
-            f"batch {self.batch}, heads {self.heads}",
+            f"layout    {self.q_len} x {self.kv_len} tokens, {blocks}, batch {self.batch}, heads {self.heads}",
             f"blocks    {self.nnz} stored, density {self.density:.4g}; {self.full_share:.1%} of them full",
             f"pairs     {self.pairs} attend, density {self.pair_density:.4g}",
             f"bitmasks  {self.distinct_bitmasks} distinct; metadata {_amount(self.metadata_bytes, 'B')}",

@@ -1,7 +1,7 @@
 """Dense masks for property tests: small bool arrays with full, empty and partial blocks of any size.
 
-Each is drawn from one seed: parts drawn separately by hypothesis repeat each other, so that fifty examples would hold few
-that differ in all parts. A failure names its seed: problem(seed, n_masks, axes_differ) is the example.
+Each is drawn from one seed: parts drawn separately by hypothesis repeat each other, so that fifty examples would hold
+few that differ in all parts. A failure names its seed: problem(seed, n_masks, axes_differ) is the example.
 """
 
 from __future__ import annotations
