@@ -471,7 +471,7 @@ class BlockLayout:
         """The batch at index, as a layout (1, heads | 1, q_len, kv_len)."""
         return self._picked("batch", index)
 
-    # ---- looked at
+    # ---- inspection
 
     def assert_causal(self) -> None:
         """Checks that kv_pos <= q_pos + (kv_len - q_len) for every pair. O(nnz).
@@ -765,7 +765,7 @@ for _name in TENSORS:
     setattr(BlockLayout, _name, _copied(_name))
 
 
-# ------------------------------------------------------------------------------------------------ files and processes
+# ---- files and processes
 
 
 def restored(
