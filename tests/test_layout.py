@@ -48,7 +48,7 @@ def test_from_dense_puts_missing_axes_first() -> None:
     assert BlockLayout.from_dense(mask, block_size=16).shape == (1, 3, 40, 50)
     assert BlockLayout.from_dense(mask[0], block_size=16).shape == (1, 1, 40, 50)
     assert BlockLayout.from_dense(mask[None], block_size=16) == BlockLayout.from_dense(mask, block_size=(16, 16))
-    # strides are not assumed
+    # any strides
     expanded = mask[:1].expand(4, 40, 50)
     assert BlockLayout.from_dense(expanded, block_size=16) == BlockLayout.from_dense(expanded.clone(), block_size=16)
     assert BlockLayout.from_dense(mask[0].T, block_size=16) == BlockLayout.from_dense(mask[0], block_size=16).T
@@ -159,7 +159,7 @@ def test_looks_is_the_deprecated_name_of_dedup_key() -> None:
 
 
 def test_dedup_key_may_give_any_int64() -> None:
-    """Numbers 2**62 apart are told apart: four times that, for four kinds of edge, would be 0 in 64 bits."""
+    """Keys 2**62 apart stay distinct: times 4, for the edge kinds, both would be 0 in 64 bits."""
 
     def is_off_diagonal(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         return np.where(row == col, 0, 2**62)
@@ -323,9 +323,9 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "indptr-falls": (
         lambda: _direct(indptr=_int32([[[0, 4, 3, 6]]])),
         ValueError,
-        "indptr must not descend, but row 1",
+        "indptr must not decrease, but row 1",
     ),
-    "indptr-negative": (lambda: _direct(indptr=_int32([[[0, -4, 3, 6]]])), ValueError, "indptr must not descend"),
+    "indptr-negative": (lambda: _direct(indptr=_int32([[[0, -4, 3, 6]]])), ValueError, "indptr must not decrease"),
     "indptr-ends-early": (lambda: _direct(indptr=_int32([[[0, 1, 3, 5]]])), ValueError, "indptr must end .* 6, got 5"),
     "indptr-ends-late": (lambda: _direct(indptr=_int32([[[0, 1, 3, 7]]])), ValueError, "indptr must end .* 6, got 7"),
     "indices-float": (lambda: _direct(indices=_GOOD.indices.float()), ValueError, "indices must be int32"),

@@ -235,7 +235,7 @@ def check_rows(indptr: Array, indices: Array, frame: Frame, *, is_padded: bool) 
     counts: Array = flat[:, 1:] - flat[:, :-1]
     if (counts < 0).any():
         raise ValueError(
-            f"indptr must not descend, but row {int((counts < 0).any(axis=0).argmax())} ends before it begins"
+            f"indptr must not decrease, but row {int((counts < 0).any(axis=0).argmax())} ends before it begins"
         )
     nnz = int(flat[-1, -1])
     if nnz > len(indices) or (nnz < len(indices) and not is_padded):
