@@ -1,8 +1,4 @@
-"""Which query attends to which key? BlockLayout: frozen data, its constructors and its algebra.
-
-Knows tensors, lengths, block lists, and that a plan can be made of it.
-Must not know patterns (they are functions that return one), attention, backends or kernels.
-"""
+"""BlockLayout: a token-exact attention mask stored as blocks, its constructors and its algebra."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ from .blocks.block_list import FULL, Array, Axis, BlockList, BlockRows, Frame, S
 from .blocks.checks import TENSORS
 from .blocks.reindexing import crop, gather
 from .blocks.statistics import Description, describe
-from .blocks.transfer import to_device
+from .blocks.transfer import resolved, to_device
 from .kernels.plan_format import TILE, Plan
 from .plan import block_bias, block_selection, device_builder
 from .plan.block_bias import BiasIndex
@@ -41,61 +37,45 @@ from .runtime import tracing
 
 Integers = torch.Tensor | Array | list[int]
 
-_NUMBERS = ("q_len", "kv_len", "block_size")
-# in the state of a layout that was selected, and in no other
-_SELECTED = "selected"
 _ALL = slice(None)
 
 
-def _resolved(device: torch.device | str | int) -> torch.device:
-    """The device with its index, as tensors report it."""
-    if isinstance(device, torch.device) and device.index is not None:
-        return device
-    device = torch.device(device)
-    if device.type == "cpu" or device.index is not None:
-        return device
-    if device.type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.empty(0, device=device).device
-
-
-# every layout has a number of its own: torch.compile guards it, and hands it to what is not traced, which takes no layout under
-# torch 2.11
+# every layout has a number: torch.compile guards it, and passes it to untraced code, which takes no layout (torch 2.11)
 _NUMBERS_OF_LAYOUTS = itertools.count()
 _NUMBERED: weakref.WeakValueDictionary[int, BlockLayout] = weakref.WeakValueDictionary()
 
 
 def number_of(layout: BlockLayout) -> int:
-    """The number of a layout, of no other one in this process."""
+    """The number of a layout, unique in this process."""
     return int(layout._cache["number"])
 
 
 def numbered(number: int) -> BlockLayout:
-    """The layout of a number, as long as it lives."""
+    """The layout of a number, while the layout lives."""
     return _NUMBERED[number]
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class BlockLayout:
-    """Which query attends to which key, token-exact, stored as blocks: frozen data.
+    """A token-exact attention mask, stored as blocks. Immutable.
 
     indptr       int32 (batch | 1, heads | 1, n_rows + 1): offsets into indices; an axis of size 1 is shared by all
     indices      int32 (nnz,): col of each stored block, ascending in a row
-    bitmask_ids  int32 (nnz,): -1 if every existing pair of the block attends, otherwise which bitmask
+    bitmask_ids  int32 (nnz,): -1 if every existing pair of the block attends, otherwise index of its bitmask
     bitmasks     int32 (distinct, block_q, ceil(block_kv / 32)): bit j of word w of row i is the pair (query i, key
                  32 w + j) of the block, True attends; no two are equal
     q_len, kv_len  tokens; a ragged last block is allowed
     block_size   tokens, multiples of 16 from 16 to 256: an int, or (block_q, block_kv)
 
-    Called directly it checks every tensor (rows must be sorted) and copies what it needs. It is canonical whatever it
-    was built from: equal masks over equal batch and head axes give equal layouts and equal hashes.
+    The constructor checks every tensor (rows must be sorted). Layouts are canonical: equal masks over equal batch and
+    head axes give equal layouts and equal hashes.
 
-    Frozen: fields cannot be set, and a layout shares no tensor with its caller. Each access to indptr, indices, bitmask_ids
-    or bitmasks makes a copy, so writing into one, or into a NumPy view of it, changes that copy and no layout; keep it in a
-    variable to read it often. Another mask is another layout, made by the algebra or of changed tensors:
-    BlockLayout(layout.indptr, changed, ...). `plan` and `bias_index` give what kernels read, uncopied: never write into those.
+    A layout shares no tensor with its caller: each access to indptr, indices, bitmask_ids or bitmasks makes a copy, so
+    keep it in a variable to read it often. To change a mask, make another layout, by the algebra or by
+    BlockLayout(layout.indptr, changed, ...). `plan` and `bias_index` return the kernels' tensors uncopied: never write
+    into those.
 
-    `torch.save(layout, path)`, and `torch.load(path)` once blocksparse_flash is imported, keep one in a file.
+    `torch.save(layout, path)` stores a layout; `torch.load(path)` reads it once blocksparse_flash is imported.
 
     raises  ValueError naming the argument; TypeError if it is of another type
 
@@ -113,10 +93,9 @@ class BlockLayout:
     kv_len: int
     block_size: Size
     if TYPE_CHECKING:
-        # the tensors themselves, which no caller sees
+        # the tensors themselves; callers get copies
         _tensors: storage.Tensors
-        # plans and indices of biases by (device, causal), sizes of the axes, the arrays that the tensors were made of, the hash, and
-        # what was selected on a device; not part of the value, so not a field
+        # plans and bias indices by (device, causal), axes, NumPy arrays, hash, Selection; no part of the value
         _cache: dict[str, Any]
 
     def __init__(
@@ -138,7 +117,7 @@ class BlockLayout:
         rows = block_list.by_rows(block_list.canonical(*found, **frame.sizes), frame)
         self._set(*storage.to_tensors(rows, frame, indptr.device), *frame[2:])
 
-    # ------------------------------------------------------------------------------------------------- constructors
+    # ---- constructors
 
     @classmethod
     def from_dense(cls, mask: torch.Tensor | Array, *, block_size: int | Size) -> BlockLayout:
@@ -167,14 +146,14 @@ class BlockLayout:
         batch: int | None = None,
         looks: predicates.DedupKey | None = None,
     ) -> BlockLayout:
-        """The layout of the pairs for which fn is true, on the host (on within's device, if it is given).
+        """The layout of the pairs for which fn is true, on the host (if `within` is given, on its device).
 
-        q_len, kv_len  tokens, here and below
         fn       fn(q_pos, kv_pos) -> bool tensor; int64 tensors that broadcast. With heads or batch given,
                  fn(batch, head, q_pos, kv_pos). Called with some 4 M pairs at a time
-        within   equals from_predicate(fn) & within, but only the blocks of `within` are evaluated: O(nnz) at any length
-        dedup_key  dedup_key(row, col) -> int64, arrays of the same shape: a promise that fn gives equal blocks for equal
-                 keys (ragged edges aside), so that only one of them is evaluated
+        q_len, kv_len  tokens
+        within   gives from_predicate(fn) & within, but evaluates only the blocks of `within`: O(nnz)
+        dedup_key  dedup_key(row, col) -> int64, arrays of the same shape: a promise that fn gives equal blocks for
+                 equal keys (ragged edges aside), so that only one of them is evaluated
         heads, batch  None: one layout shared by all
         looks    the old name of dedup_key, deprecated
 
@@ -210,8 +189,6 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout of full blocks (rows[i], cols[i]), in any order. A block named twice is refused.
 
-        q_len, kv_len  tokens, of which block_size tells how many rows and cols there are
-
         >>> BlockLayout.from_blocks([0, 1, 1], [0, 0, 1], 256, 256, block_size=128).nnz
         3
         """
@@ -224,8 +201,6 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout of full blocks first[row] <= col < stop[row] of every row; stop <= first is an empty row.
 
-        q_len, kv_len  tokens, of which block_size tells how many rows and cols there are
-
         >>> BlockLayout.from_ranges([0, 0], [1, 2], 256, 256, block_size=128).nnz
         3
         """
@@ -236,19 +211,14 @@ class BlockLayout:
     def from_block_mask(
         cls, mask: torch.Tensor | Array, q_len: int, kv_len: int, *, block_size: int | Size
     ) -> BlockLayout:
-        """The layout whose full blocks are the True entries of mask, bool ([[batch,] heads,] n_rows, n_cols).
-
-        q_len, kv_len  tokens, of which block_size tells how many rows and cols there are
-        """
+        """The layout whose full blocks are the True entries of mask, bool ([[batch,] heads,] n_rows, n_cols)."""
         return cls._of_full(*constructors.by_mask(mask, checks.frame(q_len, kv_len, block_size)))
 
     @classmethod
     def from_scipy(cls, matrix: Any, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
         """The layout whose full blocks are the nonzeros of a scipy.sparse matrix (n_rows, n_cols).
 
-        q_len, kv_len  tokens, of which block_size tells how many rows and cols there are
-
-        A value 2 is refused: `to_scipy` marks partial blocks by it, and their pairs are not in the matrix.
+        A value 2 is refused: in `to_scipy` it marks a partial block, whose pairs are not in the matrix.
         """
         frame = checks.frame(q_len, kv_len, block_size)
         return cls._of_full(constructors.by_matrix(matrix, frame), frame)
@@ -257,17 +227,15 @@ class BlockLayout:
     def from_topk(cls, indices: torch.Tensor, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
         """The layout of full blocks that a model selects, made on the device of `indices` without waiting for it.
 
-        indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order; -1 is none, and a col
-                 named again is ignored. On the CPU any other number is refused, on a GPU, where nobody looks, ignored
-        q_len, kv_len  tokens
-        block_size  sides that divide 128, or 256. Below 64 the plan takes up to 2 KB for each block selected
+        indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order; -1 is none, and
+                 repeated cols are ignored. Other numbers are refused on the CPU, and ignored on a GPU
+        block_size  sides that divide 128, or 256. Below 64 the plan takes up to 2 KB per selected block
         returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==` and `hash`
                  wait for the device
 
-        A CUDA graph captures this, and attention with it. Selecting has no gradient; attention has its usual ones. On a GPU
-        two kernels make it and two its plan, if it has up to 8192 rows and cols, and n_cols <= 2048 + 128 * k. Beyond that, for
-        plans of blocks of which a tile of 128 x 128 has more than 4, and under torch.compile, some 60 operations of PyTorch
-        give the same.
+        A CUDA graph can capture this together with attention. Selecting has no gradient. On a GPU four kernels make the
+        layout and its plan, up to 8192 rows and cols and n_cols <= 2048 + 128 * k. For larger grids, for more than 4
+        blocks per 128 x 128 tile, and under torch.compile, some 60 PyTorch operations do the same.
 
         >>> layout = BlockLayout.from_topk(torch.tensor([[[[0, -1], [1, 0]]]]), 256, 256, block_size=128)
         >>> layout.nnz, layout.capacity
@@ -282,42 +250,24 @@ class BlockLayout:
     def from_scores(
         cls, scores: torch.Tensor, q_len: int, kv_len: int, *, k: int, causal: bool = False, block_size: int | Size
     ) -> BlockLayout:
-        """`from_topk` of the k cols with the highest scores in each row; equal ones in no particular order.
+        """`from_topk` of the k cols with the highest scores in each row; ties in no particular order.
 
-        q_len, kv_len, block_size  as `from_topk`
-
-        scores  floats (batch | 1, heads | 1, n_rows, n_cols); -inf is never selected, nor is NaN
-        k       cols a row; a row with fewer that can be selected gets those
-        causal  True: nor is a block without a pair kv_pos <= q_pos + (kv_len - q_len). Within the blocks on the diagonal
-                later keys stay: `attention(..., causal=True)` drops them
+        scores  floats (batch | 1, heads | 1, n_rows, n_cols); -inf and NaN are never selected
+        k       cols per row; fewer if a row has fewer to select
+        causal  True: skips blocks without a pair kv_pos <= q_pos + (kv_len - q_len). Blocks on the diagonal keep their
+                later keys; `attention(..., causal=True)` drops those
         """
         frame = block_selection.frame_of(scores, "scores", checks.frame(q_len, kv_len, block_size), kind="floats")
         return cls._selected(block_selection.by_scores(scores, frame, k, causal=causal), frame)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> BlockLayout:
-        """The layout whose `state_dict` is state; the numbers may be tensors too.
+        """The layout of a `state_dict`; its numbers may be tensors.
 
-        raises  ValueError if a tensor is not that of a canonical layout, or of a selected one where the state says so
+        raises  ValueError if the tensors are not those of a canonical layout, or of a selected one if so marked
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(f"state must be what state_dict() gave, got {type(state).__name__}")
-        expected = {*TENSORS, *_NUMBERS}
-        given = set(state) - {_SELECTED}
-        if given != expected:
-            raise ValueError(
-                f"state must have the keys of state_dict(): missing {sorted(expected - given)}, "
-                f"unexpected {sorted(given - expected, key=str)}"
-            )
-        numbers: dict[str, Any] = {name: state.get(name, False) for name in (*_NUMBERS, _SELECTED)}
-        for name, value in numbers.items():
-            if isinstance(value, torch.Tensor):
-                checks.check_in_memory(value, name)
-                numbers[name] = value.tolist()
-        is_selected = numbers.pop(_SELECTED)
-        if not isinstance(is_selected, bool):
-            raise TypeError(f"{_SELECTED} must be True or False, got {is_selected!r}")
-        frame, tensors = checks.frame(**numbers), storage.Tensors(*(state[name] for name in TENSORS))
+        tensors, numbers, is_selected = storage.read_state(state)
+        frame = checks.frame(**numbers)
         checks.check_fields(tensors, frame)
         frame = frame._replace(batch=tensors.indptr.shape[0], heads=tensors.indptr.shape[1])
         if is_selected:
@@ -337,7 +287,7 @@ class BlockLayout:
 
     @classmethod
     def stack_heads(cls, layouts: Iterable[BlockLayout]) -> BlockLayout:
-        """The layout whose heads are those of the layouts, one after another; a batch axis of size 1 broadcasts.
+        """The heads of the layouts, concatenated; a batch axis of size 1 broadcasts.
 
         >>> diagonal = BlockLayout.from_blocks([0, 1], [0, 1], 128, 128, block_size=64)
         >>> BlockLayout.stack_heads([diagonal, ~diagonal, diagonal | ~diagonal]).shape
@@ -347,10 +297,10 @@ class BlockLayout:
 
     @classmethod
     def stack_batches(cls, layouts: Iterable[BlockLayout]) -> BlockLayout:
-        """The layout whose batches are those of the layouts, one after another; a head axis of size 1 broadcasts."""
+        """The batches of the layouts, concatenated; a head axis of size 1 broadcasts."""
         return cls._stacked(layouts, "batch")
 
-    # -------------------------------------------------------------------------------------------------------- facts
+    # ---- facts
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -360,12 +310,12 @@ class BlockLayout:
 
     @property
     def n_rows(self) -> int:
-        """Block rows, a ragged last one counted."""
+        """Block rows, including a ragged last one."""
         return self._frame.n_rows
 
     @property
     def n_cols(self) -> int:
-        """Block columns, a ragged last one counted."""
+        """Block columns, including a ragged last one."""
         return self._frame.n_cols
 
     @property
@@ -386,10 +336,10 @@ class BlockLayout:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of the layout are; its plans may be elsewhere."""
+        """Device of the layout's tensors; its plans may be on others."""
         return self._tensors.indptr.device
 
-    # ------------------------------------------------------------------------------------------------------ algebra
+    # ---- algebra
 
     @property
     def T(self) -> BlockLayout:
@@ -415,7 +365,7 @@ class BlockLayout:
         return self._like(set_operations.complement(found, leads=frame.leads, **frame.sizes))
 
     def __eq__(self, other: object) -> bool:
-        """The same pairs in the same blocks over the same batch and head axes, on whatever device."""
+        """The same pairs in the same blocks over the same batch and head axes, on any device."""
         if not isinstance(other, BlockLayout):
             return NotImplemented
         if self is other:
@@ -432,29 +382,26 @@ class BlockLayout:
                 digest.update(np.ascontiguousarray(array).data)
             # 60 bits, which hash() returns unchanged
             found = int.from_bytes(digest.digest(), "little") >> 4
-            # the tensors of a selection follow the CUDA graph that made them
+            # a CUDA graph may change the tensors of a selection
             if "selection" not in self._cache:
                 self._cache["hash"] = found
         return found
 
-    # ------------------------------------------------------------------------------ tokens, blocks and axes moved
+    # ---- tokens, blocks and axes moved
 
     def shift(self, q: int = 0, kv: int = 0) -> BlockLayout:
-        """Every pair moves by q queries and kv keys, towards the end if positive; those pushed out are dropped.
+        """Moves every pair by q queries and kv keys, towards the end if positive; drops pairs beyond the ends.
 
-        shift(q=1) of a causal mask does without the diagonal. Lengths and block size stay. As with every method of
-        this section: exact to the token, built on the host in O(tokens + nnz log nnz), on the layout's device.
+        Lengths and block size stay. Like all methods of this section: exact to the token, computed on the host in
+        O(tokens + nnz log nnz), with the result on the layout's device.
         """
         return self._gathered(token_orders.shifted(self.q_len, q, "q"), token_orders.shifted(self.kv_len, kv, "kv"))
 
     def permute(self, q_order: Integers | None = None, kv_order: Integers | None = None) -> BlockLayout:
-        """The mask of re-ordered sequences: q_order[i] is the query, kv_order[i] the key that comes to position i.
+        """The mask of reordered sequences: position i gets query q_order[i] and key kv_order[i]; None keeps the order.
 
-        None leaves them where they are.
-
-        `attention(q[:, :, order], k[:, :, order], v[:, :, order], layout.permute(order, order))` is
-        `attention(q, k, v, layout)[:, :, order]`. An order that scatters tokens scatters pairs: it costs what its
-        answer stores, up to one block for each pair.
+        `attention(q[:, :, order], k[:, :, order], v[:, :, order], layout.permute(order, order))` equals
+        `attention(q, k, v, layout)[:, :, order]`. An order that scatters tokens may need up to one block per pair.
         """
         return self._gathered(
             token_orders.permuted(self.q_len, q_order, "q_order"),
@@ -462,9 +409,9 @@ class BlockLayout:
         )
 
     def select(self, rows: slice | Integers = _ALL, cols: slice | Integers = _ALL) -> BlockLayout:
-        """The blocks of some rows and cols, by slice or index, in the given order; a row may come twice.
+        """The blocks of some rows and cols, by slice or index, in the given order; rows may repeat.
 
-        Lengths follow: block_q tokens for each row. The ragged last row has fewer, so it may only come last.
+        Each row contributes block_q tokens; the ragged last row has fewer, so it may only come last.
 
         >>> layout = BlockLayout.from_blocks([0, 1, 2], [0, 1, 2], 300, 300, block_size=128)
         >>> layout.select(rows=[1, 2]).shape
@@ -481,7 +428,7 @@ class BlockLayout:
     ) -> BlockLayout:
         """The pairs of queries q_start .. q_stop - 1 and keys kv_start .. kv_stop - 1, tokens; None is the end.
 
-        A crop that changes kv_len - q_len changes what causal=True means for it: `assert_causal` tells.
+        A crop that changes kv_len - q_len shifts the diagonal of causal=True; see `assert_causal`.
         """
         q = token_orders.cropped(self.q_len, q_start, q_stop, "q")
         kv = token_orders.cropped(self.kv_len, kv_start, kv_stop, "kv")
@@ -489,17 +436,17 @@ class BlockLayout:
             return self
         block_q = self.block_size[0]
         rows = q[0] // block_q, -(-q[1] // block_q)
-        # of a layout only the rows that are there are read: a crop for each token decoded should cost no more
+        # reads only the rows of the crop: decoding crops once per token
         found, frame = storage.to_rows(self._tensors, self._frame, rows)
         found = crop(found, frame, (q[0] - rows[0] * block_q, q[1] - rows[0] * block_q), kv)
         return self._like(found, q_len=q[1] - q[0], kv_len=kv[1] - kv[0])
 
     def pad(self, q: Size = (0, 0), kv: Size = (0, 0)) -> BlockLayout:
-        """New tokens at the ends, q = (before, after) queries and kv = (before, after) keys; none of them attends."""
+        """Adds q = (before, after) queries and kv = (before, after) keys, without pairs."""
         return self._gathered(token_orders.padded(self.q_len, q, "q"), token_orders.padded(self.kv_len, kv, "kv"))
 
     def with_block_size(self, block_size: int | Size) -> BlockLayout:
-        """The same pairs in blocks of another block_size, whatever the two are."""
+        """The same pairs in blocks of another block_size; any two sizes work."""
         sides, (q_len, kv_len, old) = checks.sides(block_size), self._frame[2:]
         found = block_list.regroup(*self._block_list(), q_len=q_len, kv_len=kv_len, old=old, new=sides)
         return self._like(found, block_size=sides)
@@ -524,43 +471,44 @@ class BlockLayout:
         """The batch at index, as a layout (1, heads | 1, q_len, kv_len)."""
         return self._picked("batch", index)
 
-    # ------------------------------------------------------------------------------------------------ looked at
+    # ---- inspection
 
     def assert_causal(self) -> None:
-        """Proof that no query attends to its future: kv_pos <= q_pos + (kv_len - q_len) for every pair. O(nnz).
+        """Checks that kv_pos <= q_pos + (kv_len - q_len) for every pair. O(nnz).
 
-        raises  ValueError naming the first pair (batch, head, q_pos, kv_pos) that leaks
+        raises  ValueError naming the first pair (batch, head, q_pos, kv_pos) beyond the diagonal
         """
         leaks = self - self._causal()
         if leaks.nnz:
             batch, head, q_pos, kv_pos = set_operations.first_pair(leaks._block_list(), leaks._frame)
             raise ValueError(
                 f"layout must be causal, but in batch {batch}, head {head} query {q_pos} attends to key {kv_pos}, and "
-                f"its last is {q_pos + self.kv_len - self.q_len}: intersect with masks.causal, or attend with causal=True"
+                f"its last is {q_pos + self.kv_len - self.q_len}: "
+                "intersect with masks.causal, or attend with causal=True"
             )
 
     def describe(self, *, head_dim: int = 128, element_bytes: int = 2) -> Description:
-        """Density, cost against dense, balance and connectedness, as a `Description`, which prints as a report.
+        """Density, cost compared with dense, balance and connectedness; the `Description` prints as a report.
 
-        head_dim       of queries, keys and values, for operations and bytes
-        element_bytes  of a number in them: 2 for float16 and bfloat16
+        head_dim       of q, k and v, for the operation and byte counts
+        element_bytes  of q, k and v: 2 for float16 and bfloat16
         """
         return describe(self._block_list(), self._frame, head_dim=head_dim, element_bytes=element_bytes)
 
     def plot(
         self, ax: Any = None, *, batch: int = 0, head: int | None = None, tokens: tuple[Size, Size] | None = None
     ) -> Any:
-        """The layout drawn by matplotlib; save it with `.savefig("layout.svg")`.
+        """Draws the layout with matplotlib; save the figure with `.savefig("layout.svg")`.
 
-        ax       Axes to draw one panel in; None makes a Figure, with a bar for the blocks of every row
-        batch, head  which; head None draws a panel for each head if heads differ
-        tokens   ((q_start, q_stop), (kv_start, kv_stop)): these pairs one by one, instead of blocks
+        ax       Axes for a single panel; None makes a Figure, with bars for the blocks of every row
+        batch, head  to draw; head None draws a panel per head if heads differ
+        tokens   ((q_start, q_stop), (kv_start, kv_stop)): draws these pairs one by one instead of blocks
         returns  matplotlib.figure.Figure
-        raises   ImportError without matplotlib, ValueError for what is not there
+        raises   ImportError without matplotlib, ValueError for indices out of range
         """
         return drawing.plot(self._block_list(), self._frame, ax=ax, batch=batch, head=head, tokens=tokens)
 
-    # -------------------------------------------------------------------------------------------------- other forms
+    # ---- other forms
 
     def to_dense(self) -> torch.Tensor:
         """bool (batch | 1, heads | 1, q_len, kv_len), True attends, on the layout's device."""
@@ -572,27 +520,25 @@ class BlockLayout:
         return constructors.to_matrix(self._block_list(), self._frame, batch, head)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers, which any format holds and `from_state_dict` reads; to a file `torch.save(layout, path)` is
-        enough.
+        """Plain tensors and numbers for any file format, read by `from_state_dict`.
 
-        Of a selected layout (`from_topk`, `from_scores`) there is also "selected": True, as its tensors are not canonical.
+        A selected layout (`from_topk`, `from_scores`) also has "selected": True, since its tensors are not canonical.
 
-        safetensors keeps tensors alone, so make them of the numbers too; `from_state_dict` reads both:
+        safetensors stores tensors alone, so convert the numbers:
         save_file({name: torch.as_tensor(value) for name, value in layout.state_dict().items()}, path)
         """
         return self._state({name: tensor.clone() for name, tensor in self._tensors._asdict().items()})
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockLayout:
-        """The same layout on a device, with the plan that the kernels walk there.
+        """The same layout on a device, with its plan there.
 
-        non_blocking  as of `plan`
+        non_blocking  as in `plan`
         """
-        device = _resolved(device)
+        device = resolved(device)
         self.plan(device, non_blocking=non_blocking)
         if device == self.device:
             return self
         found: block_selection.Selection | None = self._cache.get("selection")
-        # of a selection also its bits, where there are any
         more = [] if found is None or found.bits is None else [found.bits]
         moving = to_device([*self._tensors, *more], device, non_blocking=non_blocking)
         if found is None:
@@ -605,35 +551,35 @@ class BlockLayout:
         return moved
 
     def plan(self, device: torch.device | str | int, *, causal: bool = False, non_blocking: bool = False) -> Plan:
-        """What kernels walk on a device: the layout in tiles, both directions. Made once, then cached.
+        """The 128 x 128 tiles that kernels iterate over, on a device. Cached.
 
-        causal  True: the plan of the pairs with kv_pos <= q_pos + (kv_len - q_len) only
-        non_blocking  True: the host does not wait until a copy to a GPU is done, for masks that change at each step. Before
-                another stream than the current one uses the plan, or the layout, make it wait: `torch.cuda.Stream.wait_stream`
-        raises  ValueError while torch.compile traces, if it is not cached yet; TypeError for a switch that is no bool
+        causal  True: only the pairs with kv_pos <= q_pos + (kv_len - q_len)
+        non_blocking  True: the host does not wait for the copy to a GPU. Streams other than the current one must wait
+                before they use the plan or the layout: `torch.cuda.Stream.wait_stream`
+        raises  ValueError while torch.compile traces, unless cached; TypeError if an option is no bool
         """
         if causal is not True and causal is not False:
             checks.switch(causal, "causal")
         if non_blocking is not True and non_blocking is not False:
             checks.switch(non_blocking, "non_blocking")
         plans: dict[tuple[Any, bool], Plan] = self._cache["plans"]
-        # of a tensor's device it is found as it is
+        # the fast path: the device of a tensor needs no resolving
         found = plans.get((device, causal))
         if found is not None:
             return found
-        if torch.compiler.is_compiling() and (_resolved(device), causal) not in plans:
+        if torch.compiler.is_compiling() and (resolved(device), causal) not in plans:
             raise ValueError(
-                f"layout has no plan for {_resolved(device)} and torch.compile cannot make one: "
+                f"layout has no plan for {resolved(device)} and torch.compile cannot make one: "
                 f"call layout.to(q.device) before" + (", and layout.plan(q.device, causal=True)" if causal else "")
             )
         return self._planned(device, causal, non_blocking)
 
     def _planned(self, device: torch.device | str | int, causal: bool = False, non_blocking: bool = False) -> Plan:
-        """The plan, also in what a compiler runs and does not trace."""
-        device = _resolved(device)
+        """`plan`, without its refusal under torch.compile."""
+        device = resolved(device)
         plans: dict[tuple[Any, bool], Plan] = self._cache["plans"]
         if (device, causal) not in plans:
-            # of a plan on the meta device there are but the shapes
+            # a plan on the meta device has shapes alone
             elsewhere = [plan for (at, is_causal), plan in plans.items() if is_causal == causal and at.type != "meta"]
             with tracing.outside_transforms(self._tensors.indptr):
                 if elsewhere:
@@ -643,11 +589,11 @@ class BlockLayout:
         return plans[device, causal]
 
     def bias_index(self, device: torch.device | str | int, *, causal: bool = False) -> BiasIndex:
-        """Where kernels that walk `plan(device, causal=causal)` find the bias of a stored block. Made once, then cached.
+        """Index from stored blocks to the tiles of `plan(device, causal=causal)`, for block_bias. Cached.
 
-        raises  ValueError while torch.compile traces, if it is not cached yet
+        raises  ValueError while torch.compile traces, unless cached
         """
-        device, causal = _resolved(device), checks.switch(causal, "causal")
+        device, causal = resolved(device), checks.switch(causal, "causal")
         found: dict[tuple[torch.device, bool], BiasIndex] = self._cache["bias_indices"]
         if (device, causal) not in found:
             if torch.compiler.is_compiling():
@@ -657,15 +603,7 @@ class BlockLayout:
                 )
             plan = self.plan(device, causal=causal)
             with tracing.outside_transforms(self._tensors.indptr):
-                found[device, causal] = block_bias.build(
-                    self._tensors.indptr,
-                    self._tensors.indices,
-                    plan,
-                    q_len=self.q_len,
-                    kv_len=self.kv_len,
-                    block_size=self.block_size,
-                    device=device,
-                )
+                found[device, causal] = block_bias.build(*self._tensors[:2], plan, **self._frame.sizes, device=device)
         return found[device, causal]
 
     def __repr__(self) -> str:
@@ -673,19 +611,19 @@ class BlockLayout:
 
     def __reduce__(self) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
         state = self._state(self._tensors._asdict())
-        # the class only of others: whoever makes torch.load accept a class makes it accept unchecked objects of it
+        # the class is named only for subclasses: allowing a class in torch.load also allows unchecked objects of it
         return restored, (state, storage.checksums(state), *(() if type(self) is BlockLayout else (type(self),)))
 
-    # ------------------------------------------------------------------------------------------------------ private
+    # ---- private
 
     def _set(self, *fields: Any) -> None:
         tensors = storage.Tensors(*fields[:4])
         object.__setattr__(self, "_tensors", tensors)
-        for name, value in zip(_NUMBERS, fields[4:], strict=True):
+        for name, value in zip(storage.NUMBERS, fields[4:], strict=True):
             object.__setattr__(self, name, value)
-        # the sizes of the axes as numbers: torch.compile guards the whole shape of a tensor that it meets
+        # axes as numbers: torch.compile would guard the whole shape of the tensor
         axes = tensors.indptr.shape[0], tensors.indptr.shape[1]
-        # none of what is made while torch.compile traces, which cannot follow references that do not keep their object
+        # no number while torch.compile traces: it cannot follow weak references
         number = -1 if torch.compiler.is_compiling() else next(_NUMBERS_OF_LAYOUTS)
         cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "axes": axes, "rows": None, "number": number}
         object.__setattr__(self, "_cache", cache)
@@ -694,7 +632,7 @@ class BlockLayout:
 
     @classmethod
     def _bare(cls, *fields: Any) -> BlockLayout:
-        """A layout of these fields as they are, unchecked."""
+        """A layout of these fields, unchecked."""
         layout = object.__new__(cls)
         layout._set(*fields)
         return layout
@@ -712,14 +650,14 @@ class BlockLayout:
 
     @classmethod
     def _from_rows(cls, rows: BlockRows, frame: Frame, device: torch.device | str = "cpu") -> BlockLayout:
-        """The layout of a canonical block list by rows, unchecked."""
+        """The layout of a canonical block list in CSR form, unchecked."""
         layout = cls._bare(*storage.to_tensors(rows, frame, device), *frame[2:])
         if layout._tensors.indptr.is_cpu:
             layout._cache["rows"] = rows
         return layout
 
     def _like(self, found: BlockList, **changes: Any) -> BlockLayout:
-        """The layout of a canonical block list, like this one but for these numbers of its frame."""
+        """The layout of a canonical block list, with this layout's frame and these changes."""
         return self._from_block_list(found, self._frame._replace(**changes), self.device)
 
     @property
@@ -737,7 +675,7 @@ class BlockLayout:
     def _state(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The state dict whose tensors are these."""
         numbers = {"q_len": self.q_len, "kv_len": self.kv_len, "block_size": self.block_size}
-        return {**tensors, **numbers, **({_SELECTED: True} if "selection" in self._cache else {})}
+        return {**tensors, **numbers, **({storage.SELECTED: True} if "selection" in self._cache else {})}
 
     def _check_same(self, other: BlockLayout, name: str) -> None:
         checks.check_same(self._frame, other._frame, name)
@@ -780,7 +718,7 @@ class BlockLayout:
 
     @classmethod
     def _selected(cls, found: block_selection.Selection, frame: Frame) -> BlockLayout:
-        """The layout of selected cols; its plans are made where it is."""
+        """The layout of selected blocks, which plans itself on its device."""
         bitmasks = storage.no_bitmasks(frame, found.indptr.device)
         layout = cls._bare(found.indptr, found.indices, found.bitmask_ids, bitmasks, *frame[2:])
         layout._cache["selection"] = found
@@ -802,7 +740,7 @@ class BlockLayout:
         return build_plan(*self._tiles(frame), device, non_blocking=non_blocking)
 
     def _tiles(self, frame: Frame) -> tuple[BlockRows, Frame]:
-        """The same pairs in tiles of kernels, and their frame; from the frame of the blocks."""
+        """The same pairs in 128 x 128 tiles, and the frame of the tiles."""
         tile = TILE, TILE
         if frame.block_size == tile:
             return self._rows(), frame
@@ -819,33 +757,32 @@ class BlockLayout:
 
 
 def _copied(name: str) -> property:
-    """A tensor of a layout, as a copy."""
     return property(lambda layout: getattr(layout._tensors, name).clone(), doc=f"A copy of {name}, see `BlockLayout`.")
 
 
-# not in the class, whose fields they are to dataclasses and type checkers
+# outside the class body, where they are fields to dataclasses and type checkers
 for _name in TENSORS:
     setattr(BlockLayout, _name, _copied(_name))
 
 
-# ------------------------------------------------------------------------------------------------ files and processes
+# ---- files and processes
 
 
 def restored(
     state: Mapping[str, Any], checksums: Mapping[str, int], cls: type[BlockLayout] = BlockLayout
 ) -> BlockLayout:
-    """The layout that was pickled or copied, checked. Pickles name this function, so it stays where it is.
+    """A pickled or copied layout, checked. Pickles name this function, so its name and module stay.
 
     state      a `state_dict`
-    checksums  of each value of it when it was pickled: lengths that were changed may still be those of some layout
-    raises     ValueError naming the field which is not that of a layout, or not the one pickled
+    checksums  of each value when it was pickled: changed lengths could still be valid
+    raises     ValueError naming the field that is invalid or was changed
     """
     storage.check_checksums(state, checksums)
     return cls.from_state_dict(state)
 
 
 def _received(state: Mapping[str, Any]) -> BlockLayout:
-    """The layout that another process sent, checked."""
+    """A layout sent by another process, checked."""
     return BlockLayout.from_state_dict(
         {
             name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
@@ -855,7 +792,7 @@ def _received(state: Mapping[str, Any]) -> BlockLayout:
 
 
 def _sent(layout: BlockLayout) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
-    """How a layout goes to another process: as numbers. A tensor would hold a file descriptor there for each of its own."""
+    """Sends a layout to another process as NumPy arrays: each tensor would hold a file descriptor there."""
     if not layout._tensors.indptr.is_cpu:
         return layout.__reduce__()
     return _received, (layout._state({name: tensor.numpy() for name, tensor in layout._tensors._asdict().items()}),)

@@ -1,4 +1,4 @@
-"""layout.py: constructors, algebra, other forms and plans, against boolean arithmetic on dense masks."""
+"""Constructors, algebra, conversions and plans of BlockLayout, compared with boolean arithmetic on dense masks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.meaning import TENSORS, assert_means, assert_valid
 _ROOT = Path(__file__).parents[1]
 
 
-# --------------------------------------------------------------------------------------------------------- constructors
+# ---- constructors
 
 
 @given(problems())
@@ -48,7 +48,7 @@ def test_from_dense_puts_missing_axes_first() -> None:
     assert BlockLayout.from_dense(mask, block_size=16).shape == (1, 3, 40, 50)
     assert BlockLayout.from_dense(mask[0], block_size=16).shape == (1, 1, 40, 50)
     assert BlockLayout.from_dense(mask[None], block_size=16) == BlockLayout.from_dense(mask, block_size=(16, 16))
-    # strides are not assumed
+    # any strides
     expanded = mask[:1].expand(4, 40, 50)
     assert BlockLayout.from_dense(expanded, block_size=16) == BlockLayout.from_dense(expanded.clone(), block_size=16)
     assert BlockLayout.from_dense(mask[0].T, block_size=16) == BlockLayout.from_dense(mask[0], block_size=16).T
@@ -159,7 +159,7 @@ def test_looks_is_the_deprecated_name_of_dedup_key() -> None:
 
 
 def test_dedup_key_may_give_any_int64() -> None:
-    """Numbers 2**62 apart are told apart: four times that, for four kinds of edge, would be 0 in 64 bits."""
+    """Keys 2**62 apart stay distinct: times 4, for the edge kinds, both would be 0 in 64 bits."""
 
     def is_off_diagonal(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         return np.where(row == col, 0, 2**62)
@@ -267,7 +267,7 @@ def test_tensors_of_the_caller_are_copied() -> None:
     assert by_index.indices.tolist() == [0, 1]
 
 
-# ------------------------------------------------------------------------------------------------------------ bad input
+# ---- bad input
 
 _GOOD = BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos, 40, 40, block_size=16)
 _FAR = {"q_len": 40, "kv_len": 40, "block_size": 16}
@@ -320,15 +320,23 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "indptr must start at 0, and each head",
     ),
-    "indptr-falls": (lambda: _direct(indptr=_int32([[[0, 4, 3, 6]]])), ValueError, "indptr must not descend, but row 1"),
-    "indptr-negative": (lambda: _direct(indptr=_int32([[[0, -4, 3, 6]]])), ValueError, "indptr must not descend"),
+    "indptr-falls": (
+        lambda: _direct(indptr=_int32([[[0, 4, 3, 6]]])),
+        ValueError,
+        "indptr must not decrease, but row 1",
+    ),
+    "indptr-negative": (lambda: _direct(indptr=_int32([[[0, -4, 3, 6]]])), ValueError, "indptr must not decrease"),
     "indptr-ends-early": (lambda: _direct(indptr=_int32([[[0, 1, 3, 5]]])), ValueError, "indptr must end .* 6, got 5"),
     "indptr-ends-late": (lambda: _direct(indptr=_int32([[[0, 1, 3, 7]]])), ValueError, "indptr must end .* 6, got 7"),
     "indices-float": (lambda: _direct(indices=_GOOD.indices.float()), ValueError, "indices must be int32"),
     "indices-2-axes": (lambda: _direct(indices=_GOOD.indices[None]), ValueError, "indices must have one axis"),
     "indices-negative": (lambda: _direct(indices=_int32([-1, 0, 1, 0, 1, 2])), ValueError, "indices .* got -1 at 0"),
     "indices-large": (lambda: _direct(indices=_int32([0, 0, 1, 0, 1, 3])), ValueError, "indices .* got 3 at 5"),
-    "indices-unsorted": (lambda: _direct(indices=_int32([0, 1, 0, 0, 1, 2])), ValueError, "indices must ascend .* row 1"),
+    "indices-unsorted": (
+        lambda: _direct(indices=_int32([0, 1, 0, 0, 1, 2])),
+        ValueError,
+        "indices must ascend .* row 1",
+    ),
     "indices-twice": (lambda: _direct(indices=_int32([0, 0, 1, 0, 2, 2])), ValueError, "indices must ascend .* row 2"),
     "ids-bool": (lambda: _direct(bitmask_ids=_GOOD.bitmask_ids.bool()), ValueError, "bitmask_ids must be int32"),
     "ids-short": (lambda: _direct(bitmask_ids=_GOOD.bitmask_ids[1:]), ValueError, "bitmask_ids must have the shape"),
@@ -337,34 +345,68 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bitmasks-int64": (lambda: _direct(bitmasks=_GOOD.bitmasks.long()), ValueError, "bitmasks must be int32"),
     "bitmasks-2-axes": (lambda: _direct(bitmasks=_GOOD.bitmasks[0]), ValueError, "bitmasks must have shape"),
     "bitmasks-wide": (lambda: _direct(bitmasks=_GOOD.bitmasks.repeat(1, 1, 2)), ValueError, "bitmasks must have shape"),
-    "bitmasks-elsewhere": (lambda: _direct(bitmasks=_GOOD.bitmasks.to("meta")), ValueError, "bitmasks must be on indptr's"),
+    "bitmasks-elsewhere": (
+        lambda: _direct(bitmasks=_GOOD.bitmasks.to("meta")),
+        ValueError,
+        "bitmasks must be on indptr's",
+    ),
     "dense-list": (lambda: BlockLayout.from_dense([[True]], block_size=16), TypeError, "mask must be a torch.Tensor"),
     "dense-float": (lambda: BlockLayout.from_dense(_ONES.float(), block_size=16), ValueError, "mask must be bool"),
-    "dense-int8": (lambda: BlockLayout.from_dense(_ONES.numpy().astype(np.int8), block_size=16), ValueError, "mask must be bool"),
+    "dense-int8": (
+        lambda: BlockLayout.from_dense(_ONES.numpy().astype(np.int8), block_size=16),
+        ValueError,
+        "mask must be bool",
+    ),
     "dense-1-axis": (lambda: BlockLayout.from_dense(_ONES[0], block_size=16), ValueError, "mask must have 2, 3"),
-    "dense-5-axes": (lambda: BlockLayout.from_dense(_ONES[None, None, None], block_size=16), ValueError, "mask must have"),
+    "dense-5-axes": (
+        lambda: BlockLayout.from_dense(_ONES[None, None, None], block_size=16),
+        ValueError,
+        "mask must have",
+    ),
     "dense-no-heads": (lambda: BlockLayout.from_dense(_ONES.expand(0, 40, 40), block_size=16), ValueError, "one head"),
     "predicate-none": (lambda: _predicate(None), TypeError, "fn must be a function"),
     "predicate-python-bool": (lambda: _predicate(lambda q_pos, kv_pos: True), TypeError, "fn must give a bool tensor"),
-    "predicate-int": (lambda: _predicate(lambda q_pos, kv_pos: q_pos * kv_pos), ValueError, "fn must give a bool tensor"),
-    "predicate-shape": (lambda: _predicate(lambda q_pos, kv_pos: _ONES), ValueError, "fn must give a tensor that broad"),
+    "predicate-int": (
+        lambda: _predicate(lambda q_pos, kv_pos: q_pos * kv_pos),
+        ValueError,
+        "fn must give a bool tensor",
+    ),
+    "predicate-shape": (
+        lambda: _predicate(lambda q_pos, kv_pos: _ONES),
+        ValueError,
+        "fn must give a tensor that broad",
+    ),
     "heads-0": (lambda: _predicate(heads=0), ValueError, "heads must be at least 1"),
     "heads-float": (lambda: _predicate(heads=2.0), TypeError, "heads must be an int"),
     "heads-bool": (lambda: _predicate(heads=True), TypeError, "heads must be an int"),
     "batch-negative": (lambda: _predicate(batch=-1), ValueError, "batch must be at least 1"),
     "within-tensor": (lambda: _predicate(within=_ONES), TypeError, "within must be a BlockLayout"),
-    "within-length": (lambda: _predicate(within=_GOOD, q_len=41), ValueError, "within: lengths must be equal, got 41 x 40 and 40 x 40"),
-    "within-blocks": (lambda: _predicate(within=_GOOD, block_size=32), ValueError, r"within: block_size must be equal, got \(32, 32\) and \(16, 16\)"),
+    "within-length": (
+        lambda: _predicate(within=_GOOD, q_len=41),
+        ValueError,
+        "within: lengths must be equal, got 41 x 40 and 40 x 40",
+    ),
+    "within-blocks": (
+        lambda: _predicate(within=_GOOD, block_size=32),
+        ValueError,
+        r"within: block_size must be equal, got \(32, 32\) and \(16, 16\)",
+    ),
     "within-heads": (
-        lambda: _predicate(
-            heads=3, within=BlockLayout.from_dense(_ONES.expand(2, 40, 40), block_size=16)
-        ),
+        lambda: _predicate(heads=3, within=BlockLayout.from_dense(_ONES.expand(2, 40, 40), block_size=16)),
         ValueError,
         "within: batch and heads",
     ),
     "dedup-key-number": (lambda: _predicate(dedup_key=3), TypeError, "dedup_key must be a function"),
-    "dedup-key-float": (lambda: _predicate(dedup_key=lambda row, col: row / 2), TypeError, "dedup_key must give integers"),
-    "dedup-key-shape": (lambda: _predicate(dedup_key=lambda row, col: row[1:]), ValueError, "dedup_key must give one number"),
+    "dedup-key-float": (
+        lambda: _predicate(dedup_key=lambda row, col: row / 2),
+        TypeError,
+        "dedup_key must give integers",
+    ),
+    "dedup-key-shape": (
+        lambda: _predicate(dedup_key=lambda row, col: row[1:]),
+        ValueError,
+        "dedup_key must give one number",
+    ),
     "rows-float": (lambda: _by_index([0.0], [0]), ValueError, "rows must be integers, got float64"),
     "rows-bool": (lambda: _by_index(torch.tensor([True]), [0]), ValueError, "rows must be integers, got bool"),
     "rows-2-axes": (lambda: _by_index([[0]], [0]), ValueError, "rows must have one axis"),
@@ -373,25 +415,41 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "cols-string": (lambda: _by_index([0], ["0"]), ValueError, "cols must be integers"),
     "cols-large": (lambda: _by_index([0], [3]), ValueError, "cols must be in 0 .. n_cols - 1 = 2, got 3"),
     "cols-short": (lambda: _by_index([0, 1], [0]), ValueError, "rows and cols .* got 2 and 1"),
-    "block-twice": (lambda: _by_index([2, 0, 2], [1, 0, 1]), ValueError, r"rows and cols .* block \(2, 1\) comes again"),
+    "block-twice": (
+        lambda: _by_index([2, 0, 2], [1, 0, 1]),
+        ValueError,
+        r"rows and cols .* block \(2, 1\) comes again",
+    ),
     "no-such-block": (lambda: _by_index([0], [0], q_len=0), ValueError, "rows must be"),
     "first-length": (
-        lambda: BlockLayout.from_ranges([0, 0], [1, 1, 1], **_FAR), ValueError, "first must have one entry .* 3 rows"
+        lambda: BlockLayout.from_ranges([0, 0], [1, 1, 1], **_FAR),
+        ValueError,
+        "first must have one entry .* 3 rows",
     ),
     "first-negative": (
-        lambda: BlockLayout.from_ranges([0, -1, 0], [1, 1, 1], **_FAR), ValueError, "first must be .* got -1 at 1"
+        lambda: BlockLayout.from_ranges([0, -1, 0], [1, 1, 1], **_FAR),
+        ValueError,
+        "first must be .* got -1 at 1",
     ),
     "stop-large": (
-        lambda: BlockLayout.from_ranges([0, 0, 0], [1, 4, 1], **_FAR), ValueError, "stop must be .* got 4 at 1"
+        lambda: BlockLayout.from_ranges([0, 0, 0], [1, 4, 1], **_FAR),
+        ValueError,
+        "stop must be .* got 4 at 1",
     ),
     "stop-float": (
-        lambda: BlockLayout.from_ranges([0, 0, 0], [1.0, 2.0, 1.0], **_FAR), ValueError, "stop must be integers"
+        lambda: BlockLayout.from_ranges([0, 0, 0], [1.0, 2.0, 1.0], **_FAR),
+        ValueError,
+        "stop must be integers",
     ),
     "block-mask-shape": (
-        lambda: BlockLayout.from_block_mask(_ONES[:3, :4], **_FAR), ValueError, r"mask must end in .* = \(3, 3\), got"
+        lambda: BlockLayout.from_block_mask(_ONES[:3, :4], **_FAR),
+        ValueError,
+        r"mask must end in .* = \(3, 3\), got",
     ),
     "block-mask-float": (
-        lambda: BlockLayout.from_block_mask(torch.ones(3, 3), **_FAR), ValueError, "mask must be bool"
+        lambda: BlockLayout.from_block_mask(torch.ones(3, 3), **_FAR),
+        ValueError,
+        "mask must be bool",
     ),
     "scipy-array": (lambda: _sparse(np.eye(3)), TypeError, "matrix must be a scipy.sparse"),
     "scipy-shape": (lambda: _sparse(_eye(size=4)), ValueError, r"matrix must have shape .* \(3, 3\), got \(4, 4\)"),
@@ -403,28 +461,53 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "state-unexpected": (lambda: _state(blocks=1), ValueError, r"state .* unexpected \['blocks'\]"),
     "state-corrupt": (lambda: _state(indices=_GOOD.indices + 1), ValueError, "indices must be in"),
     "state-number-tensor": (lambda: _state(q_len=torch.tensor(40.0)), TypeError, "q_len must be an int, got 40.0"),
-    "state-size-tensor": (lambda: _state(block_size=torch.tensor([16, 16, 16])), ValueError, "block_size must be an int or"),
+    "state-size-tensor": (
+        lambda: _state(block_size=torch.tensor([16, 16, 16])),
+        ValueError,
+        "block_size must be an int or",
+    ),
     "state-length": (lambda: _state(q_len=400), ValueError, "indptr must have shape"),
     "head-large": (lambda: _GOOD.to_scipy(head=1), ValueError, "head must be in 0 .. 0"),
     "batch-float": (lambda: _GOOD.to_scipy(batch=0.0), TypeError, "batch must be an int"),
-    "plan-causal": (lambda: _GOOD.plan("cpu", causal="no"), TypeError, r"causal must be True or False, got 'no' \(str\)"),
+    "plan-causal": (
+        lambda: _GOOD.plan("cpu", causal="no"),
+        TypeError,
+        r"causal must be True or False, got 'no' \(str\)",
+    ),
     "plan-wait": (lambda: _GOOD.plan("cpu", non_blocking=1), TypeError, "non_blocking must be True or False, got 1"),
     "to-wait": (lambda: _GOOD.to("cpu", non_blocking="no"), TypeError, "non_blocking must be True or False, got 'no'"),
-    "bias_index-causal": (lambda: _GOOD.bias_index("cpu", causal=None), TypeError, "causal must be True or False, got None"),
+    "bias_index-causal": (
+        lambda: _GOOD.bias_index("cpu", causal=None),
+        TypeError,
+        "causal must be True or False, got None",
+    ),
     "q_len-negative": (lambda: _by_index([], [], q_len=-1), ValueError, "q_len must be in"),
     "q_len-float": (lambda: _by_index([], [], q_len=64.0), TypeError, "q_len must be an int, got 64.0"),
     "q_len-bool": (lambda: _by_index([], [], q_len=True), TypeError, "q_len must be an int"),
     "q_len-huge": (lambda: _by_index([], [], q_len=2**31), ValueError, "q_len must be in"),
     "kv_len-negative": (lambda: _by_index([], [], kv_len=-5), ValueError, "kv_len must be in .* got -5"),
     "kv_len-none": (lambda: _by_index([], [], kv_len=None), TypeError, "kv_len must be an int"),
-}  # fmt: skip
+}
 
 _BAD_BLOCK_SIZES: list[tuple[Any, type[Exception]]] = [
-    (20, ValueError), (0, ValueError), (8, ValueError), (-16, ValueError), (272, ValueError), ((16, 24), ValueError),
-    ((512, 64), ValueError), ((16,), ValueError), ((16, 16, 16), ValueError), ((), ValueError), (True, TypeError),
-    (1.5, TypeError), (64.0, TypeError), ((64, 64.0), TypeError), ((True, 64), TypeError), ("64", TypeError),
+    (20, ValueError),
+    (0, ValueError),
+    (8, ValueError),
+    (-16, ValueError),
+    (272, ValueError),
+    ((16, 24), ValueError),
+    ((512, 64), ValueError),
+    ((16,), ValueError),
+    ((16, 16, 16), ValueError),
+    ((), ValueError),
+    (True, TypeError),
+    (1.5, TypeError),
+    (64.0, TypeError),
+    ((64, 64.0), TypeError),
+    ((True, 64), TypeError),
+    ("64", TypeError),
     (None, TypeError),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", _BAD)
@@ -471,7 +554,7 @@ def test_more_blocks_than_int32_counts_are_refused_before_they_are_made() -> Non
             call()
 
 
-# -------------------------------------------------------------------------------------------------------------- algebra
+# ---- algebra
 
 
 @pytest.mark.parametrize("op", [operator.or_, operator.and_, operator.sub], ids=lambda op: op.__name__)
@@ -555,7 +638,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
                 op(layout, foreign)
 
 
-# ----------------------------------------------------------------------------------------------------------- other forms
+# ---- other forms
 
 
 def _through_a_file(layout: BlockLayout, name: str) -> BlockLayout:
@@ -663,7 +746,7 @@ def test_repr_of_a_large_layout_is_small() -> None:
     assert lines[3:] == ["#" * (row + 1) + "+" * (row < 31) + "." * (30 - row) for row in range(32)]
 
 
-# ------------------------------------------------------------------------------------------------------ plans and devices
+# ---- plans and devices
 
 
 @pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
@@ -700,7 +783,7 @@ def test_to_moves_the_tensors_and_has_the_plan(device: torch.device) -> None:
     assert BlockLayout.from_state_dict(moved.state_dict()).device == device
 
 
-# ---------------------------------------------------------------------------------------------------------------- scale
+# ---- scale
 
 
 def test_a_million_tokens_take_memory_for_their_blocks_only() -> None:
@@ -713,9 +796,13 @@ def test_a_million_tokens_take_memory_for_their_blocks_only() -> None:
         np.maximum(rows - 2, 0), np.minimum(rows + 3, len(rows)), length, length, block_size=128
     )
     local = BlockLayout.from_predicate(
-        lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 200, length, length, block_size=128,
-        within=band, dedup_key=lambda row, col: row - col,
-    )  # fmt: skip
+        lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 200,
+        length,
+        length,
+        block_size=128,
+        within=band,
+        dedup_key=lambda row, col: row - col,
+    )
     layout = butterfly | local | local.T
     assert butterfly.nnz == 14 * 8192 and layout.nnz > butterfly.nnz
     assert len(local.bitmasks) == 4

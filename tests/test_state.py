@@ -1,4 +1,4 @@
-"""Does a layout survive what it is stored in, sent through and written into, and is what is damaged refused?"""
+"""Layouts survive files, processes and writes to their copies; damaged state is refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scored(axes: tuple[int, int], length: int, block_size: int, **options: Any) 
     return BlockLayout.from_scores(scores, length, length, block_size=block_size, **options)
 
 
-# what capacity leaves unused, and a selection that uses all of it
+# selections with and without unused entries
 SELECTED: dict[str, Callable[[], BlockLayout]] = {
     "padded": lambda: topk([[[[2, -1], [0, 1], [-1, -1]]]]),
     "twice": lambda: topk([[[[2, 2, 0], [1, 1, 1], [0, 1, 2]]]]),
@@ -56,8 +56,10 @@ CANONICAL: dict[str, Callable[[], BlockLayout]] = {
     "no-blocks": lambda: BlockLayout.from_blocks([], [], 300, 0, block_size=64),
     "one-pair": lambda: BlockLayout.from_dense(torch.ones(1, 1, dtype=torch.bool), block_size=64),
     "causal": lambda: masks.causal(300, block_size=64),
-    "heads-and-full": lambda: BlockLayout.stack_heads([masks.local(200, window=70), masks.random(200, density=0.5, seed=0)]),
-}  # fmt: skip
+    "heads-and-full": lambda: BlockLayout.stack_heads(
+        [masks.local(200, window=70), masks.random(200, density=0.5, seed=0)]
+    ),
+}
 
 
 class Holder(torch.nn.Module):
@@ -129,10 +131,13 @@ def test_a_selection_that_moved_is_still_one(device: torch.device) -> None:
 
 
 def test_a_file_is_read_by_who_imports_the_package(tmp_path: Path) -> None:
-    """In the mode of torch.load that runs no code of the file; beside what else such a file may hold."""
+    """torch.load(weights_only=True) reads a layout among other values."""
     layout, chosen = masks.causal(300), topk([[[[2, -1], [0, 1], [-1, -1]]]])
     torch.save({"layouts": [layout, chosen], "step": 3}, tmp_path / "file.pt")
-    program = "import sys, torch, blocksparse_flash; found = torch.load(sys.argv[1]); print(*map(hash, found['layouts']), found['step'])"
+    program = (
+        "import sys, torch, blocksparse_flash; found = torch.load(sys.argv[1]); "
+        "print(*map(hash, found['layouts']), found['step'])"
+    )
     command = [sys.executable, "-c", program, str(tmp_path / "file.pt")]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == [str(hash(layout)), str(hash(chosen)), "3"]
@@ -159,7 +164,7 @@ def test_a_layout_of_shapes_alone_is_copied() -> None:
         assert moved.device.type == "meta" and moved.shape == layout.shape and moved.capacity == layout.capacity
 
 
-# ------------------------------------------------------------------------------------------------------------- tampering
+# ---- tampering
 
 
 def fields(layout: BlockLayout) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def fields(layout: BlockLayout) -> dict[str, Any]:
 
 
 def unchecked(layout: BlockLayout, **changes: Any) -> BlockLayout:
-    """The layout with other fields, which nobody has looked at."""
+    """The layout with changed fields, unchecked."""
     found = BlockLayout._bare(*(fields(layout) | changes).values())
     if "selection" in layout._cache:
         found._cache["selection"] = layout._cache["selection"]
@@ -183,7 +188,7 @@ def changed(at: int, value: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-# of both kinds: the field, how it is changed, and what the error says beside its name
+# canonical and selected layouts: the field, its change, and a part of the error besides its name
 TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "indptr-short": ("indptr", lambda t: t[..., :-1].clone(), "shape"),
     "indptr-long": ("indptr", lambda t: torch.cat([t, t[..., -1:]], dim=2), "shape"),
@@ -191,8 +196,8 @@ TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "indptr-no-heads": ("indptr", lambda t: t[:, :0].clone(), "shape"),
     "indptr-int64": ("indptr", lambda t: t.long(), "int32"),
     "indptr-from-1": ("indptr", changed(0, 1), "start at 0"),
-    "indptr-falls": ("indptr", changed(1, 10**6), "descend"),
-    "indptr-negative": ("indptr", changed(1, -1), "descend"),
+    "indptr-falls": ("indptr", changed(1, 10**6), "decrease"),
+    "indptr-negative": ("indptr", changed(1, -1), "decrease"),
     "indptr-beyond": ("indptr", changed(-1, 10**6), "end at"),
     "indices-unsorted": ("indices", lambda t: torch.cat([t[:1], t[1:3].flip(0), t[3:]]), "ascend"),
     "indices-twice": ("indices", lambda t: t.clone().index_copy_(0, torch.tensor([2]), t[1:2]), "ascend"),
@@ -219,19 +224,19 @@ TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "block_size-narrow": ("block_size", lambda sides: (sides[0], 16), "bitmasks"),
     "block_size-odd": ("block_size", lambda sides: (sides[0], 40), "multiple of 16"),
     "block_size-of-3": ("block_size", lambda sides: (*sides, 64), "block_q"),
-}  # fmt: skip
+}
 OF_SELECTED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "indices-unused": ("indices", changed(-1, 1), "0 behind the last"),
     "indices-short": ("indices", lambda t: t[:-1].clone(), "shape of indices"),
     "ids-partial": ("bitmask_ids", changed(-1, 0), "-1"),
     "block_size-48": ("block_size", lambda sides: (48, 48), "n_rows|divide 128"),
-}  # fmt: skip
+}
 OF_CANONICAL: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "indptr-early": ("indptr", lambda t: changed(-1, int(t[0, 0, -1]) - 1)(t), "end at the length"),
     "bitmasks-empty": ("bitmasks", torch.zeros_like, "canonical"),
     "bitmasks-equal": ("bitmasks", lambda t: t[:1].repeat(len(t), 1, 1), "canonical"),
     "bitmasks-swapped": ("bitmasks", lambda t: t.flip(0), "canonical"),
-}  # fmt: skip
+}
 
 
 def for_tampering(kind: str) -> BlockLayout:
@@ -243,14 +248,15 @@ def for_tampering(kind: str) -> BlockLayout:
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [("canonical", case) for case in (*TAMPERED, *OF_CANONICAL)] + [("selected", case) for case in (*TAMPERED, *OF_SELECTED)],
-)  # fmt: skip
+    [("canonical", case) for case in (*TAMPERED, *OF_CANONICAL)]
+    + [("selected", case) for case in (*TAMPERED, *OF_SELECTED)],
+)
 def test_no_way_restores_a_field_that_is_none_of_a_layout(kind: str, case: str) -> None:
     layout = for_tampering(kind)
     name, change, message = {**TAMPERED, **OF_SELECTED, **OF_CANONICAL}[case]
     value = change(getattr(layout, name))
     damaged = unchecked(layout, **{name: value})
-    # a field may show by another that does not fit it any more; the message names both
+    # the error may come from another field that no longer fits; the message names both
     expected = (
         f"(?s){'' if name in FIELDS_OF_TENSORS else '.*'}{name}.*"
         if message not in ("n_rows", "n_cols", "bitmasks")
@@ -315,7 +321,7 @@ def test_a_class_whose_objects_nothing_checks_stays_unknown_to_torch_load() -> N
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------- processes
+# ---- processes
 
 
 class Layouts(torch.utils.data.Dataset[Any]):
@@ -340,11 +346,11 @@ def test_layouts_of_workers_hold_no_file() -> None:
     assert all(layout == Layouts()[index][1] for index, layout in kept[::37])
 
 
-# ---------------------------------------------------------------------------------------------------------------- frozen
+# ---- frozen
 
 
 def spoil(layout: BlockLayout) -> None:
-    """Writes into all that it gives out, in all ways that tensors have."""
+    """Writes into everything a layout returns, in every way tensors offer."""
     for name in TENSORS:
         getattr(layout, name).fill_(1)
         getattr(layout, name).numpy()[...] = 1
@@ -410,7 +416,7 @@ def test_a_changed_copy_makes_another_layout() -> None:
 
 
 def test_a_selection_follows_the_graph_that_rewrites_it() -> None:
-    """As at the replay of a CUDA graph: the kernels write into the same tensors again, and nobody tells the layout."""
+    """As in the replay of a CUDA graph: kernels write into the same tensors again, unknown to the layout."""
     layout, other = topk([[[[2, -1], [0, 1], [-1, -1]]]]), topk([[[[0, 1], [2, -1], [1, 0]]]])
     hash(layout)
     for mine, new in zip(layout._cache["selection"][:3], other._cache["selection"][:3], strict=True):
@@ -420,7 +426,7 @@ def test_a_selection_follows_the_graph_that_rewrites_it() -> None:
 
 
 def test_compiled_code_makes_and_reads_layouts() -> None:
-    """In one graph; what is read there is a copy too."""
+    """In one graph; reads give copies there too."""
     scores = torch.randn(1, 2, 3, 3, generator=torch.Generator().manual_seed(0))
     q, fixed = (
         torch.randn(1, 2, 300, 8, generator=torch.Generator().manual_seed(1)),

@@ -5,9 +5,9 @@ A block list is three arrays:
     ids       int32 (nnz,): FULL, or index of the bitmask
     bitmasks  uint32 (distinct, block_q, ceil(block_kv / 32)), key 0 in the lowest bit
 
-It is canonical if no stored block is empty, a block is FULL exactly when all its existing pairs attend (a ragged last block
-has only the pairs inside the lengths), bits of pairs that do not exist are 0, bitmasks are distinct, used, and numbered by
-first appearance. Equal masks then have equal lists.
+It is canonical if no stored block is empty, a block is FULL exactly when all its existing pairs attend (a ragged last
+block has only the pairs inside the lengths), bits of pairs that do not exist are 0, and bitmasks are distinct, used,
+and numbered by first appearance. Equal masks then have equal lists.
 """
 
 from __future__ import annotations

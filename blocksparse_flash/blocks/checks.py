@@ -26,7 +26,6 @@ def integer(value: object, name: str) -> int:
 
 
 def switch(value: object, name: str) -> bool:
-    """A bool, which a word such as "no" is not."""
     if value is not True and value is not False:
         raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); bool({name}) makes one")
     return value
@@ -71,18 +70,18 @@ def sides(block_size: object) -> Size:
 
 
 def check_multiple(large: Size, small: Size, expected: str) -> None:
-    """Refuse a block size unless the large one is a multiple of the small one; expected is said of block_size."""
+    """Refuse block sizes unless the large one is a multiple of the small one; `expected` completes the message."""
     if large[0] % small[0] or large[1] % small[1]:
         raise ValueError(f"block_size must {expected}; with_block_size() takes any size")
 
 
 def frame(q_len: object, kv_len: object, block_size: object) -> Frame:
-    """The lengths and the sides of a block, shared by all batches and heads."""
+    """The frame of one batch and one head, checked."""
     return Frame(1, 1, length(q_len, "q_len"), length(kv_len, "kv_len"), sides(block_size))
 
 
 def check_in_memory(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor whose numbers do not lie in memory by strides, or that has none."""
+    """Refuse nested, sparse and meta tensors."""
     if tensor.is_nested:
         raise ValueError(f"{name} is a nested tensor; pass {name}.to_padded_tensor(padding)")
     if tensor.layout is not torch.strided:
@@ -96,15 +95,15 @@ def integers(values: object, name: str) -> Array:
     if isinstance(values, torch.Tensor):
         check_in_memory(values, name)
         if values.is_floating_point():
-            # NumPy has not all of these types
+            # before NumPy, which lacks bfloat16
             raise ValueError(f"{name} must be integers, got {values.dtype}")
     try:
         array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     except (TypeError, ValueError):
         # lists of unequal lengths, or of tensors that NumPy cannot read
         raise ValueError(
-            f"{name} must be a list of integers or a tensor with one axis, got a {type(values).__name__} that is nested or "
-            f"holds something else; torch.tensor([0, 1]) is one"
+            f"{name} must be a list of integers or a tensor with one axis, got a {type(values).__name__} that is "
+            f"nested or holds something else; torch.tensor([0, 1]) is one"
         ) from None
     if not array.size and not isinstance(values, (torch.Tensor, np.ndarray)):
         array = array.astype(np.int64)
@@ -131,7 +130,7 @@ def listed(values: object, kind: type[Kind], name: str) -> list[Kind]:
 
 
 def check_range(values: Array, limit: int, name: str, limit_name: str, of: str = "") -> None:
-    """Refuse values outside 0 .. limit - 1; of ends the message."""
+    """Refuse values outside 0 .. limit - 1; `of` ends the message."""
     outside = (values < 0) | (values >= limit)
     if outside.any():
         where = int(outside.argmax())
@@ -142,12 +141,12 @@ def bools(mask: object, name: str) -> Array:
     """The bool array of a tensor or an array with 2 to 4 axes, as (batch, heads, ., .)."""
     if not isinstance(mask, (torch.Tensor, np.ndarray)):
         raise TypeError(
-            f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(mask).__name__}; torch.tensor({name}) makes one of "
-            "nested lists"
+            f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(mask).__name__}; "
+            f"torch.tensor({name}) makes one of nested lists"
         )
     if isinstance(mask, torch.Tensor):
         check_in_memory(mask, name)
-    # a dtype of NumPy compared with one of torch takes microseconds
+    # comparing a NumPy dtype with a torch dtype takes microseconds
     if mask.dtype != (torch.bool if isinstance(mask, torch.Tensor) else np.bool_):
         raise ValueError(f"{name} must be bool, True where a query attends to a key, got {mask.dtype}")
     if not 2 <= mask.ndim <= 4:
@@ -165,7 +164,7 @@ def check_nnz(nnz: int) -> None:
 
 
 def check_same(a: Frame, b: Frame, name: str) -> None:
-    """Refuse two layouts that do not describe the same pairs in the same blocks."""
+    """Refuse layouts of different lengths or block sizes."""
     if a[2:4] != b[2:4]:
         raise ValueError(f"{name}: lengths must be equal, got {a.q_len} x {a.kv_len} and {b.q_len} x {b.kv_len}")
     if a.block_size != b.block_size:
@@ -175,14 +174,14 @@ def check_same(a: Frame, b: Frame, name: str) -> None:
 
 
 def joint(a: Size, b: Size, name: str) -> Size:
-    """(batch, heads) of two layouts together, axes of size 1 broadcast."""
+    """(batch, heads) of two layouts, broadcast."""
     if any(x != y and 1 not in (x, y) for x, y in zip(a, b, strict=True)):
         raise ValueError(f"{name}: batch and heads must be equal or 1, got (batch, heads) {a} and {b}")
     return max(a[0], b[0]), max(a[1], b[1])
 
 
 def stackable(frames: Sequence[Frame], axis: Axis) -> list[Frame]:
-    """The frames with one size of the axis that is not stacked, those of size 1 broadcast."""
+    """The frames, with the axis that is not stacked broadcast to one size."""
     shared: Size = (1, 1)
     for frame in frames:
         shared = joint(shared, (frame.batch, 1) if axis == "heads" else (1, frame.heads), "layouts")
@@ -192,7 +191,7 @@ def stackable(frames: Sequence[Frame], axis: Axis) -> list[Frame]:
 
 
 def check_fields(tensors: Sequence[object], frame: Frame) -> None:
-    """Refuse what has not the types, devices and shapes of the tensors of a layout with these lengths and this block size."""
+    """Refuse tensors without the types, shapes and common device of the fields of a layout with this frame."""
     found: list[torch.Tensor] = []
     for name, tensor in zip(TENSORS, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
@@ -225,9 +224,9 @@ def check_fields(tensors: Sequence[object], frame: Frame) -> None:
 
 
 def check_rows(indptr: Array, indices: Array, frame: Frame, *, is_padded: bool) -> Array:
-    """Refuse rows that are not those of a layout; how many blocks each has, (batch * heads, n_rows).
+    """Check CSR rows and return the number of blocks of each, (batch * heads, n_rows).
 
-    is_padded  behind the blocks there may be more entries
+    is_padded  indices may have unused entries after the last block
     """
     n_rows = frame.n_rows
     flat = indptr.reshape(-1, n_rows + 1).astype(np.int64)
@@ -236,7 +235,7 @@ def check_rows(indptr: Array, indices: Array, frame: Frame, *, is_padded: bool) 
     counts: Array = flat[:, 1:] - flat[:, :-1]
     if (counts < 0).any():
         raise ValueError(
-            f"indptr must not descend, but row {int((counts < 0).any(axis=0).argmax())} ends before it begins"
+            f"indptr must not decrease, but row {int((counts < 0).any(axis=0).argmax())} ends before it begins"
         )
     nnz = int(flat[-1, -1])
     if nnz > len(indices) or (nnz < len(indices) and not is_padded):
@@ -258,7 +257,7 @@ def check_rows(indptr: Array, indices: Array, frame: Frame, *, is_padded: bool) 
 
 
 def check_tensors(tensors: Sequence[torch.Tensor], frame: Frame) -> None:
-    """Refuse tensors that are not the fields of a layout with these lengths and this block size."""
+    """Refuse tensors that are not the fields of a layout with this frame."""
     check_fields(tensors, frame)
     for name, tensor in zip(TENSORS, tensors, strict=True):
         check_in_memory(tensor, name)

@@ -11,7 +11,7 @@ from .block_list import FULL, Array, BlockList, Frame
 
 
 def by_index(rows: object, cols: object, frame: Frame) -> Array:
-    """Blocks (rows[i], cols[i]), in any order; one that comes twice is refused."""
+    """Keys of blocks (rows[i], cols[i]) in any order; repeated blocks are refused."""
     n_rows, n_cols = frame.n_rows, frame.n_cols
     row, col = checks.integers(rows, "rows"), checks.integers(cols, "cols")
     if len(row) != len(col):
@@ -28,7 +28,7 @@ def by_index(rows: object, cols: object, frame: Frame) -> Array:
 
 
 def by_ranges(first: object, stop: object, frame: Frame) -> Array:
-    """Blocks first[row] <= col < stop[row] of every row."""
+    """Keys of blocks first[row] <= col < stop[row] of every row."""
     n_rows, n_cols = frame.n_rows, frame.n_cols
     begin, end = checks.integers(first, "first"), checks.integers(stop, "stop")
     for values, name in ((begin, "first"), (end, "stop")):
@@ -41,31 +41,32 @@ def by_ranges(first: object, stop: object, frame: Frame) -> Array:
 
 
 def by_mask(mask: Any, frame: Frame) -> tuple[Array, Frame]:
-    """The True entries of a bool mask ([[batch,] heads,] n_rows, n_cols), and the frame with its batch and heads."""
+    """(keys of the True entries of a bool mask ([[batch,] heads,] n_rows, n_cols), frame with its batch and heads)."""
     array = checks.bools(mask, "mask")
     if array.shape[2:] != (frame.n_rows, frame.n_cols):
         raise ValueError(
             f"mask must end in (n_rows, n_cols) = ({frame.n_rows}, {frame.n_cols}), got shape {tuple(mask.shape)}"
         )
-    # of a mask that is not larger there are not too many
+    # smaller masks cannot have too many
     if array.size > checks.MOST_BLOCKS:
         checks.check_nnz(int(np.count_nonzero(array)))
     return array.reshape(-1).nonzero()[0], Frame(array.shape[0], array.shape[1], *frame[2:])
 
 
 def by_matrix(matrix: Any, frame: Frame) -> Array:
-    """The nonzeros of a scipy.sparse matrix (n_rows, n_cols); a value 2, which marks partial blocks, is refused."""
+    """Keys of the nonzeros of a scipy.sparse matrix (n_rows, n_cols); a value 2, a partial block, is refused."""
     import scipy.sparse
 
     if not scipy.sparse.issparse(matrix):
         raise TypeError(
-            f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}; scipy.sparse.csr_array(matrix) makes "
-            "one of nested lists or an array, and matrix.to_dense().numpy() an array of a tensor"
+            f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}; "
+            "scipy.sparse.csr_array(matrix) makes one of nested lists or an array, "
+            "and matrix.to_dense().numpy() an array of a tensor"
         )
     n_rows, n_cols = frame.n_rows, frame.n_cols
     if matrix.shape != (n_rows, n_cols):
         raise ValueError(f"matrix must have shape (n_rows, n_cols) = ({n_rows}, {n_cols}), got {matrix.shape}")
-    # a copy: summing duplicates would change the caller's
+    # a copy, since sum_duplicates works in place
     csr = matrix.tocsr(copy=True)
     csr.sum_duplicates()
     if (csr.data == 2).any():

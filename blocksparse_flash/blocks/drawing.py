@@ -9,16 +9,16 @@ import numpy as np
 from . import block_list, checks, set_operations
 from .block_list import FULL, Array, BlockList, Frame, Size
 
-# what a cell holds
+# kinds of cells
 _EMPTY, _PARTIAL, _FULL = 0, 1, 2
-# from Okabe and Ito's palette, told apart by colour-blind readers and by lightness alone
+# Okabe and Ito's palette: distinct for colour-blind readers, and by lightness alone
 _COLOURS = ("#f3f3f3", "#e69f00", "#0072b2")
 _BORDER = "#d55e00"
 _NAMES = ("empty", "partial", "full")
 
-# cells down and across: characters of a text, and no more than a picture has dots for
+# most cells down and across, in text and in pictures
 _LETTERS, _DOTS = 32, 512
-# a picture of pairs, each a few dots at least
+# most tokens of a picture of pairs
 _MOST_TOKENS = 1024
 _MOST_HEADS = 64
 
@@ -28,7 +28,7 @@ def _blocks_a_cell(frame: Frame, most: int) -> Size:
 
 
 def _cells(found: BlockList, frame: Frame, most: int) -> tuple[Array, Size]:
-    """(cells, (down, across)): the first lead in at most `most` x `most` cells of down x across blocks each.
+    """(cells, (down, across)): the first head in at most `most` x `most` cells of down x across blocks each.
 
     A cell is _FULL if all its blocks are, _EMPTY if none is stored, otherwise _PARTIAL.
     """
@@ -94,15 +94,15 @@ def _read_tokens(tokens: Any, frame: Frame) -> tuple[Size, Size] | None:
         first, last = checks.integer(start, f"tokens: {name}_start"), checks.integer(stop, f"tokens: {name}_stop")
         if not 0 <= first < last <= length or last - first > _MOST_TOKENS:
             raise ValueError(
-                f"tokens must be 0 <= {name}_start < {name}_stop <= {name}_len = {length}, at most {_MOST_TOKENS} apart, "
-                f"got ({first}, {last}); tokens=None draws blocks"
+                f"tokens must be 0 <= {name}_start < {name}_stop <= {name}_len = {length}, at most {_MOST_TOKENS} "
+                f"apart, got ({first}, {last}); tokens=None draws blocks"
             )
         sides.append((first, last))
     return sides[0], sides[1]
 
 
 def _leads(found: BlockList, frame: Frame, batch: Any, head: Any) -> dict[str, BlockList]:
-    """Title -> list of each head to be drawn: the one asked for, or all if they differ."""
+    """Title -> block list of each head to draw: the chosen one, or all if they differ."""
     index = checks.position(batch, frame.batch, "batch", f"; the layout has {frame.batch}")
     of_batch = set_operations.pick(found, frame, "batch", index)
     alone = frame._replace(batch=1)
@@ -143,9 +143,9 @@ def plot(found: BlockList, frame: Frame, *, ax: Any, batch: Any, head: Any, toke
 
 
 def _single(matplotlib: Any, mask: BlockList, frame: Frame, region: Any, where: str) -> Any:
-    """One mask; beside it, unless it shows pairs, how many blocks each row stores."""
+    """A figure of one mask; with bars for the blocks of each row, unless it shows pairs."""
     height, width = (frame.q_len, frame.kv_len) if region is None else (stop - start for start, stop in region)
-    # inches of the panel; around it labels and title, beside it the work of the rows
+    # width of the panel in inches; the figure adds labels, title and bars
     across = min(5.2, 7.5 / _ratio(height, width))
     size = across * 1.3 + 1.1, across * _ratio(height, width) + 1.5
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
@@ -160,13 +160,13 @@ def _single(matplotlib: Any, mask: BlockList, frame: Frame, region: Any, where: 
 
 
 def _row_work(ax: Any, mask: BlockList, frame: Frame) -> None:
-    """How many blocks each row stores, as bars beside a panel, query by query."""
+    """Bars next to a panel: stored blocks of each row."""
     work = ax.inset_axes((1.05, 0, 0.2, 1), sharey=ax)
     counts = np.bincount(mask.keys // max(frame.n_cols, 1), minlength=frame.n_rows)
     edges = np.minimum(np.arange(frame.n_rows + 1) * frame.block_size[0], frame.q_len)
     work.stairs(counts, edges, orientation="horizontal", fill=True, color="#5a5a5a")
     work.set_xlim(0, max(1, counts.max()) * 1.05)
-    # a 0 would meet the last number of the panel
+    # no 0, which would overlap the last label of the panel
     work.set_xticks([max(1, counts.max())])
     work.set_xlabel("blocks in\nthe row")
     work.tick_params(labelleft=False)
@@ -174,7 +174,7 @@ def _row_work(ax: Any, mask: BlockList, frame: Frame) -> None:
 
 
 def _grid(matplotlib: Any, panels: dict[str, BlockList], frame: Frame, region: Any) -> Any:
-    """A panel for each head."""
+    """A figure with one panel per head."""
     n_across = min(4, len(panels))
     n_down = -(-len(panels) // n_across)
     figure = matplotlib.figure.Figure(figsize=(2.9 * n_across, 3.0 * n_down + 0.5), layout="constrained")
@@ -182,7 +182,7 @@ def _grid(matplotlib: Any, panels: dict[str, BlockList], frame: Frame, region: A
         ax = figure.add_subplot(n_down, n_across, index + 1)
         _panel(ax, mask, frame, region)
         ax.set_title(f"{title}: density {_density(mask, frame):.3g}" if region is None else title, fontsize=10)
-        # labelled at the left and wherever nothing stands below
+        # labels at the left, and where no panel is below
         is_left, is_last = index % n_across == 0, index + n_across >= len(panels)
         ax.tick_params(labelleft=is_left, labelbottom=is_last)
         ax.set_ylabel(ax.get_ylabel() if is_left else "")
@@ -194,7 +194,7 @@ def _grid(matplotlib: Any, panels: dict[str, BlockList], frame: Frame, region: A
 
 
 def _ratio(height: int, width: int) -> float:
-    """Height of a panel over its width: squares stay squares, unless that would leave a sliver."""
+    """Height / width of a panel: true to scale, within limits."""
     return min(max(max(height, 1) / max(width, 1), 0.25), 2.5)
 
 
@@ -209,7 +209,7 @@ def _density(mask: BlockList, frame: Frame) -> float:
 
 
 def _facts(mask: BlockList | None, frame: Frame) -> str:
-    """What stands above a picture of blocks; without a mask, what holds for every head."""
+    """Title of a picture of blocks; without a mask, for all heads."""
     block_q, block_kv = frame.block_size
     facts = f"blocks of {block_q} x {block_kv} tokens"
     if mask is not None:
@@ -229,7 +229,7 @@ def _panel(ax: Any, mask: BlockList, frame: Frame, region: tuple[Size, Size] | N
         sides = down * frame.block_size[0], across * frame.block_size[1]
         span = cells.shape[0] * sides[0], cells.shape[1] * sides[1]
         left, top, right, bottom = 0, 0, frame.kv_len, frame.q_len
-        # cells are drawn whole, and cut where the last one is ragged
+        # whole cells, clipped by the limits of the axes
         extent = (0, span[1], span[0], 0)
     else:
         (top, bottom), (left, right) = region
@@ -252,7 +252,7 @@ def _panel(ax: Any, mask: BlockList, frame: Frame, region: tuple[Size, Size] | N
 
 
 def _pairs(mask: BlockList, frame: Frame, region: tuple[Size, Size]) -> Array:
-    """bool (q_stop - q_start, kv_stop - kv_start): the pairs of a region, at the cost of its blocks."""
+    """bool (q_stop - q_start, kv_stop - kv_start): the pairs of a region. O(its blocks)."""
     (top, bottom), (left, right) = region
     block_q, block_kv = frame.block_size
     row, col = np.divmod(mask.keys, frame.n_cols)
@@ -282,7 +282,7 @@ def _swatches(*, is_zoom: bool) -> list[Any]:
 
 
 def _legend(ax: Any, *, is_zoom: bool) -> None:
-    """Below the name of the axis, half an inch under the panel, whatever its size: the caller's title goes above."""
+    """Legend half an inch below the panel, leaving the title to the caller."""
     from matplotlib.transforms import ScaledTranslation
 
     below = ax.transAxes + ScaledTranslation(0, -0.5, ax.figure.dpi_scale_trans)

@@ -1,7 +1,7 @@
 """Block lists of reordered token sequences: `gather` for any order, `crop` for an interval.
 
-An order is int64 (new length,): order[i] is the token that comes to position i, NONE for a new token. token_orders.py makes
-the orders of shift, pad, permute and select.
+An order is int64 (new length,): order[i] is the token that comes to position i, NONE for a new token. token_orders.py
+makes the orders of shift, pad, permute and select.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from . import block_list
 from .block_list import Array, BlockList, Frame, Size
 from .set_operations import transpose
 
-# the entry of an order for a position to which no token comes: nothing attends there
+# entry of an order at the position of a new token, which has no pairs
 NONE = -1
 
 
 def gather(found: BlockList, frame: Frame, q_order: Array, kv_order: Array) -> BlockList:
     """The canonical list of mask[q_order[i], kv_order[j]], of lengths len(q_order) x len(kv_order); False at NONE.
 
-    q_order, kv_order  int64, NONE or a position below q_len, kv_len; a token may come to several positions
+    q_order, kv_order  int64, NONE or a position below q_len, kv_len; tokens may repeat
 
-    Time O((tokens + pieces) log), where a piece is a block's share in a new block: up to 4 a block when runs of tokens
-    stay together, up to one a pair when an order scatters them.
+    Time O((tokens + pieces) log), where a piece is the overlap of an old block with a new one: up to 4 per block if
+    runs of tokens stay together, up to one per pair if the order scatters them.
     """
     if not _is_identity(q_order, frame.q_len):
         found = _gather_queries(found, frame, q_order)
@@ -40,7 +40,7 @@ def gather(found: BlockList, frame: Frame, q_order: Array, kv_order: Array) -> B
 def crop(found: BlockList, frame: Frame, q: Size, kv: Size) -> BlockList:
     """The canonical list of mask[q[0] : q[1], kv[0] : kv[1]].
 
-    O(nnz) where kv[0] begins a block; elsewhere as `gather`, of what stands in between.
+    O(nnz) if kv[0] is a multiple of block_kv, otherwise as `gather` of the blocks in between.
     """
     block_q, block_kv = frame.block_size
     q_len, kv_len = q[1] - q[0], kv[1] - kv[0]
@@ -52,7 +52,7 @@ def crop(found: BlockList, frame: Frame, q: Size, kv: Size) -> BlockList:
     found = BlockList((line * (stop - first) + col - first)[is_kept], found.ids[is_kept], found.bitmasks)
     frame = frame._replace(kv_len=min(stop * block_kv, frame.kv_len) - first * block_kv)
     if q[0] % block_q and frame.n_rows == 1:
-        # every block stays where it is, and its bitmask moves up
+        # blocks stay, the rows of their bitmasks move up
         words = np.zeros_like(found.bitmasks)
         words[:, :q_len] = found.bitmasks[:, q[0] : q[1]]
         found = found._replace(bitmasks=words)
@@ -68,11 +68,11 @@ def _is_identity(order: Array, length: int) -> bool:
 
 
 class _Patches(NamedTuple):
-    """What each new row takes from each old row, ordered by (row, source).
+    """Tokens that each new row takes from each old row, ordered by (row, source).
 
-    row, source, pattern  int64 (patches,): new row, old row, which tokens go where
-    codes         int64: one for each token of a pattern, pattern after pattern: new offset * block_q + old offset
-    starts, counts  int64 (patterns,): where the codes of a pattern begin, and how many it has
+    row, source, pattern  int64 (patches,): new row, old row, index of the pattern
+    codes           int64: new offset * block_q + old offset of each token of a pattern, pattern by pattern
+    starts, counts  int64 (patterns,): first code of each pattern, number of its codes
     """
 
     row: Array
@@ -103,12 +103,12 @@ def _patches(order: Array, block_q: int) -> _Patches:
 
 
 def _gather_queries(found: BlockList, frame: Frame, order: Array) -> BlockList:
-    """`gather` along the queries alone. Bits are built once for each distinct set of pieces."""
+    """`gather` along the queries alone. Bits are built once per distinct set of pieces."""
     new = frame._replace(q_len=len(order))
     patches = _patches(order, frame.block_size[0])
     if not len(found.keys) or not len(patches.row):
         return block_list.full_list(found.keys[:0], frame.block_size)
-    # a line is a row of a lead; here one entry for each patch of each lead
+    # line = lead * n_rows + row; one entry per patch of each lead
     leads = np.arange(frame.leads)[:, None]
     offsets = np.searchsorted(found.keys, np.arange(frame.leads * frame.n_rows + 1) * frame.n_cols)
     old_line = (leads * frame.n_rows + patches.source).reshape(-1)
@@ -143,7 +143,7 @@ def _gather_queries(found: BlockList, frame: Frame, order: Array) -> BlockList:
 
 
 def _parts(lines: Array, counts: Array, limit: int) -> list[slice]:
-    """Slices of the patches with about `limit` pieces each; a line is never cut, so that its blocks are whole."""
+    """Slices of the patches with about `limit` pieces each; they end between lines, so that blocks are whole."""
     is_first = np.append(True, lines[1:] != lines[:-1])
     before = (np.cumsum(counts) - counts)[is_first] // limit
     cuts = np.flatnonzero(is_first)[np.flatnonzero(before[1:] != before[:-1]) + 1]
@@ -152,7 +152,7 @@ def _parts(lines: Array, counts: Array, limit: int) -> list[slice]:
 
 
 def _join(codes: Array, counts: Array, bitmasks: Array, patches: _Patches) -> Array:
-    """Bitmasks of blocks, uint32 (len(counts), block_q, words), from the codes of their pieces, block after block."""
+    """Bitmasks of blocks, uint32 (len(counts), block_q, words), from the codes of their pieces, block by block."""
     block_q, n_words = bitmasks.shape[1:]
     # row 0 is a full block: codes hold id + 1
     source = np.concatenate([np.full((1, block_q, n_words), 0xFFFFFFFF, np.uint32), bitmasks])

@@ -34,7 +34,7 @@ Operation = Literal["|", "&", "-", "^"]
 
 
 def broadcast(blocks: BlockList, old: Size, new: Size, n_blocks: int) -> BlockList:
-    """Repeat a list of (batch, heads) = old, axes of size 1 becoming those of new. n_blocks: n_rows * n_cols."""
+    """Broadcast a list from (batch, heads) = old to new; n_blocks = n_rows * n_cols."""
     if old == new or not n_blocks:
         return blocks
     leads = np.broadcast_to(np.arange(old[0] * old[1]).reshape(old), new).reshape(-1)
@@ -46,19 +46,19 @@ def broadcast(blocks: BlockList, old: Size, new: Size, n_blocks: int) -> BlockLi
 
 
 def keys_over(keys: Array, old: Size, new: Size, n_blocks: int) -> Array:
-    """The keys over other (batch, heads) axes: those of size 1 in new are merged, those of size 1 in old repeated."""
+    """The keys for (batch, heads) = new: axes of size 1 in new are merged, axes of size 1 in old are repeated."""
     if old == new or not len(keys):
         return keys
     batch, head = np.divmod(keys // n_blocks, old[1])
     merged = old[0] if new[0] > 1 else 1, old[1] if new[1] > 1 else 1
     lead = (batch if merged[0] > 1 else 0) * merged[1] + (head if merged[1] > 1 else 0)
-    # the smallest block size, as none is needed
+    # any block size does: the blocks are full
     flags = full_list(np.unique(lead * n_blocks + keys % n_blocks), (SIDE_UNIT, SIDE_UNIT))
     return broadcast(flags, merged, new, n_blocks).keys
 
 
 def _ids_at(blocks: BlockList, keys: Array) -> Array:
-    """The id of each named block in a list, EMPTY where it stores none, int64."""
+    """The id of the block at each key, EMPTY if it is not stored, int64."""
     if len(keys) == len(blocks.keys) and np.array_equal(keys, blocks.keys):
         return blocks.ids.astype(np.int64)
     found = np.full(len(keys), EMPTY, np.int64)
@@ -71,7 +71,7 @@ def _ids_at(blocks: BlockList, keys: Array) -> Array:
 
 
 def _words_of(ids: Array, kinds: Array, bitmasks: Array, there: Array) -> Array:
-    """The bitmask of each look, FULL and EMPTY included, uint32 (n, block_q, words)."""
+    """The bitmask of each id, including FULL and EMPTY, uint32 (n, block_q, words)."""
     words = np.zeros((len(ids), *there.shape[1:]), np.uint32)
     is_full, is_partial = ids == FULL, ids >= 0
     words[is_full] = there[kinds[is_full]]
@@ -80,11 +80,11 @@ def _words_of(ids: Array, kinds: Array, bitmasks: Array, there: Array) -> Array:
 
 
 def combine(a: BlockList, b: BlockList, op: Operation, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
-    """Pairs in a or b, in both, in a but not in b, in one alone. Bits are computed once for each (id, id, edge)."""
+    """a | b, a & b, a - b or a ^ b. Bits are computed once per distinct (id in a, id in b, edge kind)."""
     if op == "&" and not len(a.bitmasks):
         a, b = b, a
     if op == "&" and not len(b.bitmasks):
-        # full blocks leave what they meet as it is
+        # the intersection with a full block changes nothing
         is_met = _ids_at(b, a.keys) != EMPTY
         return a if is_met.all() else renumber(a.keys[is_met], a.ids[is_met], a.bitmasks)
     keys = a.keys
@@ -114,7 +114,7 @@ def combine(a: BlockList, b: BlockList, op: Operation, *, q_len: int, kv_len: in
 
 
 def complement(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_size: Size) -> BlockList:
-    """The existing pairs that are not in the list. O(leads * n_rows * n_cols), which is the size of the answer."""
+    """The existing pairs that are not in the list. O(leads * n_rows * n_cols)."""
     n_rows, n_cols = grid(q_len, kv_len, block_size)
     stays = np.ones(leads * n_rows * n_cols, np.bool_)
     is_full = blocks.ids == FULL
@@ -131,7 +131,7 @@ def complement(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_
 
 
 def transpose(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
-    """The list with queries and keys exchanged, of lengths (kv_len, q_len) and block size (block_kv, block_q)."""
+    """The list with queries and keys swapped: lengths (kv_len, q_len), block size (block_kv, block_q)."""
     n_rows, n_cols = grid(q_len, kv_len, block_size)
     rows = keys // max(n_cols, 1)
     leads = rows // max(n_rows, 1)
@@ -147,7 +147,7 @@ def transpose(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: i
 
 
 def stack(lists: Sequence[BlockList], frames: Sequence[Frame], axis: Axis) -> tuple[BlockList, Frame]:
-    """The list whose heads (or batches) are those of the lists, one after another, and its frame; all else is equal."""
+    """(concatenation of the lists along heads or batches, its frame); the frames are equal otherwise."""
     n_blocks, total = frames[0].n_rows * frames[0].n_cols, sum(getattr(frame, axis) for frame in frames)
     keys, ids, before, n_words = [], [], 0, 0
     for found, frame in zip(lists, frames, strict=True):
@@ -168,7 +168,7 @@ def stack(lists: Sequence[BlockList], frames: Sequence[Frame], axis: Axis) -> tu
 
 
 def pick(found: BlockList, frame: Frame, axis: Axis, index: int) -> BlockList:
-    """The list of one head (or batch); the other axis stays."""
+    """The list of one head, or of one batch."""
     n_blocks = max(frame.n_rows * frame.n_cols, 1)
     lead, place = found.keys // n_blocks, found.keys % n_blocks
     batch, head = lead // frame.heads, lead % frame.heads
@@ -180,7 +180,7 @@ def pick(found: BlockList, frame: Frame, axis: Axis, index: int) -> BlockList:
 
 
 def counts_of_pairs(found: BlockList, frame: Frame) -> Array:
-    """How many pairs attend in each block, int64 (nnz,)."""
+    """Attending pairs of each block, int64 (nnz,)."""
     in_edge = np.bitwise_count(existing(**frame.sizes)).sum(axis=(1, 2), dtype=np.int64)
     counts = in_edge[edge_kinds(found.keys, **frame.sizes)]
     is_partial = found.ids >= 0
@@ -190,7 +190,7 @@ def counts_of_pairs(found: BlockList, frame: Frame) -> Array:
 
 
 def first_pair(found: BlockList, frame: Frame) -> tuple[int, int, int, int]:
-    """(batch, head, q_pos, kv_pos) of the first pair of a list that has one, ordered as they are named."""
+    """(batch, head, q_pos, kv_pos) of the first pair in lexicographic order; the list must not be empty."""
     block_q, block_kv = frame.block_size
     line = int(found.keys[0]) // frame.n_cols
     of_row = slice(0, int(np.searchsorted(found.keys, (line + 1) * frame.n_cols)))

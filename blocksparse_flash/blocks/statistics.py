@@ -10,15 +10,15 @@ import numpy as np
 from . import block_list, set_operations
 from .block_list import FULL, Array, BlockList, Frame, Size
 
-# edges that the searches for `hops` may walk in all, one to four seconds; 512 blocks of 65,536 edges are searched whole
+# edges that all searches for `hops` may visit, 1 to 4 s
 _SEARCH_EDGES = 1 << 25
-# side of a graph whose eigenvalues are all computed, and one beyond which none is: minutes, and gigabytes
+# blocks up to which all eigenvalues are computed, and beyond which none is (minutes, gigabytes)
 _SMALL_GRAPH, _LARGE_GRAPH = 64, 1 << 14
 _LANCZOS_RESTARTS = 100
 
 
 class Balance(NamedTuple):
-    """Stored blocks along the lines (rows or cols) of all heads: most, mean, most / mean (1.0 without work), idle lines."""
+    """Stored blocks per row (or col) over all heads: most, mean, most / mean (1.0 without work), empty rows."""
 
     most: int
     mean: float
@@ -27,11 +27,11 @@ class Balance(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """How fast a mask carries news, as a graph of blocks; see `Description` for the definitions.
+    """How fast information spreads through the graph of blocks; `Description` has the definitions.
 
     hops        None: some block never reaches another
-    is_sampled  True: only some blocks were followed, so that `hops` is at least this
-    gap         None: not computed for so large a graph
+    is_sampled  True: searched from some blocks only, so `hops` is a lower bound
+    gap         None: the graph is too large
     """
 
     hops: int | None
@@ -41,27 +41,24 @@ class Mixing(NamedTuple):
 
 @dataclass(frozen=True)
 class Description:
-    """What `BlockLayout.describe` found; prints as a report. Counts are over all batches and heads of the layout.
+    """Result of `BlockLayout.describe`; prints as a report. Counts are over all batches and heads of the layout.
 
     batch, heads, q_len, kv_len, block_size  as the layout's
     nnz, full_share, density   stored blocks; full / stored (0.0 if none); stored / all
     pairs, pair_density        attending pairs, exact; attending / all
     distinct_bitmasks, metadata_bytes  of the layout's own tensors
-    head_dim, flops, dense_flops  4 * head_dim operations a pair of every stored block (of every block), one forward
-    bytes, dense_bytes         one forward: queries read and outputs written once, keys and values once for each stored
-                               block (each block), as when rows share nothing
+    head_dim, flops, dense_flops  one forward: 4 * head_dim operations per pair of the stored blocks (of all blocks)
+    bytes, dense_bytes         one forward: q read and out written once, k and v read once per stored block (per block)
     rows, cols                 `Balance` of the work
-    idle_queries, idle_keys    tokens that attend to nothing, and tokens to which nothing attends
-    mixing                     None unless q_len == kv_len. Block i is joined to block j if any head of its batch stores
-                               (i, j); blocks of unequal sides are regrouped to squares of the longer one. The worst batch
-                               counts.
-                               hops: layers until every block has heard of every other, a lower bound for tokens where
-                               blocks are partial. Searched from every block, or from evenly spread ones when that
-                               would walk more than 2**25 edges.
-                               gap: 1 - the second largest eigenvalue of D^-1/2 A D^-1/2, A the joined blocks in either
-                               direction, D their number in each row: the second eigenvalue of the normalised
-                               Laplacian. 0 if A falls apart, 1 if everything is joined to everything. Not computed
-                               beyond 16,384 blocks
+    idle_queries, idle_keys    tokens that attend to nothing; tokens that nothing attends to
+    mixing                     None unless q_len == kv_len. Blocks i and j are joined if any head of the batch stores
+                               (i, j); unequal sides are regrouped to squares of the longer one. Of the worst batch.
+                               hops: layers until every block has reached every other; a lower bound for tokens if
+                               blocks are partial. Searched from every block, or from evenly spaced ones if that
+                               would visit more than 2**25 edges.
+                               gap: second smallest eigenvalue of the normalised Laplacian, 1 minus the second largest
+                               of D^-1/2 A D^-1/2 (A joins blocks in either direction, D counts them per row). 0 if A
+                               is disconnected, 1 if it is complete. Not computed beyond 16,384 blocks
     """
 
     batch: int
@@ -88,9 +85,9 @@ class Description:
     mixing: Mixing | None
 
     def __str__(self) -> str:
-        block_q, block_kv = self.block_size
+        blocks = "blocks of {} x {}".format(*self.block_size)
         lines = [
-            f"layout    {self.q_len} x {self.kv_len} tokens, blocks of {block_q} x {block_kv}, batch {self.batch}, heads {self.heads}",
+            f"layout    {self.q_len} x {self.kv_len} tokens, {blocks}, batch {self.batch}, heads {self.heads}",
             f"blocks    {self.nnz} stored, density {self.density:.4g}; {self.full_share:.1%} of them full",
             f"pairs     {self.pairs} attend, density {self.pair_density:.4g}",
             f"bitmasks  {self.distinct_bitmasks} distinct; metadata {_amount(self.metadata_bytes, 'B')}",
@@ -165,7 +162,7 @@ def _idle_queries(found: BlockList, frame: Frame) -> int:
 
 
 def describe(found: BlockList, frame: Frame, *, head_dim: int, element_bytes: int) -> Description:
-    """The description of a canonical list. O(nnz log nnz), and what `Description` says of hops and gap."""
+    """The description of a canonical list. O(nnz log nnz), plus the searches of `Mixing`."""
     for value, name in ((head_dim, "head_dim"), (element_bytes, "element_bytes")):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {value!r}")
@@ -231,7 +228,7 @@ def _mixing(found: BlockList, frame: Frame) -> Mixing:
 
 
 def _hops(graph: Any) -> tuple[int | None, bool]:
-    """(longest of the shortest ways between two blocks, whether only some starts were tried); None without a way."""
+    """(diameter of the graph, whether only some starts were searched); None if some block is unreachable."""
     from scipy.sparse import csgraph
 
     n = graph.shape[0]
@@ -247,7 +244,7 @@ def _hops(graph: Any) -> tuple[int | None, bool]:
 
 
 def _spectral_gap(graph: Any) -> float | None:
-    """1 - the second largest eigenvalue of the normalised graph, both directions joined; None for a very large one."""
+    """Spectral gap of the graph with both directions joined; None if it is too large."""
     import scipy.sparse
     from scipy.sparse import csgraph, linalg
 
@@ -263,13 +260,13 @@ def _spectral_gap(graph: Any) -> float | None:
     normal = scale @ either @ scale
     if n <= _SMALL_GRAPH:
         return float(1 - np.linalg.eigvalsh(normal.toarray())[-2])
-    # a start of its own, for the same digits in every run; not all ones, which may be the first eigenvector
+    # a fixed start gives the same digits every time; all ones could be the first eigenvector
     start = np.sin(np.arange(1, n + 1))
     try:
         values = linalg.eigsh(normal, k=2, which="LA", v0=start, maxiter=_LANCZOS_RESTARTS, return_eigenvectors=False)
         return float(1 - values.min())
     except linalg.ArpackNoConvergence:
-        # many eigenvalues close to 1, as those of long chains: inverted they stand apart, and chains factorise sparsely
+        # many eigenvalues close to 1, as in long chains: shift-invert separates them, and chains factorise sparsely
         laplacian = (scipy.sparse.eye_array(n) - normal).tocsc()
         values = linalg.eigsh(laplacian, k=2, sigma=-1e-3 / n, which="LM", v0=start, return_eigenvectors=False)
         return float(values.max())

@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from . import checks
 from .block_list import BlockList, BlockRows, Frame, Size, distinct, ranges, words_per_query
 from .transfer import to_device
+
+# keys of a state dict, besides those of its tensors; the second only for blocks selected on a device
+NUMBERS, SELECTED = ("q_len", "kv_len", "block_size"), "selected"
 
 
 class Tensors(NamedTuple):
@@ -30,26 +34,26 @@ def to_tensors(rows: BlockRows, frame: Frame, device: torch.device | str) -> tup
 
 
 def no_bitmasks(frame: Frame, device: torch.device) -> torch.Tensor:
-    """The bitmasks of a layout whose blocks are all full."""
+    """Bitmasks of a layout without partial blocks."""
     return torch.empty(0, frame.block_size[0], words_per_query(frame.block_size[1]), dtype=torch.int32, device=device)
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    # a transform of torch.func would wrap what it sees, and nothing here is differentiated
+    # torch.func would wrap the tensors; nothing here is differentiated
     with torch._C._DisableFuncTorch():
         return [tensor.numpy(force=True) for tensor in tensors]
 
 
 def to_block_rows(tensors: Sequence[torch.Tensor], frame: Frame) -> BlockRows:
-    """The list that lies in a layout's tensors, copied to the host if they are elsewhere."""
+    """The block list of a layout's tensors in CSR form, on the host."""
     indptr, indices, ids, bitmasks = _on_host(tensors)
-    # behind them are those that a selection has no use for
+    # a selection has unused entries after nnz
     nnz = indptr.item(-1)
     return BlockRows(indptr.reshape(frame.leads, -1), indices[:nnz], ids[:nnz], bitmasks.view(np.uint32))
 
 
 def to_rows(tensors: Sequence[torch.Tensor], frame: Frame, rows: Size) -> tuple[BlockList, Frame]:
-    """Rows rows[0] .. rows[1] - 1 of every lead as a block list, with the bitmasks they use, and its frame. O(their nnz)."""
+    """(block list of rows[0] .. rows[1] - 1 of every lead, its frame). O(nnz of these rows)."""
     indptr, indices, ids, bitmasks = _on_host(tensors)
     first, stop = rows
     ends = indptr.reshape(frame.leads, frame.n_rows + 1)[:, first : stop + 1].astype(np.int64)
@@ -64,16 +68,37 @@ def to_rows(tensors: Sequence[torch.Tensor], frame: Frame, rows: Size) -> tuple[
     return BlockList(keys, ids, bitmasks[used].view(np.uint32)), frame._replace(q_len=q_len)
 
 
+def read_state(state: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any], bool]:
+    """(tensors, numbers, whether blocks were selected) of a state dict; refuses missing and unexpected keys."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be what state_dict() gave, got {type(state).__name__}")
+    expected, given = {*checks.TENSORS, *NUMBERS}, set(state) - {SELECTED}
+    if given != expected:
+        raise ValueError(
+            f"state must have the keys of state_dict(): missing {sorted(expected - given)}, "
+            f"unexpected {sorted(given - expected, key=str)}"
+        )
+    numbers: dict[str, Any] = {name: state.get(name, False) for name in (*NUMBERS, SELECTED)}
+    for name, value in numbers.items():
+        if isinstance(value, torch.Tensor):
+            checks.check_in_memory(value, name)
+            numbers[name] = value.tolist()
+    is_selected = numbers.pop(SELECTED)
+    if not isinstance(is_selected, bool):
+        raise TypeError(f"{SELECTED} must be True or False, got {is_selected!r}")
+    return Tensors(*(state[name] for name in checks.TENSORS)), numbers, is_selected
+
+
 def _checksum(value: Any) -> int:
-    """CRC-32 of a tensor's type, shape and numbers, whatever its device; of anything else as it is written."""
+    """CRC-32 of a tensor's dtype, shape and values, on any device; of the repr of anything else."""
     if not isinstance(value, torch.Tensor):
         return zlib.crc32(repr(value).encode())
     kind = zlib.crc32(repr((value.dtype, tuple(value.shape), value.layout)).encode())
     if value.is_meta or value.layout is not torch.strided:
         return kind
-    # a transform of torch.func would wrap what it sees
+    # torch.func would wrap the tensor
     with torch._C._DisableFuncTorch():
-        # a copy: strides of a tensor with no or one number may be any
+        # a copy, since a tensor of 0 or 1 elements may have any strides
         flat = value.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
         return zlib.crc32(flat.view(torch.uint8).numpy().data, kind)
 
@@ -84,7 +109,7 @@ def checksums(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def check_checksums(state: object, expected: object) -> None:
-    """Refuse a state that has changed since it had these checksums."""
+    """Refuse a state whose values do not have these checksums."""
     if not isinstance(state, Mapping) or not isinstance(expected, Mapping) or state.keys() != expected.keys():
         raise ValueError("state and its checksums must be two dicts with the same keys: the file has been changed")
     for name, found in checksums(state).items():

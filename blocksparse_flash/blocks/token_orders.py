@@ -12,26 +12,26 @@ from . import checks
 from .block_list import Array, Size
 from .reindexing import NONE
 
-# what names blocks of one axis: a slice, or indices in any order
+# blocks of one axis: a slice, or indices in any order
 Blocks = slice | list[int] | Array | torch.Tensor
 
 
 def _window(start: int, stop: int, length: int) -> Array:
-    """The tokens start .. stop - 1, NONE for those that do not exist."""
+    """Tokens start .. stop - 1; NONE outside the sequence."""
     order: Array = np.arange(start, stop)
     order[(order < 0) | (order >= length)] = NONE
     return order
 
 
 def shifted(length: int, by: object, name: str) -> Array:
-    """Every token moves by `by` positions towards the end; those pushed out of the sequence are dropped."""
-    # a number of any size: beyond the length nothing is left
+    """The order that moves every token by `by` positions towards the end, dropping those beyond it."""
+    # clamped: `by` may be any int
     far = max(-length, min(checks.integer(by, name), length))
     return _window(-far, length - far, length)
 
 
 def cropped(length: int, start: object, stop: object, name: str) -> Size:
-    """first, stop of the tokens first .. stop - 1; a stop of None is the end."""
+    """(start, stop), checked; a stop of None is the end."""
     first = checks.integer(start, f"{name}_start")
     last = length if stop is None else checks.integer(stop, f"{name}_stop")
     if not 0 <= first <= last <= length:
@@ -43,7 +43,7 @@ def cropped(length: int, start: object, stop: object, name: str) -> Size:
 
 
 def padded(length: int, sides: object, name: str) -> Array:
-    """before, after = sides new tokens, without pairs, at the two ends."""
+    """The order with sides = (before, after) new tokens at the ends."""
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise TypeError(f"{name} must be (before, after), two numbers of tokens, got {sides!r}")
     before, after = (checks.integer(side, name) for side in sides)
@@ -54,7 +54,7 @@ def padded(length: int, sides: object, name: str) -> Array:
 
 
 def permuted(length: int, order: object, name: str) -> Array:
-    """order itself, once it is known to name every token once; None leaves all where they are."""
+    """The order, checked to be a permutation; the identity for None."""
     if order is None:
         return np.arange(length)
     values = checks.integers(order, name)
@@ -71,7 +71,7 @@ def permuted(length: int, order: object, name: str) -> Array:
 
 
 def selected(length: int, side: int, chosen: object, name: str) -> Array:
-    """The tokens of the chosen blocks of `side` tokens, one block after another."""
+    """The tokens of the chosen blocks of `side` tokens, concatenated."""
     n_blocks = -(-length // side)
     if isinstance(chosen, slice):
         for bound in (chosen.start, chosen.stop, chosen.step):
@@ -88,5 +88,5 @@ def selected(length: int, side: int, chosen: object, name: str) -> Array:
         )
     checks.length(len(values) * side, f"{name} in tokens,")
     tokens = (values[:, None] * side + np.arange(side)).reshape(-1)
-    # only the ragged block, which comes last, has tokens that do not exist
+    # drops the missing tokens of a ragged last block
     return tokens[tokens < length]

@@ -13,24 +13,36 @@ from torch import Tensor
 
 Array = npt.NDArray[np.int32]
 
-# int32 words: every tensor begins at a multiple of 128 bytes, as kernels and copy engines like it
+# int32 words: every tensor is aligned to 128 bytes, for kernels and TMA
 ALIGNMENT = 32
-# int32 words, 64 MB, up to which memory of the host is pinned for a copy: PyTorch keeps what was pinned, for the next
+# int32 words (64 MB) up to which host memory is pinned for a copy: PyTorch caches pinned memory
 MOST_PINNED = 1 << 24
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in a packed one: its first word, how many it has, and its shape."""
+    """Position of a tensor in a packed one: first word, number of words, shape."""
 
     begin: int
     size: int
     shape: Sequence[int]
 
 
-def to_device(tensors: Sequence[Tensor], device: torch.device | str, *, non_blocking: bool = False) -> list[Tensor]:
-    """The same int32 tensors on a device; those of the host go to a GPU by one copy.
+def resolved(device: torch.device | str | int) -> torch.device:
+    """The device with its index, as tensors report it."""
+    if isinstance(device, torch.device) and device.index is not None:
+        return device
+    device = torch.device(device)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    if device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.empty(0, device=device).device
 
-    non_blocking  as of `sent`
+
+def to_device(tensors: Sequence[Tensor], device: torch.device | str, *, non_blocking: bool = False) -> list[Tensor]:
+    """The same int32 tensors on a device; one copy moves them all from the host to a GPU.
+
+    non_blocking  as in `sent`
     """
     device = torch.device(device)
     is_on_host = all(tensor.is_cpu for tensor in tensors)
@@ -42,18 +54,19 @@ def to_device(tensors: Sequence[Tensor], device: torch.device | str, *, non_bloc
 
 
 def may_pin(device: torch.device) -> bool:
-    """Whether what goes to a device may be packed in pinned memory: to a GPU, unless the copy is captured.
+    """Whether a copy to a device may use pinned memory: to a GPU, unless a CUDA graph captures it.
 
-    A captured copy would read again, at each replay, memory that holds something else by then: unpinned, it is refused.
+    Each replay would read the pinned memory again, which holds other data by then. CUDA refuses to capture a copy from
+    unpinned memory.
     """
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def sent(packed: Tensor, places: Sequence[Place], device: torch.device, *, non_blocking: bool = False) -> list[Tensor]:
-    """What lies in a packed tensor of the host, as tensors on a device; to a GPU it goes by one copy.
+    """The tensors of a packed host tensor, on a device; one copy moves them to a GPU.
 
-    non_blocking  False: the host waits for a copy to a GPU, as `torch.Tensor.to` does. True: it does not, and who uses the
-                  tensors on another stream than the current one must make that wait
+    non_blocking  False: the host waits for the copy, as in `torch.Tensor.to`. True: it does not; streams other than the
+                  current one must wait before they use the tensors
     """
     if device.type != "cuda":
         return to_device(unpack(packed, places), device, non_blocking=non_blocking)
@@ -61,7 +74,7 @@ def sent(packed: Tensor, places: Sequence[Place], device: torch.device, *, non_b
 
 
 def sent_flat(arrays: Sequence[Array], device: torch.device) -> Tensor:
-    """int32 arrays, one right behind the other, as a flat tensor on a device; the host does not wait for a copy to a GPU."""
+    """int32 arrays concatenated into a flat tensor on a device; the host does not wait for a copy to a GPU."""
     size = sum([array.size for array in arrays])
     is_pinned = size <= MOST_PINNED and may_pin(device)
     packed = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
@@ -73,10 +86,9 @@ def sent_flat(arrays: Sequence[Array], device: torch.device) -> Tensor:
 
 
 def zeros(shapes: Sequence[Sequence[int]], *, is_pinned: bool = False) -> tuple[Tensor, list[Place]]:
-    """A flat int32 tensor of the host, in which tensors of these shapes lie one after another, and where.
+    """(flat int32 host tensor of zeros with room for tensors of these shapes, their places).
 
-    is_pinned  in memory which a GPU reads itself, if it is not too large: PyTorch's allocator gives it out again when the
-               copies that were made of it are done
+    is_pinned  in pinned memory, up to MOST_PINNED words; PyTorch's allocator reuses it once its copies are done
     """
     places, end = [], 0
     for shape in shapes:
@@ -87,14 +99,14 @@ def zeros(shapes: Sequence[Sequence[int]], *, is_pinned: bool = False) -> tuple[
 
 
 def views(packed: Tensor, places: Sequence[Place]) -> list[Array]:
-    """The memory of each tensor in a packed one of the host, to be written."""
+    """Writable NumPy views of the tensors in a packed host tensor."""
     values = packed.numpy()
     flat = [(values[begin : begin + size], shape) for begin, size, shape in places]
     return [value if len(shape) == 1 else value.reshape(shape) for value, shape in flat]
 
 
 def pack(tensors: Sequence[Tensor], *, is_pinned: bool = False) -> tuple[Tensor, list[Place]]:
-    """int32 tensors of the host, one after another in a flat one, and where each lies; is_pinned as of `zeros`."""
+    """(int32 host tensors packed into a flat one, their places); is_pinned as in `zeros`."""
     for tensor in tensors:
         assert tensor.dtype == torch.int32, tensor.dtype
     packed, places = zeros([tensor.shape for tensor in tensors], is_pinned=is_pinned)
@@ -104,14 +116,14 @@ def pack(tensors: Sequence[Tensor], *, is_pinned: bool = False) -> tuple[Tensor,
 
 
 def unpack(packed: Tensor, places: Sequence[Place]) -> list[Tensor]:
-    """The tensors that lie in a packed one, whose memory they keep.
+    """The tensors in a packed one, sharing its memory.
 
-    Each has a storage of its own: of a view, pickle would store all that is packed, and torch.compile might guard the offset.
+    Each has its own storage: pickle would store the whole base of a view, and torch.compile might guard its offset.
     """
     storage, found = packed.untyped_storage(), []
     for begin, size, shape in places:
-        # an empty slice of a storage is none of its own
+        # an empty slice of a storage is not a storage of its own
         tensor = packed.new(storage[4 * begin : 4 * (begin + size)]) if size else packed.new_empty(shape)
-        # in place: a view would be one of another tensor
+        # resized in place, since a view would have a base
         found.append(tensor if len(shape) == 1 else tensor.resize_(shape))
     return found

@@ -53,8 +53,8 @@ class Plan(NamedTuple):
         partial  tile column - 2^24, hence negative. Bits 0-23: tile column. Bits 25-28: attended 64 x 64 subtiles
                  (bit 25 + 2 * query half + key half); all four set: the bitmask decides
 
-    All 128 x 128 pairs of a full tile exist and attend, so kernels neither mask nor bounds-check it. Tiles on a ragged edge
-    are partial, with zeros past the end.
+    All 128 x 128 pairs of a full tile exist and attend, so kernels neither mask nor bounds-check it. Tiles on a ragged
+    edge are partial, with zeros past the end.
 
     n_split_rows, n_split_cols, has_subtiles are read from tensor shapes, so that no call waits for the device.
     """

@@ -1,8 +1,8 @@
 """Index that maps each stored block to its pieces of the plan's tiles, for `block_bias`; and the bias as a dense mask.
 
 A bias has one number per stored block, in the order of the layout's `indices`. Tiles are cut into pieces of
-gcd(128, side) tokens per side, so that each piece lies in one block, whatever the block size. Everything is computed on the
-device of the tensors, without waiting for it.
+gcd(128, side) tokens per side, so that each piece lies in one block, whatever the block size. Everything is computed on
+the device of the tensors, without waiting for it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _LAST = 2**62
 class BiasIndex(NamedTuple):
     """Blocks of each tile's pieces, and pieces of each block. A tile has (128 / piece_q, 128 / piece_kv) pieces.
 
-    rows    int32 (entries of row_indices, pieces, pieces): the stored block that each piece of each listed tile lies in;
-            the number of stored blocks if there is none
+    rows    int32 (entries of row_indices, pieces, pieces): the stored block of each piece of each listed tile; the
+            number of stored blocks if there is none
     cols    the same for col_indices; queries first here too
     places  int64 (stored blocks, pieces of a block): flat indices into `rows` of a block's pieces; rows.numel() if the
             plan lacks the tile

@@ -1,4 +1,4 @@
-"""blocks.py against boolean arithmetic on dense masks: every operation gives the canonical list of the dense result."""
+"""Every operation on block lists gives the canonical list of the dense result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def assert_same(actual: BlockList, expected: BlockList) -> None:
 
 
 def assert_canonical(found: BlockList, leads: int, q_len: int, kv_len: int, block_size: tuple[int, int]) -> None:
-    """The definition in blocks.py, block by block."""
+    """The definition in block_list.py, block by block."""
     assert (found.keys.dtype, found.ids.dtype, found.bitmasks.dtype) == (np.int64, np.int32, np.uint32)
     assert found.bitmasks.shape[1:] == (block_size[0], -(-block_size[1] // 32))
     n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
@@ -145,7 +145,7 @@ def test_complement_and_transpose_are_those_of_the_mask(problem: Problem) -> Non
 
 @given(problems())
 def test_canonical_undoes_any_other_way_to_store_a_mask(problem: Problem) -> None:
-    """Every block stored, each with a bitmask of its own, in any order, with bits set beyond the lengths."""
+    """Every block stored, each with its own bitmask, in any order, with bits set beyond the lengths."""
     sizes, mask = sizes_of(problem), flat(problem.mask)
     n_rows, n_cols = block_list.grid(**sizes)
     keys = np.arange(len(mask) * n_rows * n_cols)
@@ -198,7 +198,7 @@ def test_broadcasting_repeats_axes_of_size_1(problem: Problem) -> None:
 
 
 def test_a_hash_collision_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equality is verified after hashing: with a first hash that maps everything to 0, a second one is used."""
+    """Equality is verified after hashing: if the first hash maps everything to 0, a second one is used."""
     random = np.random.default_rng(0)
     mask = random.random((2, 200, 200)) < 0.5
     expected = block_list.from_mask(mask, (32, 48)), block_list.from_mask(mask, (64, 64))
@@ -254,7 +254,7 @@ def test_ranges_lie_one_after_another(pairs: list[tuple[int, int]]) -> None:
 def test_settling_drops_what_is_empty_and_fills_what_is_full() -> None:
     there = block_list.existing(20, 20, (16, 16))
     words = np.stack([there[0] * 0, there[0], there[1], there[1]])
-    # a look that is full at the edge, and the same bits where they are only part of a block
+    # bits that are full at the edge, and the same bits in an interior block
     found = block_list.settle(np.arange(5), np.array([0, 1, 2, 3, EMPTY]), words, np.array([0, 0, 1, 0]), there)
     assert found.keys.tolist() == [1, 2, 3]
     assert found.ids.tolist() == [FULL, FULL, 0]
@@ -263,7 +263,7 @@ def test_settling_drops_what_is_empty_and_fills_what_is_full() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 3, 5), (4, 3, 2), (2, 1, 7), (2, 0, 3), (3, 2, 0)])
 def test_full_blocks_by_rows(shape: tuple[int, int, int]) -> None:
-    """Each lead ends where the next one begins, rows and leads without blocks too."""
+    """Each lead ends where the next begins, even without blocks."""
     leads, n_rows, n_cols = shape
     mask = np.random.default_rng(0).random(shape) < 0.4
     mask[leads // 2 :, :1] = False
@@ -278,7 +278,7 @@ def test_full_blocks_by_rows(shape: tuple[int, int, int]) -> None:
 
 
 def test_a_list_without_bitmasks_is_canonical_as_it_is() -> None:
-    """Full blocks on ragged edges too; the ids are new, for a list shares none with what it was made of."""
+    """Full blocks on ragged edges too; the ids are copies."""
     keys, ids = np.array([0, 3, 5]), np.full(3, FULL, np.int32)
     found = block_list.canonical(keys, ids, block_list.no_bitmasks((16, 16)), q_len=20, kv_len=40, block_size=(16, 16))
     assert_same(found, BlockList(keys, ids, block_list.no_bitmasks((16, 16))))

@@ -1,7 +1,4 @@
-"""drawing.py: does a picture show the mask, say what it shows, and refuse what it cannot show?
-
-Pictures are read back from the images and patches of the figure, not from pixels. The text is in test_layout.py.
-"""
+"""Drawings show the mask, with labels inside the figure and none overlapping; bad arguments are refused."""
 
 from __future__ import annotations
 
@@ -191,19 +188,43 @@ _MANY = BlockLayout.stack_heads([_GOOD.batch(0)] * 22)
 
 _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "ax-figure": (lambda: _GOOD.plot(Figure()), TypeError, "ax must be matplotlib Axes, or None .* got Figure"),
-    "ax-of-heads": (lambda: _HEADS.plot(Figure().subplots()), ValueError, "ax has room for one panel, but 6 heads differ: choose one by head="),
+    "ax-of-heads": (
+        lambda: _HEADS.plot(Figure().subplots()),
+        ValueError,
+        "ax has room for one panel, but 6 heads differ: choose one by head=",
+    ),
     "batch-large": (lambda: _GOOD.plot(batch=2), ValueError, "batch must be in 0 .. 1, got 2; the layout has 2"),
     "batch-none": (lambda: _GOOD.plot(batch=None), TypeError, "batch must be an int, got None"),
     "head-large": (lambda: _GOOD.plot(head=3), ValueError, "head must be in 0 .. 2, got 3; the layout has 3"),
     "head-float": (lambda: _GOOD.plot(head=0.0), TypeError, "head must be an int, got 0.0"),
-    "head-none-of-many": (_MANY.plot, ValueError, "head must be given for a layout of more than 64 heads, got None of 66"),
-    "tokens-slice": (lambda: _GOOD.plot(tokens=slice(3)), TypeError, r"tokens must be \(\(q_start, q_stop\), \(kv_start, kv_stop\)\), got slice"),
+    "head-none-of-many": (
+        _MANY.plot,
+        ValueError,
+        "head must be given for a layout of more than 64 heads, got None of 66",
+    ),
+    "tokens-slice": (
+        lambda: _GOOD.plot(tokens=slice(3)),
+        TypeError,
+        r"tokens must be \(\(q_start, q_stop\), \(kv_start, kv_stop\)\), got slice",
+    ),
     "tokens-flat": (lambda: _GOOD.plot(tokens=(0, 10)), TypeError, r"tokens must be \(\(q_start"),
-    "tokens-float": (lambda: _GOOD.plot(tokens=((0, 1.5), (0, 1))), TypeError, "tokens: q_stop must be an int, got 1.5"),
-    "tokens-beyond": (lambda: _GOOD.plot(tokens=((0, 41), (0, 1))), ValueError, r"tokens must be 0 <= q_start < q_stop <= q_len = 40, at most 1024 apart, got \(0, 41\); tokens=None"),
-    "tokens-nothing": (lambda: _GOOD.plot(tokens=((0, 1), (5, 5))), ValueError, "tokens must be 0 <= kv_start < kv_stop"),
+    "tokens-float": (
+        lambda: _GOOD.plot(tokens=((0, 1.5), (0, 1))),
+        TypeError,
+        "tokens: q_stop must be an int, got 1.5",
+    ),
+    "tokens-beyond": (
+        lambda: _GOOD.plot(tokens=((0, 41), (0, 1))),
+        ValueError,
+        r"tokens must be 0 <= q_start < q_stop <= q_len = 40, at most 1024 apart, got \(0, 41\); tokens=None",
+    ),
+    "tokens-nothing": (
+        lambda: _GOOD.plot(tokens=((0, 1), (5, 5))),
+        ValueError,
+        "tokens must be 0 <= kv_start < kv_stop",
+    ),
     "tokens-many": (lambda: _GOOD.plot(tokens=((0, 1), (0, 1025))), ValueError, r"at most 1024 apart, got \(0, 1025\)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", _BAD)

@@ -1,4 +1,4 @@
-"""gather.py and orders.py through BlockLayout: moved tokens, against moved pairs of dense masks."""
+"""Shifted, permuted, cropped and padded layouts equal the same operations on dense masks."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_moved_layouts_stay_on_their_device(device: torch.device) -> None:
     assert {other.device for other in every} == {device}
 
 
-# ------------------------------------------------------------------------------------------------------------ bad input
+# ---- bad input
 
 # three rows of 16, 16 and 8; three cols of 16, 16 and 11
 _GOOD = BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos, 40, 43, block_size=16)
@@ -207,10 +207,26 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shift-float": (lambda: _GOOD.shift(1.0), TypeError, "q must be an int, got 1.0"),
     "shift-bool": (lambda: _GOOD.shift(kv=True), TypeError, "kv must be an int, got True"),
     "shift-tensor": (lambda: _GOOD.shift(kv=torch.tensor(1)), TypeError, "kv must be an int"),
-    "order-short": (lambda: _GOOD.permute(_BACKWARDS[1:]), ValueError, r"q_order must name each of 40 tokens once, got 39 entries; crop\(\)"),
-    "order-of-the-other": (lambda: _GOOD.permute(kv_order=_BACKWARDS), ValueError, "kv_order must name each of 43 tokens once, got 40 entries"),
-    "order-again": (lambda: _GOOD.permute([5, *_BACKWARDS[:-1]]), ValueError, "q_order must name every token once, but token 5 comes again"),
-    "order-negative": (lambda: _GOOD.permute([-1, *_BACKWARDS[1:]]), ValueError, "q_order must be in 0 .. length - 1 = 39, got -1 at 0"),
+    "order-short": (
+        lambda: _GOOD.permute(_BACKWARDS[1:]),
+        ValueError,
+        r"q_order must name each of 40 tokens once, got 39 entries; crop\(\)",
+    ),
+    "order-of-the-other": (
+        lambda: _GOOD.permute(kv_order=_BACKWARDS),
+        ValueError,
+        "kv_order must name each of 43 tokens once, got 40 entries",
+    ),
+    "order-again": (
+        lambda: _GOOD.permute([5, *_BACKWARDS[:-1]]),
+        ValueError,
+        "q_order must name every token once, but token 5 comes again",
+    ),
+    "order-negative": (
+        lambda: _GOOD.permute([-1, *_BACKWARDS[1:]]),
+        ValueError,
+        "q_order must be in 0 .. length - 1 = 39, got -1 at 0",
+    ),
     "order-large": (lambda: _GOOD.permute([40, *_BACKWARDS[1:]]), ValueError, "q_order must be in .* got 40 at 0"),
     "order-float": (lambda: _GOOD.permute(torch.rand(40)), ValueError, "q_order must be integers, got torch.float32"),
     "order-2-axes": (lambda: _GOOD.permute(torch.arange(40)[None]), ValueError, "q_order must have one axis"),
@@ -218,27 +234,67 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rows-negative": (lambda: _GOOD.select([-1]), ValueError, "rows must be in .* got -1 at 0"),
     "rows-int": (lambda: _GOOD.select(1), ValueError, r"rows must have one axis, got shape \(\)"),
     "rows-bool": (lambda: _GOOD.select(np.ones(3, bool)), ValueError, "rows must be integers, got bool"),
-    "rows-slice-of-strings": (lambda: _GOOD.select(slice("a")), TypeError, "rows: a bound of the slice must be an int, got 'a'"),
-    "rows-ragged-first": (lambda: _GOOD.select([2, 0]), ValueError, r"rows may name the ragged last block, 2 of 8 tokens, only at its end, got it at 0 of 2; pad\(\)"),
-    "cols-ragged-reversed": (lambda: _GOOD.select(cols=slice(None, None, -1)), ValueError, "cols may name the ragged last block, 2 of 11 tokens"),
+    "rows-slice-of-strings": (
+        lambda: _GOOD.select(slice("a")),
+        TypeError,
+        "rows: a bound of the slice must be an int, got 'a'",
+    ),
+    "rows-ragged-first": (
+        lambda: _GOOD.select([2, 0]),
+        ValueError,
+        r"rows may name the ragged last block, 2 of 8 tokens, only at its end, got it at 0 of 2; pad\(\)",
+    ),
+    "cols-ragged-reversed": (
+        lambda: _GOOD.select(cols=slice(None, None, -1)),
+        ValueError,
+        "cols may name the ragged last block, 2 of 11 tokens",
+    ),
     "cols-string": (lambda: _GOOD.select(cols="all"), ValueError, "cols must be integers"),
-    "crop-backwards": (lambda: _GOOD.crop(5, 4), ValueError, r"q_start and q_stop must be 0 <= q_start <= q_stop <= q_len = 40, got 5 and 4; pad\(\)"),
-    "crop-beyond": (lambda: _GOOD.crop(kv_stop=44), ValueError, "kv_start and kv_stop must be .* kv_len = 43, got 0 and 44"),
+    "crop-backwards": (
+        lambda: _GOOD.crop(5, 4),
+        ValueError,
+        r"q_start and q_stop must be 0 <= q_start <= q_stop <= q_len = 40, got 5 and 4; pad\(\)",
+    ),
+    "crop-beyond": (
+        lambda: _GOOD.crop(kv_stop=44),
+        ValueError,
+        "kv_start and kv_stop must be .* kv_len = 43, got 0 and 44",
+    ),
     "crop-negative": (lambda: _GOOD.crop(-1), ValueError, "q_start and q_stop must be .* got -1 and 40"),
     "crop-float": (lambda: _GOOD.crop(0, 1.5), TypeError, "q_stop must be an int, got 1.5"),
     "crop-none": (lambda: _GOOD.crop(None), TypeError, "q_start must be an int, got None"),
     "pad-int": (lambda: _GOOD.pad(3), TypeError, r"q must be \(before, after\), two numbers of tokens, got 3"),
     "pad-three": (lambda: _GOOD.pad(kv=(1, 2, 3)), TypeError, r"kv must be \(before, after\)"),
-    "pad-negative": (lambda: _GOOD.pad(kv=(0, -1)), ValueError, r"kv must be \(before, after\), at least 0 tokens each, got \(0, -1\); crop\(\)"),
+    "pad-negative": (
+        lambda: _GOOD.pad(kv=(0, -1)),
+        ValueError,
+        r"kv must be \(before, after\), at least 0 tokens each, got \(0, -1\); crop\(\)",
+    ),
     "pad-float": (lambda: _GOOD.pad((0.5, 0)), TypeError, "q must be an int, got 0.5"),
     "pad-huge": (lambda: _GOOD.pad((0, 2**31)), ValueError, r"q_len \+ q must be in 0 .. 2\*\*31 - 1 tokens"),
     "block-size-20": (lambda: _GOOD.with_block_size(20), ValueError, "block_size must be a multiple of 16"),
-    "refine-coarser": (lambda: _GOOD.refine(32), ValueError, r"block_size must divide \(16, 16\) to refine it, got \(32, 32\); with_block_size\(\)"),
-    "refine-one-side": (lambda: _GOOD.with_block_size(48).refine((48, 32)), ValueError, r"block_size must divide \(48, 48\)"),
-    "coarsen-finer": (lambda: _GOOD.with_block_size(64).coarsen(32), ValueError, r"block_size must be a multiple of \(64, 64\) to coarsen it, got \(32, 32\)"),
-    "coarsen-other": (lambda: _GOOD.with_block_size(32).coarsen(48), ValueError, r"block_size must be a multiple of \(32, 32\)"),
+    "refine-coarser": (
+        lambda: _GOOD.refine(32),
+        ValueError,
+        r"block_size must divide \(16, 16\) to refine it, got \(32, 32\); with_block_size\(\)",
+    ),
+    "refine-one-side": (
+        lambda: _GOOD.with_block_size(48).refine((48, 32)),
+        ValueError,
+        r"block_size must divide \(48, 48\)",
+    ),
+    "coarsen-finer": (
+        lambda: _GOOD.with_block_size(64).coarsen(32),
+        ValueError,
+        r"block_size must be a multiple of \(64, 64\) to coarsen it, got \(32, 32\)",
+    ),
+    "coarsen-other": (
+        lambda: _GOOD.with_block_size(32).coarsen(48),
+        ValueError,
+        r"block_size must be a multiple of \(32, 32\)",
+    ),
     "coarsen-none": (lambda: _GOOD.coarsen(None), TypeError, "block_size must be an int"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", _BAD)

@@ -1,4 +1,4 @@
-"""algebra.py through BlockLayout: what the operators of test_layout.py leave out, against boolean arithmetic."""
+"""Stacking, picking and assert_causal of layouts; test_layout.py has the operators."""
 
 from __future__ import annotations
 
@@ -117,23 +117,55 @@ _META = BlockLayout._bare(
 )
 
 _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "stack-nothing": (lambda: BlockLayout.stack_heads([]), ValueError, "layouts must hold at least one BlockLayout, got none"),
+    "stack-nothing": (
+        lambda: BlockLayout.stack_heads([]),
+        ValueError,
+        "layouts must hold at least one BlockLayout, got none",
+    ),
     "stack-number": (lambda: BlockLayout.stack_heads(3), TypeError, "layouts must be BlockLayouts in a list, got int"),
-    "stack-one": (lambda: BlockLayout.stack_batches(_GOOD), TypeError, "layouts must be BlockLayouts in a list, got BlockLayout"),
+    "stack-one": (
+        lambda: BlockLayout.stack_batches(_GOOD),
+        TypeError,
+        "layouts must be BlockLayouts in a list, got BlockLayout",
+    ),
     "stack-mask": (lambda: BlockLayout.stack_batches([_GOOD, _ONES]), TypeError, "layouts must be .* got Tensor"),
-    "stack-lengths": (lambda: BlockLayout.stack_heads([_GOOD, dense(_ONES[..., 1:])]), ValueError, "layouts: lengths must be equal, got 40 x 40 and 40 x 39"),
-    "stack-block-sizes": (lambda: BlockLayout.stack_heads([_GOOD, dense(_ONES, 32)]), ValueError, r"layouts: block_size must be equal, got \(16, 16\) and \(32, 32\): use .with_block_size"),
-    "stack-devices": (lambda: BlockLayout.stack_heads([_GOOD, _META]), ValueError, "layouts: both must be on one device, got cpu and meta"),
-    "stack-heads-of-other-batches": (lambda: BlockLayout.stack_heads([_GOOD, dense(_ONES.repeat(2, 1, 1, 1))]), ValueError, r"layouts: batch and heads must be equal or 1, got \(batch, heads\) \(2, 1\) and \(4, 1\)"),
-    "stack-batches-of-other-heads": (lambda: BlockLayout.stack_batches([_GOOD, dense(_ONES[:, :2])]), ValueError, r"layouts: batch and heads .* \(1, 3\) and \(1, 2\)"),
-    "head-large": (lambda: _GOOD.head(3), ValueError, r"index must be in 0 .. 2, got 3; the layout has shape \(2, 3, 40, 40\)"),
+    "stack-lengths": (
+        lambda: BlockLayout.stack_heads([_GOOD, dense(_ONES[..., 1:])]),
+        ValueError,
+        "layouts: lengths must be equal, got 40 x 40 and 40 x 39",
+    ),
+    "stack-block-sizes": (
+        lambda: BlockLayout.stack_heads([_GOOD, dense(_ONES, 32)]),
+        ValueError,
+        r"layouts: block_size must be equal, got \(16, 16\) and \(32, 32\): use .with_block_size",
+    ),
+    "stack-devices": (
+        lambda: BlockLayout.stack_heads([_GOOD, _META]),
+        ValueError,
+        "layouts: both must be on one device, got cpu and meta",
+    ),
+    "stack-heads-of-other-batches": (
+        lambda: BlockLayout.stack_heads([_GOOD, dense(_ONES.repeat(2, 1, 1, 1))]),
+        ValueError,
+        r"layouts: batch and heads must be equal or 1, got \(batch, heads\) \(2, 1\) and \(4, 1\)",
+    ),
+    "stack-batches-of-other-heads": (
+        lambda: BlockLayout.stack_batches([_GOOD, dense(_ONES[:, :2])]),
+        ValueError,
+        r"layouts: batch and heads .* \(1, 3\) and \(1, 2\)",
+    ),
+    "head-large": (
+        lambda: _GOOD.head(3),
+        ValueError,
+        r"index must be in 0 .. 2, got 3; the layout has shape \(2, 3, 40, 40\)",
+    ),
     "head-negative": (lambda: _GOOD.head(-1), ValueError, "index must be in 0 .. 2, got -1"),
     "head-slice": (lambda: _GOOD.head(slice(1)), TypeError, "index must be an int, got slice"),
     "batch-large": (lambda: _GOOD.batch(2), ValueError, "index must be in 0 .. 1, got 2"),
     "batch-bool": (lambda: _GOOD.batch(True), TypeError, "index must be an int, got True"),
     "xor-lengths": (lambda: _GOOD ^ dense(_ONES[:, :, 1:]), ValueError, r"layout \^ other: lengths must be equal"),
     "xor-tensor": (lambda: _GOOD ^ _ONES, TypeError, "unsupported operand"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", _BAD)

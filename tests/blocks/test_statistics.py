@@ -1,4 +1,4 @@
-"""description.py against counting, walking and eigenvalues of the dense mask."""
+"""Statistics of a layout compared with counts, searches and eigenvalues of the dense mask."""
 
 from __future__ import annotations
 

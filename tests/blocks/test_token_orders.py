@@ -1,4 +1,4 @@
-"""Are orders permutations that keep neighbours together?"""
+"""Token orders are permutations that keep neighbours together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do tensors that come to a device by one copy arrive as they were, each with memory of its own?"""
+"""Tensors packed into one copy arrive unchanged, each with its own storage."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_what_is_packed_is_unpacked(shapes: list[list[int]]) -> None:
     gc.collect()
     for tensor, found in zip(tensors, copies, strict=True):
         assert torch.equal(tensor, found) and found.dtype == torch.int32 and found.is_contiguous()
-        # kernels are compiled for pointers that are multiples of 16 bytes; torch.compile knows of no offset
+        # kernels are compiled for 16-byte aligned pointers; torch.compile knows no offsets
         assert found.storage_offset() == 0 and (not found.numel() or (found.data_ptr() - start) % 128 == 0)
 
 
 def test_one_of_many_is_stored_alone() -> None:
-    """As views they would all be written with each of them."""
+    """As views, pickle would write the whole packed tensor for each."""
     large, small = transfer.unpack(*transfer.pack([torch.ones(10_000, dtype=torch.int32), torch.arange(3).int()]))
     assert small.untyped_storage().nbytes() == 12 and len(pickle.dumps(small)) < 2000
     assert torch.equal(pickle.loads(pickle.dumps(small)), small) and large.sum() == 10_000

@@ -84,17 +84,17 @@ def test_of_a_selection_on_the_host_only_what_is_used_is_sent(device: torch.devi
         assert torch.equal(getattr(plan, name).cpu(), getattr(expected, name)), name
 
 
-def test_a_layout_asks_for_it(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_full_blocks_on_the_host_are_planned_on_the_gpu(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Full blocks on the host are planned by the kernels; the rest of a selection or of a diagonal is not."""
-    asked: list[bool] = []
+    calls: list[bool] = []
 
     def suits(*given: object) -> bool:
-        asked.append(True)
+        calls.append(True)
         return given[2] == 0
 
     monkeypatch.setattr(device_builder, "suits", suits)
     layout = drawn(1, 1, 512, 640, 0.5)
-    assert len(layout.plan(device).bitmasks) == 8 and asked == [True]
+    assert len(layout.plan(device).bitmasks) == 8 and calls == [True]
     assert len(masks.local(512, window=100).plan(device).bitmasks) != 8
     causal = layout.plan(device, causal=True)
     expected = (layout & masks.causal((512, 640))).plan(device)

@@ -22,7 +22,7 @@ from blocksparse_flash.plan.host_builder import (
 
 
 def drawn(seed: int, axes: tuple[int, int], q_len: int, kv_len: int) -> np.ndarray:
-    """bool (batch, heads, q_len, kv_len) with empty, full and partial tiles; sometimes one global query and one global key."""
+    """bool (batch, heads, q_len, kv_len) with empty, full and partial tiles; sometimes a global query and key."""
     random = np.random.default_rng(seed)
     grid = -(-q_len // 64), -(-kv_len // 32)
     coarse = random.random((*axes, -(-q_len // TILE), -(-kv_len // TILE))) < random.random()

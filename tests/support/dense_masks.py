@@ -1,6 +1,6 @@
-"""Which masks do property tests draw? Small bool arrays in which full, empty and partial blocks of any size occur.
+"""Dense masks for property tests: small bool arrays with full, empty and partial blocks of any size.
 
-Everything is drawn from one seed: parts drawn one by one by hypothesis repeat each other, and fifty examples would hold
+Each is drawn from one seed: parts drawn separately by hypothesis repeat each other, so that fifty examples would hold
 few that differ in all parts. A failure names its seed: problem(seed, n_masks, axes_differ) is the example.
 """
 
@@ -12,14 +12,14 @@ import hypothesis.strategies as st
 import numpy as np
 
 SIDES = list(range(16, 257, 16))
-# both sides of every multiple of 16 that is special somewhere, and nothing at all
+# 0, and lengths around special multiples of 16
 _SPECIAL_LENGTHS = [0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300]
 _KINDS = ["rectangles", "disturbed", "pairs", "causal", "full", "empty"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Masks bool (batch | 1, heads | 1, q_len, kv_len), two block sizes, and a generator for what else a test draws."""
+    """Masks bool (batch | 1, heads | 1, q_len, kv_len), two block sizes, and a generator for the test."""
 
     seed: int
     q_len: int
@@ -43,7 +43,7 @@ def _length(random: np.random.Generator) -> int:
 
 
 def _block_size(random: np.random.Generator) -> tuple[int, int]:
-    # small sides more often, so that there are several blocks
+    # small sides more often, for several blocks
     sides = [SIDES[int(random.integers(0, 4 if random.random() < 0.5 else 16))] for _ in range(2)]
     return (sides[0], sides[0] if random.random() < 0.3 else sides[1])
 
@@ -61,12 +61,12 @@ def _mask(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     side = int(random.choice([16, 32, 64]))
     cells = random.random((*shape[:-2], -(-shape[-2] // side), -(-shape[-1] // side))) < random.random()
     rectangles = cells.repeat(side, -2).repeat(side, -1)[..., : shape[-2], : shape[-1]]
-    # a few pairs against the rule
+    # a few pairs flipped
     return rectangles ^ (random.random(shape) < 0.0005) if kind == "disturbed" else rectangles
 
 
 def problem(seed: int, n_masks: int = 1, axes_differ: bool = False) -> Problem:
-    """The problem of a seed. axes_differ: of several masks some are shared by the batch or the heads of others."""
+    """The problem of a seed; axes_differ: masks may have different batch and head axes."""
     random = np.random.default_rng(seed)
     q_len, kv_len = _length(random), _length(random)
     axes = int(random.choice([1, 1, 2])), int(random.choice([1, 1, 3]))

@@ -1,4 +1,4 @@
-"""Does a layout mean a dense mask, and is it the canonical one of it?"""
+"""Assertions that a layout is valid, and that it is the canonical layout of a dense mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TENSORS = ("indptr", "indices", "bitmask_ids", "bitmasks")
 
 
 def assert_valid(layout: BlockLayout) -> None:
-    """What the direct constructor accepts without changing a bit: canonical, on the host."""
+    """The constructor accepts the tensors unchanged: the layout is canonical."""
     again = BlockLayout.from_state_dict(layout.state_dict())
     for name in TENSORS:
         assert getattr(layout, name).dtype == torch.int32
@@ -19,7 +19,7 @@ def assert_valid(layout: BlockLayout) -> None:
 
 
 def assert_means(layout: BlockLayout, mask: np.ndarray) -> None:
-    """The layout is the canonical one of a mask (batch, heads, q_len, kv_len)."""
+    """The layout is the canonical layout of a mask (batch, heads, q_len, kv_len)."""
     assert layout.shape == mask.shape
     np.testing.assert_array_equal(layout.to_dense().numpy(), mask)
     assert_valid(layout)
