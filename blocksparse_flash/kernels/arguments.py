@@ -13,7 +13,7 @@ import torch
 import triton
 
 from .. import philox
-from ..runtime.launch import axis_strides, device_limits, tell
+from ..runtime.launch import axis_strides, cache_key_of, device_limits
 from ..runtime.tensor_spec import TensorSpec, spec_of, tma_can_load
 from ..score_mods import Scores
 
@@ -26,7 +26,7 @@ WORTH_DESCRIBING = 1 << 20
 
 Shape = tuple[int, ...]
 # of one direction of a plan: the shape of its records, None without a plan; which of its tensors are aligned, () for all
-Walk = tuple[Shape | None, tuple[bool, ...]]
+PlanSpecs = tuple[Shape | None, tuple[bool, ...]]
 
 
 def padded_dim(head_dim: int) -> int:
@@ -49,7 +49,7 @@ def wants_descriptors(major: int, *tensors: TensorSpec) -> bool:
     return all(tma_can_load(t.dtype.itemsize, t.shape, t.strides, t.is_aligned) for t in tensors)
 
 
-class SeenScores(NamedTuple):
+class ScoreSpecs(NamedTuple):
     """What a launch must know of the options of the scores.
 
     tables  the biases that each kernel reads, by direction
@@ -64,11 +64,11 @@ class SeenScores(NamedTuple):
     wanted: tuple[bool, ...]
 
 
-def see_scores(scores: Scores, *tables: torch.Tensor | None, wanted: Sequence[bool] = ()) -> SeenScores:
+def score_specs_of(scores: Scores, *tables: torch.Tensor | None, wanted: Sequence[bool] = ()) -> ScoreSpecs:
     """The facts about the options of the scores, and about the tables that go with them."""
     changes = scores.softcap > 0 or scores.alibi_slopes is not None or scores.block_bias is not None
     others = spec_of(scores.sinks), spec_of(scores.alibi_slopes)
-    return SeenScores(scores.softcap, scores.pieces, changes, tuple(map(spec_of, tables)), others, tuple(wanted))
+    return ScoreSpecs(scores.softcap, scores.pieces, changes, tuple(map(spec_of, tables)), others, tuple(wanted))
 
 
 class Options(NamedTuple):
@@ -82,7 +82,7 @@ class Options(NamedTuple):
     major: int
     shared_memory: int
     others: tuple[tuple[torch.dtype, bool] | None, ...]
-    scores: SeenScores | None = None
+    scores: ScoreSpecs | None = None
 
     @property
     def changes_scores(self) -> bool:
@@ -93,7 +93,7 @@ class Options(NamedTuple):
 def options_of(q: torch.Tensor, scale: float, causal: bool, dropout_p: float, *others: torch.Tensor | None) -> Options:
     """The options of a call on q's type and device, with `others` among its tensors, whose shapes follow."""
     index = q.device.index
-    told = tuple([tell(other) for other in others])
+    told = tuple([cache_key_of(other) for other in others])
     return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), told)
 
 
@@ -161,7 +161,7 @@ def walk(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...
     return (plan[first], plan[first + 1], plan[first + 2], plan[6]) if plan else (None,) * 4
 
 
-def see_walk(walked: tuple[torch.Tensor | None, ...]) -> Walk:
+def plan_specs_of(walked: tuple[torch.Tensor | None, ...]) -> PlanSpecs:
     """The facts about one direction of a plan."""
     items = walked[0]
     if items is None:

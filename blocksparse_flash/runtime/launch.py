@@ -46,7 +46,7 @@ def device_limits(index: int | None) -> tuple[int, int]:
 
 
 @functools.cache
-def multiprocessors(index: int | None) -> int:
+def num_sms(index: int | None) -> int:
     """How many the GPU has; 1 for the interpreter."""
     return 1 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
 
@@ -59,7 +59,7 @@ class Memory(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def seen(self) -> TensorSpec:
+    def spec(self) -> TensorSpec:
         """What will be seen of it: new memory is aligned."""
         return TensorSpec(self.dtype, self.shape, self.strides, True)
 
@@ -84,12 +84,12 @@ def allocator(tensor: torch.Tensor) -> Callable[[tuple[int, ...], tuple[int, ...
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def tell(other: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
+def cache_key_of(other: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
     """What tells tensors apart whose shapes follow: type and alignment."""
     return None if other is None else (other.dtype, other.data_ptr() % 16 == 0)
 
 
-class Describer:
+class DescriptorFactory:
     """Makes the descriptors of tensors of one kind, which move one kind of block.
 
     Past the end of any axis a descriptor reads zero and writes nothing.
@@ -127,7 +127,7 @@ class Launch:
 
     kernel    a jitted function whose parameters are the tensors, and integers that change from call to call, then the rest
     n_programs, rest   the grid, and everything but those, by name
-    describers         of the tensors that are handed on as descriptors, by name
+    descriptor_factories         of the tensors that are handed on as descriptors, by name
 
     Called with tensors, None and those integers. From the second call on the compiled kernel is launched directly:
     Triton's own launch would look at each argument anew, some 20 microseconds.
@@ -138,10 +138,10 @@ class Launch:
         kernel: Any,
         grid: tuple[int, ...],
         rest: dict[str, Any],
-        describers: Mapping[str, Describer] | None = None,
+        descriptor_factories: Mapping[str, DescriptorFactory] | None = None,
     ) -> None:
         self._kernel, self._rest = kernel, rest
-        self._describers = tuple((describers or {}).get(name) for name in kernel.arg_names if name not in rest)
+        self._factories = tuple((descriptor_factories or {}).get(name) for name in kernel.arg_names if name not in rest)
         self._grid = (*grid, 1, 1)[:3]
         self._run: Callable[[Sequence[Any]], None] | None = None
         self._values = tuple(rest[name] for name in kernel.arg_names if name in rest)
@@ -150,10 +150,10 @@ class Launch:
         if self._run is not None:
             self._run(tensors)
             return
-        compiled = self._kernel[self._grid](*launcher.described(tensors, self._describers), **self._rest)
+        compiled = self._kernel[self._grid](*launcher.described(tensors, self._factories), **self._rest)
         # the interpreter compiles nothing
         if compiled is not None:
-            self._run = launcher.bind(compiled, self._grid, tensors, self._describers, self._values)
+            self._run = launcher.bind(compiled, self._grid, tensors, self._factories, self._values)
 
 
 def axis_strides(shape: tuple[int, ...]) -> tuple[int, int]:

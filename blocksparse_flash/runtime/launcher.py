@@ -25,11 +25,11 @@ KEPT = 256
 TAKEN = ["self", "gridX", "gridY", "gridZ", "stream", "function"]
 
 
-def described(arguments: Arguments, describers: Arguments) -> list[Any]:
-    """Arguments for Triton: the descriptor of a tensor where there is a describer, not None."""
+def described(arguments: Arguments, descriptor_factories: Arguments) -> list[Any]:
+    """Arguments for Triton: the descriptor of a tensor where there is a factory, not None."""
     return [
-        each if describer is None else describer.describe(each)
-        for each, describer in zip(arguments, describers, strict=True)
+        each if factory is None else factory.describe(each)
+        for each, factory in zip(arguments, descriptor_factories, strict=True)
     ]
 
 
@@ -76,13 +76,18 @@ class Bound:
     """
 
     def __init__(
-        self, compiled: Any, grid: tuple[int, ...], arguments: Arguments, describers: Arguments, values: Arguments
+        self,
+        compiled: Any,
+        grid: tuple[int, ...],
+        arguments: Arguments,
+        descriptor_factories: Arguments,
+        values: Arguments,
     ) -> None:
-        self._compiled, self._grid, self._describers, self._values = compiled, grid, describers, tuple(values)
+        self._compiled, self._grid, self._factories, self._values = compiled, grid, descriptor_factories, tuple(values)
         self._launch = innermost(compiled.run)
         self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
         # found again among what is handed on: one argument may be given twice
-        is_described = [describer is not None for describer in describers]
+        is_described = [factory is not None for factory in descriptor_factories]
         marks = [each if each is None or has else object() for each, has in zip(arguments, is_described, strict=True)]
         self._expander = expander(compiled)
         handed = self._expand(marks)
@@ -101,7 +106,7 @@ class Bound:
 
     def __call__(self, arguments: Arguments) -> None:
         if is_hooked():
-            self._compiled[self._grid](*described(arguments, self._describers), *self._values)
+            self._compiled[self._grid](*described(arguments, self._factories), *self._values)
             return
         given = self._given.copy()
         for slot, i in self._pointers:
@@ -121,7 +126,7 @@ class Bound:
         """What Triton's launcher would hand on, but hooks and what they are told."""
         handed: list[Any] = []
         ours, metadata = self._compiled, (None, None, None)
-        given = described(arguments, self._describers)
+        given = described(arguments, self._factories)
         self._expander(*self._grid, handed, ours.function, ours.packed_metadata, *metadata, *given, *self._values)
         assert (*handed[:3], handed[4]) == (*self._grid, ours.function) and handed[3] is handed
         # a list which held itself would hold the tensors until garbage is collected
@@ -140,15 +145,15 @@ class Bound:
 
 
 def bind(
-    compiled: Any, grid: tuple[int, ...], arguments: Arguments, describers: Arguments, values: Arguments
+    compiled: Any, grid: tuple[int, ...], arguments: Arguments, descriptor_factories: Arguments, values: Arguments
 ) -> Callable[[Arguments], None]:
     """What launches `compiled` on other such arguments as compiled[grid](*arguments, *values) would, hooks included.
 
     arguments   tensors, None, and integers for which the kernel is not specialised
-    describers  what makes a descriptor of each; None: it is handed on as it is
+    descriptor_factories  what makes a descriptor of each; None: it is handed on as it is
     values      what stays the same
     """
     run = compiled[grid]
     if is_known(compiled.run):
-        return Bound(compiled, grid, arguments, describers, values)
-    return lambda arguments: run(*described(arguments, describers), *values)
+        return Bound(compiled, grid, arguments, descriptor_factories, values)
+    return lambda arguments: run(*described(arguments, descriptor_factories), *values)

@@ -61,11 +61,11 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
         module.prepare.cache_clear()
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: None)
     for module in (hopper_forward, hopper_backward):
-        monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
+        monkeypatch.setattr(module, "num_sms", lambda index: 132)
     monkeypatch.setattr(Call, "multiprocessors", 132)
     # no stand-in for a descriptor of memory on the host
     for module in (hopper_forward, hopper_backward):
-        monkeypatch.setattr(module, "Describer", lambda seen, block: lambda tensor: tensor)
+        monkeypatch.setattr(module, "DescriptorFactory", lambda seen, block: lambda tensor: tensor)
     yield found
     for module in found.values():
         module.prepare.cache_clear()

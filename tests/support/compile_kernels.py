@@ -62,13 +62,13 @@ def launches(
     with (
         mock.patch.object(JITFunction, "run", catch),
         mock.patch.object(arguments, "device_limits", lambda _: limits),
-        mock.patch.object(forward, "multiprocessors", lambda _: 1 << 30 if small else 0),
-        mock.patch.object(backward, "multiprocessors", lambda _: 1 << 30 if small else 0),
-        mock.patch.object(hopper_forward, "multiprocessors", lambda _: 132),
-        mock.patch.object(hopper_backward, "multiprocessors", lambda _: 132),
+        mock.patch.object(forward, "num_sms", lambda _: 1 << 30 if small else 0),
+        mock.patch.object(backward, "num_sms", lambda _: 1 << 30 if small else 0),
+        mock.patch.object(hopper_forward, "num_sms", lambda _: 132),
+        mock.patch.object(hopper_backward, "num_sms", lambda _: 132),
         mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, parts)),
         mock.patch.object(hopper_backward, "split_of", lambda *_: Split(2, parts)),
-        mock.patch.object(split_kv, "multiprocessors", lambda _: 132),
+        mock.patch.object(split_kv, "num_sms", lambda _: 132),
         # those of 8192 keys
         mock.patch.object(service, "TELLING_COLUMNS", 64),
     ):

@@ -45,9 +45,7 @@ A100, A10, H200, B200 = Gpu(8, 166912, 108), Gpu(8, 101376, 72), Gpu(9, 232448, 
 
 def this_gpu() -> Gpu:
     """The current CUDA device."""
-    return Gpu(
-        *arguments.device_limits(torch.cuda.current_device()), launch.multiprocessors(torch.cuda.current_device())
-    )
+    return Gpu(*arguments.device_limits(torch.cuda.current_device()), launch.num_sms(torch.cuda.current_device()))
 
 
 @dataclass(frozen=True)
@@ -180,13 +178,13 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         wanted = tuple(given[word] is not None for word in ("pairs_ptr", "lines_ptr", "cleared_ptr", "queue_ptr"))
         yield name, *wanted
     elif name == "hopper_forward":
-        dim = dim or max(each._describers[i]._arguments[2][-1] for i in (0, 2))
+        dim = dim or max(each._factories[i]._arguments[2][-1] for i in (0, 2))
         has = tuple(given[word] is not None for word in ("items_ptr", "kv_lengths_ptr"))
         words = ("WARPGROUPS", "QUERIES", "SLACK", "BLOCK_KV", "STAGES", "OUT_IN_Q", "PIN", "EARLY_WORDS")
         yield name, dim, *has, *(rest[word] for word in words)
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
-        dim = max(each._describers[i]._arguments[2][-1] for i in (0, 2))
+        dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
         has = tuple(given[word] is not None for word in ("items_ptr", "kv_lengths_ptr"))
         yield name, dim, *has, rest["STAGES"], rest["SETS"]
         yield from ((name, dim, word) for word in _features(rest, given))
@@ -245,7 +243,7 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
         module.prepare.cache_clear()
     with contextlib.ExitStack() as stack, recorded(runs=False) as found:
         for module in modules:
-            stack.enter_context(mock.patch.object(module, "multiprocessors", lambda _: gpu.n_sms))
+            stack.enter_context(mock.patch.object(module, "num_sms", lambda _: gpu.n_sms))
         stack.enter_context(mock.patch.object(arguments, "device_limits", lambda _: gpu[:2]))
         stack.enter_context(_unfilled_memory())
         q, k, v, dout = (

@@ -20,20 +20,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...runtime.launch import Config, Describer, Launch, Memory, allocator, axis_strides, contiguous, multiprocessors
+from ...runtime.launch import Config, DescriptorFactory, Launch, Memory, allocator, axis_strides, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs, specs_of
 from ...score_mods import Scores, sums_shape
 from ..arguments import (
     LOG2_E,
     Options,
+    PlanSpecs,
     Shape,
-    Walk,
     constants,
     device_seed,
     options_of,
+    plan_specs_of,
     score_arguments,
-    see_scores,
-    see_walk,
+    score_specs_of,
     walk,
     walk_strides,
     wants_descriptors,
@@ -157,7 +157,7 @@ def joint_pays(n_programs: int, dim: int, tma: bool, options: Options, *, has_la
     if tma and dim > 64:
         return True
     is_triangle = tma and options.causal and not has_layout
-    return n_programs <= (TRIANGLE_PROGRAMS if is_triangle else JOINT_PROGRAMS) * multiprocessors(options.device)
+    return n_programs <= (TRIANGLE_PROGRAMS if is_triangle else JOINT_PROGRAMS) * num_sms(options.device)
 
 
 class Prepared(NamedTuple):
@@ -193,20 +193,20 @@ def lines_and_programs(items: Shape | None, length: int, block: int, n_axes: int
     return n_lines, n_lines * (TILE_SIDE // block if items else 1) * n_axes
 
 
-def describers_of(specs: TensorSpecs, chosen: Config, dim: int, dim_v: int) -> dict[str, Describer]:
+def descriptor_factories_of(specs: TensorSpecs, chosen: Config, dim: int, dim_v: int) -> dict[str, DescriptorFactory]:
     """Of q, k, v and dout, by blocks of a configuration."""
     q, k, v, dout = specs.tensors
     block_q, block_kv = chosen.block_q, chosen.block_kv
     return {
-        "q_ref": Describer(q, (1, 1, block_q, dim)),
-        "k_ref": Describer(k, (1, 1, block_kv, dim)),
-        "v_ref": Describer(v, (1, 1, block_kv, dim_v)),
-        "dout_ref": Describer(dout, (1, 1, block_q, dim_v)),
+        "q_ref": DescriptorFactory(q, (1, 1, block_q, dim)),
+        "k_ref": DescriptorFactory(k, (1, 1, block_kv, dim)),
+        "v_ref": DescriptorFactory(v, (1, 1, block_kv, dim_v)),
+        "dout_ref": DescriptorFactory(dout, (1, 1, block_q, dim_v)),
     }
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, rows: Walk, cols: Walk, options: Options) -> Prepared:
+def prepare(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Options) -> Prepared:
     """How a call on such q, k, v and dout is launched."""
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -252,7 +252,7 @@ def prepare(specs: TensorSpecs, rows: Walk, cols: Walk, options: Options) -> Pre
             **added,
             **chosen.arguments,
         }
-        return Launch(kernel, (n_programs,), rest, describers_of(specs, chosen, dim, dim_v) if tma else None)
+        return Launch(kernel, (n_programs,), rest, descriptor_factories_of(specs, chosen, dim, dim_v) if tma else None)
 
     keys = queries = None
     shape = bias_sums_shape(batch, heads, rows[0], queries_config, options)
@@ -321,8 +321,8 @@ def prepare_joint(
         "num_warps": of_keys.num_warps,
         "num_stages": of_keys.num_stages,
     }
-    describers = describers_of(specs, of_keys, dim, dim_v) if tma else None
-    return Launch(joint_kernel, (n_keys + n_queries,), rest, describers)
+    descriptor_factories = descriptor_factories_of(specs, of_keys, dim, dim_v) if tma else None
+    return Launch(joint_kernel, (n_keys + n_queries,), rest, descriptor_factories)
 
 
 def backward(
@@ -353,9 +353,9 @@ def backward(
     slopes = rows = cols = sums = dslopes = None
     if scores is not None:
         slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)
-        options = options._replace(scores=see_scores(scores, rows, cols, wanted=wanted))
+        options = options._replace(scores=score_specs_of(scores, rows, cols, wanted=wanted))
     by_rows, by_cols = walk(plan, 0), walk(plan, 3)
-    ready = prepare(specs_of(q, k, v, dout), see_walk(by_rows), see_walk(by_cols), options)
+    ready = prepare(specs_of(q, k, v, dout), plan_specs_of(by_rows), plan_specs_of(by_cols), options)
     if scores is not None:
         dslopes = torch.empty_like(lse) if wanted[1] else None
         sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)

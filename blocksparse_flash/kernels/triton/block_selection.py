@@ -205,7 +205,7 @@ class Rows(NamedTuple):
         return -(-self.n_cols // 32)
 
 
-class Told(NamedTuple):
+class TensorKey(NamedTuple):
     """What a launch must know of a contiguous tensor besides its shape, and where it is."""
 
     dtype: torch.dtype
@@ -213,13 +213,13 @@ class Told(NamedTuple):
     is_aligned: bool
 
 
-def tell(tensor: torch.Tensor) -> Told:
+def cache_key_of(tensor: torch.Tensor) -> TensorKey:
     """The facts about a tensor: hashable."""
-    return Told(tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0)
+    return TensorKey(tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0)
 
 
 @functools.lru_cache(maxsize=256)
-def _mark_indices(told: Told, rows: Rows, k: int) -> Launch:  # noqa: ARG001  a launch is of one
+def _mark_indices(told: TensorKey, rows: Rows, k: int) -> Launch:  # noqa: ARG001  a launch is of one
     words = triton.next_power_of_2(rows.n_words)
     entries = min(triton.next_power_of_2(max(16, k)), max(16, ELEMENTS // words))
     rest = {"n_cols": rows.n_cols, "n_words": rows.n_words, "k": k, "WORDS": words, "ENTRIES": entries}
@@ -235,7 +235,7 @@ def _mark_rows(rows: Rows, device: torch.device) -> Launch:  # noqa: ARG001  lik
 
 
 @functools.lru_cache(maxsize=256)
-def _mark_scores(told: Told, rows: Rows, k: int, causal: bool) -> Launch:  # noqa: ARG001  likewise
+def _mark_scores(told: TensorKey, rows: Rows, k: int, causal: bool) -> Launch:  # noqa: ARG001  likewise
     words = triton.next_power_of_2(rows.n_words)
     block_q, block_kv = rows.block_size
     sizes = {"n_rows": rows.n_rows, "n_cols": rows.n_cols, "n_words": rows.n_words, "k": k}
@@ -266,7 +266,7 @@ def of_indices(indices: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, ...]:
     returns  int32 (axes, n_rows, n_words), (axes, n_rows + 1), (capacity,), (capacity,), capacity = entries of `indices`
     """
     bits, counts = _marked(rows, indices)
-    _mark_indices(tell(indices), rows, indices.numel() // rows.n_lines)(indices, bits, counts)
+    _mark_indices(cache_key_of(indices), rows, indices.numel() // rows.n_lines)(indices, bits, counts)
     return bits, *_listed(bits, counts, rows, indices.numel())
 
 
@@ -287,7 +287,7 @@ def of_scores(scores: torch.Tensor, rows: Rows, k: int, *, causal: bool) -> tupl
     causal  nor is a block without a pair kv_pos <= q_pos + (kv_len - q_len)
     """
     bits, counts = _marked(rows, scores)
-    _mark_scores(tell(scores), rows, k, causal)(scores, bits, counts)
+    _mark_scores(cache_key_of(scores), rows, k, causal)(scores, bits, counts)
     return bits, *_listed(bits, counts, rows, rows.n_lines * k)
 
 

@@ -16,21 +16,21 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import Config, Describer, Launch, Memory, allocator, contiguous, multiprocessors
+from ...runtime.launch import Config, DescriptorFactory, Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs, specs_of
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import (
     Options,
-    Walk,
+    PlanSpecs,
     columns_of_values,
     constants,
     device_seed,
     options_of,
+    plan_specs_of,
     scaling,
     score_arguments,
-    see_scores,
-    see_walk,
+    score_specs_of,
     walk,
     walk_strides,
     wants_descriptors,
@@ -97,7 +97,7 @@ def config(
 
 
 def narrow_pays(q_len: int, n_axes: int, options: Options, *, has_layout: bool) -> bool:
-    """Whether blocks of 64 queries are done sooner than those of 128: if these leave multiprocessors idle, and on a diagonal.
+    """Whether blocks of 64 queries are done sooner than those of 128: if these leave SMs idle, and on a diagonal.
 
     H200, hidden size 2048, microseconds of the GPU alone, 128 and 64 queries; dense, causal, local, butterfly:
         512 tokens   128  20.6 12.8  21.3 12.8  21.0 13.2  17.1 11.9    64  14.2 12.7  14.6 12.5  14.6 13.1  13.1 11.8
@@ -106,7 +106,7 @@ def narrow_pays(q_len: int, n_axes: int, options: Options, *, has_layout: bool) 
         8,192        128  1008 1020  614  567   168  177   141  149     64  1257 1265  714  674   211  208   175  174
     Causal at 16,384, called over and over, TFLOP/s: 128  499 485    64  417 412.
     """
-    n_blocks, n_multiprocessors = -(-q_len // TILE_SIDE) * n_axes, multiprocessors(options.device)
+    n_blocks, n_multiprocessors = -(-q_len // TILE_SIDE) * n_axes, num_sms(options.device)
     return n_blocks <= (TRIANGLE_BLOCKS if options.causal and not has_layout else 1) * n_multiprocessors
 
 
@@ -234,7 +234,7 @@ def forward_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, walked: Walk, options: Options) -> tuple[Memory, Memory, Launch]:
+def prepare(specs: TensorSpecs, walked: PlanSpecs, options: Options) -> tuple[Memory, Memory, Launch]:
     """The memory of the results of a call on such q, k and v, and how it is launched."""
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -270,15 +270,15 @@ def prepare(specs: TensorSpecs, walked: Walk, options: Options) -> tuple[Memory,
         **score_arguments(options, 0, scale=abs(options.scale)),
         **chosen.arguments,
     }
-    describers = {}
+    descriptor_factories = {}
     if tma:
-        describers["q_ref"] = Describer(q, (1, 1, chosen.block_q, dim))
-        describers["k_ref"] = Describer(k, (1, 1, chosen.block_kv, dim))
-        describers["v_ref"] = Describer(v, (1, 1, chosen.block_kv, dim_v))
+        descriptor_factories["q_ref"] = DescriptorFactory(q, (1, 1, chosen.block_q, dim))
+        descriptor_factories["k_ref"] = DescriptorFactory(k, (1, 1, chosen.block_kv, dim))
+        descriptor_factories["v_ref"] = DescriptorFactory(v, (1, 1, chosen.block_kv, dim_v))
     return (
         contiguous(q.dtype, batch, heads, q_len, v_dim),
         contiguous(torch.float32, batch, heads, q_len),
-        Launch(forward_kernel, (n_lines * split * batch * heads,), rest, describers),
+        Launch(forward_kernel, (n_lines * split * batch * heads,), rest, descriptor_factories),
     )
 
 
@@ -308,9 +308,9 @@ def forward(
     added: tuple[torch.Tensor | None, ...] = (None, None, None)
     if scores is not None:
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
-        options = options._replace(scores=see_scores(scores, added[2]))
+        options = options._replace(scores=score_specs_of(scores, added[2]))
     walked = walk(plan, 0)
-    out_memory, lse_memory, launch = prepare(specs or specs_of(q, k, v), see_walk(walked), options)
+    out_memory, lse_memory, launch = prepare(specs or specs_of(q, k, v), plan_specs_of(walked), options)
     empty = allocator(q)
     out, lse = empty(*out_memory), empty(*lse_memory)
     launch(q, k, v, *walked, kv_lengths, seed, *added, out, lse)

@@ -23,20 +23,20 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import Config, Describer, Launch, multiprocessors
+from ...runtime.launch import Config, DescriptorFactory, Launch, num_sms
 from ...runtime.tensor_spec import TensorSpecs, specs_of
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import (
     Options,
-    Walk,
+    PlanSpecs,
     columns_of_values,
     constants,
     options_of,
+    plan_specs_of,
     scaling,
     score_arguments,
-    see_scores,
-    see_walk,
+    score_specs_of,
     walk,
     walk_strides,
     wants_descriptors,
@@ -300,7 +300,7 @@ class Prepared(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, walked: Walk, n_listed: int, options: Options) -> Prepared:
+def prepare(specs: TensorSpecs, walked: PlanSpecs, n_listed: int, options: Options) -> Prepared:
     """How a call on such q, k and v is launched.
 
     n_listed  tiles that all records of the plan list, or a little more
@@ -328,7 +328,7 @@ def prepare(specs: TensorSpecs, walked: Walk, n_listed: int, options: Options) -
     n_tiles = n_listed // (items[0] * items[1]) if items else -(-kv_len // TILE_SIDE)
     # a part of 128 rows is written and read again, as 4 bytes a number: it should have seen two tiles of keys at least
     n_worth = n_tiles // max(1, chosen.config.block_q // 64)
-    n_chunks = chunks(n_worth, n_programs, multiprocessors(options.device))
+    n_chunks = chunks(n_worth, n_programs, num_sms(options.device))
     n_rows = batch * heads * q_len
     rest = {
         "q_strides": q.strides[:3],
@@ -350,12 +350,12 @@ def prepare(specs: TensorSpecs, walked: Walk, n_listed: int, options: Options) -
         "MAX_Q": MAX_QUERIES,
         **chosen.config.arguments,
     }
-    describers = {}
+    descriptor_factories = {}
     if chosen.tma:
         block_kv = chosen.config.block_kv
-        describers["k_ref"] = Describer(k, (1, 1, block_kv, dim))
-        describers["v_ref"] = Describer(v, (1, 1, block_kv, dim_v))
-    decode = Launch(decode_kernel, (n_programs * n_chunks,), rest, describers)
+        descriptor_factories["k_ref"] = DescriptorFactory(k, (1, 1, block_kv, dim))
+        descriptor_factories["v_ref"] = DescriptorFactory(v, (1, 1, block_kv, dim_v))
+    decode = Launch(decode_kernel, (n_programs * n_chunks,), rest, descriptor_factories)
     merge = None
     if n_chunks > 1:
         at_once = max(2, min(triton.next_power_of_2(n_chunks), 4096 // dim_v))
@@ -387,10 +387,10 @@ def forward(
     sinks = slopes = tables = None
     if scores is not None:
         sinks, slopes, tables = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
-        options = options._replace(scores=see_scores(scores, tables))
+        options = options._replace(scores=score_specs_of(scores, tables))
     n_listed = plan[1].shape[0] if plan else 0
     walked = walk(plan, 0)
-    ready = prepare(specs or specs_of(q, k, v), see_walk(walked), n_listed, options)
+    ready = prepare(specs or specs_of(q, k, v), plan_specs_of(walked), n_listed, options)
     inputs = (q, k, v, *walked, kv_lengths)
     if ready.merge is None:
         ready.decode(*inputs, sinks, slopes, tables, out, lse)

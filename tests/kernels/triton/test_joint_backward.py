@@ -133,7 +133,7 @@ def test_programs_that_share_a_launch_share_its_options():
     ],
 )
 def test_blocks_are_halved_where_it_pays(q_len, causal, has_layout, expected, monkeypatch):
-    monkeypatch.setattr(forward, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(forward, "num_sms", lambda _: 132)
     options = SimpleNamespace(causal=causal, device=0)
     assert forward.narrow_pays(q_len, 16, options, has_layout=has_layout) == expected
 
@@ -152,6 +152,6 @@ def test_blocks_are_halved_where_it_pays(q_len, causal, has_layout, expected, mo
     ],
 )
 def test_a_launch_is_shared_where_it_pays(n_programs, dim, tma, causal, has_layout, expected, monkeypatch):
-    monkeypatch.setattr(backward, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(backward, "num_sms", lambda _: 132)
     options = SimpleNamespace(causal=causal, device=0)
     assert backward.joint_pays(n_programs, dim, tma, options, has_layout=has_layout) == expected
