@@ -130,8 +130,8 @@ class Launch:
     rest    all other arguments, by name
     descriptor_factories  for the tensor parameters that are passed as TMA descriptors, by name
 
-    Call it with tensors, None and those integers. From the second call on the compiled kernel is launched directly, which
-    saves the 20 microseconds in which Triton inspects every argument.
+    Call it with tensors, None and those integers. From the second call on the compiled kernel is launched directly,
+    which saves the 20 microseconds in which Triton inspects every argument.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ class Bound:
         return expanded
 
     def _make(self, arguments: Arguments) -> Arguments:
-        """The expanded arguments; caches their tensor maps by address, the only difference between tensors of one spec."""
+        """The expanded arguments; caches their tensor maps by address, which alone differs within a spec."""
         expanded = self._expand(arguments)
         given: Arguments = expanded[-1] if self._nests else expanded[4:]
         for slot, i, made in self._maps:

@@ -134,8 +134,8 @@ def as_graph_constants(tensors: Iterable[torch.Tensor], like: torch.Tensor) -> l
 def outside_transforms(tensor: torch.Tensor | None = None) -> AbstractContextManager[None]:
     """A context for making tensors that are cached across calls.
 
-    They become neither inference tensors nor fake nor torch.func-wrapped, unless `tensor`, from which they are computed,
-    is. None: they are computed from host data.
+    They become neither inference tensors nor fake nor torch.func-wrapped, unless `tensor`, from which they are
+    computed, is. None: they are computed from host data.
     """
     if (
         torch.is_inference_mode_enabled()
@@ -183,7 +183,7 @@ def runs_triton(index: int | None) -> bool:
 
 
 def is_without_autocast(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on a GPU and autocast is off. After False, check `torch.is_autocast_enabled`, which is slower."""
+    """Whether a tensor is on a GPU and autocast is off. After False, check the slower torch.is_autocast_enabled."""
     # covers CUDA, but not every device type
     return tensor.is_cuda and not torch._C._is_any_autocast_enabled()
 

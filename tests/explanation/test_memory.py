@@ -163,8 +163,8 @@ def test_what_is_served_is_what_the_launcher_leaves_out_around(
         assert kind == "few tiles" and said.served == 0 and said.passes == statistics + 2 * lse.nbytes
         return
     # float32, read again and written in two bytes
-    cleared = told["statistics_kernel"]["n_cleared"] * 4096 * 64 * 4
-    before = statistics // heads * grids["statistics_kernel"][1]
+    cleared = told["preprocess_kernel"]["n_cleared"] * 4096 * 64 * 4
+    before = statistics // heads * grids["preprocess_kernel"][1]
     # steps of 512 values
     converted = (q.numel() - told["scale_kernel"]["first"] * 512) * (4 + 2)
     assert said.passes == before + cleared + converted

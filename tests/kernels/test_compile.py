@@ -322,7 +322,7 @@ def test_an_address_is_written_before_it_is_read(reads: str, expected: int) -> N
 def test_what_is_no_fault() -> None:
     """Nothing wrong with GOOD; few queries are no wgmma; spills of float32 and of other head dimensions are allowed, they are not fast paths."""
     assert faults(GOOD) == []
-    few = {**GOOD, "kernel": "decode_kernel", "wgmma": 0, "wgmma_waits": 0}
+    few = {**GOOD, "kernel": "split_kv_kernel", "wgmma": 0, "wgmma_waits": 0}
     assert faults({**few, "call": {**CALL, "q_len": 15, "group": 4}}) == []
     (fault,) = faults({**few, "call": {**CALL, "q_len": 16, "group": 4}})
     assert "without wgmma" in fault

@@ -160,7 +160,7 @@ def main() -> None:
         walks = launch.walk(plan, 0)
 
         for worth in (1 << 40, 0):
-            with mock.patch.object(launch, "WORTH_DESCRIBING", worth):
+            with mock.patch.object(launch, "MIN_TMA_ELEMENTS", worth):
                 run = forward.prepare.__wrapped__(specs, launch.plan_specs_of(walks), options)[-1]
             assert any(run._factories) == (worth == 0)
             rest = (*walks, None, None, None, None, None, out, lse)
@@ -171,7 +171,7 @@ def main() -> None:
                 check_holds_nothing(run, shape, rest[:-2])
             recorder.calls.clear()
 
-        told = backward_preprocess.prepare_statistics(seen, 256)
+        told = backward_preprocess.prepare_preprocess(seen, 256)
         given = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None, None) for call in calls]
         check(recorder, told, given[0], given)
         recorder.calls.clear()
@@ -190,7 +190,7 @@ def main() -> None:
         q, added = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(2)
         scored = options._replace(scores=launch.score_specs_of(Scores(added, added, None, [], 30.0), None))
         split_keys = split_kv.prepare.__wrapped__(specs_of(q, out, out), (None, ()), 0, scored)
-        assert split_keys.merge is not None and not any(split_keys.decode._factories)
+        assert split_keys.combine is not None and not any(split_keys.split._factories)
         parts, lses = torch.empty(split_keys.n_chunks, 2, 64), torch.empty(split_keys.n_chunks, 2)
         dense = (None,) * 6
         given = [(q, *call[1:], *dense, added, None, parts, lses) for call in calls]

@@ -48,7 +48,7 @@ def launched(monkeypatch):
 
     def ask(*, small: bool, described: bool) -> list[tuple[str, int | None]]:
         monkeypatch.setattr(arguments, "device_limits", lambda _: HOPPER)
-        monkeypatch.setattr(arguments, "WORTH_DESCRIBING", 0 if described else 1 << 60)
+        monkeypatch.setattr(arguments, "MIN_TMA_ELEMENTS", 0 if described else 1 << 60)
         monkeypatch.setattr(forward, "narrow_pays", lambda *_, **__: small)
         monkeypatch.setattr(backward, "joint_pays", lambda *_, **__: small)
         for module in (forward, backward):
