@@ -3,10 +3,10 @@
     q (batch, heads, q_len, head_dim)    k, v (batch, kv_heads, kv_len, head_dim | v_head_dim)
     out (batch, heads, q_len, v_head_dim)    lse (batch, heads, q_len), natural logarithm
 
-One program owns BLOCK_Q queries of one head and iterates over the tiles of its tile row: the partial ones (masked), then
-the full ones (not masked). Empty tiles are never visited. Online softmax in base 2 with running maximum m and sum l; a
-row without keys keeps l = 0 and writes out 0, lse -inf. Score mods are compiled in where a call has them (score_mods.py);
-a sink is where m and l start. Few queries over many keys are computed by split_kv.py.
+One program owns BLOCK_Q queries of one head and iterates over the tiles of its tile row: the partial ones (masked),
+then the full ones (not masked). Empty tiles are never visited. Online softmax in base 2 with running maximum m and sum
+l; a row without keys keeps l = 0 and writes out 0, lse -inf. Score mods are compiled in where a call has them
+(score_mods.py); a sink is where m and l start. Few queries over many keys are computed by split_kv.py.
 """
 
 from __future__ import annotations

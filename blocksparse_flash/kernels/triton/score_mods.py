@@ -1,4 +1,4 @@
-"""Score mods on a tile of scores, between product and mask: softcap, ALiBi slopes, block bias. Results are in base 2."""
+"""Score mods on a tile of scores, between product and mask: softcap, ALiBi slopes, block bias; in base 2."""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,8 @@
 """Split-KV forward for few queries and many keys (decoding); sm80 and later.
 
-One program owns one split of the tiles of a tile row, for all query heads that share its keys (a group of grouped heads,
-if all heads have one layout). Its rows are their queries, head after head, so keys and values are loaded once for all of
-them. With s the base-2 scores of split c,
+One program owns one split of the tiles of a tile row, for all query heads that share its keys (a group of grouped
+heads, if all heads have one layout). Its rows are their queries, head after head, so keys and values are loaded once
+for all of them. With s the base-2 scores of split c,
 
     max_c = max_j s_j     sum_c = sum_j 2^(s_j - max_c)     part_c = sum_j 2^(s_j - max_c) v_j     0 and 0 without keys
     out = sum_c 2^max_c part_c / sum_c 2^max_c sum_c        lse = ln sum_c 2^max_c sum_c

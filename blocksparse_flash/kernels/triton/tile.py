@@ -83,8 +83,8 @@ def product(b_left, b_right, PRECISION: tl.constexpr):
 def add_product(b_left, b_right, b_sum, b_lost, PRECISION: tl.constexpr):
     """(b_sum + b_left @ b_right, b_lost) in float32; b_lost starts at zero.
 
-    IEEE float32 products use Kahan summation over the steps, with b_lost as compensation: its error is at most 0.5 times
-    the tolerance, that of a plain sum up to 1.7 times.
+    IEEE float32 products use Kahan summation over the steps, with b_lost as compensation: its error is at most 0.5
+    times the tolerance, that of a plain sum up to 1.7 times.
     """
     if b_left.dtype == tl.float32 and PRECISION == "ieee":
         b_step = product(b_left, b_right, PRECISION) - b_lost
@@ -203,8 +203,8 @@ def tile_start(indices_ptr, i_step, side: tl.constexpr, STEPS: tl.constexpr):
 def load_words(words_ptr, o_word):
     """int32 at each offset, loaded in the layout of its use.
 
-    A coalesced tl.load would be converted through shared memory; the barrier of that conversion, in a branch between two
-    products, makes ptxas serialise every wgmma (C7515).
+    A coalesced tl.load would be converted through shared memory; the barrier of that conversion, in a branch between
+    two products, makes ptxas serialise every wgmma (C7515).
     """
     p_words = words_ptr + o_word
     if INTERPRETED:
@@ -217,7 +217,7 @@ def load_words(words_ptr, o_word):
 
 @triton.jit
 def query_pairs(words_ptr, i_bitmask, o_q, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """[ROWS, COLS] bool: the pairs of queries o_q and COLS keys from kv_start that attend; positions within the tile."""
+    """[ROWS, COLS] bool: which queries o_q attend to which keys from kv_start on; positions within the tile."""
     o_col = tl.arange(0, COLS)
     p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32) + kv_start // 32
     b_bits = tl.zeros([ROWS, COLS], tl.int32)
@@ -244,7 +244,8 @@ def bitmask_pairs(words_ptr, i_bitmask, q_start, kv_start, ROWS: tl.constexpr, C
 
 @triton.jit
 def kept_pairs(
-    seed_ptr, threshold, i_batch, i_head, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr
+    seed_ptr, threshold, i_batch, i_head, q_start, kv_start,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, COLS] bool, or TRANSPOSED: the pairs that dropout keeps. Philox 4x32-7 with the counter of philox.py.
 
