@@ -1,4 +1,4 @@
-"""launcher.py: is the compiled function handed what Triton's own launcher would hand it, release by release?"""
+"""The cached launcher passes the same arguments as Triton's own, for every supported release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""launch.py: is new memory what it would be from PyTorch?"""
+"""Memory and allocator give the same tensors as PyTorch."""
 
 from __future__ import annotations
 

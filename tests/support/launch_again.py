@@ -1,7 +1,6 @@
-"""Does a launch hand the compiled function what Triton's own does, without a GPU? `python -m tests.support.launch_again`.
+"""The cached launcher against Triton's own, without a GPU: `python -m tests.support.launch_again`.
 
-A stand-in for the driver writes down what would have reached the GPU. Must run in a process of its own: the test process
-interprets the kernels.
+A mock driver records what would have reached the GPU. Must run in its own process: the test process interprets kernels.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def check(recorder: Recorder, run: launch.Launch, first: tuple[Any, ...], others
     for arguments in others:
         recorder.calls.clear()
         run(*arguments)
-        # neither a chain of hooks nor what they would be told
+        # neither a chain of hooks nor their metadata
         with mock.patch.multiple(knobs, launch_enter_hook=None, launch_exit_hook=None):
             compiled[grid](*launcher.described(arguments, descriptor_factories), *values)
         ours, theirs = (flat(call) for call in recorder.calls)
@@ -112,10 +111,10 @@ def check(recorder: Recorder, run: launch.Launch, first: tuple[Any, ...], others
         assert theirs[3] == ours[3] + 1
         ours[3] = theirs[3] = None
         assert ours == theirs, f"\n{ours}\n{theirs}"
-    told: list[Any] = []
-    with mock.patch.object(knobs, "launch_enter_hook", told.append):
+    launched: list[Any] = []
+    with mock.patch.object(knobs, "launch_enter_hook", launched.append):
         run(*first)
-    assert told.append in recorder.calls[-1], "the hook of a profiler must be handed on"
+    assert launched.append in recorder.calls[-1], "the hook of a profiler must be passed on"
 
 
 def check_holds_nothing(run: launch.Launch, shape: tuple[int, ...], rest: tuple[Any, ...]) -> None:
@@ -171,9 +170,9 @@ def main() -> None:
                 check_holds_nothing(run, shape, rest[:-2])
             recorder.calls.clear()
 
-        told = backward_preprocess.prepare_preprocess(seen, 256)
+        preprocess = backward_preprocess.prepare_preprocess(seen, 256)
         given = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None, None) for call in calls]
-        check(recorder, told, given[0], given)
+        check(recorder, preprocess, given[0], given)
         recorder.calls.clear()
 
         with mock.patch.object(backward, "num_sms", lambda _: 132):
@@ -201,18 +200,18 @@ def main() -> None:
         recorder.calls.clear()
 
         # with more rows than programs, which have a queue, and without
-        for split, multiprocessors, is_quartered in ((WHOLE, 132, True), (WHOLE, 3, False), (Split(1, 3), 132, False)):
-            with mock.patch.object(hopper_forward, "num_sms", lambda _, n=multiprocessors: n):
+        for split, n_sms, is_quartered in ((WHOLE, 132, True), (WHOLE, 3, False), (Split(1, 3), 132, False)):
+            with mock.patch.object(hopper_forward, "num_sms", lambda _, n=n_sms: n):
                 hopper = hopper_forward.prepare.__wrapped__(
                     specs, launch.plan_specs_of(walks), None, split, is_quartered, 0.125, False, None
                 )
-            assert hopper.is_queued == (multiprocessors == 3)
+            assert hopper.is_queued == (n_sms == 3)
             queue = torch.zeros(1, dtype=torch.int32) if hopper.is_queued else None
             parts = torch.empty(hopper.n_floats) if hopper.merge else None
             given = [(*call, *walks, None, queue, torch.empty_like(out), lse, parts) for call in calls]
             check(recorder, hopper.launch, given[0], given)
             recorder.calls.clear()
-        # few columns on fewer multiprocessors, beside which statistics are told too
+        # few columns on fewer SMs, beside which statistics are told too
         with (
             mock.patch.object(hopper_backward, "num_sms", lambda _: 1),
             mock.patch.object(service, "TELLING_COLUMNS", 1),

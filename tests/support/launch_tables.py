@@ -1,7 +1,8 @@
 """Calls that reach every configuration of the launch tables, and which configurations a call chooses.
 
-`known` asks the tables themselves, over every argument that they can be given on a GPU; `cover` chooses calls until each
-configuration is met by each kind of call that reaches it. What a call chooses is read off its launches, which need not run.
+`known` evaluates the tables for every argument that occurs on a GPU; `cover` chooses calls until each configuration is
+reached by each kind of call that can reach it. What a call chooses is read from its prepared launches, which need not
+run.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def this_gpu() -> Gpu:
 class Variant:
     """What a call asks for besides its shape.
 
-    mode   "dense"; "causal"; "blocks": blocks of 128 and a window; "heads": blocks of 64, other ones for each head; "long":
+    mode   "dense"; "causal"; "blocks": blocks of 128 and a window; "heads": blocks of 64, different for each head;
+           "long":
            global tokens, whose rows and columns are split among programs; "fine": blocks of 16; "blocks-causal"
     group  query heads of a key head
     """
@@ -89,7 +91,8 @@ CHANGED = [
     Variant("softcap", softcap=3.0),
     Variant("slopes-causal", "causal", has_slopes=True),
     Variant("bias", has_bias=True),
-    Variant("everything", "heads", group=2, has_lengths=True, has_sinks=True, softcap=4.0, has_slopes=True, has_bias=True),
+    Variant("everything", "heads", group=2, has_lengths=True, has_sinks=True, softcap=4.0, has_slopes=True,
+    has_bias=True),
 ]  # fmt: skip
 DROPOUT = [
     Variant("dropout", dropout_p=0.2),
@@ -361,7 +364,8 @@ def _known_hopper() -> Iterator[Key]:
 
 def candidates(gpu: Gpu) -> Iterator[Call]:
     """Calls of every kind, the cheap ones first."""
-    # few rows of tiles and many; many keys, with which small heads are large enough for descriptors; enough rows for causal ones
+    # few rows of tiles and many; many keys, with which small heads are large enough for descriptors; enough rows for
+    # causal ones
     shapes = [(2, 20, 300, 300), (2, 20, 300, 900), (2, 20, 300, 1600), (4, 12, 300, 1100), (8, 50, 300, 300)]
     for dim, dtype in itertools.product(DIMS, (HALF, SINGLE)):
         variants = ALL if dim in (64, 128) and dtype == HALF else FEW

@@ -1,7 +1,7 @@
-"""Are dk, dv and dq of one launch, and blocks of 64 queries, as right as those of more launches and larger blocks?
+"""The joint launch of dk, dv and dq, and forward blocks of 64 queries, are as accurate as the other configurations.
 
-Both are for Hopper, and for calls of some sizes: here each is asked for, or refused, whatever the size, with descriptors and with
-pointers. Without a GPU the interpreter runs the code of Hopper's launch tables.
+Both are chosen on Hopper for some sizes. Here each is forced on or off for any size, with TMA and with pointers.
+Without a GPU the interpreter runs the configurations of Hopper.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SINKS = [
 CALLS = [*SINKS, *(call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128)]
 # half as many as CALLS at least, so that every call comes; "global" has a long row and a long column
 FEW = (
-    "full-ragged", "one-block", "causal", "global", "window-wide", "random-fine-blocks", "bitmask-heavy", "empty-cols", "tall",
-    "per-batch-and-head", "dense-113x203",
+    "full-ragged", "one-block", "causal", "global", "window-wide", "random-fine-blocks", "bitmask-heavy", "empty-cols",
+    "tall", "per-batch-and-head", "dense-113x203",
 )  # fmt: skip
 # few queries have kernels of their own
 DENSE = [lengths for lengths in zoo.DENSE if lengths[0] > 16]
@@ -38,7 +38,7 @@ HOPPER = (9, 232448)
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What was launched since, kernels and blocks of queries; and what makes all calls take, or none, what is tested."""
+    """The launches since, as (kernel, block of queries); and a function that forces the tested choices on or off."""
     names: list[tuple[str, int | None]] = []
     made = launch.Launch.__call__
 

@@ -39,7 +39,7 @@ CHUNKS = (1, 2, 37)
 
 
 def sinks_and_window(q_len: int, kv_len: int, block_size: int = 64) -> BlockLayout:
-    """Bitmasks in the first, the diagonal and the ragged last tile, and a query without keys, the third if there is one."""
+    """Bitmasks in the first, diagonal and ragged last tile, and a query without keys, the third if there is one."""
     ahead = kv_len - q_len
     return BlockLayout.from_predicate(
         lambda q_pos, kv_pos: (
@@ -110,7 +110,10 @@ SCORES = [
     Call(head_dim=40, bias="heads", has_slopes=True, kv_heads=1),
     Call(head_dim=16, bias="heads", has_sinks=True, scale=0.0, has_kv_lengths=True),
     Call(head_dim=64, has_sinks=True, softcap=1.5, scale=-0.3, dtype=torch.float16),
-    Call(head_dim=16, bias="batch", has_sinks=True, softcap=2.0, has_slopes=True, has_kv_lengths=True, causal=True, kv_heads=1),
+    Call(
+        head_dim=16, bias="batch", has_sinks=True, softcap=2.0, has_slopes=True, has_kv_lengths=True, causal=True,
+        kv_heads=1
+    ),
     Call(head_dim=32, has_sinks=True, kv_heads=1),
 ]  # fmt: skip
 
