@@ -1,1 +1,1 @@
-"""What computes attention? One file a backend; each receives tensors and a plan's tensors, and has never heard of BlockLayout."""
+"""Attention kernels, one folder per backend; they take tensors and the tensors of a plan."""

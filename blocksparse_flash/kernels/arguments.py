@@ -1,7 +1,4 @@
-"""How do operator arguments become kernel arguments? Tensor references, scale, lengths, dropout; and what the GPU is.
-
-Knows: torch tensors, Triton's descriptors. Does not know: what a kernel computes, layouts, autograd.
-"""
+"""Kernel arguments computed from operator arguments: scale, dropout, score mods, plan tensors, device limits."""
 
 from __future__ import annotations
 
@@ -12,48 +9,50 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .. import philox
-from ..runtime.launch import axis_strides, device_limits, tell
+from .. import philox, score_mods
+from ..runtime.launch import axis_strides, cache_key_of, device_limits
 from ..runtime.tensor_spec import TensorSpec, spec_of, tma_can_load
 from ..score_mods import Scores
 
-LOG2_E = 1.4426950408889634
-# side of a plan's tile, in tokens
-TILE = 128
-# elements of q and k from which on descriptors pay
-WORTH_DESCRIBING = 1 << 20
-
+LOG2_E = score_mods.LOG2_E
+# tokens per side of a tile
+TILE = score_mods.TILE
+# fewest elements of q and k together for which TMA descriptors repay their host time
+MIN_TMA_ELEMENTS = 1 << 20
 
 Shape = tuple[int, ...]
-# of one direction of a plan: the shape of its records, None without a plan; which of its tensors are aligned, () for all
-Walk = tuple[Shape | None, tuple[bool, ...]]
+# cache key of one direction of a plan: shape of its records (None without a plan), and which of its tensors are aligned
+# (() if all are)
+PlanSpecs = tuple[Shape | None, tuple[bool, ...]]
 
 
 def padded_dim(head_dim: int) -> int:
-    """Columns a program holds for `head_dim`: the next power of two, at least 16 (tensor cores want 16)."""
+    """head_dim rounded up to a power of two, at least 16, the smallest dimension of tensor cores."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def allows_tf32(dtype: torch.dtype) -> bool:
-    """float32 products are IEEE unless torch's matmul precision allows TF32 (its older switches set this one too)."""
+    """Whether products use TF32, by torch's matmul precision (which its older switches set too); otherwise IEEE."""
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def wants_descriptors(major: int, *tensors: TensorSpec) -> bool:
-    """Whether the copy engine (TMA, sm90 and later) should read all of these (batch, heads, length, head_dim) tensors.
+    """Whether TMA (sm90 and later) should load all of these (batch, heads, length, head_dim) tensors.
 
-    Making a descriptor costs the host time, which small tensors do not repay.
+    Small tensors do not repay the host time of making descriptors.
     """
-    if major < 9 or math.prod(tensors[0].shape) + math.prod(tensors[1].shape) < WORTH_DESCRIBING:
+    if major < 9 or math.prod(tensors[0].shape) + math.prod(tensors[1].shape) < MIN_TMA_ELEMENTS:
         return False
     return all(tma_can_load(t.dtype.itemsize, t.shape, t.strides, t.is_aligned) for t in tensors)
 
 
-class SeenScores(NamedTuple):
-    """What a launch must know of the options of the scores.
+class ScoreSpecs(NamedTuple):
+    """Cache key of the score mods of a call.
 
-    tables  the biases that each kernel reads, by direction
-    wanted  which of the gradients of sinks, slopes and bias are
+    tables   specs of the bias tables, by direction
+    others   specs of sinks and slopes
+    changes  whether scores change between product and mask
+    wanted   whether the gradients of sinks, slopes and bias are needed
     """
 
     softcap: float
@@ -64,15 +63,15 @@ class SeenScores(NamedTuple):
     wanted: tuple[bool, ...]
 
 
-def see_scores(scores: Scores, *tables: torch.Tensor | None, wanted: Sequence[bool] = ()) -> SeenScores:
-    """The facts about the options of the scores, and about the tables that go with them."""
+def score_specs_of(scores: Scores, *tables: torch.Tensor | None, wanted: Sequence[bool] = ()) -> ScoreSpecs:
+    """The cache key of score mods and their bias tables."""
     changes = scores.softcap > 0 or scores.alibi_slopes is not None or scores.block_bias is not None
     others = spec_of(scores.sinks), spec_of(scores.alibi_slopes)
-    return SeenScores(scores.softcap, scores.pieces, changes, tuple(map(spec_of, tables)), others, tuple(wanted))
+    return ScoreSpecs(scores.softcap, scores.pieces, changes, tuple(map(spec_of, tables)), others, tuple(wanted))
 
 
 class Options(NamedTuple):
-    """What a launch must know besides q, k, v, dout and the plan; `others`, of further tensors, only tell calls apart."""
+    """Cache key of a call besides q, k, v, dout and the plan; `others` are the keys of further tensors."""
 
     scale: float
     causal: bool
@@ -82,23 +81,23 @@ class Options(NamedTuple):
     major: int
     shared_memory: int
     others: tuple[tuple[torch.dtype, bool] | None, ...]
-    scores: SeenScores | None = None
+    scores: ScoreSpecs | None = None
 
     @property
     def changes_scores(self) -> bool:
-        """Whether something is done to scores between product and mask."""
+        """Whether score mods change scores between product and mask."""
         return self.scores is not None and self.scores.changes
 
 
 def options_of(q: torch.Tensor, scale: float, causal: bool, dropout_p: float, *others: torch.Tensor | None) -> Options:
-    """The options of a call on q's type and device, with `others` among its tensors, whose shapes follow."""
+    """The options of a call with q's dtype and device; `others` are tensors whose shapes follow from q, k and v."""
     index = q.device.index
-    told = tuple([tell(other) for other in others])
-    return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), told)
+    keys = tuple([cache_key_of(other) for other in others])
+    return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), keys)
 
 
 def scaling(scale: float) -> dict[str, Any]:
-    """A forward's scale: a positive base-2 factor, and a sign for the raw scores, whose maximum is scaled afterwards.
+    """The forward's scale as a positive base-2 factor and a sign, so that the maximum can be taken before scaling.
 
     Scale 0 multiplies the scores by 0, then by 1.
     """
@@ -106,7 +105,7 @@ def scaling(scale: float) -> dict[str, Any]:
 
 
 def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options) -> dict[str, Any]:
-    """The arguments of every portable kernel that depend on neither lengths, configuration nor scale."""
+    """Arguments shared by the Triton kernels that do not depend on lengths, configuration or scale."""
     dropout_p = options.dropout_p
     return {
         "threshold": philox.threshold(dropout_p),
@@ -124,18 +123,19 @@ def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options
 
 
 def columns_of_values(dim: int, dim_v: int, element_size: int, major: int) -> int:
-    """DIM_V of a kernel that multiplies p by values; more than it must be on sm90, in 16 bits.
+    """DIM_V of a kernel that computes p @ v; widened to 64 on sm90 in 16 bits to avoid a ptxas bug.
 
-    Of narrower values whose rows neither the copy engine nor cp.async takes, the ptxas of Triton 3.6 and 3.7 loses the address in
-    shared memory: it reads a register that nothing wrote (head_dim 100 with 3, an H200: wrong numbers, others at each call).
+    For narrower values that neither TMA nor cp.async can load, the ptxas of Triton 3.6 and 3.7 reads an uninitialised
+    register as shared memory address (seen on an H200 with head_dim 100 and v_head_dim 3: random wrong results).
     """
     return max(dim_v, min(dim, 64)) if major == 9 and element_size == 2 else dim_v
 
 
 def score_arguments(options: Options, direction: int, *, scale: float) -> dict[str, Any]:
-    """The arguments of a kernel that the options of the scores give, and scale_log2 where a cap changes it.
+    """Kernel arguments for score mods; with a softcap this includes scale_log2.
 
-    scale  the factor on this kernel's scores: without its sign where that is multiplied first (see `scaling`)
+    direction  0 for a kernel over tile rows, 1 over tile columns
+    scale      factor on this kernel's scores, without its sign in the forward (see `scaling`)
     """
     arguments: dict[str, Any] = {"cap": None, "tables_strides": None, "PIECE_Q": 0, "PIECE_KV": 0}
     scores = options.scores
@@ -152,27 +152,27 @@ def score_arguments(options: Options, direction: int, *, scale: float) -> dict[s
 
 
 def walk_strides(items: Shape | None) -> tuple[int, int]:
-    """(batch, head) strides of a plan's records; 0 along an axis that all share, or without a plan."""
+    """(batch, head) strides of a plan's records; 0 along a broadcast dimension and without a plan."""
     return (0, 0) if items is None else axis_strides(items)
 
 
 def walk(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...]:
-    """items, indices, ids, words of one direction of a plan: its rows (first = 0) or its columns (3). Empty is dense."""
+    """Records, indices, bitmask ids and bitmasks of a plan's rows (first = 0) or columns (3); Nones without a plan."""
     return (plan[first], plan[first + 1], plan[first + 2], plan[6]) if plan else (None,) * 4
 
 
-def see_walk(walked: tuple[torch.Tensor | None, ...]) -> Walk:
-    """The facts about one direction of a plan."""
-    items = walked[0]
+def plan_specs_of(tensors: tuple[torch.Tensor | None, ...]) -> PlanSpecs:
+    """The cache key of one direction of a plan."""
+    items = tensors[0]
     if items is None:
         return None, ()
-    addresses = [tensor.data_ptr() for tensor in walked]  # type: ignore[union-attr]
+    addresses = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
     off = (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16
     return items.shape, tuple([address % 16 == 0 for address in addresses]) if off else ()
 
 
 def device_seed(seed: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """The seed on the device: a fill when it is on the host, never a wait."""
+    """The seed as a tensor on the device; a host seed is written by a fill kernel, without synchronisation."""
     if seed is None or seed.device == device:
         return seed
     return torch.full((1,), int(seed.item()), dtype=torch.int64, device=device)

@@ -1,1 +1,1 @@
-"""Launching Triton and Gluon kernels: cache keys, TMA, the cached launcher, tracing. Nothing here knows attention."""
+"""Launching Triton and Gluon kernels: tensor specs, TMA descriptors, the cached launcher, tracing."""

@@ -1,4 +1,4 @@
-"""A kernel with everything that is known before its tensors: grid, constants, TMA descriptors, new memory, device limits."""
+"""Prepared kernel launches: grid, constants, TMA descriptors, output memory and device limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tensor_spec import TensorSpec
 
 @dataclass(frozen=True)
 class Config:
-    """One launch configuration: the part of a tile that a program holds, and Triton's launch options."""
+    """One launch configuration: block sizes, warps and pipeline stages."""
 
     block_q: int
     block_kv: int
@@ -37,7 +37,7 @@ class Config:
 
 @functools.cache
 def device_limits(index: int | None) -> tuple[int, int]:
-    """(major compute capability, bytes of shared memory a program may take); (0, unlimited) for the interpreter."""
+    """(major compute capability, bytes of shared memory per program); (0, unlimited) for the interpreter."""
     if index is None:
         return 0, 2**31
     properties = torch.cuda.get_device_properties(index)
@@ -46,37 +46,37 @@ def device_limits(index: int | None) -> tuple[int, int]:
 
 
 @functools.cache
-def multiprocessors(index: int | None) -> int:
-    """How many the GPU has; 1 for the interpreter."""
+def num_sms(index: int | None) -> int:
+    """Number of SMs of a GPU; 1 for the interpreter."""
     return 1 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
 
 
 class Memory(NamedTuple):
-    """New memory to be had from an `allocator`: plain tuples, in elements."""
+    """Shape, strides (in elements) and dtype of a tensor to allocate: the arguments of an `allocator`."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
 
     @property
-    def seen(self) -> TensorSpec:
-        """What will be seen of it: new memory is aligned."""
+    def spec(self) -> TensorSpec:
+        """The spec of the tensor; new memory is aligned."""
         return TensorSpec(self.dtype, self.shape, self.strides, True)
 
 
 @functools.lru_cache(maxsize=4096)
 def contiguous(dtype: torch.dtype, *shape: int, row: int | None = None) -> Memory:
-    """Memory for a contiguous tensor, or for one whose last axis is a part of a row of so many elements."""
+    """Memory for a contiguous tensor, or for one whose last dimension is padded to `row` elements."""
     lengths = [*shape[1:-1], shape[-1] if row is None else row]
     strides = [math.prod(lengths[i:]) for i in range(len(shape) - 1)]
     return Memory(shape, (*strides, 1), dtype)
 
 
 def allocator(tensor: torch.Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """What makes new memory on a tensor's device, of a shape, strides and a dtype. A GPU must be the current one.
+    """A function (shape, strides, dtype) -> uninitialised tensor on a tensor's device, which must be the current one.
 
-    On a GPU what TorchInductor's code calls: without the dispatcher, in less than half of the time. Nothing could see the
-    difference but the option to fill new memory, which is looked for here.
+    On a GPU this is TorchInductor's allocator: it skips the dispatcher and takes less than half the time. It does not
+    fill new memory under deterministic algorithms, where torch.empty_strided is used instead.
     """
     if tensor.is_cuda and not torch.are_deterministic_algorithms_enabled():
         return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
@@ -84,53 +84,54 @@ def allocator(tensor: torch.Tensor) -> Callable[[tuple[int, ...], tuple[int, ...
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def tell(other: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
-    """What tells tensors apart whose shapes follow: type and alignment."""
+def cache_key_of(other: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
+    """(dtype, is aligned): the cache key of a tensor whose shape follows from other tensors."""
     return None if other is None else (other.dtype, other.data_ptr() % 16 == 0)
 
 
-class Describer:
-    """Makes the descriptors of tensors of one kind, which move one kind of block.
+class DescriptorFactory:
+    """Makes TMA descriptors for tensors of one spec and one block shape.
 
-    Past the end of any axis a descriptor reads zero and writes nothing.
+    Out-of-bounds loads give zero, out-of-bounds stores are dropped.
     """
 
-    def __init__(self, seen: TensorSpec, block: tuple[int, ...]) -> None:
-        strides = list(seen.strides)
-        # the stride of an axis of size 1 is arbitrary, the descriptor wants a valid one
+    def __init__(self, spec: TensorSpec, block: tuple[int, ...]) -> None:
+        strides = list(spec.strides)
+        # the stride of a dimension of size 1 is arbitrary, but TMA checks it
         for axis in range(len(strides) - 1):
-            if seen.shape[axis] == 1:
-                strides[axis] = 8 * -(-seen.shape[-1] // 8)
-        self._arguments = (list(seen.shape), strides, list(block))
+            if spec.shape[axis] == 1:
+                strides[axis] = 8 * -(-spec.shape[-1] // 8)
+        self._arguments = (list(spec.shape), strides, list(block))
         self._fields: tuple[Any, dict[str, Any]] | None = None
 
     def describe(self, tensor: torch.Tensor) -> Any:
         """The descriptor of a tensor."""
         if self._fields is None:
             made = self.make(tensor)
-            # without the tensor, which would never be freed
+            # base=None: a cached tensor would never be freed
             self._fields = type(made), {**made.__dict__, "base": None}
             return made
-        # what the class checks was checked: 0.8 microseconds instead of 3.3
+        # skips the checks of the class: 0.8 microseconds instead of 3.3
         kind, fields = self._fields
         made = object.__new__(kind)
         made.__dict__.update(fields, base=tensor)
         return made
 
     def make(self, tensor: torch.Tensor) -> Any:
-        """The descriptor, checked."""
+        """A new descriptor, with Triton's checks."""
         return TensorDescriptor(tensor, *self._arguments)
 
 
 class Launch:
-    """One kernel, ready to launch on tensors of one kind.
+    """A kernel prepared for tensors of given specs.
 
-    kernel    a jitted function whose parameters are the tensors, and integers that change from call to call, then the rest
-    n_programs, rest   the grid, and everything but those, by name
-    describers         of the tensors that are handed on as descriptors, by name
+    kernel  jitted function; its first parameters are tensors and the integers that change between calls
+    grid    number of programs along up to three axes
+    rest    all other arguments, by name
+    descriptor_factories  for the tensor parameters that are passed as TMA descriptors, by name
 
-    Called with tensors, None and those integers. From the second call on the compiled kernel is launched directly:
-    Triton's own launch would look at each argument anew, some 20 microseconds.
+    Call it with tensors, None and those integers. From the second call on the compiled kernel is launched directly,
+    which saves the 20 microseconds in which Triton inspects every argument.
     """
 
     def __init__(
@@ -138,10 +139,10 @@ class Launch:
         kernel: Any,
         grid: tuple[int, ...],
         rest: dict[str, Any],
-        describers: Mapping[str, Describer] | None = None,
+        descriptor_factories: Mapping[str, DescriptorFactory] | None = None,
     ) -> None:
         self._kernel, self._rest = kernel, rest
-        self._describers = tuple((describers or {}).get(name) for name in kernel.arg_names if name not in rest)
+        self._factories = tuple((descriptor_factories or {}).get(name) for name in kernel.arg_names if name not in rest)
         self._grid = (*grid, 1, 1)[:3]
         self._run: Callable[[Sequence[Any]], None] | None = None
         self._values = tuple(rest[name] for name in kernel.arg_names if name in rest)
@@ -150,14 +151,14 @@ class Launch:
         if self._run is not None:
             self._run(tensors)
             return
-        compiled = self._kernel[self._grid](*launcher.described(tensors, self._describers), **self._rest)
-        # the interpreter compiles nothing
+        compiled = self._kernel[self._grid](*launcher.described(tensors, self._factories), **self._rest)
+        # None from the interpreter
         if compiled is not None:
-            self._run = launcher.bind(compiled, self._grid, tensors, self._describers, self._values)
+            self._run = launcher.bind(compiled, self._grid, tensors, self._factories, self._values)
 
 
 def axis_strides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(batch, head) strides of a contiguous tensor; 0 along an axis of size 1, which all share."""
+    """(batch, head) strides of a contiguous tensor; 0 along a dimension of size 1, which is broadcast."""
     batch, heads, *rest = shape
     size = math.prod(rest)
     return (heads * size if batch > 1 else 0, size if heads > 1 else 0)

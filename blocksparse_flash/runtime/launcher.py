@@ -1,10 +1,9 @@
-"""How is a compiled kernel launched again, without what Triton's launcher would work out to be the same?
+"""Cached launcher: repeats the launch of a compiled kernel with new addresses.
 
-The launcher expands the arguments (a descriptor into a tensor map, lengths and strides) and hands them to a compiled
-function. Here it expands them once; afterwards that function is called with other addresses in the same places.
+Triton's launcher expands each argument (a descriptor becomes a tensor map, sizes and strides) and passes them to a
+compiled function. Here it expands them once; later launches call that function with other addresses in the same slots.
 
-Knows: how the launchers of Triton 3.6 to 3.9 are made, which nothing promises: one that does not look like them launches by
-itself. Does not know: what a kernel computes.
+This relies on internals of the launchers of Triton 3.6 to 3.9. Any other launcher is called the usual way.
 """
 
 from __future__ import annotations
@@ -19,39 +18,39 @@ from triton import knobs
 from triton.runtime import driver
 
 Arguments = Sequence[Any]
-# tensor maps that are kept of each argument, one an address
-KEPT = 256
-# what a launcher takes before the arguments of the kernel
-TAKEN = ["self", "gridX", "gridY", "gridZ", "stream", "function"]
+# tensor maps cached per argument, one for each address
+MAX_TENSOR_MAPS = 256
+# parameters of Triton's launcher before those of the kernel
+LAUNCHER_PARAMETERS = ["self", "gridX", "gridY", "gridZ", "stream", "function"]
 
 
-def described(arguments: Arguments, describers: Arguments) -> list[Any]:
-    """Arguments for Triton: the descriptor of a tensor where there is a describer, not None."""
+def described(arguments: Arguments, descriptor_factories: Arguments) -> list[Any]:
+    """The arguments, with each tensor that has a descriptor factory replaced by its descriptor."""
     return [
-        each if describer is None else describer.describe(each)
-        for each, describer in zip(arguments, describers, strict=True)
+        each if factory is None else factory.describe(each)
+        for each, factory in zip(arguments, descriptor_factories, strict=True)
     ]
 
 
 def is_hooked() -> bool:
-    """Whether somebody, such as a profiler, wants to be told of launches."""
+    """Whether a launch hook is installed, for example by a profiler."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    # a chain of hooks, which may be empty, or a hook that was put in its place
+    # either a chain of hooks, which may be empty, or a single hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def innermost(launcher: Any) -> Any:
-    """The compiled function that a launcher calls, below the one that expands descriptors."""
+    """The compiled function under the wrapper that expands descriptors."""
     called = launcher.launch
     return inspect.getclosurevars(called).nonlocals.get("launcher") if inspect.isfunction(called) else called
 
 
 def is_known(launcher: Any) -> bool:
-    """Whether a launcher is made as those are for which this file was written, and gives the kernel no memory of its own."""
+    """Whether a launcher has the expected internals and allocates no scratch memory for the kernel."""
     called = vars(type(launcher)).get("__call__")
     return (
         inspect.isfunction(called)
-        and list(inspect.signature(called).parameters)[: len(TAKEN)] == TAKEN
+        and list(inspect.signature(called).parameters)[: len(LAUNCHER_PARAMETERS)] == LAUNCHER_PARAMETERS
         and hasattr(sys.modules[type(launcher).__module__], "wrap_handle_tensordesc")
         and getattr(launcher, "global_scratch_size", None) == 0
         and getattr(launcher, "profile_scratch_size", None) == 0
@@ -61,36 +60,41 @@ def is_known(launcher: Any) -> bool:
 
 
 def expander(compiled: Any) -> Any:
-    """Triton's launcher of a compiled kernel, which only expands: what it would hand on goes to the list given as its stream."""
+    """A copy of Triton's launcher that only expands: its output goes to the list passed as the stream."""
     launcher = copy.copy(compiled.run)
     wrap = sys.modules[type(launcher).__module__].wrap_handle_tensordesc
     maps = getattr(compiled.metadata, "tensordesc_meta", None)
-    launcher.launch = wrap(lambda *handed: handed[3].extend(handed), dict(compiled.src.signature), maps)
+    launcher.launch = wrap(lambda *expanded: expanded[3].extend(expanded), dict(compiled.src.signature), maps)
     return launcher
 
 
 class Bound:
-    """A compiled kernel whose expanded arguments are known but for the addresses of tensors, and for numbers among them.
+    """A compiled kernel with cached expanded arguments; a call fills in addresses and integers.
 
-    Called with arguments of the same kinds as those it was bound with.
+    Call it with arguments whose specs equal those it was bound with.
     """
 
     def __init__(
-        self, compiled: Any, grid: tuple[int, ...], arguments: Arguments, describers: Arguments, values: Arguments
+        self,
+        compiled: Any,
+        grid: tuple[int, ...],
+        arguments: Arguments,
+        descriptor_factories: Arguments,
+        values: Arguments,
     ) -> None:
-        self._compiled, self._grid, self._describers, self._values = compiled, grid, describers, tuple(values)
+        self._compiled, self._grid, self._factories, self._values = compiled, grid, descriptor_factories, tuple(values)
         self._launch = innermost(compiled.run)
         self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
-        # found again among what is handed on: one argument may be given twice
-        is_described = [describer is not None for describer in describers]
+        # unique objects, located in the expanded arguments: one tensor may be passed twice
+        is_described = [factory is not None for factory in descriptor_factories]
         marks = [each if each is None or has else object() for each, has in zip(arguments, is_described, strict=True)]
         self._expander = expander(compiled)
-        handed = self._expand(marks)
-        # Triton 3.7 and later hand on the arguments of the kernel as one
+        expanded = self._expand(marks)
+        # Triton 3.7 and later pass the arguments of the kernel as one list
         self._nests = hasattr(compiled.run, "kernel_signature")
-        self._head = handed[4:-1] if self._nests else ()
-        self._given = list(handed[-1] if self._nests else handed[4:])
-        # (where it goes, which argument it is of): addresses, numbers, and tensor maps with those that were made, by address
+        self._head = expanded[4:-1] if self._nests else ()
+        self._given = list(expanded[-1] if self._nests else expanded[4:])
+        # (slot, argument) of addresses and integers; (slot, argument, maps by address) of tensor maps
         place = {id(value): slot for slot, value in enumerate(self._given)}
         plain = [i for i, mark in enumerate(marks) if mark is not None and not is_described[i]]
         self._pointers = [(place[id(marks[i])], i) for i in plain if not isinstance(arguments[i], int)]
@@ -101,7 +105,7 @@ class Bound:
 
     def __call__(self, arguments: Arguments) -> None:
         if is_hooked():
-            self._compiled[self._grid](*described(arguments, self._describers), *self._values)
+            self._compiled[self._grid](*described(arguments, self._factories), *self._values)
             return
         given = self._given.copy()
         for slot, i in self._pointers:
@@ -118,37 +122,37 @@ class Bound:
             self._launch(*self._grid, stream, *given)
 
     def _expand(self, arguments: Arguments) -> list[Any]:
-        """What Triton's launcher would hand on, but hooks and what they are told."""
-        handed: list[Any] = []
+        """The expanded arguments, without hooks and their metadata."""
+        expanded: list[Any] = []
         ours, metadata = self._compiled, (None, None, None)
-        given = described(arguments, self._describers)
-        self._expander(*self._grid, handed, ours.function, ours.packed_metadata, *metadata, *given, *self._values)
-        assert (*handed[:3], handed[4]) == (*self._grid, ours.function) and handed[3] is handed
-        # a list which held itself would hold the tensors until garbage is collected
-        handed[3] = None
-        return handed
+        given = described(arguments, self._factories)
+        self._expander(*self._grid, expanded, ours.function, ours.packed_metadata, *metadata, *given, *self._values)
+        assert (*expanded[:3], expanded[4]) == (*self._grid, ours.function) and expanded[3] is expanded
+        # breaks the reference cycle, which would keep the tensors alive
+        expanded[3] = None
+        return expanded
 
     def _make(self, arguments: Arguments) -> Arguments:
-        """The expanded arguments; keeps their tensor maps, in which the address is all that tells tensors of a kind apart."""
-        handed = self._expand(arguments)
-        given: Arguments = handed[-1] if self._nests else handed[4:]
+        """The expanded arguments; caches their tensor maps by address, which alone differs within a spec."""
+        expanded = self._expand(arguments)
+        given: Arguments = expanded[-1] if self._nests else expanded[4:]
         for slot, i, made in self._maps:
-            if len(made) >= KEPT:
+            if len(made) >= MAX_TENSOR_MAPS:
                 made.clear()
             made[arguments[i].data_ptr()] = given[slot]
         return given
 
 
 def bind(
-    compiled: Any, grid: tuple[int, ...], arguments: Arguments, describers: Arguments, values: Arguments
+    compiled: Any, grid: tuple[int, ...], arguments: Arguments, descriptor_factories: Arguments, values: Arguments
 ) -> Callable[[Arguments], None]:
-    """What launches `compiled` on other such arguments as compiled[grid](*arguments, *values) would, hooks included.
+    """A function of `arguments` that launches like compiled[grid](*arguments, *values), hooks included.
 
-    arguments   tensors, None, and integers for which the kernel is not specialised
-    describers  what makes a descriptor of each; None: it is handed on as it is
-    values      what stays the same
+    arguments  tensors, None, and integers for which the kernel is not specialised
+    descriptor_factories  one per argument; None passes the argument as it is
+    values     the arguments that stay the same
     """
     run = compiled[grid]
     if is_known(compiled.run):
-        return Bound(compiled, grid, arguments, describers, values)
-    return lambda arguments: run(*described(arguments, describers), *values)
+        return Bound(compiled, grid, arguments, descriptor_factories, values)
+    return lambda arguments: run(*described(arguments, descriptor_factories), *values)

@@ -1,7 +1,8 @@
 """Tensor metadata used as launch-cache keys, and whether TMA can load a tensor.
 
-A launch is prepared once for all tensors with equal metadata. A TensorSpec holds everything a prepared launch depends on,
-except addresses: Triton compiles for the dtype and for 16-byte alignment, and TMA descriptors hold shape and strides.
+A launch is prepared once for all tensors with equal metadata. A TensorSpec holds everything a prepared launch depends
+on, except addresses: Triton compiles for the dtype and for 16-byte alignment, and TMA descriptors hold shape and
+strides.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def spec_of(tensor: torch.Tensor | None) -> TensorSpec | None:
 def tma_can_load(itemsize: int, shape: Sequence[int], strides: Sequence[int], is_aligned: bool) -> bool:
     """Whether TMA can load a (batch, heads, length, head_dim) tensor whose last stride is 1.
 
-    The address must be 16-byte aligned, and strides must be positive multiples of 16 bytes, except in dimensions of size 1.
-    Only 16-bit elements: TMA could load others, but no kernel uses them.
+    The address must be 16-byte aligned, and strides must be positive multiples of 16 bytes, except in dimensions of
+    size 1. Only 16-bit elements: TMA could load others, but no kernel uses them.
     """
     return (
         itemsize == 2
@@ -91,7 +92,7 @@ def _interned(fields: tuple[Any, ...]) -> TensorSpecs:
 def specs_of(*tensors: torch.Tensor) -> TensorSpecs:
     """The specs of some tensors; the same object for equal specs.
 
-    A spec that was evicted from the cache is replaced by a new object, and launches cached under the old one are prepared again.
+    A spec evicted from the cache is replaced by a new object; launches cached under the old one are prepared again.
     """
     # one flat tuple, and no call per tensor: this runs in every attention call
     fields: list[Any] = []

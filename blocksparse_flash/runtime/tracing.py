@@ -1,7 +1,4 @@
-"""Can a kernel be launched directly? Whether anything watches what PyTorch does, and what the GPU is.
-
-Knows PyTorch's compiler, tracers, modes and transforms. Must not know what is launched.
-"""
+"""PyTorch's compiler, tracers, modes and transforms: whether a kernel can be launched directly."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _NOTHING = nullcontext()
 
 
 def has_observers() -> bool:
-    """Whether a compiler, tracer, mode or transform wants to see every operator; profilers and subclasses aside."""
+    """Whether a compiler, tracer, mode or transform intercepts operators; profilers and subclasses do not count."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() != 0
@@ -30,8 +27,9 @@ def has_observers() -> bool:
 
 
 def can_launch_directly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> bool:
-    """Whether nothing watches what is done with tensors: no compiler, tracer, mode, transform, profiler or subclass; and whether
-    there are numbers, which lie in memory by strides.
+    """Whether a kernel can bypass the dispatcher.
+
+    Requires plain strided tensors with memory, and no compiler, tracer, mode, transform or profiler.
 
     others  lengths and a seed: tensors, numbers or None
     """
@@ -45,18 +43,18 @@ def can_launch_directly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *othe
         and not q.is_meta
         and q.layout is k.layout is v.layout is torch.strided
         and not (q.is_nested or k.is_nested or v.is_nested)
-        # numbers that are to be negated when they are read, as the imaginary part of a conjugate
+        # lazily negated, like the imaginary part of a conjugate
         and not (q.is_neg() or k.is_neg() or v.is_neg())
-        # which may outlive its transform, and has no memory
+        # a wrapper may outlive its transform; it has no memory
         and not (wrapped(q) or wrapped(k) or wrapped(v))
         and not torch._C._autograd._profiler_enabled()
     )
 
 
 def unsupported_tensor(name: str, tensor: torch.Tensor) -> tuple[str, str] | None:
-    """What a tensor is that is no dense, strided array of numbers on this rank, and the way out; None for one that is.
+    """(description, remedy) of a tensor that is not a dense strided array on this rank; None for one that is.
 
-    name  of the argument, for the way out
+    name  of the argument, used in the remedy
     """
     if tensor.is_nested:
         return "a nested tensor", f"torch.nested.to_padded_tensor({name}, 0.0) makes one"
@@ -64,7 +62,7 @@ def unsupported_tensor(name: str, tensor: torch.Tensor) -> tuple[str, str] | Non
         return f"a {tensor.layout} tensor", f"{name}.to_dense() makes one"
     if type(tensor) in PLAIN:
         return None
-    # loaded by whoever has made one, which takes 5 s
+    # only if already imported: the import takes 5 s
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import DTensor
 
@@ -86,15 +84,17 @@ def mixes_fake_and_real(tensor: torch.Tensor, q: torch.Tensor) -> bool:
 
 
 def has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers can be read now: not while a compiler, FakeTensorMode, make_fx or AOTAutograd stands in for
-    them, nor of a fake tensor, nor of one that a transform of torch.func wraps."""
+    """Whether the values of a tensor can be read now.
+
+    False while a compiler, FakeTensorMode, make_fx or AOTAutograd traces, and for fake and torch.func-wrapped tensors.
+    """
     if torch.compiler.is_compiling() or _is_traced() or tensor.is_meta:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and _fake_mode(tensor) is None
 
 
 def _is_traced() -> bool:
-    """Whether PyTorch follows shapes, or records operators, in place of computing. Modes of users do neither."""
+    """Whether a mode propagates shapes or records operators instead of computing. Modes of users do neither."""
     if not torch._C._len_torch_dispatch_stack():
         return False
     key = torch._C._TorchDispatchModeKey
@@ -102,7 +102,7 @@ def _is_traced() -> bool:
 
 
 def _fake_mode(tensor: torch.Tensor) -> Any:
-    """The mode of a fake tensor, which may be used outside of it."""
+    """The mode of a fake tensor, or None; a fake tensor can be used outside its mode."""
     if type(tensor) in PLAIN:
         return None
     from torch._subclasses.fake_tensor import FakeTensor
@@ -111,27 +111,32 @@ def _fake_mode(tensor: torch.Tensor) -> Any:
 
 
 def mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Where tensors are made that operators take together with another one: in its mode, if it is fake."""
+    """A context for making tensors that operators can combine with `tensor`: its mode, if it is fake."""
     if torch.compiler.is_compiling() or _is_traced():
         return _NOTHING
     return _fake_mode(tensor) or _NOTHING
 
 
-def as_graph_constants(tensors: Iterable[torch.Tensor], beside: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of ours, such as those of a plan, as an operator takes them together with another tensor: FakeTensorMode wants
-    them fake, and make_fx and AOTAutograd make them constants of the graph."""
+def as_graph_constants(tensors: Iterable[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+    """Cached tensors, such as those of a plan, in a form that operators can combine with `like`.
+
+    FakeTensorMode needs fake tensors; make_fx and AOTAutograd turn them into constants of the graph.
+    """
     found = list(tensors)
-    mode = None if torch.compiler.is_compiling() else _fake_mode(beside)
+    mode = None if torch.compiler.is_compiling() else _fake_mode(like)
     if torch.compiler.is_compiling() or (mode is None and not _is_traced()):
         return found
     with mode or _NOTHING:
-        # what PyTorch does with the result of torch.tensor
+        # as PyTorch does for torch.tensor
         return [torch.ops.aten.lift_fresh(tensor) if type(tensor) in PLAIN else tensor for tensor in found]
 
 
 def outside_transforms(tensor: torch.Tensor | None = None) -> AbstractContextManager[None]:
-    """For what is made of a tensor, which is no input of any function, and cached: neither for inference only, nor fake, nor
-    wrapped by a transform of torch.func, unless that tensor is. None: of what is read on the host."""
+    """A context for making tensors that are cached across calls.
+
+    They become neither inference tensors nor fake nor torch.func-wrapped, unless `tensor`, from which they are
+    computed, is. None: they are computed from host data.
+    """
     if (
         torch.is_inference_mode_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -153,7 +158,7 @@ def _outside(tensor: torch.Tensor | None) -> Iterator[None]:
 
 
 def is_transformed(*values: Any) -> bool:
-    """Whether a transform of torch.func maps or differentiates one of the values, a tensor which then has no memory to read."""
+    """Whether torch.func maps or differentiates one of the values, which then is a tensor without memory."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return False
     if forward_ad._current_level >= 0:
@@ -169,7 +174,7 @@ def is_transformed(*values: Any) -> bool:
 
 @functools.cache
 def runs_triton(index: int | None) -> bool:
-    """Whether a GPU runs Triton's kernels; neither the device nor the installation changes."""
+    """Whether a GPU can run Triton kernels. Cached: neither the device nor the installation changes."""
     if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(index) < (8, 0):
         return False
     import triton
@@ -178,20 +183,19 @@ def runs_triton(index: int | None) -> bool:
 
 
 def is_without_autocast(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies on a GPU and autocast is off. False says nothing, and `torch.is_autocast_enabled`, which takes twice
-    as long, must be asked."""
-    # which does not know every type of device, but CUDA
+    """Whether a tensor is on a GPU and autocast is off. After False, check the slower torch.is_autocast_enabled."""
+    # covers CUDA, but not every device type
     return tensor.is_cuda and not torch._C._is_any_autocast_enabled()
 
 
 def is_current(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies where launches go: on the current GPU, or on none. What `on` asks, for a third of the time."""
-    # a tensor is there: CUDA has been initialised, which torch.cuda.current_device would ask first
+    """Whether a tensor is on the current GPU or on no GPU; a third of the time of `on_device`."""
+    # CUDA is initialised, since the tensor exists; torch.cuda.current_device would check that first
     return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Makes a GPU the current one where it is not: Triton launches on the current one."""
+    """A context in which a GPU is the current one, where Triton launches."""
     if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return _NOTHING
     return torch.cuda.device(device)

@@ -61,11 +61,11 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
         module.prepare.cache_clear()
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: None)
     for module in (hopper_forward, hopper_backward):
-        monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
+        monkeypatch.setattr(module, "num_sms", lambda index: 132)
     monkeypatch.setattr(Call, "multiprocessors", 132)
     # no stand-in for a descriptor of memory on the host
     for module in (hopper_forward, hopper_backward):
-        monkeypatch.setattr(module, "Describer", lambda seen, block: lambda tensor: tensor)
+        monkeypatch.setattr(module, "DescriptorFactory", lambda seen, block: lambda tensor: tensor)
     yield found
     for module in found.values():
         module.prepare.cache_clear()
@@ -163,8 +163,8 @@ def test_what_is_served_is_what_the_launcher_leaves_out_around(
         assert kind == "few tiles" and said.served == 0 and said.passes == statistics + 2 * lse.nbytes
         return
     # float32, read again and written in two bytes
-    cleared = told["statistics_kernel"]["n_cleared"] * 4096 * 64 * 4
-    before = statistics // heads * grids["statistics_kernel"][1]
+    cleared = told["preprocess_kernel"]["n_cleared"] * 4096 * 64 * 4
+    before = statistics // heads * grids["preprocess_kernel"][1]
     # steps of 512 values
     converted = (q.numel() - told["scale_kernel"]["first"] * 512) * (4 + 2)
     assert said.passes == before + cleared + converted

@@ -1,6 +1,6 @@
-"""Does every kernel compile for every architecture, without a GPU, into something fast? (compile_kernels.py)
+"""Every kernel compiles for every architecture without a GPU, without spills and serialised wgmma (compile_kernels.py).
 
-Each pair of a Triton and an architecture is a process of its own: Triton is read once, and this process interprets kernels.
+Each pair of a Triton version and an architecture runs in its own process: the test process interprets kernels.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import pytest
 
 ARCHS = (80, 86, 90, 100)
 ROOT = Path(__file__).resolve().parents[2]
-# Tritons beside the pinned one, installed by `make test` beside the environment's packages: the one before, and those after,
-# where Gluon has other names
+# Tritons beside the pinned one, installed by `make test` beside the environment's packages: the one before, and those
+# after, where Gluon has other names
 BEFORE, *AFTER = OTHERS = ("3.6.0", "3.8.0", "3.9.0")
-# What can fall short with one Triton and one architecture alone? Spills, registers and shared memory of a row of the launch
-# tables: each row is compiled with both Tritons for each architecture. What an option or an odd head_dim makes of a row is
-# code, which a Triton either takes or not: the pinned one compiles all of it for all, the one before for sm90
+# What can fall short with one Triton and one architecture alone? Spills, registers and shared memory of a row of the
+# launch tables: each row is compiled with both Tritons for each architecture. What an option or an odd head_dim makes
+# of a row is code, which a Triton either takes or not: the pinned one compiles all of it for all, the one before for
+# sm90
 WHOLE = [*((arch, None) for arch in ARCHS), (90, BEFORE)]
 TABLES = [(arch, BEFORE) for arch in ARCHS if arch != 90]
 TARGETS = [*((str(arch), version) for arch, version in WHOLE), *((f"{arch}-few", version) for arch, version in TABLES)]
 # BEFORE compiles every row, every scale and every pair of options once; AFTER compile the tuned calls of `hopper`
 HOPPER_TARGETS = [("hopper", None), ("hopper-once", BEFORE), *(("hopper-few", version) for version in AFTER)]
 
-# what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths, whether lines are split).
-# Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
+# what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths, whether lines are
+# split). Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
 KNOWN_SPILLS = {
-    # under Triton 3.6 to 3.8 at most 936, for the most part where warps prepare and convert sections; under 3.9, where nothing was
-    # run, the rest
+    # under Triton 3.6 to 3.8 at most 936, for the most part where warps prepare and convert sections; under 3.9, where
+    # nothing was run, the rest
     ("hopper_backward_kernel", 64, False, False): 1340,
     ("hopper_backward_kernel", 64, True, False): 1020,
     ("hopper_backward_kernel", 64, False, True): 744,
@@ -322,9 +323,9 @@ def test_an_address_is_written_before_it_is_read(reads: str, expected: int) -> N
 
 
 def test_what_is_no_fault() -> None:
-    """Nothing wrong with GOOD; few queries are no wgmma; spills of float32 and of other head dimensions are allowed, they are not fast paths."""
+    """GOOD has no faults; few queries need no wgmma; float32 and other head dimensions may spill."""
     assert faults(GOOD) == []
-    few = {**GOOD, "kernel": "decode_kernel", "wgmma": 0, "wgmma_waits": 0}
+    few = {**GOOD, "kernel": "split_kv_kernel", "wgmma": 0, "wgmma_waits": 0}
     assert faults({**few, "call": {**CALL, "q_len": 15, "group": 4}}) == []
     (fault,) = faults({**few, "call": {**CALL, "q_len": 16, "group": 4}})
     assert "without wgmma" in fault

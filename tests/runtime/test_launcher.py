@@ -1,4 +1,4 @@
-"""launcher.py: is the compiled function handed what Triton's own launcher would hand it, release by release?"""
+"""The cached launcher passes the same arguments as Triton's own, for every supported release."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_an_unknown_launcher_launches_by_itself() -> None:
 
             return run
 
-    class Describer:
+    class DescriptorFactory:
         def describe(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
             return "described", tensor
 
     compiled, tensor, other = Compiled(), torch.zeros(1), torch.zeros(1)
-    run = launcher.bind(compiled, (4, 1, 1), (tensor, None, tensor), (None, None, Describer()), (3,))
+    run = launcher.bind(compiled, (4, 1, 1), (tensor, None, tensor), (None, None, DescriptorFactory()), (3,))
     run((other, None, other))
     assert compiled.given == ((4, 1, 1), (other, None, ("described", other), 3))

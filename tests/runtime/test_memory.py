@@ -1,4 +1,4 @@
-"""launch.py: is new memory what it would be from PyTorch?"""
+"""Memory and allocator give the same tensors as PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_memory_is_contiguous(shape: tuple[int, ...], device: torch.device) -> N
         expected = torch.empty(shape, dtype=torch.bfloat16, device=device)
         assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), expected.dtype)
         assert made.device == there.device and not made.requires_grad
-        assert memory.seen == spec_of(made)
+        assert memory.spec == spec_of(made)
         assert not is_deterministic or bool(made.isnan().all())
 
 
@@ -37,7 +37,7 @@ def test_rows_are_padded(device: torch.device) -> None:
     made = launch.allocator(torch.empty(1, device=device))(*memory)
     expected = torch.empty(2, 3, 5, 64)[..., :60]
     assert (made.shape, made.stride()) == (expected.shape, expected.stride())
-    assert memory.seen == spec_of(made)
+    assert memory.spec == spec_of(made)
     # every number of it can be written
     assert made.fill_(1.0).sum() == made.numel()
 

@@ -1,4 +1,4 @@
-"""seen.py: is what is seen of tensors all that tells their kinds apart, and found again?"""
+"""Tensor specs distinguish all tensors that need different launches, and are cached."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_compiler_traces_what_the_copy_engine_reads(start: int) -> None:
 
 
 def test_a_call_sees_a_tensor_that_was_changed_in_place() -> None:
-    """What was found for specs is never told of a tensor: that may get another shape, strides and memory."""
+    """Specs are not cached per tensor: a tensor can get another shape, strides and memory."""
     q, k, v = (torch.randn(1, 2, 8, 16) for _ in "qkv")
     assert attention(q, k, v).shape == (1, 2, 8, 16)
     q.resize_(1, 2, 4, 16)

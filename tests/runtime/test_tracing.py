@@ -1,4 +1,4 @@
-"""Does it matter within which of PyTorch's contexts a layout is planned, or attention is called?"""
+"""Planning and attention give the same result in every PyTorch context: modes, tracers, transforms."""
 
 from __future__ import annotations
 

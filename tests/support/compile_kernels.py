@@ -1,6 +1,7 @@
-"""What do the kernels compile to, without a GPU? `python -m tests.support.compile_kernels 90` prints a JSON line a launch.
+"""Compiles every kernel without a GPU: `python -m tests.support.compile_kernels 90` prints a JSON line per launch.
 
-`hopper` instead of an architecture means the Gluon kernels, on sm90. `90-few` and `hopper-few` mean fewer calls: what is tuned.
+`hopper` instead of an architecture selects the Gluon kernels, on sm90. `90-few` and `hopper-few` select fewer calls:
+only tuned configurations.
 
 Runs the launchers on CPU tensors, catches each launch and compiles it ahead of time for that architecture with the
 ptxas that ships inside Triton. Must run in a process of its own: the test process interprets the kernels.
@@ -48,27 +49,27 @@ def launches(
     """(kernel, keyword arguments) of every launch of one forward and backward, or of one decoding step.
 
     parts  into which `hopper` splits two lines of each head
-    small  whether multiprocessors are idle: blocks of queries are halved, and dk, dv and dq share a launch
+    small  whether SMs are idle: blocks of queries are halved, and dk, dv and dq share a launch
     """
     caught: list[tuple[JITFunction, dict[str, Any]]] = []
 
     def catch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         caught.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}))
 
-    # what a call of the same shapes has chosen on another device, or with another number of multiprocessors, must not be taken
+    # launches prepared for another device or number of SMs must not be reused
     for prepared in (forward, backward, split_kv, hopper_forward, hopper_backward):
         prepared.prepare.cache_clear()
     limits = (arch // 10, SHARED_MEMORY[arch])
     with (
         mock.patch.object(JITFunction, "run", catch),
         mock.patch.object(arguments, "device_limits", lambda _: limits),
-        mock.patch.object(forward, "multiprocessors", lambda _: 1 << 30 if small else 0),
-        mock.patch.object(backward, "multiprocessors", lambda _: 1 << 30 if small else 0),
-        mock.patch.object(hopper_forward, "multiprocessors", lambda _: 132),
-        mock.patch.object(hopper_backward, "multiprocessors", lambda _: 132),
+        mock.patch.object(forward, "num_sms", lambda _: 1 << 30 if small else 0),
+        mock.patch.object(backward, "num_sms", lambda _: 1 << 30 if small else 0),
+        mock.patch.object(hopper_forward, "num_sms", lambda _: 132),
+        mock.patch.object(hopper_backward, "num_sms", lambda _: 132),
         mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, parts)),
         mock.patch.object(hopper_backward, "split_of", lambda *_: Split(2, parts)),
-        mock.patch.object(split_kv, "multiprocessors", lambda _: 132),
+        mock.patch.object(split_kv, "num_sms", lambda _: 132),
         # those of 8192 keys
         mock.patch.object(service, "TELLING_COLUMNS", 64),
     ):
@@ -422,7 +423,7 @@ def calls(arch: int) -> list[dict[str, Any]]:
         {"head_dim": head_dim, "dtype": half, "mode": mode}
         for head_dim, mode in itertools.product((64, 128), ("dense", "causal"))
     ]
-    # 3 and 100: rows of 6 and 200 bytes, which the copy engine does not take
+    # 3 and 100: rows of 6 and 200 bytes, which TMA cannot load
     grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (3, 16, 40, 96, 100)]
     grid += [{"head_dim": head_dim, "dtype": torch.float16} for head_dim in (64, 128)]
     grid += [{"head_dim": 64, "dtype": half, **option} for option in ({"group": 4}, {"limited": True}, {"dlse": True})]

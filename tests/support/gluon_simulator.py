@@ -433,7 +433,7 @@ class Simulation:
             "row_parts": lambda: None,
             "TensorDescriptor": Descriptor,
             "Launch": self._launch,
-            "multiprocessors": lambda index: programs,
+            "num_sms": lambda index: programs,
         }
         # what the simulator gives, and below what a module has defined for those that import it
         self.given = dict(self.known)
@@ -484,21 +484,27 @@ class Simulation:
         ):
             # for the modules that import them
             shared = {
-                key: value for key, value in vars(module).items() if inspect.isfunction(value) or key == "Describer"
+                key: value
+                for key, value in vars(module).items()
+                if inspect.isfunction(value) or key == "DescriptorFactory"
             }
             self.known.update(shared)
         return module
 
     def _launch(
-        self, kernel: Any, grid: tuple[int, ...], rest: dict[str, Any], describers: dict[str, Any] | None = None
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        rest: dict[str, Any],
+        descriptor_factories: dict[str, Any] | None = None,
     ) -> Callable[..., None]:
         if not inspect.isfunction(kernel):
-            return launch.Launch(kernel, grid, rest, describers)
+            return launch.Launch(kernel, grid, rest, descriptor_factories)
         names = list(inspect.signature(kernel).parameters)
         options = {name: value for name, value in rest.items() if name in names}
 
         def run(*tensors: Any) -> None:
-            of_each = [(describers or {}).get(name) for name in names[: len(tensors)]]
+            of_each = [(descriptor_factories or {}).get(name) for name in names[: len(tensors)]]
             given = [
                 Pointer(each) if isinstance(each, Tensor) else each for each in launcher.described(tensors, of_each)
             ]

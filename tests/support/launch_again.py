@@ -1,7 +1,6 @@
-"""Does a launch hand the compiled function what Triton's own does, without a GPU? `python -m tests.support.launch_again`.
+"""The cached launcher against Triton's own, without a GPU: `python -m tests.support.launch_again`.
 
-A stand-in for the driver writes down what would have reached the GPU. Must run in a process of its own: the test process
-interprets the kernels.
+A mock driver records what would have reached the GPU. Must run in its own process: the test process interprets kernels.
 """
 
 from __future__ import annotations
@@ -100,22 +99,22 @@ def check(recorder: Recorder, run: launch.Launch, first: tuple[Any, ...], others
     assert len(recorder.calls) == 1
     bound = run._run
     assert isinstance(bound, launcher.Bound), "Triton's launcher has changed: see blocksparse_flash/runtime/launcher.py"
-    compiled, grid, describers, values = bound._compiled, bound._grid, bound._describers, bound._values
+    compiled, grid, descriptor_factories, values = bound._compiled, bound._grid, bound._factories, bound._values
     for arguments in others:
         recorder.calls.clear()
         run(*arguments)
-        # neither a chain of hooks nor what they would be told
+        # neither a chain of hooks nor their metadata
         with mock.patch.multiple(knobs, launch_enter_hook=None, launch_exit_hook=None):
-            compiled[grid](*launcher.described(arguments, describers), *values)
+            compiled[grid](*launcher.described(arguments, descriptor_factories), *values)
         ours, theirs = (flat(call) for call in recorder.calls)
         # the stream is asked for at each launch
         assert theirs[3] == ours[3] + 1
         ours[3] = theirs[3] = None
         assert ours == theirs, f"\n{ours}\n{theirs}"
-    told: list[Any] = []
-    with mock.patch.object(knobs, "launch_enter_hook", told.append):
+    launched: list[Any] = []
+    with mock.patch.object(knobs, "launch_enter_hook", launched.append):
         run(*first)
-    assert told.append in recorder.calls[-1], "the hook of a profiler must be handed on"
+    assert launched.append in recorder.calls[-1], "the hook of a profiler must be passed on"
 
 
 def check_holds_nothing(run: launch.Launch, shape: tuple[int, ...], rest: tuple[Any, ...]) -> None:
@@ -151,7 +150,7 @@ def main() -> None:
     plan = [items, indices, indices, items, indices, indices, torch.zeros(3, 128, 4, dtype=torch.int32)]
     with (
         mock.patch.object(launch, "device_limits", lambda _: LIMITS),
-        mock.patch.object(split_kv, "multiprocessors", lambda _: 132),
+        mock.patch.object(split_kv, "num_sms", lambda _: 132),
         mock.patch.object(launcher, "KEPT", 2),
     ):
         options = launch.options_of(out, 0.125, False, 0.0, None)
@@ -160,9 +159,9 @@ def main() -> None:
         walks = launch.walk(plan, 0)
 
         for worth in (1 << 40, 0):
-            with mock.patch.object(launch, "WORTH_DESCRIBING", worth):
-                run = forward.prepare.__wrapped__(specs, launch.see_walk(walks), options)[-1]
-            assert any(run._describers) == (worth == 0)
+            with mock.patch.object(launch, "MIN_TMA_ELEMENTS", worth):
+                run = forward.prepare.__wrapped__(specs, launch.plan_specs_of(walks), options)[-1]
+            assert any(run._factories) == (worth == 0)
             rest = (*walks, None, None, None, None, None, out, lse)
             given = [(*call, *rest) for call in calls]
             check(recorder, run, given[0], given)
@@ -171,14 +170,14 @@ def main() -> None:
                 check_holds_nothing(run, shape, rest[:-2])
             recorder.calls.clear()
 
-        told = backward_preprocess.prepare_statistics(seen, 256)
+        preprocess = backward_preprocess.prepare_preprocess(seen, 256)
         given = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None, None) for call in calls]
-        check(recorder, told, given[0], given)
+        check(recorder, preprocess, given[0], given)
         recorder.calls.clear()
 
-        with mock.patch.object(backward, "multiprocessors", lambda _: 132):
+        with mock.patch.object(backward, "num_sms", lambda _: 132):
             joint = backward.prepare.__wrapped__(
-                specs_of(*[out] * 4), launch.see_walk(walks), launch.see_walk(walks), options
+                specs_of(*[out] * 4), launch.plan_specs_of(walks), launch.plan_specs_of(walks), options
             ).joint
         assert joint is not None
         pairs = torch.empty(2, 256, 2)
@@ -188,9 +187,9 @@ def main() -> None:
 
         # of a few queries; sinks go to the merge
         q, added = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(2)
-        scored = options._replace(scores=launch.see_scores(Scores(added, added, None, [], 30.0), None))
+        scored = options._replace(scores=launch.score_specs_of(Scores(added, added, None, [], 30.0), None))
         split_keys = split_kv.prepare.__wrapped__(specs_of(q, out, out), (None, ()), 0, scored)
-        assert split_keys.merge is not None and not any(split_keys.decode._describers)
+        assert split_keys.combine is not None and not any(split_keys.split._factories)
         parts, lses = torch.empty(split_keys.n_chunks, 2, 64), torch.empty(split_keys.n_chunks, 2)
         dense = (None,) * 6
         given = [(q, *call[1:], *dense, added, None, parts, lses) for call in calls]
@@ -201,20 +200,20 @@ def main() -> None:
         recorder.calls.clear()
 
         # with more rows than programs, which have a queue, and without
-        for split, multiprocessors, is_quartered in ((WHOLE, 132, True), (WHOLE, 3, False), (Split(1, 3), 132, False)):
-            with mock.patch.object(hopper_forward, "multiprocessors", lambda _, n=multiprocessors: n):
+        for split, n_sms, is_quartered in ((WHOLE, 132, True), (WHOLE, 3, False), (Split(1, 3), 132, False)):
+            with mock.patch.object(hopper_forward, "num_sms", lambda _, n=n_sms: n):
                 hopper = hopper_forward.prepare.__wrapped__(
-                    specs, launch.see_walk(walks), None, split, is_quartered, 0.125, False, None
+                    specs, launch.plan_specs_of(walks), None, split, is_quartered, 0.125, False, None
                 )
-            assert hopper.is_queued == (multiprocessors == 3)
+            assert hopper.is_queued == (n_sms == 3)
             queue = torch.zeros(1, dtype=torch.int32) if hopper.is_queued else None
             parts = torch.empty(hopper.n_floats) if hopper.merge else None
             given = [(*call, *walks, None, queue, torch.empty_like(out), lse, parts) for call in calls]
             check(recorder, hopper.launch, given[0], given)
             recorder.calls.clear()
-        # few columns on fewer multiprocessors, beside which statistics are told too
+        # few columns on fewer SMs, beside which statistics are told too
         with (
-            mock.patch.object(hopper_backward, "multiprocessors", lambda _: 1),
+            mock.patch.object(hopper_backward, "num_sms", lambda _: 1),
             mock.patch.object(service, "TELLING_COLUMNS", 1),
         ):
             lines, sums = torch.empty(2, 512), [torch.empty(shape) for _ in calls]
@@ -222,12 +221,12 @@ def main() -> None:
             assert chosen is not None
             served = hopper_backward.prepare.__wrapped__(
                 specs_of(*[out] * 4),
-                launch.see_walk(walks),
+                launch.plan_specs_of(walks),
                 WHOLE,
                 chosen,
                 False,
                 True,
-                options._replace(others=(launch.tell(out),)),
+                options._replace(others=(launch.cache_key_of(out),)),
             )
         queue = served.workspaces[2]
         assert queue is not None and served.is_told and not served.is_sent

@@ -1,4 +1,4 @@
-"""Runs a call of launch_tables.py, on a GPU where there is one, and holds out, lse and every gradient to float64 by the one tolerance."""
+"""Runs a call of launch_tables.py, on a GPU if present, and compares out, lse and gradients with float64."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def expected(
     """For each result of `run` what it may honestly be in the call's type, and float64's.
 
     roundings  as of plain.results
-    more_rows  queries in front, whose results are left out and whose gradients are 0: the matrix products have more rows
+    more_rows  queries in front, whose results are left out and whose gradients are 0: the products
+               have more rows
     """
     tensors, lengths, options = _inputs(call)
     layout, variant, blocks = call.layout(), call.variant, _blocks(call)
@@ -150,8 +151,8 @@ def assert_is_accurate(call: Call, actual: list[Tensor]) -> None:
     if call.dtype == torch.float32:
         _assert_within(call, actual, allowed(range(2)))
         return
-    # Where one key has nearly all of a row's weight, dq and dk are what the rounding of out has left, and among millions of rows
-    # some draw a rounding that is rare.
+    # Where one key has nearly all of a row's weight, dq and dk are what the rounding of out has left, and among
+    # millions of rows some draw a rounding that is rare.
     for first in range(ROUNDINGS_AT_ONCE, MANY_ROUNDINGS, ROUNDINGS_AT_ONCE):
         with contextlib.suppress(AssertionError):
             _assert_within(call, actual, allowed(range(first, first + ROUNDINGS_AT_ONCE)))

@@ -1,7 +1,8 @@
 """Calls that reach every configuration of the launch tables, and which configurations a call chooses.
 
-`known` asks the tables themselves, over every argument that they can be given on a GPU; `cover` chooses calls until each
-configuration is met by each kind of call that reaches it. What a call chooses is read off its launches, which need not run.
+`known` evaluates the tables for every argument that occurs on a GPU; `cover` chooses calls until each configuration is
+reached by each kind of call that can reach it. What a call chooses is read from its prepared launches, which need not
+run.
 """
 
 from __future__ import annotations
@@ -45,16 +46,15 @@ A100, A10, H200, B200 = Gpu(8, 166912, 108), Gpu(8, 101376, 72), Gpu(9, 232448, 
 
 def this_gpu() -> Gpu:
     """The current CUDA device."""
-    return Gpu(
-        *arguments.device_limits(torch.cuda.current_device()), launch.multiprocessors(torch.cuda.current_device())
-    )
+    return Gpu(*arguments.device_limits(torch.cuda.current_device()), launch.num_sms(torch.cuda.current_device()))
 
 
 @dataclass(frozen=True)
 class Variant:
     """What a call asks for besides its shape.
 
-    mode   "dense"; "causal"; "blocks": blocks of 128 and a window; "heads": blocks of 64, other ones for each head; "long":
+    mode   "dense"; "causal"; "blocks": blocks of 128 and a window; "heads": blocks of 64, different for each head;
+           "long":
            global tokens, whose rows and columns are split among programs; "fine": blocks of 16; "blocks-causal"
     group  query heads of a key head
     """
@@ -91,7 +91,8 @@ CHANGED = [
     Variant("softcap", softcap=3.0),
     Variant("slopes-causal", "causal", has_slopes=True),
     Variant("bias", has_bias=True),
-    Variant("everything", "heads", group=2, has_lengths=True, has_sinks=True, softcap=4.0, has_slopes=True, has_bias=True),
+    Variant("everything", "heads", group=2, has_lengths=True, has_sinks=True, softcap=4.0, has_slopes=True,
+    has_bias=True),
 ]  # fmt: skip
 DROPOUT = [
     Variant("dropout", dropout_p=0.2),
@@ -180,13 +181,13 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         wanted = tuple(given[word] is not None for word in ("pairs_ptr", "lines_ptr", "cleared_ptr", "queue_ptr"))
         yield name, *wanted
     elif name == "hopper_forward":
-        dim = dim or max(each._describers[i]._arguments[2][-1] for i in (0, 2))
+        dim = dim or max(each._factories[i]._arguments[2][-1] for i in (0, 2))
         has = tuple(given[word] is not None for word in ("items_ptr", "kv_lengths_ptr"))
         words = ("WARPGROUPS", "QUERIES", "SLACK", "BLOCK_KV", "STAGES", "OUT_IN_Q", "PIN", "EARLY_WORDS")
         yield name, dim, *has, *(rest[word] for word in words)
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
-        dim = max(each._describers[i]._arguments[2][-1] for i in (0, 2))
+        dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
         has = tuple(given[word] is not None for word in ("items_ptr", "kv_lengths_ptr"))
         yield name, dim, *has, rest["STAGES"], rest["SETS"]
         yield from ((name, dim, word) for word in _features(rest, given))
@@ -245,7 +246,7 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
         module.prepare.cache_clear()
     with contextlib.ExitStack() as stack, recorded(runs=False) as found:
         for module in modules:
-            stack.enter_context(mock.patch.object(module, "multiprocessors", lambda _: gpu.n_sms))
+            stack.enter_context(mock.patch.object(module, "num_sms", lambda _: gpu.n_sms))
         stack.enter_context(mock.patch.object(arguments, "device_limits", lambda _: gpu[:2]))
         stack.enter_context(_unfilled_memory())
         q, k, v, dout = (
@@ -363,7 +364,8 @@ def _known_hopper() -> Iterator[Key]:
 
 def candidates(gpu: Gpu) -> Iterator[Call]:
     """Calls of every kind, the cheap ones first."""
-    # few rows of tiles and many; many keys, with which small heads are large enough for descriptors; enough rows for causal ones
+    # few rows of tiles and many; many keys, with which small heads are large enough for descriptors; enough rows for
+    # causal ones
     shapes = [(2, 20, 300, 300), (2, 20, 300, 900), (2, 20, 300, 1600), (4, 12, 300, 1100), (8, 50, 300, 300)]
     for dim, dtype in itertools.product(DIMS, (HALF, SINGLE)):
         variants = ALL if dim in (64, 128) and dtype == HALF else FEW

@@ -585,8 +585,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/tile.py",
-            "i_chunk * size + tl.minimum(i_chunk, n_larger)",
-            "i_chunk * size",
+            "i_split * size + tl.minimum(i_split, n_larger)",
+            "i_split * size",
             "tests/kernels/triton/test_split_kv.py -k test_any_number_of_queries",
         ),
         ("triton/tile.py", "(b_new - b_sum) - b_step", "b_step - (b_new - b_sum)", "tests/kernels/triton/test_tile.py"),
@@ -643,8 +643,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/combine_splits.py",
-            "b_out = b_out * b_decay + tl.sum(b_part",
-            "b_out = b_out + tl.sum(b_part",
+            "b_out = b_out * b_decay + tl.sum(b_split",
+            "b_out = b_out + tl.sum(b_split",
             "tests/kernels/triton/test_split_kv.py -k merged_by_their_weight",
         ),
         (
@@ -655,8 +655,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/combine_splits.py",
-            "tl.load(p_part + TILE * DIM + o_row[:, None]",
-            "tl.load(p_part + TILE * DIM_V + o_row[:, None]",
+            "tl.load(p_split + TILE * DIM + o_row[:, None]",
+            "tl.load(p_split + TILE * DIM_V + o_row[:, None]",
             "tests/kernels/triton/test_combine_splits.py -k columns_are_added",
         ),
         (

@@ -1,27 +1,23 @@
-"""How is block-sparse flash attention computed in plain PyTorch, on any device?
+"""Block-sparse flash attention in plain PyTorch, on any device.
 
-Knows: tensors, the row walk of a plan (its first three tensors and its bitmask words), or nothing but lengths for dense and
-causal attention. Must not know: BlockLayout, autograd, Triton.
-
-A chunk is a set of query tiles that meet equally many key tiles; its scores are one batched matrix product. With
-s = scale q k^T, per row of queries:
+A chunk is a set of query tiles with equally many key tiles; its scores are one batched matrix product. With
+s = scale q k^T, per query:
 
     forward    m = max s,  p = exp(s - m),  l = sum p,  out = (p / l) v,  lse = m + log(l)
-               rows too long for one chunk are walked in spans, which rescale what came before by exp(m - new m)
-    backward   p = exp(s - lse),  dp = dout v^T,  ds = p (dp - delta),  delta = rowsum(p dp) - dlse = rowsum(dout out) - dlse
+               tile rows too long for one chunk are split into spans, merged by the factor exp(m - new m)
+    backward   p = exp(s - lse),  dp = dout v^T,  ds = p (dp - delta),
+               delta = rowsum(p dp) - dlse = rowsum(dout out) - dlse
                dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout
 
-Options of the scores (scores.py) change s before the mask; a sink is a partial result that every row starts from.
-Dropout multiplies p by keep / philox.kept_share where it meets v, and dp likewise. Half types are computed in float32.
+Score mods change s before the mask; a sink is a partial result from which every row starts. Dropout multiplies p (in
+p v) and dp by keep / philox.kept_share. Half types are computed in float32.
 
 Only stored tiles are computed. Memory is O(tokens) for the float32 copies and the gradients, plus a bounded chunk. Each
-chunk owns its rows of out and dq; what it gives to dk and dv is added in a fixed order, so every device gives equal bits
-twice. A row without keys writes out 0, lse -inf and gradients 0.
+chunk owns its rows of out and dq; dk and dv are accumulated in a fixed order, so results are bitwise reproducible. A
+row without keys writes out 0, lse -inf and gradients 0.
 
-Two facts about CPUs decide how masks are applied (Xeon with AVX-512, torch 2.13, ns an element):
-    masked_fill_ takes 2.1, torch.minimum with +inf and -inf 0.08
-    exp takes 0.13, but 3 to 12 for -inf and for results below the smallest normal number; exp2 takes 0.15 for any, but
-    its larger exponents round worse. So exponents are clamped, and results which were clamped are set to 0
+Masks are applied with torch.minimum and clamped exponents, since on CPUs masked_fill_ is 25 times slower than minimum
+(2.1 and 0.08 ns an element, AVX-512) and exp of -inf or with subnormal results 20 to 90 times slower than other exps.
 """
 
 from __future__ import annotations
@@ -38,18 +34,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import philox
-from ...score_mods import Scores
+from ...score_mods import TILE, Scores
 from .score_mods import Change, Changes
 
-TILE = 128
-# what a plan takes from the index of a partial tile
+# subtracted from the index of a partial tile in a plan
 PARTIAL = 1 << 24
-# exp of this is still a normal number, and one below it counts as no attention at all
+# exp of this is still a normal number; lower exponents give weight 0
 LOWEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
-# tiles of scores in flight, 64 KB each in float32: on a CPU those of a thread should stay in its cache (8 and 128 take 10 %
-# longer with 2 MB), a GPU wants large launches
+# score tiles of a chunk, 64 KB each in float32. On a CPU those of a thread should stay in its cache (8 and 128 are 10 %
+# slower with 2 MB); a GPU needs large launches
 TILES_PER_THREAD = 32
-TILES_ON_A_GPU = 1024
+TILES_ON_GPU = 1024
 
 
 class _Sizes(NamedTuple):
@@ -69,7 +64,7 @@ class _Sizes(NamedTuple):
 
     @property
     def q_side(self) -> int:
-        """Queries of a tile: all there are, where they are fewer than a tile holds, as in decoding."""
+        """Queries of a tile: q_len if it is less than a tile, as in decoding."""
         return min(TILE, self.q_len)
 
     @property
@@ -78,12 +73,12 @@ class _Sizes(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Tile rows with equally many tiles; every one of them is walked once for each of the heads that share the plan.
+    """Tile rows with equally many tiles, each processed once per head that shares the plan.
 
-    batch_idx, head_idx, rows  (items,) of each tile row; 0 for an axis which the plan shares
+    batch_idx, head_idx, rows  (items,) of each tile row; 0 for a dimension that the plan broadcasts
     n_partial, n_tiles  tiles of each row; the partial ones come first
-    begins  of each row among the listed tiles, or None without a plan
-    cols    (begin, end, first, last) -> (end - begin, last - first) tile columns `first` .. `last` of items `begin` .. `end`
+    begins  position of each row in the list of tiles, or None without a plan
+    cols    (begin, end, first, last) -> (end - begin, last - first) tile columns of items `begin` .. `end`
     limits  (begin, end, first, last) -> (end - begin, queries, 128 * (last - first)): +inf attends, -inf does not
     """
 
@@ -98,14 +93,14 @@ class _Group(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Key tiles that meet the query tiles of a chunk in one matrix product.
+    """The key tiles of one matrix product with the query tiles of a chunk.
 
-    kv_tiles  (items * tiles,) where the key tiles are among all key tiles
+    kv_tiles  (items * tiles,) indices of the key tiles
     shape     (sharing heads, rows, queries, keys) of the scores
     limit     (rows, queries, keys of the partial tiles), or None
     length_limit  broadcasts to shape, or None
-    keep      of that shape, 0 or 1 / philox.kept_share(dropout_p), or None
-    change    what the options of the scores do, or None
+    keep      dropout factors of that shape, 0 or 1 / philox.kept_share(dropout_p), or None
+    change    the score mods, or None
     """
 
     kv_tiles: Tensor
@@ -116,8 +111,8 @@ class _Span(NamedTuple):
     change: Change | None
 
 
-class _Walk:
-    """All chunks of a call, in a fixed order: query tiles, whether they have one span only, and what walks their spans."""
+class _Chunks:
+    """All chunks of a call in a fixed order, as (query tiles, whether they have a single span, iterator over spans)."""
 
     def __init__(
         self,
@@ -135,17 +130,17 @@ class _Walk:
         self.sizes, self.seed, self.dropout_p = sizes, seed, dropout_p
         self.device, self.dtype = like.device, like.dtype
         is_on_cpu = like.device.type == "cpu"
-        self.tiles_at_once = TILES_PER_THREAD * torch.get_num_threads() if is_on_cpu else TILES_ON_A_GPU
+        self.tiles_at_once = TILES_PER_THREAD * torch.get_num_threads() if is_on_cpu else TILES_ON_GPU
         self.kv_lengths = self._needed_lengths(kv_lengths, is_dense=not plan)
         self.groups = self._plan_groups(plan) if plan else self._dense_groups(causal)
         plan_batch, plan_heads = plan[0].shape[:2] if plan else (1, 1)
-        # every (batch, head) that walks the same rows; 0 for an axis along which the rows differ
+        # every (batch, head) with the same rows; 0 for a dimension along which rows differ
         shared_batch = torch.arange(sizes.batch if plan_batch == 1 else 1, device=self.device)
         shared_head = torch.arange(sizes.heads if plan_heads == 1 else 1, device=self.device)
         self.shared = torch.cartesian_prod(shared_batch, shared_head)
 
     def _needed_lengths(self, kv_lengths: Tensor | None, *, is_dense: bool) -> Tensor | None:
-        """Keys of each batch entry, if tiles reach beyond: the last tile of a plan is already masked by its bitmask."""
+        """kv_len of each batch entry if tiles exceed it; the last tile of a plan is already masked by its bitmask."""
         kv_len = self.sizes.kv_len
         if kv_lengths is not None:
             return kv_lengths.to(torch.int64).clamp(0, kv_len)
@@ -162,7 +157,7 @@ class _Walk:
             for begin in range(0, n_rows, rows_at_once):
                 end = min(begin + rows_at_once, n_rows)
                 shared_at_once = max(1, self.tiles_at_once // (group.n_tiles * (end - begin)))
-                # one entry: the heads that share these rows share their limits
+                # one entry, reused by the heads that share these rows
                 memory: dict[int, Tensor] = {}
                 for shared in self.shared.split(shared_at_once):
                     # (sharing heads, rows)
@@ -240,7 +235,7 @@ class _Walk:
         row_items, row_indices, row_ids, *_, words = plan
         words = words[:, : self.sizes.q_side]
         n_heads, n_rows = row_items.shape[1:3]
-        # on a GPU this is the one synchronisation of a call
+        # on a GPU this is the only synchronisation of a call
         items = row_items.cpu().numpy().reshape(-1, row_items.shape[3]).astype(np.int64)
         owner = np.repeat(np.arange(len(items) // max(1, n_rows)), n_rows)
         items = np.column_stack([owner // n_heads, owner % n_heads, items[:, :4]])
@@ -278,7 +273,7 @@ class _Walk:
                 yield self._interval_group(torch.full((1,), row, device=self.device), n_full=n_full, n_tiles=n_tiles)
 
     def _interval_group(self, rows: Tensor, *, n_full: int, n_tiles: int) -> _Group:
-        """Rows that see the first `n_tiles` tile columns, all but the first `n_full` of them through the diagonal."""
+        """Rows over the first `n_tiles` tile columns; those from `n_full` on are masked by the diagonal."""
         offset = self.sizes.kv_len - self.sizes.q_len
 
         def cols(begin: int, end: int, first: int, last: int) -> Tensor:
@@ -296,7 +291,7 @@ class _Walk:
 
 
 def _positions(tiles: Tensor) -> Tensor:
-    """(items, tiles) -> (items, 128 * tiles): the positions which tiles hold."""
+    """(items, tiles) -> (items, 128 * tiles): the positions of the tokens of tiles."""
     return (tiles[:, :, None] * TILE + torch.arange(TILE, device=tiles.device)).flatten(1)
 
 
@@ -330,7 +325,7 @@ def _untiled(tiles: Tensor, like: Tensor) -> Tensor:
 
 
 def _kv_tiles(tensor: Tensor, dtype: torch.dtype, kv_lengths: Tensor | None) -> Tensor:
-    """Tiles of k or v; rows that do not exist are zeros, whatever they held."""
+    """Tiles of k or v; rows past a length are zeros, even if they hold NaN."""
     if kv_lengths is not None:
         is_missing = torch.arange(tensor.shape[2], device=tensor.device) >= kv_lengths[:, None]
         tensor = tensor.masked_fill(is_missing[:, None, :, None], 0)
@@ -339,7 +334,7 @@ def _kv_tiles(tensor: Tensor, dtype: torch.dtype, kv_lengths: Tensor | None) -> 
 
 def _scores(q_chunk: Tensor, k_chunk: Tensor, scale: float, span: _Span) -> tuple[Tensor, Tensor | None]:
     """(items, queries, keys) scores, -inf for pairs that do not attend; and the tanh of a cap, by head."""
-    # the product takes the factor for free; with beta=0 its first argument gives nothing but a shape
+    # baddbmm scales for free; with beta=0 its first argument only gives a shape
     nothing = q_chunk.new_zeros(1, 1, 1).expand(*q_chunk.shape[:2], k_chunk.shape[1])
     scores = torch.baddbmm(nothing, q_chunk, k_chunk.transpose(1, 2), beta=0, alpha=scale)
     by_head = scores.view(span.shape)
@@ -352,7 +347,7 @@ def _scores(q_chunk: Tensor, k_chunk: Tensor, scale: float, span: _Span) -> tupl
 
 
 def _mask(scores: Tensor, limit: Tensor) -> None:
-    """-inf where limit is, in place. A NaN becomes +inf, which makes NaN of its row if the pair attends; minimum would keep it."""
+    """minimum(scores, limit), in place. NaN becomes +inf first, since minimum would keep NaN of masked pairs."""
     scores.nan_to_num_(torch.inf, torch.inf, -torch.inf)
     torch.minimum(scores, limit, out=scores)
 
@@ -361,12 +356,12 @@ def _weights(scores: Tensor, pivot: Tensor) -> Tensor:
     """exp(scores - pivot), in place; exactly 0 for a score of -inf, which a pair that attends may have too."""
     lowest = LOWEST_EXPONENT[scores.dtype]
     weights = scores.sub_(pivot).clamp_min_(lowest).exp_()
-    # twice, so that no rounding of exp matters
+    # factor 2: independent of how exp rounds
     return torch.threshold_(weights, 2 * math.exp(lowest), 0.0)
 
 
 def _finite(highest: Tensor) -> Tensor:
-    """A row which has met no key yet keeps -inf; a finite pivot avoids -inf - (-inf) = nan."""
+    """Finite pivot for a row without keys so far, since -inf - (-inf) = nan."""
     return highest.clamp_min(torch.finfo(highest.dtype).min)
 
 
@@ -376,17 +371,17 @@ def _nonzero(total: Tensor) -> Tensor:
 
 
 def _gathered(tiles: Tensor, span: _Span) -> Tensor:
-    """(items, keys, dim) of the key tiles of a span."""
+    """(items, keys, dim): the key tiles of a span."""
     n_sharing, n_rows, _, n_keys = span.shape
     return tiles.index_select(0, span.kv_tiles).view(n_sharing * n_rows, n_keys, tiles.shape[2])
 
 
 class _Partial(NamedTuple):
-    """What a chunk of query tiles knows after some spans; everything by row, (items, queries, ...).
+    """Partial result of a chunk over some spans, each tensor (items, queries, ...).
 
-    out      v weighted by exp(score - highest), divided by total already if is_divided
-    highest  score, -inf before the first key
-    total    of the weights
+    out      sum of exp(score - highest) v; divided by total if is_divided
+    highest  maximum score, -inf before the first key
+    total    sum of the weights
     """
 
     out: Tensor
@@ -398,14 +393,14 @@ class _Partial(NamedTuple):
 def _attended(
     q_chunk: Tensor, k_tiles: Tensor, v_tiles: Tensor, scale: float, span: _Span, *, is_all: bool
 ) -> _Partial:
-    """What a span alone gives; is_all: nothing else will be merged with it."""
+    """The partial result of one span; is_all if it is the whole row."""
     dtype = q_chunk.dtype
     scores, _ = _scores(q_chunk, _gathered(k_tiles, span).to(dtype), scale, span)
     highest = scores.amax(dim=-1, keepdim=True)
     weights = _weights(scores, _finite(highest))
     total = weights.sum(dim=-1, keepdim=True)
     if is_all:
-        # as the reference does, which rounds less than dividing the product
+        # like the reference; rounds less than dividing the product
         weights.div_(_nonzero(total))
     if span.keep is not None:
         weights.view(span.shape).mul_(span.keep)
@@ -420,7 +415,7 @@ def _merged(a: _Partial, b: _Partial) -> _Partial:
 
 
 def _sunk(sinks: Tensor, index: Tensor, sizes: _Sizes, v_dim: int) -> _Partial:
-    """What query tiles know of their sinks, before the first key. (A sink of -inf is none: `_merged` gives it no weight.)"""
+    """The sinks as a partial result; a sink of -inf gets no weight in `_merged`."""
     highest = sinks[index // sizes.n_rows % sizes.heads][:, None, None].expand(-1, sizes.q_side, 1)
     return _Partial(
         highest.new_zeros(len(index), sizes.q_side, v_dim), highest, torch.ones_like(highest), is_divided=False
@@ -430,7 +425,7 @@ def _sunk(sinks: Tensor, index: Tensor, sizes: _Sizes, v_dim: int) -> _Partial:
 def _pairs(
     q_chunk: Tensor, dout_chunk: Tensor, pivot: Tensor, k_tiles: Tensor, v_tiles: Tensor, scale: float, span: _Span
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """p and dp of a span, before and after dropout, and the tanh of a cap."""
+    """p (before dropout), dp (after dropout) and the tanh of a softcap."""
     scores, tanh = _scores(q_chunk, _gathered(k_tiles, span), scale, span)
     dscores = torch.bmm(dout_chunk, _gathered(v_tiles, span).transpose(1, 2))
     if span.keep is not None:
@@ -439,10 +434,10 @@ def _pairs(
 
 
 def _unrounded(delta: Tensor, of_out: Tensor, summed: Tensor, total: Tensor) -> Tensor:
-    """delta with rowsum(p dp) in place of rowsum(dout out), where the weights p of a row add up to 1.
+    """delta with rowsum(p dp) in place of rowsum(dout out), for rows whose weights p add up to 1.
 
-    Where they do not, out and lse are of more keys than these, as those of a sequence that ranks share: the rest of the sum is
-    elsewhere. 2^-14 is an eighth of a rounding of float16.
+    For other rows, out and lse cover more keys than this call, as in context parallelism. 2^-14 is an eighth of a
+    float16 ulp.
     """
     return torch.where((total - 1).abs() < 2**-14, delta + (summed - of_out), delta)
 
@@ -450,7 +445,7 @@ def _unrounded(delta: Tensor, of_out: Tensor, summed: Tensor, total: Tensor) -> 
 def _add_tiles(total: Tensor, index: Tensor, tiles: Tensor) -> None:
     """total[index] += tiles in a fixed order, also where an index repeats.
 
-    On a CPU index_add_ goes one by one; on a GPU it would use atomics, while index_put_ sorts.
+    index_add_ is sequential on a CPU but uses atomics on a GPU, where index_put_ sorts.
     """
     tiles = tiles.view(len(index), *total.shape[1:])
     if total.device.type == "cpu":
@@ -491,13 +486,13 @@ def forward(
         return out, lse
     q_tiles = _tiles(q, dtype, sizes.q_side)
     changes = None if scores is None else Changes(scores, (sizes.batch, sizes.heads), plan, like=q_tiles)
-    walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
-    # one row of tiles reads a key tile once a head: what it reads is converted, which may be little
+    chunks = _Chunks(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
+    # with one tile row each key tile is read once per head, so only the tiles in use are converted
     stored = k.dtype if sizes.n_rows == 1 else dtype
     k_tiles, v_tiles = (_kv_tiles(tensor, stored, kv_lengths) for tensor in (k, v))
     out_tiles = q_tiles.new_zeros(*q_tiles.shape[:2], v.shape[3])
     lse_tiles = _tiles(lse[..., None], dtype, sizes.q_side)
-    for index, is_single, spans in walk:
+    for index, is_single, spans in chunks:
         q_chunk = q_tiles.index_select(0, index)
         is_all = is_single and sinks is None
         partials: Iterable[_Partial] = (
@@ -531,36 +526,36 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of `forward`'s q, k and v, given those of its out and lse (None is zero); the rest as there.
 
-    returns  dq, dk, dv of the shapes and dtypes of q, k, v, contiguous; with options of the scores also the gradients of
-             sinks, slopes and bias, empty where they are not wanted
+    returns  dq, dk, dv of the shapes and dtypes of q, k, v, contiguous; with score mods also the gradients of sinks,
+             slopes and bias, empty where not wanted
     """
     sizes = _Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     if sizes.is_empty:
-        assert scores is None, "the reference answers for no keys"
+        assert scores is None, "the reference handles calls without keys"
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dtype = lse.dtype
     of_out = (dout.to(dtype) * out.to(dtype)).sum(dim=-1)
-    # half types have rounded out, which would give rows of one key or two gradients that are all rounding: p dp is summed
+    # half types: rowsum(p dp) instead, since the rounding of out dominates the gradients of rows with one or two keys
     is_rounded = out.dtype != dtype
     delta = of_out
     if dlse is not None:
-        # nothing moves the lse of a row without keys, whatever gradient it was given
+        # the lse of a row without keys is constant: its gradient is ignored
         delta = delta - dlse.masked_fill(lse == -torch.inf, 0)
-    # a row without keys: exp(s - inf) = 0 where exp(s + inf) would not be
+    # +inf for a row without keys: exp(s - inf) = 0
     pivot = lse.masked_fill(lse == -torch.inf, torch.inf)
     q_tiles = _tiles(q, dtype, sizes.q_side)
     changes = None
     if scores is not None:
         changes = Changes(scores, (sizes.batch, sizes.heads), plan, like=q_tiles, wanted=(wanted[1], wanted[2]))
-    walk = _Walk(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
+    chunks = _Chunks(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
     k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
     dout_tiles, delta_tiles, of_out_tiles = (
         _tiles(tensor, dtype, sizes.q_side) for tensor in (dout, delta[..., None], of_out[..., None])
     )
-    # as for a query that does not exist: a slope may give it scores whose exp is no number, and 0 times that is none either
+    # +inf also for padding queries, where ALiBi could overflow exp, and 0 * inf = nan
     pivot_tiles = _tiles(pivot[..., None], dtype, sizes.q_side, beyond=torch.inf)
     dq_tiles, dk_tiles, dv_tiles = (torch.zeros_like(tiles) for tiles in (q_tiles, k_tiles, v_tiles))
-    for index, is_single, spans in walk:
+    for index, is_single, spans in chunks:
         q_chunk, dout_chunk, delta_chunk, pivot_chunk = (
             tiles.index_select(0, index) for tiles in (q_tiles, dout_tiles, delta_tiles, pivot_tiles)
         )
@@ -588,7 +583,7 @@ def backward(
             if changes is not None and span.change is not None:
                 distance_sums = changes.collect(span.change, dscores.view(span.shape))
                 if changes.distance_sums is not None and distance_sums is not None:
-                    # a query tile comes once in a chunk
+                    # each query tile occurs once per chunk
                     changes.distance_sums[index] += distance_sums
                 if tanh is not None:
                     dscores.view(span.shape).mul_(tanh.square_().neg_().add_(1))

@@ -1,8 +1,4 @@
-"""What do the options of the scores do to a chunk of `eager`'s, and what does a chunk give to their gradients?
-
-Knows: scores of a span by (sharing heads, rows of tiles, queries, keys), which tiles those are. Must not know: how rows
-are walked, what a plan is.
-"""
+"""Score mods of the eager backend: their effect on the scores of a span, and their gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +12,13 @@ from ...score_mods import TILE, Scores, sums_shape
 
 
 class Change(NamedTuple):
-    """What is done to the scores of a span.
+    """The score mods of a span.
 
     softcap   or 0.0
     slopes    (sharing heads, rows, 1, 1), or None
     distance  (rows, queries, keys), or None
     bias      (sharing heads, rows, queries, keys), or None
-    places    (batch, head, listed tile) of each tile, that broadcast to (sharing heads, rows, tiles); None without a bias
+    places    (batch, head, list entry) of each tile, broadcast to (sharing heads, rows, tiles); None without a bias
     """
 
     softcap: float
@@ -32,7 +28,7 @@ class Change(NamedTuple):
     places: tuple[Tensor, Tensor, Tensor] | None
 
     def apply(self, scores: Tensor) -> Tensor | None:
-        """Changes scores in place; returns the tanh of a cap."""
+        """Changes scores in place; returns the tanh of a softcap."""
         tanh = None
         if self.softcap > 0:
             tanh = scores.div_(self.softcap).tanh_().clone()
@@ -45,10 +41,10 @@ class Change(NamedTuple):
 
 
 class Changes:
-    """The changes of all spans of a call, and the sums that their gradients come from.
+    """The score mods of a call, and the sums for their gradients.
 
     distance_sums  (query tiles, queries, 1): of -ds * distance, in float64, since far and near pairs nearly cancel
-    bias_sums      see scores.sums_shape
+    bias_sums      see score_mods.sums_shape
     """
 
     def __init__(
@@ -61,7 +57,7 @@ class Changes:
         wanted: tuple[bool, bool] = (False, False),
     ) -> None:
         self.scores, self._tables = scores, scores.tables(0, base_2=False)
-        # of a tile; all there are, where they are fewer than it holds
+        # queries of a tile
         self._queries = like.shape[1]
         self.distance_sums = like.new_zeros(len(like), self._queries, 1, dtype=torch.float64) if wanted[0] else None
         self.bias_sums = None
@@ -78,7 +74,7 @@ class Changes:
     def of_span(
         self, batch_idx: Tensor, head_idx: Tensor, entries: Tensor | None, distance: Tensor | None
     ) -> Change | None:
-        """The change of a span, if there is one. batch_idx, head_idx (sharing heads, rows), entries (rows, tiles)."""
+        """The score mods of a span, or None. batch_idx, head_idx (sharing heads, rows), entries (rows, tiles)."""
         slopes, bias, places = self.scores.alibi_slopes, None, None
         if self._tables is not None and entries is not None:
             places = batch_idx[:, :, None], head_idx[:, :, None], entries
@@ -95,7 +91,7 @@ class Changes:
         return Change(self.scores.softcap, slopes, distance, bias, places)
 
     def collect(self, change: Change, dscores: Tensor) -> Tensor | None:
-        """Keeps what a span's ds (sharing heads, rows, queries, keys) gives to the bias; returns its part of distance_sums."""
+        """Stores the bias sums of ds (sharing heads, rows, queries, keys); returns its part of distance_sums."""
         if self.bias_sums is not None and change.places is not None:
             n_tiles, (down, across) = change.places[2].shape[1], self.bias_sums.shape[3:]
             whole = F.pad(dscores, (0, 0, 0, TILE - self._queries))
@@ -108,7 +104,7 @@ class Changes:
 
 
 def _within(places: tuple[Tensor, Tensor, Tensor], tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The places in a tensor (batch | 1, heads | 1, listed tiles, ...)."""
+    """The index of `places` in a tensor (batch | 1, heads | 1, list entries, ...)."""
     batch_idx, head_idx, entries = places
     if tensor.shape[0] == 1:
         batch_idx = torch.zeros_like(batch_idx)

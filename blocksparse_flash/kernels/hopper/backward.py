@@ -37,9 +37,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...runtime.launch import Launch, Memory, allocator, contiguous, multiprocessors
+from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
-from ..arguments import LOG2_E, Options, Walk, options_of, see_walk, walk, walk_strides
+from ..arguments import LOG2_E, Options, PlanSpecs, options_of, plan_specs_of, walk, walk_strides
 from ..arguments import TILE as TILE_SIDE
 from ..schedule import Split, has_quarters, split_of
 from ..separate_dq import is_dq_separate
@@ -68,7 +68,7 @@ from .device_functions import (
     FITS,
     HALF,
     QUARTERS_BIT,
-    Describer,
+    DescriptorFactory,
     accumulator,
     add_async,
     add_sum,
@@ -601,7 +601,7 @@ class Prepared(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def prepare(
     specs: TensorSpecs,
-    walked: Walk,
+    walked: PlanSpecs,
     split: Split,
     service: Service | None,
     is_separate: bool,
@@ -655,19 +655,19 @@ def prepare(
     }
     # the memory is of whole rows, its first columns are what is seen
     dq, dk, dv = (writable(each.dtype, each.shape) for each in (q, k, v))
-    dk_seen, dv_seen = dk.seen._replace(shape=k.shape), dv.seen._replace(shape=v.shape)
-    line = contiguous(torch.float32, batch * heads * n_padded).seen
-    describers = {
-        "q_desc": Describer(q, (1, 1, rows, dim)),
-        "k_desc": Describer(k, (1, 1, TILE_SIDE, dim)),
-        "v_desc": Describer(v, (1, 1, TILE_SIDE, dim_v)),
-        "dout_desc": Describer(dout, (1, 1, rows, dim_v)),
-        "lse_desc": Describer(line, (rows,)),
-        "delta_desc": Describer(line, (rows,)),
-        "dk_desc": Describer(dk_seen, (1, 1, TILE_SIDE, dim)),
-        "dv_desc": Describer(dv_seen, (1, 1, TILE_SIDE, dim_v)),
+    dk_seen, dv_seen = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
+    line = contiguous(torch.float32, batch * heads * n_padded).spec
+    descriptor_factories = {
+        "q_desc": DescriptorFactory(q, (1, 1, rows, dim)),
+        "k_desc": DescriptorFactory(k, (1, 1, TILE_SIDE, dim)),
+        "v_desc": DescriptorFactory(v, (1, 1, TILE_SIDE, dim_v)),
+        "dout_desc": DescriptorFactory(dout, (1, 1, rows, dim_v)),
+        "lse_desc": DescriptorFactory(line, (rows,)),
+        "delta_desc": DescriptorFactory(line, (rows,)),
+        "dk_desc": DescriptorFactory(dk_seen, (1, 1, TILE_SIDE, dim)),
+        "dv_desc": DescriptorFactory(dv_seen, (1, 1, TILE_SIDE, dim_v)),
     }
-    n_multiprocessors, n_cols = multiprocessors(options.device), split.n_programs(n_lines, n_axes)
+    n_multiprocessors, n_cols = num_sms(options.device), split.n_programs(n_lines, n_axes)
     scaled = dq_sum = pairs = None
     if is_separate:
         dq, pairs = contiguous(q.dtype, *q.shape), contiguous(torch.float32, batch * heads * n_padded, 2)
@@ -677,8 +677,8 @@ def prepare(
         rest["n_eighths"] = dq.shape[3] // 8
         if not chosen.is_direct:
             n_values, of_step = batch * heads * n_padded * dim, 64 * (64 if rows == 128 else dim // 2)
-            seen = contiguous(torch.float32, n_values // LINE.value, LINE.value).seen
-            describers["dq_desc"] = Describer(seen, (of_step // LINE.value, LINE.value))
+            seen = contiguous(torch.float32, n_values // LINE.value, LINE.value).spec
+            descriptor_factories["dq_desc"] = DescriptorFactory(seen, (of_step // LINE.value, LINE.value))
         n_steps = heads // kv_heads * n_padded * dim // STEP.value
         first = 0 if service is None else service.n_converted * n_steps
         shape = {"n_padded": n_padded, "q_len": q_len, "n_eighths": dq.shape[3] // 8, "DIM": dim}
@@ -700,13 +700,13 @@ def prepare(
         prepare_statistics(
             dout, n_padded, (0 if is_separate else dim, n_cleared), counts, n_cleared if is_told else batch * heads
         ),
-        Launch(hopper_backward_kernel, (min(n_cols, n_multiprocessors),), {**rest, **served}, describers),
+        Launch(hopper_backward_kernel, (min(n_cols, n_multiprocessors),), {**rest, **served}, descriptor_factories),
         sum_cols(split, walked[0], dk_seen, dv_seen, rest, (dim, dim_v)),
         scaled,
         (dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         (dq_sum, pairs, queue, parts),
         is_told,
-        "dq_desc" in describers,
+        "dq_desc" in descriptor_factories,
     )
 
 
@@ -737,13 +737,13 @@ def backward(
     (q, k, v, dout), specs = readable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
-    by_cols, empty, n_multiprocessors = walk(plan, 3), allocator(q), multiprocessors(options.device)
+    by_cols, empty, n_multiprocessors = walk(plan, 3), allocator(q), num_sms(options.device)
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
     split = split_of(plan, 3, q_shape, k_shape, causal, n_multiprocessors)
     is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
     service = None if is_separate else service_of(plan, q_shape, k_shape, split, n_multiprocessors)
     is_quartered = bool(plan) and has_quarters(plan[4].shape[0], plan[5].shape[0])
-    ready = prepare(specs, see_walk(by_cols), split, service, is_separate, is_quartered, options)
+    ready = prepare(specs, plan_specs_of(by_cols), split, service, is_separate, is_quartered, options)
     dq, dk, dv, lines = [empty(*memory) for memory in ready.outputs]
     dq_sum, pairs, queue, parts = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lines.unbind()
@@ -761,7 +761,7 @@ def backward(
         ready.scale(dq_sum, dq)
     else:
         by_rows = walk(plan, 0)
-        other = portable.prepare(specs, see_walk(by_rows), see_walk(by_cols), options)
+        other = portable.prepare(specs, plan_specs_of(by_rows), plan_specs_of(by_cols), options)
         assert other.queries is not None
         # neither slopes nor tables, and no sums for them
         other.queries(q, k, v, dout, pairs, *by_rows, kv_lengths, seed, None, None, dq, None, None)

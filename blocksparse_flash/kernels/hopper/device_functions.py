@@ -410,7 +410,7 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])
 
 
-class Describer(launch.Describer):
+class DescriptorFactory(launch.DescriptorFactory):
     """The same for Gluon, where a descriptor says how its block lies in shared memory."""
 
     def __init__(self, seen: TensorSpec, block: tuple[int, ...]) -> None:

@@ -35,17 +35,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...runtime.launch import Launch, Memory, allocator, contiguous, multiprocessors, tell
+from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import TILE as TILE_SIDE
-from ..arguments import Walk, scaling, see_walk, walk, walk_strides
+from ..arguments import PlanSpecs, plan_specs_of, scaling, walk, walk_strides
 from ..schedule import Split, has_quarters, split_of
 from ..triton.combine_splits import merge_rows
 from ..triton.tile import LN_2, TILE
 from .device_functions import (
     FITS,
     HALF,
-    Describer,
+    DescriptorFactory,
     accumulator,
     begin_turns,
     clear_tail,
@@ -180,7 +180,7 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
 
 
 def wide_pays(q_len: int, n_axes: int, n_programs: int) -> bool:
-    """Whether rows of 192 queries are done no later than rows of 128: few of them leave multiprocessors idle.
+    """Whether rows of 192 queries are done no later than rows of 128: few of them leave SMs idle.
 
     One takes 1.30 (dense) to 1.42 (causal) times as long, by the table of `config`.
     """
@@ -479,7 +479,7 @@ class Prepared(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def prepare(
     specs: TensorSpecs,
-    walked: Walk,
+    walked: PlanSpecs,
     lengths: tuple[torch.dtype, bool] | None,
     split: Split,
     is_quartered: bool,
@@ -498,7 +498,7 @@ def prepare(
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
-    n_multiprocessors = multiprocessors(index)
+    n_multiprocessors = num_sms(index)
     has_layout, has_lengths = items is not None, lengths is not None
     # a row that is split has 128 queries
     is_wide = not (has_layout or has_lengths or split.parts > 1) and wide_pays(q_len, batch * heads, n_multiprocessors)
@@ -539,18 +539,18 @@ def prepare(
     by_halves = is_quartered and FITS and chosen.block_kv == TILE_SIDE
     # rows padded so that the copy engine can write them
     out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
-    describers = {
-        "q_desc": Describer(q, (1, 1, half, dim)),
-        "k_desc": Describer(k, (1, 1, chosen.block_kv, dim) if not by_halves else (1, 1, half, half)),
-        "v_desc": Describer(v, (1, 1, chosen.block_kv, dim_v) if not by_halves else (1, 1, half, half)),
-        "out_desc": Describer(out.seen, (1, 1, half, dim_v)),
+    descriptor_factories = {
+        "q_desc": DescriptorFactory(q, (1, 1, half, dim)),
+        "k_desc": DescriptorFactory(k, (1, 1, chosen.block_kv, dim) if not by_halves else (1, 1, half, half)),
+        "v_desc": DescriptorFactory(v, (1, 1, chosen.block_kv, dim_v) if not by_halves else (1, 1, half, half)),
+        "out_desc": DescriptorFactory(out.spec, (1, 1, half, dim_v)),
     }
     n_programs = min(split.n_programs(n_lines, batch * heads), n_multiprocessors)
     return Prepared(
         out,
         contiguous(torch.float32, batch, heads, q_len),
-        Launch(hopper_forward_kernel, (n_programs,), rest, describers),
-        merge_rows(split, items, out.seen, rest, dim_v),
+        Launch(hopper_forward_kernel, (n_programs,), rest, descriptor_factories),
+        merge_rows(split, items, out.spec, rest, dim_v),
         split.floats(dim_v + 1, batch * heads),
         # by rows of 128, which is what `explain` knows: rows of 192 may have a queue that they could do without
         split.n_programs(-(-q_len // TILE_SIDE), batch * heads) > n_multiprocessors,
@@ -581,9 +581,9 @@ def forward(
     q_seen, k_seen, _ = specs.tensors
     device, walked, empty = q.device, walk(plan, 0), allocator(q)
     index = device.index
-    split = split_of(plan, 0, q_seen.shape, k_seen.shape, causal, multiprocessors(index))
+    split = split_of(plan, 0, q_seen.shape, k_seen.shape, causal, num_sms(index))
     is_quartered = bool(plan) and has_quarters(plan[1].shape[0], plan[2].shape[0])
-    ready = prepare(specs, see_walk(walked), tell(kv_lengths), split, is_quartered, scale, causal, index)
+    ready = prepare(specs, plan_specs_of(walked), cache_key_of(kv_lengths), split, is_quartered, scale, causal, index)
     out, lse = empty(*ready.out), empty(*ready.lse)
     # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
     queue = torch.zeros(1, dtype=torch.int32, device=device) if ready.is_queued else None

@@ -1,1 +1,1 @@
-"""The portable Triton kernels: sm80 and later, every option."""
+"""Triton kernels for sm80 and later."""

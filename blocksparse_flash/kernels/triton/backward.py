@@ -1,15 +1,13 @@
-"""How does the portable Triton backward run? dq, dk and dv from out, lse and their gradients; sm80 and later.
+"""Triton backward: dq, dk and dv from out, lse and their gradients; sm80 and later.
 
 With p = exp(scale q k^T - lse), dp = dout v^T and delta = rowsum(dout * out) - dlse:
     ds = p * (dp - delta)      dv = p^T dout      dk = scale ds^T q      dq = scale ds k
-Three launches (backward_programs.py says what their programs compute): the statistics of each query (lse, delta); dk and dv, one
-program a block of keys of a key head, walking the columns of the plan (for each query head of the group); dq, one program a block of
-queries, walking the rows. On Hopper the latter two are one where that pays (`joint_pays`): of plain calls at head_dim 128 always. No
-atomics, no workspace beyond the statistics (8 bytes a query and head), and the same bits every time. Rows without keys (lse -inf)
-give zeros. What the options of the scores do to them (score_tile.py) is done again, and its derivative goes into ds; the gradients
-of slopes and biases are summed by the launch of dq, a row and a piece of a tile at a time.
+Three launches: the preprocess (lse and delta of each query); dk and dv, one program per block of keys of a key head,
+iterating over the tile column for each query head of the group; dq, one program per block of queries, iterating over
+the tile row. On Hopper one joint launch computes dk, dv and dq where that pays (`joint_pays`), at head_dim 128 always.
 
-Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
+No atomics, 8 bytes of workspace per query and head, bitwise reproducible. Rows without keys (lse -inf) give zeros.
+Score mods are recomputed and differentiated; the dq launch also sums the gradients of slopes and biases.
 """
 
 from __future__ import annotations
@@ -20,30 +18,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...runtime.launch import Config, Describer, Launch, Memory, allocator, axis_strides, contiguous, multiprocessors
+from ...runtime.launch import Config, DescriptorFactory, Launch, Memory, allocator, axis_strides, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs, specs_of
 from ...score_mods import Scores, sums_shape
 from ..arguments import (
     LOG2_E,
     Options,
+    PlanSpecs,
     Shape,
-    Walk,
     constants,
     device_seed,
     options_of,
+    plan_specs_of,
     score_arguments,
-    see_scores,
-    see_walk,
+    score_specs_of,
     walk,
     walk_strides,
     wants_descriptors,
 )
 from ..arguments import TILE as TILE_SIDE
 from .backward_kernels import joint_kernel, keys_kernel, queries_kernel
-from .backward_preprocess import prepare_statistics
+from .backward_preprocess import prepare_preprocess
 
-# up to so many programs a multiprocessor one launch has dk, dv and dq; causal without a layout
+# most programs per SM for which dk, dv and dq share a launch
 JOINT_PROGRAMS = 8
+# the same for causal calls without a layout
 TRIANGLE_PROGRAMS = 64
 
 
@@ -57,15 +56,10 @@ def config_keys(
     shared_memory: int,
     changed: bool = False,
 ) -> Config:
-    """The launch table of dk and dv: block_kv is owned, block_q walked.
+    """Launch configuration of dk and dv: a program owns block_kv keys and iterates over steps of block_q queries.
 
-    H200, (1, 2048 / dim, 16384, dim) bf16 dense, milliseconds. 128, tma: 64x64 4 warps 2 stages (two programs a
-    multiprocessor) 7.5; 64x128 8 warps 8.9, 32x64 8.9, 64x64 8 warps 16.5. 64, tma: 64x64 4 warps 3 stages 9.4;
-    2 stages 9.4, 128x64 9.0 to 9.7 but it spills, 64x128 8 warps 12.2. Dropout, of (256, 2, 1024, 32), (1, 32, 8192, 64),
-    (1, 16, 8192, 128): 32x64 2 stages 0.90, 4.24, 3.15; 3 stages 0.97, 4.24, 2.99; 64x64 3 stages 0.97, 4.19; 2 stages 1.03,
-    4.23, 2.85 but it spills at 128; without dropout 0.39, 2.28, 1.85. Pointers: more than 32x64 spills, 4 warps spill without
-    wgmma, 8 warps make ptxas serialise it (C7515). float32: 4 warps spill. sm100, where nothing was
-    run, and changed scores, which were not: what is nearest and does not spill.
+    Timed on an H200 only, see TUNING.md: 7.5 ms dense at head_dim 128, 9.4 ms at 64 (16,384 tokens). Elsewhere (sm80,
+    sm100, score mods) the nearest configuration that neither spills nor serialises wgmma.
     """
     if element_size == 4:
         return Config(32, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
@@ -96,12 +90,9 @@ def config_queries(
     shared_memory: int,
     changed: bool = False,
 ) -> Config:
-    """The launch table of dq: block_q is owned, block_kv walked.
+    """Launch configuration of dq: a program owns block_q queries and iterates over steps of block_kv keys.
 
-    As at `config_keys`. 128, tma: 64x64 4 warps 2 stages 5.4; 3 stages 5.9, 128x64 8 warps 5.5, 128x64 4 warps 14.0.
-    64, tma: 128x64 4 warps 3 stages 5.0; 2 stages 5.8, 64x64 3 stages 5.8. Dropout, as there: 64x64 4 warps 3 stages 0.48, 2.33,
-    2.09; 2 stages 0.50, 2.45, 1.85; 128x64 8 warps 0.56, 3.26, 2.05; 64x64 8 warps 1.06, 4.65, 4.98 (serialised); without
-    dropout 0.32, 1.35, 1.41.
+    As for `config_keys`: 5.4 ms dense at head_dim 128, 5.0 ms at 64.
     """
     small = shared_memory < 160 * 1024
     if element_size == 4:
@@ -129,9 +120,9 @@ def config_joint(
     changed: bool = False,
     group: int = 1,
 ) -> tuple[Config, Config] | None:
-    """The launch table where dk, dv and dq share a launch: of programs of keys, and of queries. None where that was not run.
+    """Configurations of keys and of queries in the joint launch; None where it is not used.
 
-    Grouped heads spill at 128 (40 bytes; 664 with lengths), and lengths make ptxas serialise wgmma there.
+    At head_dim 128, grouped heads spill 40 bytes (664 with lengths), and lengths make ptxas serialise wgmma.
     """
     if major != 9 or element_size != 2 or dim > 128 or group > 1 or dropout or changed:
         return None
@@ -144,29 +135,25 @@ def config_joint(
 
 
 def joint_pays(n_programs: int, dim: int, tma: bool, options: Options, *, has_layout: bool) -> bool:
-    """Whether one launch is done sooner than two, which wait for each other's last programs and cost the host more.
+    """Whether the joint launch beats two launches, which wait for each other's last programs and cost the host more.
 
-    H200, hidden size 2048, microseconds of the GPU alone, two launches and one; dense, causal, local, butterfly:
-        512 tokens   128  38.4 26.6  35.7 25.2  39.8 26.7  33.8 23.7    64  32.6 28.3  33.3 25.6  34.4 29.5  30.5 26.1
-        1,024        128  70.6 66.0  66.1 54.3  67.8 62.1  47.3 43.4    64  76.9 77.6  70.0 55.0  77.4 71.7  51.8 52.7
-        2,048        128  237  231   185  152   138  130   99.6 93.9    64  248  260   185  156   157  155   110  115
-        8,192        128  2988 2933  1678 1591  502  487   428  418     64  3386 3514  1872 1810  584  606   498  517
-    16,384, dense and causal, milliseconds: 128  12.3 12.2  6.29 6.27    64  13.8 14.3  6.90 6.99. At 64 programs of queries
-    hold less than they do in a launch of their own. Without descriptors only small calls were run.
+    512 dense tokens at head_dim 128 on an H200: 26.6 instead of 38.4 microseconds, see TUNING.md. At head_dim 64 the
+    programs of queries hold fewer queries than in a launch of their own. Without TMA only small calls were timed.
     """
     if tma and dim > 64:
         return True
     is_triangle = tma and options.causal and not has_layout
-    return n_programs <= (TRIANGLE_PROGRAMS if is_triangle else JOINT_PROGRAMS) * multiprocessors(options.device)
+    return n_programs <= (TRIANGLE_PROGRAMS if is_triangle else JOINT_PROGRAMS) * num_sms(options.device)
 
 
 class Prepared(NamedTuple):
-    """The launches, None for a gradient without elements, and the memory of dq, dk, dv and the statistics.
+    """The launches (None for a gradient without elements), and the memory of dq, dk, dv and lse and delta.
 
-    joint  does what keys and queries do, without lengths, where that pays
+    joint  replaces keys and queries, without lengths, where that pays
+    bias_sums  see `bias_sums_shape`
     """
 
-    statistics: Launch
+    preprocess: Launch
     keys: Launch | None
     queries: Launch | None
     joint: Launch | None
@@ -177,7 +164,7 @@ class Prepared(NamedTuple):
 def bias_sums_shape(
     batch: int, heads: int, items: Shape | None, chosen: Config, options: Options
 ) -> tuple[int, ...] | None:
-    """The shape of what the launch of dq adds up for the gradient of a bias, None where that is not wanted."""
+    """Shape of the sums of ds for the gradient of a bias, written by the dq launch; None if not wanted."""
     scores = options.scores
     if scores is None or scores.pieces is None or items is None or not scores.wanted[2]:
         return None
@@ -188,42 +175,42 @@ def bias_sums_shape(
 
 
 def lines_and_programs(items: Shape | None, length: int, block: int, n_axes: int) -> tuple[int, int]:
-    """Lines of each of n_axes heads, tiles of a plan or blocks without one, and the programs of all, which hold a block each."""
+    """(tile rows or columns per head, programs of all n_axes heads); blocks instead of tiles without a plan."""
     n_lines = items[2] if items else -(-length // block)
     return n_lines, n_lines * (TILE_SIDE // block if items else 1) * n_axes
 
 
-def describers_of(specs: TensorSpecs, chosen: Config, dim: int, dim_v: int) -> dict[str, Describer]:
-    """Of q, k, v and dout, by blocks of a configuration."""
+def descriptor_factories_of(specs: TensorSpecs, chosen: Config, dim: int, dim_v: int) -> dict[str, DescriptorFactory]:
+    """TMA descriptor factories of q, k, v and dout."""
     q, k, v, dout = specs.tensors
     block_q, block_kv = chosen.block_q, chosen.block_kv
     return {
-        "q_ref": Describer(q, (1, 1, block_q, dim)),
-        "k_ref": Describer(k, (1, 1, block_kv, dim)),
-        "v_ref": Describer(v, (1, 1, block_kv, dim_v)),
-        "dout_ref": Describer(dout, (1, 1, block_q, dim_v)),
+        "q_ref": DescriptorFactory(q, (1, 1, block_q, dim)),
+        "k_ref": DescriptorFactory(k, (1, 1, block_kv, dim)),
+        "v_ref": DescriptorFactory(v, (1, 1, block_kv, dim_v)),
+        "dout_ref": DescriptorFactory(dout, (1, 1, block_q, dim_v)),
     }
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, rows: Walk, cols: Walk, options: Options) -> Prepared:
-    """How a call on such q, k, v and dout is launched."""
+def prepare(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Options) -> Prepared:
+    """Prepares the launches of calls with these specs and options."""
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     tma = wants_descriptors(options.major, q, k, v, dout)
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
     dim, dim_v = fixed["DIM"], fixed["DIM_V"]
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
-    statistics = prepare_statistics(dout, n_padded)
-    asked: dict[str, Any] = {
+    preprocess = prepare_preprocess(dout, n_padded)
+    wanted: dict[str, Any] = {
         "major": options.major,
         "tma": tma,
         "dropout": options.dropout_p > 0,
         "shared_memory": options.shared_memory,
         "changed": options.changes_scores,
     }
-    keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **asked)
-    queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **asked)
+    keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **wanted)
+    queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **wanted)
 
     common = {
         "q_strides": q.strides[:3],
@@ -233,13 +220,13 @@ def prepare(specs: TensorSpecs, rows: Walk, cols: Walk, options: Options) -> Pre
         "q_len": q_len,
         "kv_len": kv_len,
         "n_padded": n_padded,
-        # no maximum is taken here: the scale may be negative or 0
+        # no maximum is taken, so the scale may be negative or 0
         "scale_log2": options.scale * LOG2_E,
         "scale": options.scale,
         **fixed,
     }
 
-    def walking(
+    def launch_over(
         kernel: Any, chosen: Config, items: Shape | None, heads: int, length: int, block: int, **added: Any
     ) -> Launch:
         n_lines, n_programs = lines_and_programs(items, length, block, batch * heads)
@@ -252,25 +239,25 @@ def prepare(specs: TensorSpecs, rows: Walk, cols: Walk, options: Options) -> Pre
             **added,
             **chosen.arguments,
         }
-        return Launch(kernel, (n_programs,), rest, describers_of(specs, chosen, dim, dim_v) if tma else None)
+        return Launch(kernel, (n_programs,), rest, descriptor_factories_of(specs, chosen, dim, dim_v) if tma else None)
 
     keys = queries = None
     shape = bias_sums_shape(batch, heads, rows[0], queries_config, options)
     if batch * kv_heads * kv_len:
         added = score_arguments(options, 1, scale=options.scale)
-        keys = walking(keys_kernel, keys_config, cols[0], kv_heads, kv_len, keys_config.block_kv, **added)
+        keys = launch_over(keys_kernel, keys_config, cols[0], kv_heads, kv_len, keys_config.block_kv, **added)
     if batch * heads * q_len:
         added = {
             **score_arguments(options, 0, scale=options.scale),
             "sums_strides": shape and axis_strides(shape),
         }
-        queries = walking(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
-    memory = [contiguous(seen.dtype, *seen.shape) for seen in (q, k, v)]
+        queries = launch_over(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
+    memory = [contiguous(spec.dtype, *spec.shape) for spec in (q, k, v)]
     memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
     joint = None
     if keys is not None and queries is not None:
         joint = prepare_joint(specs, (rows[0], cols[0]), common, options, tma=tma)
-    return Prepared(statistics, keys, queries, joint, tuple(memory), shape)
+    return Prepared(preprocess, keys, queries, joint, tuple(memory), shape)
 
 
 def prepare_joint(
@@ -281,10 +268,10 @@ def prepare_joint(
     *,
     tma: bool,
 ) -> Launch | None:
-    """The launch of joint_kernel, for calls without lengths; None where two launches are taken.
+    """The launch of joint_kernel, for calls without lengths; None where two launches are faster.
 
-    walked  the shapes of the records of rows and columns
-    common  the arguments that the kernels share
+    walked  shapes of the records of tile rows and tile columns
+    common  arguments shared by the kernels
     """
     q, k, _, _ = specs.tensors
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q.shape, k.shape
@@ -321,8 +308,8 @@ def prepare_joint(
         "num_warps": of_keys.num_warps,
         "num_stages": of_keys.num_stages,
     }
-    describers = describers_of(specs, of_keys, dim, dim_v) if tma else None
-    return Launch(joint_kernel, (n_keys + n_queries,), rest, describers)
+    descriptor_factories = descriptor_factories_of(specs, of_keys, dim, dim_v) if tma else None
+    return Launch(joint_kernel, (n_keys + n_queries,), rest, descriptor_factories)
 
 
 def backward(
@@ -342,9 +329,9 @@ def backward(
     scores: Scores | None = None,
     wanted: Sequence[bool] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, contiguous and in q's type. out and lse are the forward's.
+    """dq, dk, dv, contiguous and in q's dtype. out and lse are the forward's.
 
-    With options of the scores also the gradients of sinks, slopes and bias, as far as `wanted` (bool for each), else empty.
+    With score mods also the gradients of sinks, slopes and bias, empty where not `wanted` (a bool for each).
     """
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
@@ -353,25 +340,25 @@ def backward(
     slopes = rows = cols = sums = dslopes = None
     if scores is not None:
         slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)
-        options = options._replace(scores=see_scores(scores, rows, cols, wanted=wanted))
+        options = options._replace(scores=score_specs_of(scores, rows, cols, wanted=wanted))
     by_rows, by_cols = walk(plan, 0), walk(plan, 3)
-    ready = prepare(specs_of(q, k, v, dout), see_walk(by_rows), see_walk(by_cols), options)
+    ready = prepare(specs_of(q, k, v, dout), plan_specs_of(by_rows), plan_specs_of(by_cols), options)
     if scores is not None:
         dslopes = torch.empty_like(lse) if wanted[1] else None
         sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)
     empty = allocator(q)
-    dq, dk, dv, statistics = [empty(*memory) for memory in ready.memory]
+    dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.memory]
     if lse.numel() > 0:
-        ready.statistics(out, dout, lse, dlse, statistics, None, None, None)
+        ready.preprocess(out, dout, lse, dlse, lse_delta, None, None, None)
 
     if ready.joint is not None and kv_lengths is None:
-        ready.joint(q, k, v, dout, statistics, *by_cols[:3], *by_rows, dq, dk, dv)
+        ready.joint(q, k, v, dout, lse_delta, *by_cols[:3], *by_rows, dq, dk, dv)
     else:
         if ready.keys is not None:
-            ready.keys(q, k, v, dout, statistics, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
+            ready.keys(q, k, v, dout, lse_delta, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
         if ready.queries is not None:
-            ready.queries(q, k, v, dout, statistics, *by_rows, kv_lengths, seed, slopes, rows, dq, sums, dslopes)
+            ready.queries(q, k, v, dout, lse_delta, *by_rows, kv_lengths, seed, slopes, rows, dq, sums, dslopes)
     if scores is None:
         return dq, dk, dv
-    delta = statistics[:, :, : q.shape[2], 1]
+    delta = lse_delta[:, :, : q.shape[2], 1]
     return dq, dk, dv, *scores.gradients(wanted, lse, delta, dslopes, sums)

@@ -1,14 +1,11 @@
-"""What does a program of the portable backward compute? dk and dv of a block of keys, or dq of a block of queries; see backward.py.
-
-Knows: pointers, strides, tiles, the records of a plan. Does not know: layouts, which programs are launched, and how.
-"""
+"""Backward kernels: dk and dv of a block of keys, dq of a block of queries, or both in one launch; see backward.py."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .backward_preprocess import load_statistics
+from .backward_preprocess import load_lse_delta
 from .score_mods import changed_scores, distances, store_sums
 from .tile import (
     LOG2_E,
@@ -31,10 +28,10 @@ from .tile import (
 # fmt: off
 @triton.jit
 def keys_program(
-    # which one
+    # program of this block
     pid,
     # inputs
-    q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
     items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous
     dk_ptr, dv_ptr,
@@ -47,7 +44,7 @@ def keys_program(
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
-    """dk and dv of a block of keys of a key head, walking the columns of the plan for each query head of the group."""
+    """dk and dv of a block of keys of a key head: iterates over its tile column for each query head of the group."""
     HAS_LAYOUT: tl.constexpr = items_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
@@ -86,7 +83,7 @@ def keys_program(
         if HAS_LAYOUT:
             p_member = p_record
             if GROUP > 1:
-                # heads of a group may have layouts, and so launch orders, of their own
+                # heads of a group may have different layouts, hence launch orders
                 p_member = find_line(items_ptr, items_strides, i_batch, i_head, kv_start // TILE)
             first = tl.load(p_member + 1) * STEPS
             end = first + tl.load(p_member + 2) * STEPS
@@ -107,7 +104,7 @@ def keys_program(
             # [BLOCK_Q, DIM]
             b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
             # [BLOCK_Q]
-            b_lse, b_delta = load_statistics(statistics_ptr, i_q_axis, q_start, n_padded, BLOCK_Q)
+            b_lse, b_delta = load_lse_delta(lse_delta_ptr, i_q_axis, q_start, n_padded, BLOCK_Q)
             # [BLOCK_KV, BLOCK_Q]
             b_scores = product(b_k, tl.trans(b_q), PRECISION)
             if CHANGED:
@@ -154,12 +151,12 @@ def keys_program(
 
 @triton.jit
 def queries_program(
-    # which one
+    # program of this block
     pid,
     # inputs
-    q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
     items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
-    # outputs, contiguous; sums_ptr: of ds, dslopes_ptr: of -ds * distance a query
+    # outputs, contiguous; sums_ptr: bias sums of ds; dslopes_ptr: sum of -ds * distance per query
     dq_ptr, sums_ptr, dslopes_ptr,
     # strides in elements: (batch, head, row)
     q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
@@ -170,7 +167,7 @@ def queries_program(
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
-    """dq of a block of queries of a head, walking the rows of the plan."""
+    """dq of a block of queries of a head: iterates over its tile row."""
     HAS_LAYOUT: tl.constexpr = items_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
@@ -192,7 +189,7 @@ def queries_program(
 
     b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
     b_dout = load_tile(dout_ref, dout_strides, i_batch, i_head, q_start, q_len, V_DIM, BLOCK_Q, DIM_V, TMA, True, False)
-    b_lse, b_delta = load_statistics(statistics_ptr, i_axis, q_start, n_padded, BLOCK_Q)
+    b_lse, b_delta = load_lse_delta(lse_delta_ptr, i_axis, q_start, n_padded, BLOCK_Q)
     b_dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
     b_dq_lost = tl.zeros([BLOCK_Q, DIM], tl.float32)
     factor = scale_log2
@@ -223,14 +220,18 @@ def queries_program(
             is_partial = i_step >= n_full
             kv_next = kv_start + BLOCK_KV
         # [BLOCK_KV, DIM], [BLOCK_KV, DIM_V]
-        b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
-        b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
+        b_k = load_tile(
+            k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED
+        )
+        b_v = load_tile(
+            v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED
+        )
         # [BLOCK_Q, BLOCK_KV]
         b_scores = product(b_q, tl.trans(b_k), PRECISION)
         if CHANGED:
             b_scores, b_tanh = changed_scores(
-                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head, i_step // STEPS,
-                q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, False,
+                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head,
+                i_step // STEPS, q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, False,
             )
         b_dp = product(b_dout, tl.trans(b_v), PRECISION)
         b_p = tl.math.exp2(b_scores * factor - b_lse[:, None])
@@ -269,7 +270,7 @@ def queries_program(
 
 @triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
 def keys_kernel(
-    q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
     items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
     dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
@@ -278,9 +279,9 @@ def keys_kernel(
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
-    """dk and dv, a program a block of keys; the arguments are those of `keys_program`."""
+    """One program per block of keys; arguments as in `keys_program`."""
     keys_program(
-        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, statistics_ptr, items_ptr, indices_ptr, ids_ptr, words_ptr,
+        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, items_ptr, indices_ptr, ids_ptr, words_ptr,
         kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dk_ptr, dv_ptr,
         q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
         n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
@@ -290,7 +291,7 @@ def keys_kernel(
 
 @triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
 def queries_kernel(
-    q_ref, k_ref, v_ref, dout_ref, statistics_ptr,
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
     items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
     dq_ptr, sums_ptr, dslopes_ptr,
     q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
@@ -299,9 +300,9 @@ def queries_kernel(
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
-    """dq, a program a block of queries; the arguments are those of `queries_program`."""
+    """One program per block of queries; arguments as in `queries_program`."""
     queries_program(
-        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, statistics_ptr, items_ptr, indices_ptr, ids_ptr, words_ptr,
+        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, items_ptr, indices_ptr, ids_ptr, words_ptr,
         kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dq_ptr, sums_ptr, dslopes_ptr,
         q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
         n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
@@ -312,24 +313,25 @@ def queries_kernel(
 @triton.jit(do_not_specialize=["n_heads", "n_axes", "n_cols", "n_rows", "n_keys", "q_len", "kv_len", "n_padded"])
 def joint_kernel(
     # inputs
-    q_ref, k_ref, v_ref, dout_ref, statistics_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr,
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr,
     row_items_ptr, row_indices_ptr, row_ids_ptr, words_ptr,
     # outputs, contiguous
     dq_ptr, dk_ptr, dv_ptr,
     # strides in elements: (batch, head, row)
     q_strides, k_strides, v_strides, dout_strides, col_items_strides, row_items_strides,
-    # sizes: n_axes = batch * heads; the first n_keys programs have keys, the others queries
+    # sizes: n_axes = batch * heads; the first n_keys programs compute dk and dv, the others dq
     n_heads, n_axes, n_cols, n_rows, n_keys, q_len, kv_len, n_padded, scale_log2, scale,
     # compile time
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    KEYS_BLOCK_Q: tl.constexpr, KEYS_BLOCK_KV: tl.constexpr, QUERIES_BLOCK_Q: tl.constexpr, QUERIES_BLOCK_KV: tl.constexpr,
+    KEYS_BLOCK_Q: tl.constexpr, KEYS_BLOCK_KV: tl.constexpr,
+    QUERIES_BLOCK_Q: tl.constexpr, QUERIES_BLOCK_KV: tl.constexpr,
 ):
-    """dk, dv and dq of a call without grouped heads, lengths, dropout and what changes scores: see `keys_program`, `queries_program`."""
+    """dk, dv and dq, without grouped heads, lengths, dropout or score mods: see `keys_program`, `queries_program`."""
     pid = tl.program_id(0)
     if pid < n_keys:
         keys_program(
-            pid, q_ref, k_ref, v_ref, dout_ref, statistics_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr, words_ptr,
+            pid, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr, words_ptr,
             None, None, None, None, dk_ptr, dv_ptr,
             q_strides, k_strides, v_strides, dout_strides, col_items_strides, None,
             n_heads, n_axes, n_cols, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
@@ -337,7 +339,7 @@ def joint_kernel(
         )
     else:
         queries_program(
-            pid - n_keys, q_ref, k_ref, v_ref, dout_ref, statistics_ptr, row_items_ptr, row_indices_ptr, row_ids_ptr,
+            pid - n_keys, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, row_items_ptr, row_indices_ptr, row_ids_ptr,
             words_ptr, None, None, None, None, dq_ptr, None, None,
             q_strides, k_strides, v_strides, dout_strides, row_items_strides, None, None,
             n_heads, n_axes, n_rows, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,

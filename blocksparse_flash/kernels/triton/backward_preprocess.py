@@ -1,7 +1,4 @@
-"""What does every step of a backward want of a query? Its lse and delta, told by a launch before, which also clears what is added to.
-
-Knows: a gradient's shape and strides, pointers, the launch. Does not know: plans, which backward it is.
-"""
+"""Backward preprocess: lse in base 2, delta = rowsum(dout * out) - dlse, and zeroed accumulators."""
 
 from __future__ import annotations
 
@@ -13,26 +10,28 @@ from ...runtime.tensor_spec import TensorSpec
 from ..arguments import padded_dim
 from .tile import LOG2_E, head_base
 
-# queries of a program of statistics_kernel; 64 spill on sm100
-STATISTICS_ROWS = 32
+# queries per program; 64 spill on sm100
+PREPROCESS_ROWS = 32
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["n_heads", "n_axes", "q_len", "n_padded", "n_cleared", "n_counts"])
-def statistics_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, queue_ptr, dout_strides, n_heads, n_axes, q_len, n_padded,
-    n_cleared, n_counts,
+def preprocess_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, queue_ptr,
+    dout_strides, n_heads, n_axes, q_len, n_padded, n_cleared, n_counts,
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """What every step of the backward wants of a query, n_padded a head so that no step bounds-checks them.
+    """lse and delta of each query, padded to n_padded queries per head so that no backward step needs bounds checks.
 
     lse    in base 2; +inf past q_len and for a row without keys, so that p is 0
-    delta  rowsum(dout * out) - dlse, whose dlse is 0 for a row without keys; 0 past q_len
+    delta  rowsum(dout * out) - dlse, ignoring dlse for a row without keys; 0 past q_len
 
-    Written as pairs, and as lines (every lse, then every delta), to those that are given. And zeros to the CLEARED numbers
-    of each query, those past q_len included, of the first n_cleared heads at cleared_ptr, which the next launch adds to, and to
-    the n_counts numbers at queue_ptr, no more than ROWS a program, with which it counts. The launch may have fewer heads than the
-    n_axes that lines are of.
+    pairs_ptr    (n_axes, n_padded, 2): lse and delta interleaved, or None
+    lines_ptr    (2, n_axes, n_padded): all lse, then all delta, or None
+    cleared_ptr  CLEARED values of each query of the first n_cleared heads, set to 0, or None
+    queue_ptr    n_counts counters, at most ROWS per program, set to 0, or None
+
+    The grid may have fewer heads than n_axes.
     """
     i_axis = tl.program_id(1)
     if queue_ptr is not None:
@@ -41,7 +40,8 @@ def statistics_kernel(
     o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if cleared_ptr is not None:
         o_cleared = tl.arange(0, CLEARED)
-        p_cleared = cleared_ptr + (i_axis.to(tl.int64) * n_padded + o_q.to(tl.int64)[:, None]) * CLEARED + o_cleared[None, :]
+        p_cleared = cleared_ptr + (i_axis.to(tl.int64) * n_padded + o_q.to(tl.int64)[:, None]) * CLEARED
+        p_cleared += o_cleared[None, :]
         tl.store(p_cleared, tl.zeros([ROWS, CLEARED], tl.float32), mask=i_axis < n_cleared)
     o_dim = tl.arange(0, DIM_V)
     m_q = o_q < q_len
@@ -56,7 +56,7 @@ def statistics_kernel(
     o_line = i_axis.to(tl.int64) * q_len + o_q
     b_lse = tl.load(lse_ptr + o_line, mask=m_q, other=float("-inf"))
     if dlse_ptr is not None:
-        # nothing moves the lse of a row without keys, whatever gradient it was given
+        # the lse of a row without keys is constant: its gradient is ignored
         b_dlse = tl.load(dlse_ptr + o_line, mask=m_q, other=0.0)
         b_delta -= tl.where(b_lse == float("-inf"), 0.0, b_dlse)
     o_line = i_axis.to(tl.int64) * n_padded + o_q
@@ -73,33 +73,34 @@ def statistics_kernel(
 
 
 @triton.jit
-def load_statistics(statistics_ptr, i_axis, q_start, n_padded, ROWS: tl.constexpr):
+def load_lse_delta(pairs_ptr, i_axis, q_start, n_padded, ROWS: tl.constexpr):
     """lse in base 2 and delta of ROWS queries: [ROWS] each.
 
-    One load of pairs: two loads of fewer values than the program has threads would take their user's layout, in which
-    many threads hold, and copy, the same value (Triton 3.6: 70 copies a thread instead of 8).
+    One load of interleaved pairs: two loads smaller than the number of threads would get a layout in which many threads
+    hold the same value (Triton 3.6: 70 copies per thread instead of 8).
     """
     o_line = i_axis.to(tl.int64) * n_padded + q_start + tl.arange(0, ROWS)
-    return tl.split(tl.load(statistics_ptr + o_line[:, None] * 2 + tl.arange(0, 2)[None, :]))
+    return tl.split(tl.load(pairs_ptr + o_line[:, None] * 2 + tl.arange(0, 2)[None, :]))
 # fmt: on
 
 
-def prepare_statistics(
+def prepare_preprocess(
     dout: TensorSpec, n_padded: int, cleared: tuple[int, int] = (0, 0), n_counts: int = 0, n_told: int | None = None
 ) -> Launch:
-    """The launch of statistics_kernel on a gradient of such a kind, and on numbers to be cleared.
+    """The launch of preprocess_kernel.
 
-    cleared   numbers of each query, and heads, those of all batch entries
-    n_counts  numbers more
-    n_told    heads, of all batch entries, whose statistics are wanted; None: all
+    dout      spec of the gradient of out
+    cleared   (values per query, heads of all batch entries) to set to 0
+    n_counts  counters to set to 0
+    n_told    heads of all batch entries to compute lse and delta for; None: all
     """
     batch, heads, q_len, v_dim = dout.shape
     n_told = batch * heads if n_told is None else n_told
-    # the rest would be counted from what was there
+    # further counters would not be cleared
     assert n_counts <= n_padded * n_told, (n_counts, dout.shape)
     return Launch(
-        statistics_kernel,
-        (n_padded // STATISTICS_ROWS, n_told),
+        preprocess_kernel,
+        (n_padded // PREPROCESS_ROWS, n_told),
         {
             "dout_strides": dout.strides[:3],
             "n_heads": heads,
@@ -111,7 +112,11 @@ def prepare_statistics(
             "V_DIM": v_dim,
             "DIM_V": padded_dim(v_dim),
             "CLEARED": cleared[0],
-            "ROWS": STATISTICS_ROWS,
+            "ROWS": PREPROCESS_ROWS,
             "num_warps": 4,
         },
     )
+
+
+# the name under which the Hopper backward imports it
+prepare_statistics = prepare_preprocess

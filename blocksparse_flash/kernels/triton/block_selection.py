@@ -1,11 +1,9 @@
-"""Which blocks of each row does a model select, and how does a GPU list them? Kernels that do as selection.py does, in two launches.
+"""Block selection on a GPU in two launches, in place of some 25 PyTorch operations.
 
-    marks     a bit for each block, and how many a row has: of indices, or of scores, whose k highest a row keeps
-    lists     indptr and indices of the bits, ascending in a row
+    mark   one bit per block, and the count of each row: from indices, from indptr and indices, or the k highest scores
+    list   indptr and indices of the set bits, ascending within a row
 
-torch's operations for the same are some 25, each of which costs the host more than the GPU. A program marks one row, so that
-nothing is added in an order that changes; beginnings of rows are sums of the counts of those before, which each program makes.
-Knows pointers and sizes. Does not know layouts, tiles or plans.
+One program marks one row, and each program sums the counts of all rows before its own: results are deterministic.
 """
 
 from __future__ import annotations
@@ -19,23 +17,23 @@ import triton.language as tl
 
 from ...runtime.launch import Launch, allocator, contiguous
 
-# entries of a program at a time
+# entries of a step
 ELEMENTS = 4096
-# rows of a program, and cols at a time, that lists
+# rows of a program, and cols of a step, in list_rows_kernel
 LINES, MINORS = 8, 128
-# counts that are added at a time
+# counts of a step
 CHUNK = 1024
 
 
 @triton.jit
 def either(left, right):
-    """The bits of both."""
+    """Bitwise or."""
     return left | right
 
 
 @triton.jit
 def words_of(b_col, m_col, o_word):
-    """The bits of cols, as words; a col that is named again is the same bit."""
+    """int32 words with the bits of cols set; repeated cols set the same bit."""
     b_bit = tl.where(m_col, 1, 0) << (b_col % 32)
     # [ENTRIES, WORDS]
     return tl.reduce(tl.where((b_col // 32)[:, None] == o_word[None, :], b_bit[:, None], 0), 0, either)
@@ -43,7 +41,7 @@ def words_of(b_col, m_col, o_word):
 
 @triton.jit
 def sums_before(counts_ptr, n_lines, line, CHUNK: tl.constexpr):
-    """(the sum of all counts, the sum of those before `line`), int32."""
+    """(sum of all counts, sum of the counts before `line`), int32."""
     b_all, b_before = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
     for first in range(0, n_lines, CHUNK):
         o_line = first + tl.arange(0, CHUNK)
@@ -55,7 +53,7 @@ def sums_before(counts_ptr, n_lines, line, CHUNK: tl.constexpr):
 
 @triton.jit
 def fill_behind(ptr, begin, length, value, i_program, n_programs, CHUNK: tl.constexpr):
-    """ptr[begin:length] = value, a share of it by each program."""
+    """ptr[begin:length] = value, divided among the programs."""
     for first in range(i_program * CHUNK, length, n_programs * CHUNK):
         o_entry = first + tl.arange(0, CHUNK)
         tl.store(ptr + o_entry, tl.zeros([CHUNK], tl.int32) + value, mask=(o_entry >= begin) & (o_entry < length))
@@ -86,7 +84,7 @@ def mark_indices_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "n_words"])
 def mark_rows_kernel(
-    # input: int32 (lines // n_rows, n_rows + 1), and right behind it (nnz,): indptr and indices
+    # input: indptr, int32 (lines // n_rows, n_rows + 1), followed by indices (nnz,)
     blocks_ptr,
     # output: int32 (lines, n_words)
     bits_ptr,
@@ -126,7 +124,7 @@ def mark_scores_kernel(
         i_row = (i_line % n_rows).to(tl.int32)
         last_kv = tl.minimum(ahead + (i_row + 1) * block_q, kv_len) - 1
         m_col = m_col & (o_col * block_kv <= last_kv)
-    # integers in the order of the floats, all positive; 0: cannot be selected
+    # positive integers in the order of the floats; 0: never selected
     b_key = b_score.to(tl.int32, bitcast=True)
     b_key = (b_key ^ ((b_key >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
     b_key = tl.where(m_col, b_key, 0)
@@ -138,7 +136,7 @@ def mark_scores_kernel(
         least = tl.where(n_high >= k, least | bit, least)
         bit = bit >> 1
     b_above = (b_key > least).to(tl.int32)
-    # of equal ones the first
+    # of equal scores the first
     b_equal = ((b_key == least) & m_col).to(tl.int32)
     b_of_words = tl.sum(b_equal, 1)
     b_place = (tl.cumsum(b_of_words, 0) - b_of_words)[:, None] + tl.cumsum(b_equal, 1)
@@ -185,7 +183,7 @@ def list_rows_kernel(
 
 
 class Rows(NamedTuple):
-    """Rows of blocks: (batch | 1) * (heads | 1) axes of n_rows rows of n_cols blocks, and the lengths in tokens."""
+    """Shape of a block grid: axes = (batch | 1) * (heads | 1), n_rows x n_cols blocks each, and lengths in tokens."""
 
     axes: int
     n_rows: int
@@ -205,21 +203,21 @@ class Rows(NamedTuple):
         return -(-self.n_cols // 32)
 
 
-class Told(NamedTuple):
-    """What a launch must know of a contiguous tensor besides its shape, and where it is."""
+class TensorKey(NamedTuple):
+    """Cache key of a contiguous tensor whose shape is known."""
 
     dtype: torch.dtype
     device: torch.device
     is_aligned: bool
 
 
-def tell(tensor: torch.Tensor) -> Told:
-    """The facts about a tensor: hashable."""
-    return Told(tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0)
+def cache_key_of(tensor: torch.Tensor) -> TensorKey:
+    """The cache key of a tensor."""
+    return TensorKey(tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0)
 
 
 @functools.lru_cache(maxsize=256)
-def _mark_indices(told: Told, rows: Rows, k: int) -> Launch:  # noqa: ARG001  a launch is of one
+def _mark_indices(key: TensorKey, rows: Rows, k: int) -> Launch:  # noqa: ARG001  part of the cache key
     words = triton.next_power_of_2(rows.n_words)
     entries = min(triton.next_power_of_2(max(16, k)), max(16, ELEMENTS // words))
     rest = {"n_cols": rows.n_cols, "n_words": rows.n_words, "k": k, "WORDS": words, "ENTRIES": entries}
@@ -227,7 +225,7 @@ def _mark_indices(told: Told, rows: Rows, k: int) -> Launch:  # noqa: ARG001  a 
 
 
 @functools.lru_cache(maxsize=256)
-def _mark_rows(rows: Rows, device: torch.device) -> Launch:  # noqa: ARG001  likewise
+def _mark_rows(rows: Rows, device: torch.device) -> Launch:  # noqa: ARG001
     words = triton.next_power_of_2(rows.n_words)
     entries = max(16, min(128, ELEMENTS // words))
     rest = {"n_rows": rows.n_rows, "n_words": rows.n_words, "WORDS": words, "ENTRIES": entries}
@@ -235,45 +233,45 @@ def _mark_rows(rows: Rows, device: torch.device) -> Launch:  # noqa: ARG001  lik
 
 
 @functools.lru_cache(maxsize=256)
-def _mark_scores(told: Told, rows: Rows, k: int, causal: bool) -> Launch:  # noqa: ARG001  likewise
+def _mark_scores(key: TensorKey, rows: Rows, k: int, causal: bool) -> Launch:  # noqa: ARG001
     words = triton.next_power_of_2(rows.n_words)
     block_q, block_kv = rows.block_size
     sizes = {"n_rows": rows.n_rows, "n_cols": rows.n_cols, "n_words": rows.n_words, "k": k}
     tokens = {"ahead": rows.kv_len - rows.q_len, "block_q": block_q, "block_kv": block_kv, "kv_len": rows.kv_len}
-    # one warp needs no shared memory to add
+    # one warp reduces without shared memory
     how = {"CAUSAL": causal, "WORDS": words, "num_warps": 1 if words <= 16 else 4 if words <= 64 else 8}
     return Launch(mark_scores_kernel, (rows.n_lines,), sizes | tokens | how)
 
 
 @functools.lru_cache(maxsize=256)
-def _list_rows(rows: Rows, capacity: int, device: torch.device) -> Launch:  # noqa: ARG001  likewise
+def _list_rows(rows: Rows, capacity: int, device: torch.device) -> Launch:  # noqa: ARG001
     sizes = {"n_lines": rows.n_lines, "n_rows": rows.n_rows, "n_cols": rows.n_cols, "n_words": rows.n_words}
     how = {"LINES": LINES, "MINORS": MINORS, "CHUNK": CHUNK, "num_warps": 4}
     return Launch(list_rows_kernel, (-(-rows.n_lines // LINES),), {**sizes, "capacity": capacity, **how})
 
 
 def _marked(rows: Rows, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bits int32 (axes, n_rows, n_words), and counts int32 (axes * n_rows,), to be written, on the device of a tensor."""
+    """Uninitialised bits, int32 (axes, n_rows, n_words), and counts, int32 (axes * n_rows,)."""
     empty = allocator(like)
     bits = empty(*contiguous(torch.int32, rows.axes, rows.n_rows, rows.n_words))
     return bits, empty(*contiguous(torch.int32, rows.n_lines))
 
 
 def of_indices(indices: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, ...]:
-    """bits, indptr, indices and bitmask ids (all full) of the cols that each row names; what is not a col is ignored.
+    """bits, indptr, indices and bitmask ids (all full) of the given cols of each row; invalid cols are ignored.
 
     indices  contiguous integers (axes * n_rows * k entries)
-    returns  int32 (axes, n_rows, n_words), (axes, n_rows + 1), (capacity,), (capacity,), capacity = entries of `indices`
+    returns  int32 (axes, n_rows, n_words), (axes, n_rows + 1), (capacity,), (capacity,); capacity = indices.numel()
     """
     bits, counts = _marked(rows, indices)
-    _mark_indices(tell(indices), rows, indices.numel() // rows.n_lines)(indices, bits, counts)
+    _mark_indices(cache_key_of(indices), rows, indices.numel() // rows.n_lines)(indices, bits, counts)
     return bits, *_listed(bits, counts, rows, indices.numel())
 
 
 def of_rows(listed: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The bits (axes, n_rows, n_words) of blocks by indptr and indices, one right behind the other.
+    """The bits (axes, n_rows, n_words) of blocks given by indptr and indices, concatenated.
 
-    listed  int32 (axes * (n_rows + 1) + nnz,), at an address that is a multiple of 16
+    listed  int32 (axes * (n_rows + 1) + nnz,), 16-byte aligned
     """
     bits = allocator(listed)(*contiguous(torch.int32, rows.axes, rows.n_rows, rows.n_words))
     _mark_rows(rows, listed.device)(listed, bits)
@@ -281,13 +279,13 @@ def of_rows(listed: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def of_scores(scores: torch.Tensor, rows: Rows, k: int, *, causal: bool) -> tuple[torch.Tensor, ...]:
-    """`of_indices` of the k highest scores of each row, the first of equal ones, with capacity for k a row.
+    """Like `of_indices`, for the k highest scores of each row (the first of equal ones); capacity = rows * k.
 
-    scores  contiguous floats of at most 32 bits (axes * n_rows * n_cols entries); NaN and -inf are never selected
-    causal  nor is a block without a pair kv_pos <= q_pos + (kv_len - q_len)
+    scores  contiguous floats of at most 32 bits, axes * n_rows * n_cols; NaN and -inf are never selected
+    causal  never selects a block without a pair kv_pos <= q_pos + (kv_len - q_len)
     """
     bits, counts = _marked(rows, scores)
-    _mark_scores(tell(scores), rows, k, causal)(scores, bits, counts)
+    _mark_scores(cache_key_of(scores), rows, k, causal)(scores, bits, counts)
     return bits, *_listed(bits, counts, rows, rows.n_lines * k)
 
 

@@ -1,11 +1,12 @@
-"""How does the portable Triton forward run? out = softmax(scale q k^T on the layout) v, and lse; sm80 and later.
+"""Triton forward: out = softmax(scale q k^T on the layout) v, and lse; sm80 and later.
 
-One program owns BLOCK_Q queries of one head and walks the tiles of its row: the partial ones (masked), then the full
-ones (neither masked nor bounds-checked). Empty tiles are never visited. With m the running maximum of the base-2 scores
-and l the running sum, a row without keys keeps l = 0 and writes out 0, lse -inf. Few queries over many keys: decode.py. Options of the scores are compiled in
-where a call has them: they change a tile of scores before its mask (score_tile.py); a sink is where m and l start.
+    q (batch, heads, q_len, head_dim)    k, v (batch, kv_heads, kv_len, head_dim | v_head_dim)
+    out (batch, heads, q_len, v_head_dim)    lse (batch, heads, q_len), natural logarithm
 
-Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
+One program owns BLOCK_Q queries of one head and iterates over the tiles of its tile row: the partial ones (masked),
+then the full ones (not masked). Empty tiles are never visited. Online softmax in base 2 with running maximum m and sum
+l; a row without keys keeps l = 0 and writes out 0, lse -inf. Score mods are compiled in where a call has them
+(score_mods.py); a sink is where m and l start. Few queries over many keys are computed by split_kv.py.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import Config, Describer, Launch, Memory, allocator, contiguous, multiprocessors
+from ...runtime.launch import Config, DescriptorFactory, Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs, specs_of
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import (
     Options,
-    Walk,
+    PlanSpecs,
     columns_of_values,
     constants,
     device_seed,
     options_of,
+    plan_specs_of,
     scaling,
     score_arguments,
-    see_scores,
-    see_walk,
+    score_specs_of,
     walk,
     walk_strides,
     wants_descriptors,
@@ -54,7 +55,7 @@ from .tile import (
     with_sign,
 )
 
-# up to so many blocks of 128 queries a multiprocessor, of a causal call without a layout, halves are done sooner
+# most 128-query blocks per SM for which dense causal calls use blocks of 64
 TRIANGLE_BLOCKS = 8
 
 
@@ -69,14 +70,10 @@ def config(
     changed: bool = False,
     narrow: bool = False,
 ) -> Config:
-    """The launch table: dim is the larger padded head dimension, narrow says that blocks of 64 queries pay.
+    """Launch configuration; dim is the larger padded head dimension, narrow asks for blocks of 64 queries.
 
-    H200, (1, 2048 / dim, 16384, dim) bf16 dense, TFLOP/s. 128, tma: 128x64 4 warps 2 stages (two programs a
-    multiprocessor) 551; 8 warps 3 stages 484, 128x128 8 warps 482, 128x32 441. 64, tma: 128x64 4 warps 3 stages 438;
-    4 stages 428, 8 warps 427, 128x128 324. Dropout, milliseconds of (256, 2, 1024, 32), (1, 32, 8192, 64), (1, 16, 8192, 128):
-    64x64 4 warps 0.59, 2.65, 1.65; 128x64 4 warps 0.62, 2.60, 1.92 (2 stages, spills); 128x64 8 warps 0.63, 2.80, 2.09; without
-    dropout 0.25, 1.25, 1.01. Pointers: 8 warps at 128, 4 spill. float32: 4 warps spill. sm100, where nothing was run, and changed scores (softcap, ALiBi, bias), which were not: what is
-    nearest and does not spill.
+    Timed on an H200 only, see TUNING.md: 551 TFLOP/s dense at head_dim 128, 438 at 64. Elsewhere (sm80, sm100, score
+    mods) the nearest configuration that does not spill.
     """
     small = shared_memory < 160 * 1024
     if element_size == 4:
@@ -97,17 +94,12 @@ def config(
 
 
 def narrow_pays(q_len: int, n_axes: int, options: Options, *, has_layout: bool) -> bool:
-    """Whether blocks of 64 queries are done sooner than those of 128: if these leave multiprocessors idle, and on a diagonal.
+    """Whether blocks of 64 queries beat blocks of 128: if those leave SMs idle, and on a dense causal diagonal.
 
-    H200, hidden size 2048, microseconds of the GPU alone, 128 and 64 queries; dense, causal, local, butterfly:
-        512 tokens   128  20.6 12.8  21.3 12.8  21.0 13.2  17.1 11.9    64  14.2 12.7  14.6 12.5  14.6 13.1  13.1 11.8
-        1,024        128  34.9 24.4  35.4 24.1  29.7 24.8  21.1 17.3    64  28.8 35.1  28.7 25.4  28.8 32.4  20.2 24.3
-        2,048        128  75.3 75.8  74.3 58.4  47.7 49.0  32.4 33.7    64  90.3 93.5  74.0 63.1  58.5 58.5  38.9 40.4
-        8,192        128  1008 1020  614  567   168  177   141  149     64  1257 1265  714  674   211  208   175  174
-    Causal at 16,384, called over and over, TFLOP/s: 128  499 485    64  417 412.
+    512 dense tokens at head_dim 128 on an H200: 14.2 instead of 20.6 microseconds, see TUNING.md.
     """
-    n_blocks, n_multiprocessors = -(-q_len // TILE_SIDE) * n_axes, multiprocessors(options.device)
-    return n_blocks <= (TRIANGLE_BLOCKS if options.causal and not has_layout else 1) * n_multiprocessors
+    n_blocks, per_sm = -(-q_len // TILE_SIDE) * n_axes, TRIANGLE_BLOCKS if options.causal and not has_layout else 1
+    return n_blocks <= per_sm * num_sms(options.device)
 
 
 # fmt: off
@@ -137,7 +129,7 @@ def forward_kernel(
         )
         q_start = tl.load(p_record) * TILE + i_part * BLOCK_Q
     else:
-        # without a layout the last rows are the longest, if any
+        # last rows first: with CAUSAL they are the longest
         i_axis = tl.program_id(0) // n_lines
         q_start = (n_lines - 1 - tl.program_id(0) % n_lines) * BLOCK_Q
     i_batch = i_axis // n_heads
@@ -152,11 +144,11 @@ def forward_kernel(
     b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
     b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     b_lost = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
-    # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
+    # finite, since -inf - (-inf) = nan, and below every score
     b_max = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
     if sinks_ptr is not None:
-        # a key without a value, which every row meets first; a sink of -inf is none
+        # the sink is a key without a value; -inf is none
         sink = tl.load(sinks_ptr + i_head) * LOG2_E
         b_max = tl.maximum(b_max, sink)
         b_sum += tl.where(sink == float("-inf"), 0.0, 1.0)
@@ -177,7 +169,7 @@ def forward_kernel(
         first = 0
         kv_next = 0
     for i_step in tl.range(first, end):
-        # the next index is loaded a step ahead: loaded in its own step it would take a pipeline stage from the keys
+        # the next index is loaded a step ahead: in its own step it would take a pipeline stage from the keys
         kv_start = kv_next
         if HAS_LAYOUT:
             is_partial = kv_start < 0
@@ -187,13 +179,15 @@ def forward_kernel(
             is_partial = i_step >= n_full
             kv_next = kv_start + BLOCK_KV
         # [BLOCK_KV, DIM]
-        b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
+        b_k = load_tile(
+            k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED
+        )
         # [BLOCK_Q, BLOCK_KV]
         b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), SIGN)
         if CHANGED:
             b_scores, _ = changed_scores(
-                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head, i_step // STEPS,
-                q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, False,
+                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head,
+                i_step // STEPS, q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, False,
             )
         if is_partial:
             i_bitmask = 0
@@ -218,10 +212,12 @@ def forward_kernel(
             m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
             b_p = tl.where(m_kept, b_p, 0.0)
         # [BLOCK_KV, DIM_V]
-        b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
+        b_v = load_tile(
+            v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED
+        )
         b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
-    # computed anew: kept over the loop it would cost a register
+    # recomputed: kept over the loop it would cost a register
     i_axis = i_batch * n_heads + i_head
     m_empty = b_sum == 0.0
     b_sum = tl.where(m_empty, 1.0, b_sum)
@@ -234,8 +230,8 @@ def forward_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, walked: Walk, options: Options) -> tuple[Memory, Memory, Launch]:
-    """The memory of the results of a call on such q, k and v, and how it is launched."""
+def prepare(specs: TensorSpecs, walked: PlanSpecs, options: Options) -> tuple[Memory, Memory, Launch]:
+    """Memory of out and lse, and the launch, for calls with these specs and options."""
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
@@ -270,15 +266,15 @@ def prepare(specs: TensorSpecs, walked: Walk, options: Options) -> tuple[Memory,
         **score_arguments(options, 0, scale=abs(options.scale)),
         **chosen.arguments,
     }
-    describers = {}
+    descriptor_factories = {}
     if tma:
-        describers["q_ref"] = Describer(q, (1, 1, chosen.block_q, dim))
-        describers["k_ref"] = Describer(k, (1, 1, chosen.block_kv, dim))
-        describers["v_ref"] = Describer(v, (1, 1, chosen.block_kv, dim_v))
+        descriptor_factories["q_ref"] = DescriptorFactory(q, (1, 1, chosen.block_q, dim))
+        descriptor_factories["k_ref"] = DescriptorFactory(k, (1, 1, chosen.block_kv, dim))
+        descriptor_factories["v_ref"] = DescriptorFactory(v, (1, 1, chosen.block_kv, dim_v))
     return (
         contiguous(q.dtype, batch, heads, q_len, v_dim),
         contiguous(torch.float32, batch, heads, q_len),
-        Launch(forward_kernel, (n_lines * split * batch * heads,), rest, describers),
+        Launch(forward_kernel, (n_lines * split * batch * heads,), rest, descriptor_factories),
     )
 
 
@@ -297,7 +293,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous.
 
-    kind  that of q, k and v, where it is known already
+    specs  of q, k and v, if known
     """
     if split_kv.takes(q.shape, k.shape[2], dropout_p):
         return split_kv.forward(q, k, v, plan, kv_lengths, scale, causal, scores, specs)
@@ -308,9 +304,9 @@ def forward(
     added: tuple[torch.Tensor | None, ...] = (None, None, None)
     if scores is not None:
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
-        options = options._replace(scores=see_scores(scores, added[2]))
+        options = options._replace(scores=score_specs_of(scores, added[2]))
     walked = walk(plan, 0)
-    out_memory, lse_memory, launch = prepare(specs or specs_of(q, k, v), see_walk(walked), options)
+    out_memory, lse_memory, launch = prepare(specs or specs_of(q, k, v), plan_specs_of(walked), options)
     empty = allocator(q)
     out, lse = empty(*out_memory), empty(*lse_memory)
     launch(q, k, v, *walked, kv_lengths, seed, *added, out, lse)

@@ -1,13 +1,12 @@
-"""How do rows of tensors move and add up on a GPU? Kernels that read and write each row once, at the speed of memory.
+"""Gather and scatter of token rows for context parallelism; each row is read and written once.
 
-    move    target[:, :, put] = source[:, :, taken], of up to four pairs (source, target) with the same lists
-    add     total[:, :, rows] = sums over ranks, in their order and in float32, of rows which a table names; of up to two totals
-    merge   out[:, :, rows] and lse[:, :, rows] of attention over the keys of all ranks, from the parts which a table names
+    move    target[:, :, put] = source[:, :, taken], for up to four (source, target) pairs with the same index lists
+    add     total[:, :, rows] = sum over ranks, in order and in float32, of indexed rows; for up to two totals
+    merge   out[:, :, rows] and lse[:, :, rows] of attention over the keys of all ranks, from indexed partial results
 
-With PyTorch's index_select and index_copy_ a row is read and written several times on its way, sums keep a float32 tensor
-of the whole, and each tensor is a launch. Tensors are (batch, heads, rows, features) with a last stride of 1. A message is
-contiguous, (rows, batch, heads, features of all tensors side by side): it needs no views, which cost the host more than its
-launch. Knows pointers, strides, index lists. Does not know how messages travel, layouts, autograd.
+Tensors are (batch, heads, rows, features) with a last stride of 1. A message is contiguous: (rows, batch, heads,
+features of all its tensors, concatenated). PyTorch's index_select and index_copy_ would read and write a row several
+times, launch once per tensor, and sum into a float32 copy.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from ...runtime.launch import Launch
 from ...runtime.tensor_spec import TensorSpecs, specs_of
 from .tile import head_base
 
-# rows and elements of a program: 16 bytes a thread, four loads in flight
+# elements of a program: 16 bytes per thread, four loads in flight
 ELEMENTS = 8192
-# pairs and sums of a launch
+# most pairs and sums of a launch
 MOST_PAIRS, MOST_SUMS = 4, 2
 
 
 # fmt: off
-# strides here are (batch, head, row, where the first feature is), in elements
+# strides are (batch, head, row, offset of the first feature), in elements
 @triton.jit
 def load_rows(ptr, strides, i_batch, i_head, o_row, m_row, FEATURES: tl.constexpr, DIM: tl.constexpr):
-    """Rows of a head, [rows, DIM], 0 where there are none."""
+    """[rows, DIM]: rows of a head, 0 where m_row is False."""
     o_dim = tl.arange(0, DIM)
     p_row = head_base(ptr, strides, i_batch, i_head) + strides[3] + o_row[:, None] * strides[2] + o_dim[None, :]
     return tl.load(p_row, mask=m_row[:, None] & (o_dim < FEATURES)[None, :], other=0.0)
@@ -50,7 +49,7 @@ def store_rows(ptr, strides, i_batch, i_head, o_row, m_row, b_rows, FEATURES: tl
 
 @triton.jit
 def locate(n_rows, n_blocks, n_heads, ROWS: tl.constexpr):
-    """batch, head and rows of a program, and which of the rows are there."""
+    """(batch, head, rows, row mask) of a program."""
     i_axis = tl.program_id(0) // n_blocks
     o_row = (tl.program_id(0) % n_blocks) * ROWS + tl.arange(0, ROWS)
     return i_axis // n_heads, i_axis % n_heads, o_row, o_row < n_rows
@@ -67,9 +66,9 @@ def move_pair(
 
 @triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
 def move_kernel(
-    # inputs, None for those that are not there; the lists are int64, or None for all rows in order
+    # inputs, None if absent; the index lists are int64, or None for all rows in order
     source_0_ptr, source_1_ptr, source_2_ptr, source_3_ptr, taken_ptr, put_ptr,
-    # outputs; program_id(1) tells the pairs apart
+    # outputs; program_id(1) is the pair
     target_0_ptr, target_1_ptr, target_2_ptr, target_3_ptr,
     source_0_strides, source_1_strides, source_2_strides, source_3_strides,
     target_0_strides, target_1_strides, target_2_strides, target_3_strides,
@@ -86,7 +85,7 @@ def move_kernel(
     if put_ptr is not None:
         o_to = tl.load(put_ptr + o_row, mask=m_row, other=0)
     i_pair = tl.program_id(1)
-    # whether a pair is there is known when compiling, which program has it is not: an `and` would compile both
+    # nested: the outer condition is known at compile time, and `and` would compile the branch anyway
     if i_pair == 0:
         move_pair(source_0_ptr, target_0_ptr, source_0_strides, target_0_strides,
                   i_batch, i_head, o_from, o_to, m_row, FEATURES_0, DIM_0)
@@ -113,7 +112,7 @@ def add_rows(
 ):
     b_total = tl.zeros([ROWS, DIM], tl.float32)
     for i_rank in tl.static_range(N_RANKS):
-        # -1: this rank has nothing for the row
+        # -1: this rank has no such row
         o_from = tl.load(table_ptr + i_rank * n_rows + o_row, mask=m_row, other=-1).to(tl.int64)
         m_from = o_from >= 0
         if i_rank == RANK:
@@ -132,9 +131,9 @@ def add_rows(
 
 @triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
 def add_kernel(
-    # inputs; `base` and `other` hold every row of total or are None; rows is int64, or None for all
+    # inputs; `base` and `other` have the shape of total or are None; rows is int64, or None for all
     mine_0_ptr, mine_1_ptr, base_0_ptr, base_1_ptr, other_0_ptr, other_1_ptr, others_ptr, table_ptr, rows_ptr,
-    # outputs, which may be bases; program_id(1) tells the sums apart
+    # outputs, which may be bases; program_id(1) is the sum
     total_0_ptr, total_1_ptr,
     mine_0_strides, mine_1_strides, base_0_strides, base_1_strides, other_0_strides, other_1_strides,
     others_0_strides, others_1_strides, total_0_strides, total_1_strides,
@@ -160,7 +159,7 @@ def add_kernel(
 
 @triton.jit
 def load_lse(ptr, strides, i_batch, i_head, o_row, m_row, HALVES: tl.constexpr):
-    """lse of a part, -inf where there is none. HALVES: in a message of a type of 16 bits, the low half first."""
+    """lse of rows, -inf where m_row is False. HALVES: stored as two 16-bit values, the low half first."""
     p_lse = head_base(ptr, strides, i_batch, i_head) + strides[3] + o_row * strides[2]
     if HALVES:
         b_low = tl.load(p_lse, mask=m_row, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -192,7 +191,7 @@ def merge_kernel(
         else:
             b_lse = load_lse(others_ptr, others_lse_strides, i_batch, i_head, o_from, o_from >= 0, HALVES)
         b_highest = tl.maximum(b_highest, b_lse)
-    # a row which no key has met keeps -inf; a finite pivot avoids -inf - (-inf) = nan
+    # a row without keys keeps -inf; a finite pivot avoids -inf - (-inf) = nan
     b_pivot = tl.where(b_highest == float("-inf"), 0.0, b_highest)
     b_weight = tl.zeros([ROWS], tl.float32)
     b_out = tl.zeros([ROWS, DIM_0], tl.float32)
@@ -217,28 +216,26 @@ def merge_kernel(
 # fmt: on
 
 
-# ---- the launches ----
-
 # (batch, head, row, first feature)
 _NO_STRIDES = (0, 0, 0, 0)
 
 
 def _sizes(shape: Sequence[int], n_rows: int, features: Sequence[int], most: int) -> tuple[int, dict[str, Any]]:
-    """Programs of a launch over so many rows of batch and heads of a shape, and the arguments that say so."""
+    """(number of programs, size arguments) of a launch over n_rows rows of every batch entry and head."""
     batch, heads = shape[:2]
     dims = [triton.next_power_of_2(width) for width in features]
     rows = max(1, min(ELEMENTS // max(dims), 128))
     n_blocks = -(-n_rows // rows)
     sizes = {"n_rows": n_rows, "n_blocks": n_blocks, "n_heads": heads, "ROWS": rows, "num_warps": 8}
     for i in range(most):
-        # a width of those that are not there
+        # 1 for absent tensors
         there = i < len(features)
         sizes |= {f"FEATURES_{i}": features[i] if there else 1, f"DIM_{i}": dims[i] if there else 1}
     return n_blocks * batch * heads, sizes
 
 
 def _message_strides(shape: Sequence[int], features: Sequence[int]) -> list[tuple[int, ...]]:
-    """Of the parts of a message of so many features each."""
+    """Strides of the tensors in a message, with the given numbers of features."""
     batch, heads = shape[:2]
     width = sum(features)
     firsts = [0, *itertools.accumulate(features)]
@@ -251,7 +248,7 @@ def _strides(name: str, of_each: Sequence[tuple[int, ...]], most: int) -> dict[s
 
 
 def _is_aligned(tensor: torch.Tensor | None) -> bool:
-    """Of a list or a message, whose type and shape follow; one that is not there counts as aligned."""
+    """Whether a tensor is 16-byte aligned; True for None."""
     return tensor is None or tensor.data_ptr() % 16 == 0
 
 
@@ -260,14 +257,14 @@ def _move_launch(
     specs: TensorSpecs,
     way: str,
     n_rows: int,
-    others: tuple[Any, ...],  # noqa: ARG001  type and alignment of a message, which lists there are, the device
+    others: tuple[Any, ...],  # noqa: ARG001  cache key of message, lists and device
 ) -> Launch:
-    """specs: of the sources of "move" and then its targets, of the sources of "pack", of the targets of "unpack"."""
-    seen = specs.tensors
-    n_pairs = len(seen) // 2 if way == "move" else len(seen)
-    features = [of.shape[3] for of in seen[:n_pairs]]
-    shape = seen[0].shape
-    ours = [of.strides[:3] for of in seen]
+    """specs: sources and then targets of "move", sources of "pack", targets of "unpack"."""
+    tensors = specs.tensors
+    n_pairs = len(tensors) // 2 if way == "move" else len(tensors)
+    features = [of.shape[3] for of in tensors[:n_pairs]]
+    shape = tensors[0].shape
+    ours = [of.strides[:3] for of in tensors]
     message = _message_strides(shape, features)
     sources = message if way == "unpack" else ours[:n_pairs]
     targets = message if way == "pack" else ours[-n_pairs:]
@@ -278,7 +275,7 @@ def _move_launch(
 
 def _move(
     way: str,
-    seen: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
     message: torch.Tensor | None,
     sources: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
@@ -286,11 +283,11 @@ def _move(
     put: torch.Tensor | None,
 ) -> None:
     n_rows = targets[0].shape[0 if way == "pack" else 2] if put is None else put.shape[0]
-    if n_rows == 0 or seen[0].shape[0] * seen[0].shape[1] == 0:
+    if n_rows == 0 or tensors[0].shape[0] * tensors[0].shape[1] == 0:
         return
     lists = taken is None, _is_aligned(taken), put is None, _is_aligned(put)
-    others = None if message is None else message.dtype, _is_aligned(message), lists, seen[0].device
-    launch = _move_launch(specs_of(*seen), way, n_rows, others)
+    others = None if message is None else message.dtype, _is_aligned(message), lists, tensors[0].device
+    launch = _move_launch(specs_of(*tensors), way, n_rows, others)
     missing = (None,) * (MOST_PAIRS - len(sources))
     launch(*sources, *missing, taken, put, *targets, *missing)
 
@@ -301,20 +298,22 @@ def move(
     taken: torch.Tensor | None,
     put: torch.Tensor | None,
 ) -> None:
-    """target[:, :, put] = source[:, :, taken], in target's type, of up to MOST_PAIRS pairs.
+    """target[:, :, put] = source[:, :, taken] in target's dtype, for up to MOST_PAIRS pairs.
 
-    The lists are contiguous int64; None is all rows. Batches, heads and rows of all pairs are equal.
+    All pairs have equal batch, heads and rows.
+
+    taken, put  contiguous int64; None is all rows
     """
     _move("move", [*sources, *targets], None, sources, targets, taken, put)
 
 
 def pack(sources: Sequence[torch.Tensor], message: torch.Tensor, taken: torch.Tensor | None) -> None:
-    """Rows of up to MOST_PAIRS tensors to a message of their type."""
+    """Copies rows of up to MOST_PAIRS tensors to a message of their dtype."""
     _move("pack", sources, message, sources, [message] * len(sources), taken, None)
 
 
 def unpack(message: torch.Tensor, targets: Sequence[torch.Tensor], put: torch.Tensor | None) -> None:
-    """The rows of a message to up to MOST_PAIRS tensors of its type."""
+    """Copies the rows of a message to up to MOST_PAIRS tensors of its dtype."""
     _move("unpack", targets, message, [message] * len(targets), targets, None, put)
 
 
@@ -326,16 +325,16 @@ def _add_launch(
     n_rows: int,
     rank: int,
     n_ranks: int,
-    others: tuple[Any, ...],  # noqa: ARG001  likewise
+    others: tuple[Any, ...],  # noqa: ARG001
 ) -> Launch:
-    """specs: of the totals, of what this rank gave, of each base of every total."""
-    seen = specs.tensors
-    features = [of.shape[3] for of in seen[:n_sums]]
-    n_programs, sizes = _sizes(seen[0].shape, n_rows, features, MOST_SUMS)
-    strides = _strides("others", _message_strides(seen[0].shape, features), MOST_SUMS)
+    """specs: totals, `mine`, then each list of bases."""
+    tensors = specs.tensors
+    features = [of.shape[3] for of in tensors[:n_sums]]
+    n_programs, sizes = _sizes(tensors[0].shape, n_rows, features, MOST_SUMS)
+    strides = _strides("others", _message_strides(tensors[0].shape, features), MOST_SUMS)
     names = ("total", "mine", "base", "other")
     for i, name in enumerate(names):
-        found = [of.strides[:3] for of in seen[i * n_sums : (i + 1) * n_sums]] if i < 2 + n_bases else []
+        found = [of.strides[:3] for of in tensors[i * n_sums : (i + 1) * n_sums]] if i < 2 + n_bases else []
         strides |= _strides(name, found, MOST_SUMS)
     return Launch(add_kernel, (n_programs, n_sums), strides | sizes | {"RANK": rank, "N_RANKS": n_ranks})
 
@@ -349,11 +348,11 @@ def add(
     rows: torch.Tensor | None,
     rank: int,
 ) -> None:
-    """total[:, :, rows] = for each rank r in order its row table[r] of the message others, at `rank` bases + mine.
+    """total[:, :, rows] = sum over ranks r of row table[r] of `others`; rank `rank` adds bases + mine instead.
 
-    totals, mine  up to MOST_SUMS; others is a message of as many
-    bases    up to two lists, each of one tensor for each total, and of its shape; they may be the totals themselves
-    table    int32 (ranks, rows), contiguous; -1: nothing
+    totals, mine  up to MOST_SUMS tensors; others is a message of as many
+    bases    up to two lists with a tensor of the shape of each total; they may be the totals themselves
+    table    int32 (ranks, rows), contiguous; -1: no row
     """
     n_ranks, n_rows = table.shape
     if n_rows == 0 or totals[0].numel() == 0:
@@ -375,7 +374,7 @@ def _merge_launch(
     n_rows: int,
     rank: int,
     n_ranks: int,
-    others: tuple[Any, ...],  # noqa: ARG001  likewise
+    others: tuple[Any, ...],  # noqa: ARG001
 ) -> Launch:
     out, lse, mine, mine_lse = specs.tensors
     halves = out.dtype.itemsize == 2
@@ -402,11 +401,11 @@ def merge(
     rows: torch.Tensor,
     rank: int,
 ) -> None:
-    """out[:, :, rows] and lse[:, :, rows] from the parts of all ranks, as blocksparse_flash.merge joins two.
+    """out[:, :, rows] and lse[:, :, rows] from the partial results of all ranks, like blocksparse_flash.merge.
 
-    out, lse  lse (batch, heads, rows) is float32
-    mine     out and lse of this rank; others is a message of those of the other ones, lse in the words of its type
-    table    as in `add`: which part of a rank is that of the row
+    lse      (batch, heads, rows) float32
+    mine     out and lse of this rank; others is a message with those of the other ranks, lse bitcast to its dtype
+    table    as in `add`: the row of each rank's partial result
     """
     n_ranks, n_rows = table.shape
     if n_rows == 0 or out.numel() == 0:

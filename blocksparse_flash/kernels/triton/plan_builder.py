@@ -1,12 +1,11 @@
-"""How do the bits of selected blocks become what kernels walk? Two launches that do as selection.build_plan does.
+"""Plan construction on a GPU from the bits of selected blocks, in two launches.
 
-    count     how many tiles of each kind each row and each column of tiles has; and every bitmask that a tile can have
-    list      records in launch order, and the tiles of each row and column, partial ones first, those made of whole quarters last of them
+    count   tiles of each kind of every tile row and tile column; every bitmask that a tile can have
+    list    records in launch order, and the tiles of each tile row and tile column: partial ones first, with those made
+            of whole 64 x 64 subtiles last among them
 
-A launch is a program for some rows, or some columns, of an axis. Where its lists begin, and how many lines have more work than
-its own, each program finds out for itself from all counts, so that the order is the same every time; nothing is sorted.
-Reads the bits of all tiles: time O(tiles of the grid). Knows pointers and sizes, and
-the format of a plan. Does not know layouts, nor what attention does with the lists.
+A program handles some tile rows or tile columns of a head. It derives the offsets of its lists and its launch order
+from the counts of all: nothing is sorted, and the order is deterministic. Takes O(tiles of the grid) time.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from ...runtime.launch import Launch, Memory, allocator, contiguous
 from .block_selection import CHUNK, Rows, fill_behind, of_rows, sums_before
 from .tile import RECORD, TILE
 
-# lines of a program, tiles of each at a time
+# tile rows (or columns) of a program, tiles of a step
 LINES, MINORS = 8, 128
-# axes whose counts are compared at a time
+# heads of a step in most_long
 AXES = 8
-# words of bitmasks of a program
+# bitmask words of a program
 WORDS = 1024
-# of an entry of a list, see plan.py: taken from the index of a partial tile; which quarters attend
+# format of a list entry: subtracted from the index of a partial tile; bits of the attending 64 x 64 subtiles
 PARTIAL = tl.constexpr(1 << 24)
 QUARTERS_BIT, ALL_QUARTERS = tl.constexpr(25), tl.constexpr(15)
 WORDS_OF_TILE = tl.constexpr(4)
 
 
 class Grid(NamedTuple):
-    """Tiles of the rows and cols of blocks, how many tiles a block has along each axis, or how many blocks a tile has."""
+    """The tile grid of a block grid."""
 
     rows: Rows
     causal: bool
@@ -47,31 +46,31 @@ class Grid(NamedTuple):
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Tiles of a block along each axis, at least 1."""
+        """Tiles per block along each dimension, at least 1."""
         return max(1, self.rows.block_size[0] // TILE.value), max(1, self.rows.block_size[1] // TILE.value)
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Blocks of a tile along each axis, at least 1."""
+        """Blocks per tile along each dimension, at least 1."""
         return max(1, TILE.value // self.rows.block_size[0]), max(1, TILE.value // self.rows.block_size[1])
 
     @property
     def n_patterns(self) -> int:
-        """Which blocks of a tile there are, as bits."""
+        """Number of subsets of the blocks of a tile."""
         return 1 << self.parts[0] * self.parts[1]
 
     @property
     def n_bitmasks(self) -> int:
-        """For each pattern 4 edges, and each of those without a diagonal and with the two that occur."""
+        """4 edge cases per pattern, times 3 with causal: no diagonal, and the two that occur."""
         return self.n_patterns * 4 * (3 if self.causal else 1)
 
     @property
     def has_quarters(self) -> bool:
-        """Whether tiles made of whole quarters, 64 x 64, are listed as such: where no side of a block is shorter, and one as long."""
+        """Whether tiles of whole 64 x 64 subtiles are listed as such: the shorter side of a block is 64."""
         return max(self.parts) == 2
 
     def sizes(self) -> dict[str, Any]:
-        """What the kernels are told, by name."""
+        """The size arguments of the kernels."""
         rows, (q_tiles, kv_tiles) = self.rows, self.shape
         return {
             "axes": rows.axes,
@@ -93,8 +92,10 @@ SIZES = ["axes", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "k
 
 # fmt: off
 @triton.jit
-def quarters(b_pattern, b_query, b_key, q_len, kv_len, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, CAUSAL: tl.constexpr):
-    """plan.quarters_of the bitmasks of tiles, from their first queries and keys and which of their blocks are there."""
+def quarters(
+    b_pattern, b_query, b_key, q_len, kv_len, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Bits of the attending 64 x 64 subtiles, from the first query, first key and block pattern of each tile."""
     HALF: tl.constexpr = TILE // 2
     b_some, b_cut = b_pattern * 0, b_pattern * 0
     for i in tl.static_range(4):
@@ -103,7 +104,7 @@ def quarters(b_pattern, b_query, b_key, q_len, kv_len, PARTS_Q: tl.constexpr, PA
         m_some = b_there & (b_first_q < q_len) & (b_first_kv < kv_len)
         m_all = b_there & (b_first_q + HALF <= q_len) & (b_first_kv + HALF <= kv_len)
         if CAUSAL:
-            # the last query sees the first key; the first query sees the last one
+            # some: the last query sees the first key; all: the first query sees the last key
             m_some &= tl.minimum(b_first_q + HALF, q_len) - 1 + kv_len - q_len >= b_first_kv
             m_all &= b_first_q + kv_len - q_len >= b_first_kv + HALF - 1
         b_some |= m_some.to(tl.int32) << i
@@ -113,18 +114,19 @@ def quarters(b_pattern, b_query, b_key, q_len, kv_len, PARTS_Q: tl.constexpr, PA
 
 @triton.jit
 def is_single(b_quarters, OF_ROWS: tl.constexpr):
-    """1 where only one half of a tile's keys, or for columns of its queries, attends: see plan._is_single."""
+    """1 where only one half of the keys of a tile attends (of its queries, for tile columns)."""
     SHIFT: tl.constexpr = 2 if OF_ROWS else 1
     HALVES: tl.constexpr = 3 if OF_ROWS else 5
     return (((b_quarters | (b_quarters >> SHIFT)) & HALVES) != HALVES).to(tl.int32)
 
 
 @triton.jit
-def look(
+def tile_kinds(
     bits_ptr, i_axis, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
 ):
-    """(is there, is full, which bitmask, which quarters) of the tiles (o_row, o_col), which broadcast; int32. See selection.build_plan."""
+    """int32 (is stored, is full, bitmask id, subtile bits) of the tiles (o_row, o_col), which broadcast."""
     p_bits = bits_ptr + i_axis.to(tl.int64) * n_rows * n_words
     m_tile = (o_row < q_tiles) & (o_col < kv_tiles)
     b_pattern = tl.where(m_tile, 0, 0)
@@ -138,7 +140,7 @@ def look(
             b_bit = (tl.load(p_word, mask=m_block, other=0) >> (o_block_col % 32)) & 1
             b_pattern |= b_bit << (part_q * PARTS_KV + part_kv)
             if CAUSAL:
-                # the last query of the part sees its first key
+                # the last query of the block sees its first key
                 last_q = tl.minimum(o_row * TILE + (part_q + 1) * (TILE // PARTS_Q), q_len) - 1
                 first_kv = o_col * TILE + part_kv * (TILE // PARTS_KV)
                 b_left |= b_bit & (last_q + kv_len - q_len >= first_kv).to(tl.int32)
@@ -146,7 +148,7 @@ def look(
     b_kind = ((o_col == kv_tiles - 1) & (kv_len % TILE != 0)).to(tl.int32)
     b_kind += 2 * ((o_row == q_tiles - 1) & (q_len % TILE != 0)).to(tl.int32)
     if CAUSAL:
-        # how far query 0 stands behind key 0, in tokens: from 127 on every pair attends
+        # tokens by which query 0 is past key 0: from 127 on every pair attends
         behind = (o_row - o_col) * TILE + kv_len - q_len
         b_kind += 4 * (behind < TILE - 1).to(tl.int32) + 4 * (behind < 0).to(tl.int32)
     else:
@@ -160,17 +162,19 @@ def look(
 
 
 @triton.jit
-def look_along(
+def tile_kinds_along(
     bits_ptr, i_axis, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
 ):
-    """`look` at [lines, minors]: lines are tile rows and minors tile columns, or the other way round."""
+    """`tile_kinds` as [lines, minors]: tile rows and tile columns if OF_ROWS, else the reverse."""
     if OF_ROWS:
         o_row, o_col = o_line[:, None], o_minor[None, :]
     else:
         o_row, o_col = o_minor[None, :], o_line[:, None]
-    return look(
-        bits_ptr, i_axis, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS
+    return tile_kinds(
+        bits_ptr, i_axis, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+        PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
     )
 
 
@@ -178,19 +182,21 @@ def look_along(
 def count_lines(
     bits_ptr, counts_ptr, i_program, n_major, n_minor,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
 ):
-    """Tiles, and after those of all lines of all axes the partial ones, those made of whole quarters, and single ones, of some lines."""
+    """Counts of some lines: (4, axes, n_major) tiles, partial ones, those of whole subtiles, single ones."""
     n_groups = tl.cdiv(n_major, LINES)
     i_axis = i_program // n_groups
     o_line = (i_program % n_groups) * LINES + tl.arange(0, LINES)
     b_tiles, b_partial = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
     b_quartered, b_single = b_tiles, b_tiles
     for first in range(0, n_minor, MINORS):
-        b_there, b_full, _, b_quarters = look_along(
+        b_there, b_full, _, b_quarters = tile_kinds_along(
             bits_ptr, i_axis, o_line, first + tl.arange(0, MINORS),
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
         )
         b_tiles += tl.sum(b_there, 1)
         b_partial += tl.sum(b_there & (1 - b_full), 1)
@@ -206,7 +212,7 @@ def count_lines(
 
 @triton.jit
 def first_bits(count):
-    """A word whose lowest `count` bits are set, none below 0, all from 32 on."""
+    """A word with its lowest `count` bits set; count is clamped to 0 .. 32."""
     wide = tl.minimum(tl.maximum(count, 0), 32).to(tl.int64)
     return (((wide * 0 + 1) << wide) - 1).to(tl.int32)
 
@@ -215,7 +221,7 @@ def first_bits(count):
 def write_bitmasks(
     words_ptr, i_program, n_words, q_len, kv_len, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, WORDS: tl.constexpr,
 ):
-    """Some words of every bitmask: of each diagonal, edge and pattern, the last fastest. See selection._Looks."""
+    """Some words of all bitmasks, ordered by diagonal, edge and pattern (fastest)."""
     N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
     o_word = i_program * WORDS + tl.arange(0, WORDS)
     b_start = o_word % WORDS_OF_TILE * 32
@@ -227,7 +233,7 @@ def write_bitmasks(
     last_q, last_kv = (q_len - 1) % TILE + 1, (kv_len - 1) % TILE + 1
     b_bits &= tl.where((b_edge & 1) == 1, first_bits(last_kv - b_start), -1)
     b_bits = tl.where(((b_edge & 2) == 2) & (b_query >= last_q), 0, b_bits)
-    # a query sees the keys up to this one, counted in the tile
+    # last key of the tile that a query sees
     b_last = b_query + ((kv_len - q_len) & (TILE - 1)) - TILE * (b_diagonal - 1)
     b_bits &= tl.where(b_diagonal > 0, first_bits(b_last + 1 - b_start), -1)
     tl.store(words_ptr + o_word, b_bits, mask=o_word < n_words)
@@ -237,10 +243,11 @@ def write_bitmasks(
 def count_kernel(
     # input: int32 (axes, n_rows, n_words)
     bits_ptr,
-    # outputs: int32 4 * axes * (q_tiles + kv_tiles): tiles, partial, quartered and single ones of rows, and of columns; every bitmask
+    # outputs: counts, int32 (4 * axes * (q_tiles + kv_tiles),) of rows, then of columns, see count_lines; bitmasks
     counts_ptr, words_ptr,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, n_words_of_all,
-    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, WORDS: tl.constexpr,
 ):
     i_program = tl.program_id(0)
@@ -248,20 +255,24 @@ def count_kernel(
     if i_program < n_of_rows:
         count_lines(
             bits_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS,
         )
     elif i_program < n_of_rows + n_of_cols:
         count_lines(
             bits_ptr, counts_ptr + 4 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS,
         )
     else:
-        write_bitmasks(words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all, q_len, kv_len, PARTS_Q, PARTS_KV, WORDS)
+        write_bitmasks(
+            words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all, q_len, kv_len, PARTS_Q, PARTS_KV, WORDS
+        )
 
 
 @triton.jit
 def most_long(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.constexpr):
-    """Lines with more than `limit` tiles, of the axis that has most."""
+    """The largest number of lines with more than `limit` tiles, over all axes."""
     b_most = tl.zeros([AXES], tl.int32)
     for first_axis in range(0, axes, AXES):
         o_axis = (first_axis + tl.arange(0, AXES))[:, None]
@@ -269,7 +280,8 @@ def most_long(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.c
         for first in range(0, n_major, MINORS):
             o_line = (first + tl.arange(0, MINORS))[None, :]
             m_line = (o_axis < axes) & (o_line < n_major)
-            b_long += tl.sum((tl.load(counts_ptr + o_axis * n_major + o_line, mask=m_line, other=0) > limit).to(tl.int32), 1)
+            b_count = tl.load(counts_ptr + o_axis * n_major + o_line, mask=m_line, other=0)
+            b_long += tl.sum((b_count > limit).to(tl.int32), 1)
         b_most = tl.maximum(b_most, b_long)
     return tl.max(b_most, 0)
 
@@ -278,10 +290,11 @@ def most_long(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.c
 def list_lines(
     bits_ptr, counts_ptr, items_ptr, indices_ptr, ids_ptr, i_program, n_programs, n_major, n_minor, n_indices, n_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Records and tiles of some lines of one direction, and a share of the zeros behind all tiles."""
+    """Writes the records and tiles of some lines of one direction, and a share of the padding zeros."""
     n_groups = tl.cdiv(n_major, LINES)
     i_axis = i_program // n_groups
     first_line = (i_program % n_groups) * LINES
@@ -298,7 +311,7 @@ def list_lines(
     b_quartered = tl.load(p_tiles + 2 * axes * n_major + o_line, mask=m_line, other=0)
     b_single = tl.load(p_tiles + 3 * axes * n_major + o_line, mask=m_line, other=0)
     b_begin = before + tl.cumsum(b_tiles, 0) - b_tiles
-    # the longest first, of equal ones the first
+    # position in the launch order: longest first, then by index
     b_position = tl.zeros([LINES], tl.int32)
     for first in range(0, n_major, MINORS):
         o_other = first + tl.arange(0, MINORS)
@@ -314,7 +327,7 @@ def list_lines(
     tl.store(p_items + o_line * RECORD + 4, b_position, mask=m_line)
     tl.store(p_record + 5, b_quartered, mask=m_line)
     tl.store(p_record + 6, b_single, mask=m_line)
-    # never all: see plan._long
+    # never all lines: see find_record
     tl.store(p_record + 7, o_line * 0 + tl.minimum(n_long, n_major - 1), mask=m_line)
 
     b_next_mixed, b_next_full = b_begin, b_begin + b_partial
@@ -322,7 +335,7 @@ def list_lines(
     b_next_both = b_next_full - b_quartered
     for first in range(0, n_minor, MINORS):
         o_minor = first + tl.arange(0, MINORS)
-        b_there, b_full, b_id, b_quarters = look_along(
+        b_there, b_full, b_id, b_quarters = tile_kinds_along(
             bits_ptr, i_axis, o_line, o_minor,
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
             OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
@@ -330,7 +343,9 @@ def list_lines(
         b_is_full, b_is_partial = b_there & b_full, b_there & (1 - b_full)
         b_is_quartered = b_is_partial & (b_quarters < ALL_QUARTERS).to(tl.int32)
         b_is_mixed = b_is_partial - b_is_quartered
-        b_place = tl.where(b_full == 1, b_next_full[:, None] + tl.cumsum(b_is_full, 1), b_next_mixed[:, None] + tl.cumsum(b_is_mixed, 1))
+        b_place = tl.where(
+            b_full == 1, b_next_full[:, None] + tl.cumsum(b_is_full, 1), b_next_mixed[:, None] + tl.cumsum(b_is_mixed, 1)
+        )
         if QUARTERS:
             b_is_single = b_is_quartered & is_single(b_quarters, OF_ROWS)
             b_is_both = b_is_quartered - b_is_single
@@ -349,14 +364,15 @@ def list_lines(
 
 @triton.jit(do_not_specialize=[*SIZES, "n_indices", "n_row_ids", "n_col_ids"])
 def list_kernel(
-    # inputs: int32 (axes, n_rows, n_words), and what count_kernel counts
+    # inputs: int32 (axes, n_rows, n_words), and the counts of count_kernel
     bits_ptr, counts_ptr,
-    # outputs: see plan.Plan
+    # outputs: the tensors of a Plan
     row_items_ptr, row_indices_ptr, row_ids_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr,
-    # lengths of these, which change with what is stored
+    # their lengths
     n_indices, n_row_ids, n_col_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr, CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     i_program = tl.program_id(0)
@@ -379,7 +395,7 @@ def list_kernel(
 
 
 class Ready(NamedTuple):
-    """The two launches, and memory for what is counted and for the bitmasks."""
+    """The two launches, and memory for counts and bitmasks."""
 
     counts: Launch
     lists: Launch
@@ -388,7 +404,7 @@ class Ready(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def prepare(grid: Grid, device: torch.device) -> Ready:  # noqa: ARG001  launches are of one
+def prepare(grid: Grid, device: torch.device) -> Ready:  # noqa: ARG001  part of the cache key
     """The launches, for lists of any length."""
     sizes, n_words = grid.sizes(), grid.n_bitmasks * TILE.value * WORDS_OF_TILE.value
     n_lines = grid.rows.axes * sum(-(-side // LINES) for side in grid.shape)
@@ -406,9 +422,9 @@ def prepare(grid: Grid, device: torch.device) -> Ready:  # noqa: ARG001  launche
 def build_plan(
     bits: torch.Tensor, grid: Grid, leads: tuple[int, int], lengths: tuple[int, int, int]
 ) -> list[torch.Tensor]:
-    """The tensors of plan.Plan.
+    """The tensors of a Plan.
 
-    bits     int32 (axes, n_rows, n_words), what selecting.py marks
+    bits     int32 (axes, n_rows, n_words), see block_selection.py
     leads    (batch | 1, heads | 1), axes in all
     lengths  of the lists: indices, ids of rows, ids of columns
     """
@@ -432,5 +448,5 @@ def build_plan(
 def of_blocks(
     listed: torch.Tensor, *, grid: Grid, leads: tuple[int, int], lengths: tuple[int, int, int]
 ) -> list[torch.Tensor]:
-    """`build_plan` of blocks by indptr and indices, one right behind the other: see selecting.of_rows."""
+    """`build_plan` of blocks given by indptr and indices, concatenated: see block_selection.of_rows."""
     return build_plan(of_rows(listed, grid.rows), grid, leads, lengths)

@@ -1,7 +1,4 @@
-"""How does a Triton kernel change a tile of scores between the product and the mask? Softcap, ALiBi, the bias of blocks.
-
-Knows: tables of biases, positions. Does not know: launches, torch, what a gradient is. Scores come out in base 2.
-"""
+"""Score mods on a tile of scores, between product and mask: softcap, ALiBi slopes, block bias; in base 2."""
 
 import triton
 import triton.language as tl
@@ -11,9 +8,9 @@ from .tile import INTERPRETED, LOG2_E, TILE
 
 @triton.jit
 def tanh(b_x):
-    """tanh to a few float32 roundings of its own size: 1 - 2 / (e^2|x| + 1), or x + x^3 p(x^2) where that would cancel.
+    """tanh to a few float32 ulp: 1 - 2 / (e^2|x| + 1), or x + x^3 p(x^2) for |x| < 0.6, where that would cancel.
 
-    p is fitted to (tanh x - x) / x^3 over |x| < 0.6, to a twentieth of a rounding.
+    p is fitted to (tanh x - x) / x^3 with an error of 1/20 ulp.
     """
     b_square = b_x * b_x
     b_p = -5.89516e-3 * b_square + 2.079597e-2
@@ -22,7 +19,7 @@ def tanh(b_x):
     b_p = b_p * b_square - 3.3333298e-1
     b_small = b_x + b_x * b_square * b_p
     b_far = tl.abs(b_x)
-    # past 44 the power is inf, and the quotient 0
+    # from |x| = 44 on exp2 is inf and the quotient 0
     b_large = 1.0 - 2.0 / (tl.math.exp2(b_far * (2.0 * LOG2_E)) + 1.0)
     b_large = tl.where(b_x < 0.0, -b_large, b_large)
     return tl.where(b_far < 0.6, b_small, b_large)
@@ -30,8 +27,8 @@ def tanh(b_x):
 
 @triton.jit
 def query_distances(o_q, near, BLOCK_KV: tl.constexpr, T: tl.constexpr):
-    """|o_q + near - o_kv| of BLOCK_KV keys from 0 on: float32 [queries, BLOCK_KV], or [BLOCK_KV, queries] if T."""
-    # the difference of the starts first: near pairs are exact at any position
+    """|o_q + near - o_kv| for keys 0 .. BLOCK_KV - 1: float32 [queries, BLOCK_KV], or [BLOCK_KV, queries] if T."""
+    # subtracting the starts first keeps small distances exact at any position
     o_q = o_q.to(tl.float32) + near.to(tl.float32)
     o_kv = tl.arange(0, BLOCK_KV).to(tl.float32)
     if T:
@@ -48,7 +45,7 @@ def distances(q_start, kv_start, ahead, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.cons
 
 @triton.jit
 def load_floats(ptr, o_value):
-    """float32 at each offset, loaded where it is used: see tile.load_words."""
+    """float32 at each offset, loaded in the layout of its use: see tile.load_words."""
     p_values = ptr + o_value
     if INTERPRETED:
         return tl.load(p_values)
@@ -62,15 +59,15 @@ def load_floats(ptr, o_value):
 def find_table(
     tables_ptr, tables_strides, i_batch, i_head, i_tile, PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr
 ):  # fmt: skip
-    """The table of a listed tile: (128 / PIECE_Q, 128 / PIECE_KV) numbers."""
+    """Pointer to the bias table of a listed tile: (128 / PIECE_Q, 128 / PIECE_KV) values."""
     p_table = tables_ptr + i_batch.to(tl.int64) * tables_strides[0] + i_head.to(tl.int64) * tables_strides[1]
-    # 64-bit; a step is a plain number to the interpreter
+    # 64-bit offsets; in the interpreter a step is a Python int
     return p_table + (tl.zeros([], tl.int64) + i_tile) * ((TILE // PIECE_Q) * (TILE // PIECE_KV))
 
 
 @triton.jit
 def line_values(p_table, o_line, STEP: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, PIECE: tl.constexpr):
-    """[LINES, COLS]: of each line the numbers from o_line on in a table, STEP apart, each for PIECE columns."""
+    """[LINES, COLS]: values of a table from o_line on, STEP apart, each repeated for PIECE columns."""
     b_values = tl.zeros([LINES, COLS], tl.float32)
     if PIECE >= COLS:
         b_values += load_floats(p_table, o_line)[:, None]
@@ -87,7 +84,7 @@ def piece_values(
     p_table, start, along, STEP: tl.constexpr, STEP_ALONG: tl.constexpr,
     LINES: tl.constexpr, PIECE: tl.constexpr, COLS: tl.constexpr, PIECE_ALONG: tl.constexpr,
 ):  # fmt: skip
-    """[LINES, COLS]: the number of each pair's piece. `start` and `along` are tokens within the tile, STEPs apart in a table."""
+    """[LINES, COLS]: the table value of each pair. `start` and `along` are tokens within the tile."""
     b_values = tl.zeros([LINES, COLS], tl.float32)
     first = along // PIECE_ALONG * STEP_ALONG
     if PIECE >= LINES:
@@ -107,7 +104,7 @@ def piece_values(
 
 @triton.jit
 def capped_scores(b_scores, factor, cap):
-    """(scores in base 2, the tanh of the cap), as changed_scores has it."""
+    """(scores in base 2, tanh of the softcap), see changed_scores."""
     b_tanh = b_scores * factor
     if cap is not None:
         b_tanh = tanh(b_tanh)
@@ -124,12 +121,12 @@ def changed_scores(
     q_start, kv_start, ahead,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
 ):
-    """(scores in base 2, the tanh of the cap): [BLOCK_Q, BLOCK_KV], or [BLOCK_KV, BLOCK_Q] if T.
+    """(scores in base 2, tanh of the softcap): [BLOCK_Q, BLOCK_KV], or [BLOCK_KV, BLOCK_Q] if T.
 
-    factor   on raw scores: into base 2, or where there is a cap into its multiples
-    cap      in base 2, or None: no cap, and no tanh
-    slope    in base 2, read only where slopes_ptr is given
-    i_tile   listed tile, read only where tables_ptr, in base 2, is given
+    factor   multiplies raw scores: converts to base 2, or with a softcap to multiples of it
+    cap      softcap in base 2, or None for neither cap nor tanh
+    slope    in base 2, used if slopes_ptr is given
+    i_tile   list entry of the tile, used if tables_ptr (in base 2) is given
     """
     b_scores, b_tanh = capped_scores(b_scores, factor, cap)
     if slopes_ptr is not None:
@@ -152,11 +149,11 @@ def changed_row_scores(
     b_scores, factor, cap, b_slopes, o_q, tables_ptr, tables_strides, i_batch, i_head, o_line, i_tile, kv_start, ahead,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
-    """Scores in base 2, [BLOCK_Q, BLOCK_KV], of rows that are queries o_q of several heads from i_head on, in the first tile.
+    """Scores in base 2, [BLOCK_Q, BLOCK_KV], where rows are queries o_q of several heads from i_head on, in one tile.
 
-    b_slopes  of each row, in base 2, or None
-    o_line    where the line of each row begins, in the table of i_head
-    the rest  as changed_scores
+    b_slopes  slope of each row in base 2, or None
+    o_line    offset of each row in the table of i_head
+    other arguments as in changed_scores
     """
     b_scores, _ = capped_scores(b_scores, factor, cap)
     if b_slopes is not None:
@@ -172,7 +169,7 @@ def store_sums(
     sums_ptr, sums_strides, i_batch, i_head, i_tile, q_start, kv_start, b_values,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
-    """The sum of the values of each grain of a step, in its own place: no atomics. A grain is a piece, or all of the step's."""
+    """Stores the sum over each piece of a step (or the step, if smaller) to its own place, without atomics."""
     GRAIN_Q: tl.constexpr = min(PIECE_Q, BLOCK_Q)
     GRAIN_KV: tl.constexpr = min(PIECE_KV, BLOCK_KV)
     p_sums = find_table(sums_ptr, sums_strides, i_batch, i_head, i_tile, GRAIN_Q, GRAIN_KV)

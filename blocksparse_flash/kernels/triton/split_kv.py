@@ -1,17 +1,15 @@
-"""How does the portable forward run for a few queries and many keys? The keys of a row are split among programs; sm80 and later.
+"""Split-KV forward for few queries and many keys (decoding); sm80 and later.
 
-A program per tile row would leave a GPU empty where there is one tile row. Here one program owns one chunk of the tiles of
-the row, for all query heads that share the row's keys (a group of grouped heads, if all heads have one layout): its rows are
-their queries, head after head, and keys and values are read once for all of them. With s the base-2 scores of chunk c,
+One program owns one split of the tiles of a tile row, for all query heads that share its keys (a group of grouped
+heads, if all heads have one layout). Its rows are their queries, head after head, so keys and values are loaded once
+for all of them. With s the base-2 scores of split c,
 
     max_c = max_j s_j     sum_c = sum_j 2^(s_j - max_c)     part_c = sum_j 2^(s_j - max_c) v_j     0 and 0 without keys
-    out = sum_c 2^max_c part_c / sum_c 2^max_c sum_c     lse = ln sum_c 2^max_c sum_c
+    out = sum_c 2^max_c part_c / sum_c 2^max_c sum_c        lse = ln sum_c 2^max_c sum_c
 
-which a second kernel computes, in the order of the chunks. Options of the scores are compiled in where a call has them: they
-change a tile of scores before its mask, each row by the numbers of its head; a sink is where the sum over c starts. How many chunks a row has depends on shapes and the GPU alone:
-where they begin and end, each program reads from the row's record. So every run gives equal bits, and nothing waits.
-
-Knows: a plan's tensors, strides, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
+A second kernel computes the last line, in the order of the splits. Score mods are compiled in where a call has them; a
+sink is where the sum over c starts. The number of splits depends only on shapes and the GPU, and their bounds on the
+plan's records: results are bitwise reproducible, and no call synchronises with the host.
 """
 
 from __future__ import annotations
@@ -23,25 +21,25 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import Config, Describer, Launch, multiprocessors
+from ...runtime.launch import Config, DescriptorFactory, Launch, num_sms
 from ...runtime.tensor_spec import TensorSpecs, specs_of
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import (
     Options,
-    Walk,
+    PlanSpecs,
     columns_of_values,
     constants,
     options_of,
+    plan_specs_of,
     scaling,
     score_arguments,
-    see_scores,
-    see_walk,
+    score_specs_of,
     walk,
     walk_strides,
     wants_descriptors,
 )
-from .combine_splits import merge_end, merge_step
+from .combine_splits import combine_end, combine_step
 from .score_mods import changed_row_scores
 from .tile import (
     LN_2,
@@ -49,29 +47,29 @@ from .tile import (
     TILE,
     WITHOUT_SIGN,
     add_product,
-    chunk_of,
     dense_keys,
     head_base,
     load_tile,
     product,
     query_pairs,
+    split_range,
     store_tile,
     tile_start,
     with_sign,
 )
 
-# queries of one call, so that they lie in one tile row
+# most queries per head; they lie in one tile row
 MAX_QUERIES = 64
-# keys a query from which on a row is worth splitting
+# fewest keys per query
 KEYS_PER_QUERY = 16
-# programs a multiprocessor, over which the keys are spread; see config
+# programs per SM; 87 % of the bandwidth of a copy (H200), 2 to 12 give 80 to 88 %, see TUNING.md
 PROGRAMS = 3
-# partial results of a row that the merge should not exceed
-MAX_CHUNKS = 256
+# bounds the work of combining the splits of a row
+MAX_SPLITS = 256
 
 
 class Chosen(NamedTuple):
-    """A launch configuration, whose block_q counts the queries of all heads of a program; and whether it uses TMA."""
+    """A launch configuration, whose block_q counts the queries of all heads of a program, and whether it uses TMA."""
 
     config: Config
     tma: bool
@@ -80,14 +78,9 @@ class Chosen(NamedTuple):
 def config(
     n_rows: int, dim: int, element_size: int, *, shared_memory: int, major: int = 0, changed: bool = False
 ) -> Chosen:
-    """The launch table: n_rows queries share their keys, dim is the larger padded head dimension.
+    """Launch configuration for n_rows queries that share their keys; dim is the larger padded head dimension.
 
-    What counts is how many bytes are on their way from memory. H200, one query, batch 8, 32 heads on 8, 131,072 keys of
-    which 11 % are stored, 128, bf16: share of a copy's 4243 GB/s by PROGRAMS: 64 keys 4 warps 3 stages 2: 87.5, 3: 87.2, 4: 79.8,
-    6: 86.0, 8: 84.6, 12: 84.5; by TMA 87.4, 87.3, 80.7, 86.0, 85.0, 84.5; 4 stages 86.0, 77.1, 84.1, 83.4, 82.9, 83.1; 2 stages 4: 73.7,
-    8: 83.9; 5 stages 74.4, 71.0; 8 warps 84.6, 81.7; 128 keys 4 warps 2 stages 86.9, 85.5; 8 warps 3 stages 82.7, 80.5; 32 keys 4
-    stages 85.2, 83.2. The others are compiled for sm80, sm86, sm90 and sm100, where half types do not spill, and not timed; nor are changed scores, for
-    which 64 rows of 128 take 8 warps on sm80 and sm86 not to spill.
+    Chosen for bytes in flight, see TUNING.md. Timed on an H200 only; elsewhere the configurations avoid spills.
     """
     small = shared_memory < 160 * 1024
     block_q = max(16, min(128, triton.next_power_of_2(n_rows)))
@@ -107,39 +100,39 @@ def config(
 
 
 def takes(q_shape: tuple[int, ...], kv_len: int, dropout_p: float) -> bool:
-    """Whether a call comes here, by its shapes. Dropout is keyed by query and key, so the forward gives the same of it."""
+    """Whether a call is small enough in queries and large enough in keys for split-KV; not with dropout."""
     return dropout_p == 0 and q_shape[2] <= MAX_QUERIES and kv_len >= KEYS_PER_QUERY * q_shape[2]
 
 
-def chunks(n_tiles: int, n_programs: int, n_multiprocessors: int) -> int:
-    """Into how many chunks each row is split.
+def num_splits(n_tiles: int, n_programs: int, n_sms: int) -> int:
+    """Splits per tile row.
 
-    n_tiles     of an average row: no more than these
-    n_programs  there were, if no row were split
+    n_tiles     of an average row, an upper bound on its splits
+    n_programs  without splitting
     """
-    return max(1, min(PROGRAMS * n_multiprocessors // n_programs, n_tiles, MAX_CHUNKS))
+    return max(1, min(PROGRAMS * n_sms // n_programs, n_tiles, MAX_SPLITS))
 
 
 # fmt: off
 @triton.jit
 def with_sink(b_max, b_sum, sinks_ptr, o_head):
-    """The running maximum and sum after the sinks of those heads, keys without a value; a sink of -inf is none."""
+    """Running maximum and sum after the sinks of heads o_head; a sink of -inf has no effect."""
     b_sink = tl.load(sinks_ptr + o_head) * LOG2_E
     return tl.maximum(b_max, b_sink), b_sum + tl.where(b_sink == float("-inf"), 0.0, 1.0)
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_rows", "n_parts", "n_chunks", "q_len", "kv_len"])
-def decode_kernel(
-    # inputs; sinks where there is one chunk
+@triton.jit(do_not_specialize=["n_heads", "n_rows", "n_blocks", "n_splits", "q_len", "kv_len"])
+def split_kv_kernel(
+    # inputs; sinks_ptr only with a single split
     q_ptr, k_ref, v_ref, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, sinks_ptr, slopes_ptr, tables_ptr,
-    # outputs, contiguous: out and lse of the only chunk, or part, and max and sum, of all chunks one after another
+    # outputs, contiguous: out and lse, or with IS_SPLIT (n_splits, n_rows, V_DIM) and max and sum (n_splits, n_rows, 2)
     out_ptr, lse_ptr,
     # strides in elements: (batch, head, row)
     q_strides, k_strides, v_strides, items_strides, tables_strides,
-    # sizes: n_rows = batch * heads * q_len, n_parts programs share the PACKED * q_len rows of a chunk
-    n_heads, n_rows, n_parts, n_chunks, q_len, kv_len, scale_log2, cap,
-    # compile time: PACKED query heads have the same keys, SPLIT: there is more than one chunk
-    SIGN: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, CAUSAL: tl.constexpr,
+    # sizes: n_rows = batch * heads * q_len; n_blocks programs share the PACKED * q_len rows of a split
+    n_heads, n_rows, n_blocks, n_splits, q_len, kv_len, scale_log2, cap,
+    # compile time: PACKED query heads share their keys; IS_SPLIT: n_splits > 1
+    SIGN: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, IS_SPLIT: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, MAX_Q: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
@@ -148,10 +141,10 @@ def decode_kernel(
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_KV
-    # parts of one chunk are neighbours: the second finds its keys in L2
-    i_part = tl.program_id(0) % n_parts
-    i_chunk = tl.program_id(0) // n_parts % n_chunks
-    i_axis = tl.program_id(0) // n_parts // n_chunks * PACKED
+    # blocks of one split are neighbours, so that they share keys in L2
+    i_block = tl.program_id(0) % n_blocks
+    i_split = tl.program_id(0) // n_blocks % n_splits
+    i_axis = tl.program_id(0) // n_blocks // n_splits * PACKED
     i_batch = i_axis // n_heads
     i_head = i_axis % n_heads
     limit = kv_len
@@ -159,8 +152,8 @@ def decode_kernel(
         # a length on the GPU is never read on the host: out of range is clamped here
         limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
 
-    # a row is a query of one of the heads; those past the last are computed, and not stored
-    o_row = i_part * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    # a row is a query of one of the heads; padding rows are computed and not stored
+    o_row = i_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     o_q = o_row % q_len
     o_dim = tl.arange(0, DIM)
     p_q = head_base(q_ptr, q_strides, i_batch, i_head + o_row // q_len) + o_q.to(tl.int64) * q_strides[2]
@@ -169,10 +162,10 @@ def decode_kernel(
     b_q = tl.load(p_q[:, None] + o_dim[None, :], mask=m_q, other=0.0)
     b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     b_lost = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
-    # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
+    # finite, since -inf - (-inf) = nan, and below every score
     b_max = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
-    # the head of a row past the last one is not read
+    # clamped for padding rows
     o_head = tl.minimum(o_row // q_len, PACKED - 1)
     if sinks_ptr is not None:
         b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_head + o_head)
@@ -186,7 +179,7 @@ def decode_kernel(
         if tables_ptr is not None:
             o_line = o_head.to(tl.int64) * tables_strides[1] + o_q // PIECE_Q * (TILE // PIECE_KV)
 
-    # steps of BLOCK_KV keys: of the partial tiles of the row, then of the full ones
+    # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones
     n_full = 0
     if HAS_LAYOUT:
         p_record = head_base(items_ptr, items_strides, i_batch, i_head)
@@ -195,12 +188,12 @@ def decode_kernel(
     else:
         n_full, end = dense_keys(0, q_len, kv_len, limit, CAUSAL, MAX_Q, BLOCK_KV)
         first = 0
-    first, end = chunk_of(first, end, i_chunk, n_chunks)
+    first, end = split_range(first, end, i_split, n_splits)
     kv_next = first * BLOCK_KV
     if HAS_LAYOUT:
         kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
     for i_step in tl.range(first, end):
-        # the next index is loaded a step ahead: loaded in its own step it would take a pipeline stage from the keys
+        # the next index is loaded a step ahead: in its own step it would take a pipeline stage from the keys
         kv_start = kv_next
         if HAS_LAYOUT:
             is_partial = kv_start < 0
@@ -210,7 +203,9 @@ def decode_kernel(
             is_partial = i_step >= n_full
             kv_next = kv_start + BLOCK_KV
         # [BLOCK_KV, DIM]
-        b_k = load_tile(k_ref, k_strides, i_batch, i_head // GROUP, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
+        b_k = load_tile(
+            k_ref, k_strides, i_batch, i_head // GROUP, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED
+        )
         # [BLOCK_Q, BLOCK_KV]
         b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), SIGN)
         if CHANGED:
@@ -239,34 +234,37 @@ def decode_kernel(
         b_lost = b_lost * b_decay[:, None]
         b_max = b_new_max
         # [BLOCK_KV, DIM_V]
-        b_v = load_tile(v_ref, v_strides, i_batch, i_head // GROUP, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
+        b_v = load_tile(
+            v_ref, v_strides, i_batch, i_head // GROUP, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED
+        )
         b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
-    # the heads of a program follow each other, so its rows do too
-    row = i_chunk.to(tl.int64) * n_rows + i_axis.to(tl.int64) * q_len
+    # heads of a program are neighbours, hence its rows too
+    row = i_split.to(tl.int64) * n_rows + i_axis.to(tl.int64) * q_len
     m_row = o_row < PACKED * q_len
-    if SPLIT:
-        # sums as they are: divided, and their logarithm taken, they would be rounded more often
+    if IS_SPLIT:
+        # max and sum instead of out and lse: rounded less often
         tl.store(lse_ptr + 2 * (row + o_row), b_max, mask=m_row)
         tl.store(lse_ptr + 2 * (row + o_row) + 1, b_sum, mask=m_row)
     else:
         m_empty = b_sum == 0.0
         b_sum = tl.where(m_empty, 1.0, b_sum)
         b_out = b_out * (1.0 / b_sum)[:, None]
-        tl.store(lse_ptr + row + o_row, tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2), mask=m_row)
-    store_tile(out_ptr + row * V_DIM, i_part * BLOCK_Q, PACKED * q_len, b_out, V_DIM, BLOCK_Q, DIM_V)
+        b_lse = tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2)
+        tl.store(lse_ptr + row + o_row, b_lse, mask=m_row)
+    store_tile(out_ptr + row * V_DIM, i_block * BLOCK_Q, PACKED * q_len, b_out, V_DIM, BLOCK_Q, DIM_V)
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_rows", "n_chunks", "q_len"])
-def merge_kernel(
-    # inputs, contiguous: (n_chunks, n_rows, V_DIM), and max and sum (n_chunks, n_rows, 2)
-    parts_ptr, statistics_ptr, sinks_ptr,
+@triton.jit(do_not_specialize=["n_heads", "n_rows", "n_splits", "q_len"])
+def combine_kernel(
+    # inputs, contiguous: (n_splits, n_rows, V_DIM), and max and sum (n_splits, n_rows, 2)
+    splits_ptr, max_sum_ptr, sinks_ptr,
     # outputs, contiguous
     out_ptr, lse_ptr,
     # sizes
-    n_heads, n_rows, n_chunks, q_len,
+    n_heads, n_rows, n_splits, q_len,
     # compile time
-    V_DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr,
+    V_DIM: tl.constexpr, DIM_V: tl.constexpr, SPLITS: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     o_dim = tl.arange(0, DIM_V)
@@ -275,35 +273,35 @@ def merge_kernel(
     b_sum = tl.zeros([1], tl.float32)
     if sinks_ptr is not None:
         b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_row // q_len % n_heads)
-    for first in tl.range(0, n_chunks, CHUNKS):
-        o_chunk = first + tl.arange(0, CHUNKS)
-        m_chunk = o_chunk < n_chunks
-        o_part = o_chunk.to(tl.int64) * n_rows + i_row
-        b_part_max = tl.load(statistics_ptr + 2 * o_part, mask=m_chunk, other=-3.0e38)
-        b_part_sum = tl.load(statistics_ptr + 2 * o_part + 1, mask=m_chunk, other=0.0)
-        # [CHUNKS, DIM_V]
-        p_part = parts_ptr + o_part[:, None] * V_DIM + o_dim[None, :]
-        b_part = tl.load(p_part, mask=m_chunk[:, None] & (o_dim < V_DIM)[None, :], other=0.0)
-        b_out, b_max, b_sum = merge_step(b_out, b_max, b_sum, b_part_max, b_part_sum, b_part)
-    b_out, b_lse = merge_end(b_out, b_max, b_sum)
+    for first in tl.range(0, n_splits, SPLITS):
+        o_split = first + tl.arange(0, SPLITS)
+        m_split = o_split < n_splits
+        o_split_row = o_split.to(tl.int64) * n_rows + i_row
+        b_split_max = tl.load(max_sum_ptr + 2 * o_split_row, mask=m_split, other=-3.0e38)
+        b_split_sum = tl.load(max_sum_ptr + 2 * o_split_row + 1, mask=m_split, other=0.0)
+        # [SPLITS, DIM_V]
+        p_split = splits_ptr + o_split_row[:, None] * V_DIM + o_dim[None, :]
+        b_split = tl.load(p_split, mask=m_split[:, None] & (o_dim < V_DIM)[None, :], other=0.0)
+        b_out, b_max, b_sum = combine_step(b_out, b_max, b_sum, b_split_max, b_split_sum, b_split)
+    b_out, b_lse = combine_end(b_out, b_max, b_sum)
     tl.store(out_ptr + i_row * V_DIM + o_dim, b_out.to(out_ptr.dtype.element_ty), mask=o_dim < V_DIM)
     tl.store(lse_ptr + i_row + tl.arange(0, 1), b_lse)
 # fmt: on
 
 
 class Prepared(NamedTuple):
-    """The launches of a call; merge is None where there is one chunk."""
+    """The launches of a call; combine is None with a single split."""
 
-    decode: Launch
-    merge: Launch | None
-    n_chunks: int
+    split: Launch
+    combine: Launch | None
+    n_splits: int
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, walked: Walk, n_listed: int, options: Options) -> Prepared:
-    """How a call on such q, k and v is launched.
+def prepare(specs: TensorSpecs, walked: PlanSpecs, n_listed: int, options: Options) -> Prepared:
+    """Prepares the launches of calls with these specs and options.
 
-    n_listed  tiles that all records of the plan list, or a little more
+    n_listed  length of the plan's list of tiles
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -323,12 +321,12 @@ def prepare(specs: TensorSpecs, walked: Walk, n_listed: int, options: Options) -
         changed=options.changes_scores,
     )
     chosen = chosen._replace(tma=chosen.tma and wants_descriptors(options.major, k, v))
-    n_parts = -(-packed * q_len // chosen.config.block_q)
-    n_programs = batch * heads // packed * n_parts
+    n_blocks = -(-packed * q_len // chosen.config.block_q)
+    n_programs = batch * heads // packed * n_blocks
     n_tiles = n_listed // (items[0] * items[1]) if items else -(-kv_len // TILE_SIDE)
-    # a part of 128 rows is written and read again, as 4 bytes a number: it should have seen two tiles of keys at least
+    # blocks of 128 rows get at least two tiles per split, to repay writing and reading 4 bytes per value
     n_worth = n_tiles // max(1, chosen.config.block_q // 64)
-    n_chunks = chunks(n_worth, n_programs, multiprocessors(options.device))
+    n_splits = num_splits(n_worth, n_programs, num_sms(options.device))
     n_rows = batch * heads * q_len
     rest = {
         "q_strides": q.strides[:3],
@@ -337,32 +335,32 @@ def prepare(specs: TensorSpecs, walked: Walk, n_listed: int, options: Options) -
         "items_strides": walk_strides(items),
         "n_heads": heads,
         "n_rows": n_rows,
-        "n_parts": n_parts,
-        "n_chunks": n_chunks,
+        "n_blocks": n_blocks,
+        "n_splits": n_splits,
         "q_len": q_len,
         "kv_len": kv_len,
         **{name: value for name, value in fixed.items() if name not in ("threshold", "keep_scale", "DROPOUT")},
         **scaling(options.scale),
         **score_arguments(options, 0, scale=abs(options.scale)),
         "PACKED": packed,
-        "SPLIT": n_chunks > 1,
+        "IS_SPLIT": n_splits > 1,
         "TMA": chosen.tma,
         "MAX_Q": MAX_QUERIES,
         **chosen.config.arguments,
     }
-    describers = {}
+    descriptor_factories = {}
     if chosen.tma:
         block_kv = chosen.config.block_kv
-        describers["k_ref"] = Describer(k, (1, 1, block_kv, dim))
-        describers["v_ref"] = Describer(v, (1, 1, block_kv, dim_v))
-    decode = Launch(decode_kernel, (n_programs * n_chunks,), rest, describers)
-    merge = None
-    if n_chunks > 1:
-        at_once = max(2, min(triton.next_power_of_2(n_chunks), 4096 // dim_v))
-        sizes = {name: rest[name] for name in ("n_heads", "n_rows", "n_chunks", "q_len")}
-        widths = {"V_DIM": v_dim, "DIM_V": dim_v, "CHUNKS": at_once}
-        merge = Launch(merge_kernel, (n_rows,), {**sizes, **widths, "num_warps": 4})
-    return Prepared(decode, merge, n_chunks)
+        descriptor_factories["k_ref"] = DescriptorFactory(k, (1, 1, block_kv, dim))
+        descriptor_factories["v_ref"] = DescriptorFactory(v, (1, 1, block_kv, dim_v))
+    split = Launch(split_kv_kernel, (n_programs * n_splits,), rest, descriptor_factories)
+    combine = None
+    if n_splits > 1:
+        at_once = max(2, min(triton.next_power_of_2(n_splits), 4096 // dim_v))
+        sizes = {name: rest[name] for name in ("n_heads", "n_rows", "n_splits", "q_len")}
+        widths = {"V_DIM": v_dim, "DIM_V": dim_v, "SPLITS": at_once}
+        combine = Launch(combine_kernel, (n_rows,), {**sizes, **widths, "num_warps": 4})
+    return Prepared(split, combine, n_splits)
 
 
 def forward(
@@ -378,7 +376,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous.
 
-    kind  that of q, k and v, where it is known already
+    specs  of q, k and v, if known
     """
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, heads, q_len, v.shape[3])
@@ -387,17 +385,17 @@ def forward(
     sinks = slopes = tables = None
     if scores is not None:
         sinks, slopes, tables = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
-        options = options._replace(scores=see_scores(scores, tables))
+        options = options._replace(scores=score_specs_of(scores, tables))
     n_listed = plan[1].shape[0] if plan else 0
     walked = walk(plan, 0)
-    ready = prepare(specs or specs_of(q, k, v), see_walk(walked), n_listed, options)
+    ready = prepare(specs or specs_of(q, k, v), plan_specs_of(walked), n_listed, options)
     inputs = (q, k, v, *walked, kv_lengths)
-    if ready.merge is None:
-        ready.decode(*inputs, sinks, slopes, tables, out, lse)
+    if ready.combine is None:
+        ready.split(*inputs, sinks, slopes, tables, out, lse)
         return out, lse
-    parts = out.new_empty(ready.n_chunks, *out.shape, dtype=torch.float32)
-    statistics = lse.new_empty(ready.n_chunks, *lse.shape, 2)
-    # a sink is one key of the row, not one of each chunk
-    ready.decode(*inputs, None, slopes, tables, parts, statistics)
-    ready.merge(parts, statistics, sinks, out, lse)
+    splits = out.new_empty(ready.n_splits, *out.shape, dtype=torch.float32)
+    max_sum = lse.new_empty(ready.n_splits, *lse.shape, 2)
+    # a sink counts once per row, not once per split
+    ready.split(*inputs, None, slopes, tables, splits, max_sum)
+    ready.combine(splits, max_sum, sinks, out, lse)
     return out, lse

@@ -1,28 +1,28 @@
-"""What do the Triton kernels share? Loading a tile, its mask, its dropout, and which tiles a program walks.
+"""Device functions shared by the kernels: tile loads and stores, products, masks, dropout, tile scheduling.
 
-Knows: pointers, tensor descriptors and the records of a plan. Does not know: launches, torch, what a gradient is.
-
-Base of the logarithm: scores and the running maximum are in base 2 inside the kernels, `lse` in memory is natural.
+Scores and the running maximum are in base 2 inside kernels; `lse` in memory uses the natural logarithm.
 """
 
 import triton
 import triton.language as tl
 
-# side of a plan's tile, in tokens
-TILE = tl.constexpr(128)
-# clears the sign with which tile_start marks a partial tile
+from .. import arguments
+
+# tokens per side of a tile
+TILE = tl.constexpr(arguments.TILE)
+# clears the sign bit of a partial tile, see tile_start
 WITHOUT_SIGN = tl.constexpr(0x7FFFFFFF)
-# int32 values of a plan's record
+# int32 values per record of a plan
 RECORD = tl.constexpr(8)
-LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(arguments.LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Triton's interpreter knows neither inline assembly nor bfloat16 products
+# Triton's interpreter lacks inline assembly and bfloat16 products
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def head_base(ptr, strides, i_batch, i_head):
-    """Where the rows of one head begin. 64-bit: batch x heads x length x head_dim passes 2^31."""
+    """Pointer to one head. 64-bit offsets: batch * heads * length * head_dim can exceed 2^31."""
     return ptr + i_batch.to(tl.int64) * strides[0] + i_head.to(tl.int64) * strides[1]
 
 
@@ -32,10 +32,10 @@ def load_tile(
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     TMA: tl.constexpr, BOUNDED: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, DIM] from row `row` on; zero from row `limit` on (if BOUNDED) and from column HEAD_DIM on.
+    """[ROWS, DIM] starting at row `row`; zero from row `limit` on (if BOUNDED) and from column HEAD_DIM on.
 
-    `ref` is a pointer, or a descriptor of (batch, heads, length, head_dim) which zero-fills past the tensor's own end;
-    LIMITED says that `limit` may lie before that end.
+    `ref` is a pointer, or with TMA a descriptor of (batch, heads, length, head_dim), which zero-fills out of bounds.
+    LIMITED: `limit` may be less than the length of the tensor.
     """
     if TMA:
         b_tile = ref.load([i_batch, i_head, row, 0]).reshape(ROWS, DIM)
@@ -61,7 +61,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(ptr, row, limit, b_tile, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """Rows below `limit` of a tile to one head of a contiguous tensor."""
+    """Stores the rows of a tile below `limit` to one head of a contiguous tensor."""
     o_row = tl.arange(0, ROWS)
     o_dim = tl.arange(0, DIM)
     p_tile = ptr + row.to(tl.int64) * HEAD_DIM + o_row[:, None] * HEAD_DIM + o_dim[None, :]
@@ -83,8 +83,8 @@ def product(b_left, b_right, PRECISION: tl.constexpr):
 def add_product(b_left, b_right, b_sum, b_lost, PRECISION: tl.constexpr):
     """(b_sum + b_left @ b_right, b_lost) in float32; b_lost starts at zero.
 
-    IEEE products of float32 are summed over the steps as Kahan does, with what rounding lost in b_lost: a plain chain over
-    the steps is up to 1.7 times as far off as the tolerance allows, this at most 0.5 times.
+    IEEE float32 products use Kahan summation over the steps, with b_lost as compensation: its error is at most 0.5
+    times the tolerance, that of a plain sum up to 1.7 times.
     """
     if b_left.dtype == tl.float32 and PRECISION == "ieee":
         b_step = product(b_left, b_right, PRECISION) - b_lost
@@ -98,7 +98,7 @@ def add_product(b_left, b_right, b_sum, b_lost, PRECISION: tl.constexpr):
 
 @triton.jit
 def log_sum(b_max, b_sum):
-    """ln(b_sum * 2^b_max) in float32, from float64: the sum and the product are rounded once, not twice."""
+    """ln(b_sum * 2^b_max) in float32, computed in float64 to round once."""
     return ((b_max.to(tl.float64) + tl.math.log2(b_sum).to(tl.float64)) * LN_2).to(tl.float32)
 
 
@@ -106,8 +106,8 @@ def log_sum(b_max, b_sum):
 def with_sign(b_scores, SIGN: tl.constexpr):
     """Raw scores times the sign of the scale, so that their maximum can be scaled afterwards.
 
-    Never the queries: a left operand that is computed stays in registers, which ptxas overwrites in a loop (see
-    `lost_operands` in tests/support/compile_kernels.py).
+    The queries are not multiplied instead: a computed left operand stays in registers, which ptxas overwrites in a loop
+    (see `lost_operands` in tests/support/compile_kernels.py).
     """
     if SIGN != 1:
         b_scores = b_scores * SIGN
@@ -116,17 +116,17 @@ def with_sign(b_scores, SIGN: tl.constexpr):
 
 @triton.jit
 def record_of(items_ptr, items_strides, i_axis, n_heads, i_launch, GROUP: tl.constexpr):
-    """The record at a place in the launch order of a head, of the first one of a group."""
+    """Pointer to a record by its position in the launch order of a head; with GROUP, of the first head of the group."""
     p_record = items_ptr + (i_axis // n_heads).to(tl.int64) * items_strides[0]
     return p_record + (i_axis % n_heads * GROUP).to(tl.int64) * items_strides[1] + i_launch * RECORD
 
 
 @triton.jit
 def find_record(items_ptr, items_strides, pid, n_lines, n_heads, n_axes, SPLIT: tl.constexpr, GROUP: tl.constexpr):
-    """Which line of which head is program `pid`'s: (batch * n_heads + head, record pointer, part of the line).
+    """Tile scheduler: (batch * n_heads + head, record pointer, block within the tile row or column) of program `pid`.
 
-    SPLIT programs share a line. The `n_long` longest lines of every head come first, head by head within a length, so
-    that none starts last; then head after head, so that what one head reads stays in L2.
+    SPLIT programs share a tile row or column. The `n_long` longest of every head come first, head by head within a
+    length, so that none starts last; then head after head, so that the inputs of a head stay in L2.
     """
     n_long = tl.load(items_ptr + 7) * SPLIT
     n_rest = n_lines * SPLIT - n_long
@@ -140,14 +140,14 @@ def find_record(items_ptr, items_strides, pid, n_lines, n_heads, n_axes, SPLIT: 
 
 @triton.jit
 def find_part(items_ptr, pid, n_lines, n_axes, n_split, n_parts):
-    """Which part of which line program `pid` walks: (batch * n_heads + head, place in launch order, part; -1 the whole line).
+    """Tile scheduler with split-KV: (batch * n_heads + head, position in the launch order, split) of program `pid`.
 
-    n_parts programs share each of the n_split lines that every head begins with, without a plan (items_ptr None) all of
-    its lines. The order is that of find_record, the parts of a line next to each other.
+    The split is -1 for a tile row (or column) that is not split. n_parts programs share each of the first n_split tile
+    rows of every head. The order is that of find_record; the splits of a tile row are neighbours.
     """
     n_more = n_split * (n_parts - 1)
     if items_ptr is not None:
-        # those which are split are long
+        # split tile rows are long
         n_long = tl.maximum(tl.load(items_ptr + 7), n_split) + n_more
         n_rest = tl.maximum(n_lines + n_more - n_long, 1)
         is_long = pid < n_long * n_axes
@@ -161,37 +161,37 @@ def find_part(items_ptr, pid, n_lines, n_axes, n_split, n_parts):
 
 
 @triton.jit
-def chunk_of(first, end, i_chunk, n_chunks):
-    """Where chunk i_chunk of first .. end - 1 begins and ends; sizes differ by at most one, the larger ones come first."""
-    size = (end - first) // n_chunks
-    n_larger = (end - first) % n_chunks
-    begin = first + i_chunk * size + tl.minimum(i_chunk, n_larger)
-    return begin, begin + size + (i_chunk < n_larger).to(tl.int32)
+def split_range(first, end, i_split, n_splits):
+    """(begin, end) of split i_split of first .. end - 1; sizes differ by at most one, larger splits come first."""
+    size = (end - first) // n_splits
+    n_larger = (end - first) % n_splits
+    begin = first + i_split * size + tl.minimum(i_split, n_larger)
+    return begin, begin + size + (i_split < n_larger).to(tl.int32)
 
 
 @triton.jit
 def part_of(n_steps, n_front, i_part, n_parts):
-    """Part i_part (-1: all) of n_steps, of which n_front come first: its first step, its steps, those of them in front."""
-    begin, end = chunk_of(0, n_steps, tl.maximum(i_part, 0), tl.where(i_part < 0, 1, n_parts))
+    """(first step, steps, steps below n_front) of split i_part of n_steps; i_part = -1 is all of them."""
+    begin, end = split_range(0, n_steps, tl.maximum(i_part, 0), tl.where(i_part < 0, 1, n_parts))
     return begin, end - begin, tl.minimum(tl.maximum(n_front - begin, 0), end - begin)
 
 
 @triton.jit
 def block_of(i_axis, i_launch, i_part, n_axes, n_split):
-    """Where a part's results stand, see parts.py; -1 of a whole line."""
+    """Workspace block of a split, see combine_splits.py; -1 if the tile row is not split."""
     return tl.where(i_part < 0, -1, (i_part * n_split + i_launch) * n_axes + i_axis)
 
 
 @triton.jit
 def find_line(items_ptr, items_strides, i_batch, i_head, i_line):
-    """The record of one line of one head."""
+    """Pointer to the record of a tile row (or column) of a head."""
     p_items = items_ptr + i_batch.to(tl.int64) * items_strides[0] + i_head.to(tl.int64) * items_strides[1]
     return p_items + tl.load(p_items + i_line * RECORD + 4) * RECORD
 
 
 @triton.jit
 def tile_start(indices_ptr, i_step, side: tl.constexpr, STEPS: tl.constexpr):
-    """First token of step `i_step`, where each listed tile takes STEPS steps of `side` tokens; negative if partial.
+    """First token of step `i_step`, with STEPS steps of `side` tokens per listed tile; negative if partial.
 
     The entry of a partial tile has bit 24 set, which becomes its token's sign: `& WITHOUT_SIGN` restores it.
     """
@@ -201,10 +201,10 @@ def tile_start(indices_ptr, i_step, side: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def load_words(words_ptr, o_word):
-    """int32 at each offset, loaded where it is used.
+    """int32 at each offset, loaded in the layout of its use.
 
-    A tl.load would be coalesced and then moved to its threads through shared memory; the barrier of that move, in a
-    branch between two products, makes ptxas serialise every wgmma (C7515).
+    A coalesced tl.load would be converted through shared memory; the barrier of that conversion, in a branch between
+    two products, makes ptxas serialise every wgmma (C7515).
     """
     p_words = words_ptr + o_word
     if INTERPRETED:
@@ -217,7 +217,7 @@ def load_words(words_ptr, o_word):
 
 @triton.jit
 def query_pairs(words_ptr, i_bitmask, o_q, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Which of COLS keys of a tile the queries o_q attend to: [ROWS, COLS] bool. Queries and start are within the tile."""
+    """[ROWS, COLS] bool: which queries o_q attend to which keys from kv_start on; positions within the tile."""
     o_col = tl.arange(0, COLS)
     p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32) + kv_start // 32
     b_bits = tl.zeros([ROWS, COLS], tl.int32)
@@ -229,7 +229,7 @@ def query_pairs(words_ptr, i_bitmask, o_q, kv_start, ROWS: tl.constexpr, COLS: t
 
 @triton.jit
 def bitmask_pairs(words_ptr, i_bitmask, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, T: tl.constexpr):
-    """Which pairs of a part of a tile attend: [ROWS, COLS] bool, or [COLS, ROWS] if T. Starts are within the tile."""
+    """[ROWS, COLS] bool, or [COLS, ROWS] if T: the pairs that attend; starts are within the tile."""
     if T:
         o_col = tl.arange(0, COLS)
         p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32) + kv_start // 32
@@ -244,17 +244,18 @@ def bitmask_pairs(words_ptr, i_bitmask, q_start, kv_start, ROWS: tl.constexpr, C
 
 @triton.jit
 def kept_pairs(
-    seed_ptr, threshold, i_batch, i_head, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr
+    seed_ptr, threshold, i_batch, i_head, q_start, kv_start,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Which pairs dropout keeps: [ROWS, COLS] bool, or TRANSPOSED. Philox 4x32-7, see philox.py for the counter.
+    """[ROWS, COLS] bool, or TRANSPOSED: the pairs that dropout keeps. Philox 4x32-7 with the counter of philox.py.
 
     threshold   of philox.py
     ROWS, COLS  multiples of 16 and 32
     """
-    # of each 16 queries, and of each 32 keys, the 8 counters
+    # 8 counters for each 16 queries, and 8 for each 32 keys
     o_q = q_start // 2 + tl.arange(0, ROWS // 2)
     if TRANSPOSED:
-        # bit 4 of a key is a warp's there: each counter is computed by both and half of it used
+        # bit 4 of a key selects the warp here: both warps compute each counter and use half of it
         o_col = tl.arange(0, COLS // 2)
         o_kv = (kv_start // 4 + o_col // 16 * 8 + o_col % 8)[:, None]
         o_q = o_q[None, :]
@@ -281,7 +282,7 @@ def kept_pairs(
 # fmt: off
 @triton.jit
 def dense_keys(q_start, q_len, kv_len, limit, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Without a layout, of the key steps a block of queries sees: the first n_full wholly, the first n_any at all."""
+    """(n_full, n_any) without a layout: key steps that a block of queries sees wholly, and at least in part."""
     if CAUSAL:
         diagonal = q_start + (kv_len - q_len) + 1
         n_full = tl.maximum(tl.minimum(diagonal, limit), 0) // BLOCK_KV
@@ -294,7 +295,7 @@ def dense_keys(q_start, q_len, kv_len, limit, CAUSAL: tl.constexpr, BLOCK_Q: tl.
 
 @triton.jit
 def dense_queries(kv_start, q_len, kv_len, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Without a layout, the query steps that see a block of keys: `first` to `end`, from `full` on all of its keys."""
+    """(first, full, end) without a layout: steps first .. end - 1 see a block of keys, from `full` on all of it."""
     end = tl.cdiv(q_len, BLOCK_Q)
     first = 0
     full = 0
@@ -309,7 +310,7 @@ def attending_pairs(
     words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
     HAS_LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
 ):
-    """Which pairs of a partial step attend: [BLOCK_Q, BLOCK_KV] bool, or [BLOCK_KV, BLOCK_Q] if T."""
+    """[BLOCK_Q, BLOCK_KV] bool, or [BLOCK_KV, BLOCK_Q] if T: the pairs of a partial step that attend."""
     if HAS_LAYOUT:
         m_pairs = bitmask_pairs(words_ptr, i_bitmask, q_start % TILE, kv_start % TILE, BLOCK_Q, BLOCK_KV, T)
     else:

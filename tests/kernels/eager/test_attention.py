@@ -1,4 +1,4 @@
-"""Does kernels/eager.py compute what reference.py means, in bounded memory, the same way twice?"""
+"""The eager backend equals the reference, in bounded memory and deterministically."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _actual(call: Call, layout: BlockLayout | None) -> list[Tensor]:
 
 
 def _check(call: Call, layout: BlockLayout | None) -> None:
-    """A float64 result, rounded to float32, is nearer to the truth than the float32 reference, or what it means is wrong."""
+    """The float64 result, rounded to float32, is closer to the truth than the float32 reference."""
     actual = _actual(call, layout)
     truth = _expected(call, layout, torch.float64)
     same_dtype = _expected(call, layout, torch.float32 if call.dtype == torch.float64 else call.dtype)
@@ -120,8 +120,8 @@ def test_options_mean_what_the_reference_says(call: Call, name: str) -> None:
 
 
 @pytest.mark.parametrize("call", [Call(), CALLS[0], Call(causal=True), CALLS[-1]], ids=str)
-# no tail, both tails ragged, fewer keys than a tile, fewer queries than keys; the diagonal leaves one pair of a tile out, and
-# one in
+# no tail, both tails ragged, fewer keys than a tile, fewer queries than keys; the diagonal leaves one pair of a tile
+# out, and one in
 @pytest.mark.parametrize(
     ("q_len", "kv_len"), [(256, 256), (300, 203), (130, 64), (64, 300), (20, 146), (20, 147), (128, 129)]
 )

@@ -1,4 +1,4 @@
-"""Do the kernels that select blocks and list them give what PyTorch's operations give, number for number?"""
+"""The block-selection and plan-building kernels equal the PyTorch implementation exactly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from blocksparse_flash.plan import block_selection
 
 pytest.importorskip("triton", reason="needs Triton")
 
-# batch, heads, q_len, kv_len, block_size: ragged or not, blocks of several tiles, tiles of several blocks, more keys than queries
+# batch, heads, q_len, kv_len, block_size: ragged or not, blocks of several tiles, tiles of several blocks, more keys
+# than queries
 FRAMES = [
     Frame(1, 1, 512, 512, (128, 128)),
     Frame(2, 3, 300, 700, (128, 128)),
@@ -230,7 +231,7 @@ def test_kernels_are_not_launched_where_something_watches(device: torch.device) 
 def test_kernels_take_no_more_rows_of_all_heads_than_they_can_number(
     q_len: int, kv_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2^21 programs or more fill places past 2^31, which wrapped around: the loop of fill_behind then had a step of 0."""
+    """With 2^21 programs, offsets in fill_behind passed 2^31 and wrapped around to a loop step of 0."""
     monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
     frame = Frame(1 << 10, 1 << 7, q_len, kv_len, (128, 128))
     assert block_selection._has_kernels(torch.empty(0), frame, 4)

@@ -1,4 +1,4 @@
-"""parts.py: do the parts of split lines become one? The kernels that merge, and on a GPU whole calls whose lines are split."""
+"""Combining splits: the kernels alone, and on a GPU whole calls with split tile rows and columns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def records(batch: int, heads: int, n_lines: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["layout", "shared", "dense"])
 def test_rows_are_merged_by_their_weight(kind: str, device: torch.device) -> None:
-    """Parts without keys, rows without any, and lse so far apart that only the largest counts; the last row is ragged."""
+    """Splits without keys, rows without any, lse so far apart that only the largest counts, a ragged last tile."""
     batch, heads, q_len, v_dim, dim_v, split = 2, 2, 300, 24, 64, Split(2, 5)
     n_lines, n_axes = 3, batch * heads
     items = {"layout": records(batch, heads, n_lines, 0), "shared": records(1, 1, n_lines, 1), "dense": None}[kind]
@@ -61,7 +61,7 @@ def test_rows_are_merged_by_their_weight(kind: str, device: torch.device) -> Non
     outs[lses.isneginf()] = 0.0
     blocks = torch.cat([outs.flatten(3), lses], dim=3)
     assert blocks.numel() == split.floats(dim_v + 1, n_axes)
-    # rows of more memory than they have columns, as the copy engine wants them
+    # padded rows, as TMA requires
     out = torch.full((batch, heads, q_len, 32), 7.0, device=device)[..., :v_dim]
     lse = torch.full((batch, heads, q_len), 7.0, device=device)
     rest = {"n_heads": heads, "n_axes": n_axes, "n_lines": n_lines, "q_len": q_len}

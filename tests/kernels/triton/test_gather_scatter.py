@@ -1,4 +1,4 @@
-"""Do tokens move and add up alike by kernel and by PyTorch? On the CPU the kernels run in Triton's interpreter."""
+"""The gather and scatter kernels equal the PyTorch fallback; on a CPU they run in Triton's interpreter."""
 
 from __future__ import annotations
 

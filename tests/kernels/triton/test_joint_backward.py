@@ -1,7 +1,7 @@
-"""Are dk, dv and dq of one launch, and blocks of 64 queries, as right as those of more launches and larger blocks?
+"""The joint launch of dk, dv and dq, and forward blocks of 64 queries, are as accurate as the other configurations.
 
-Both are for Hopper, and for calls of some sizes: here each is asked for, or refused, whatever the size, with descriptors and with
-pointers. Without a GPU the interpreter runs the code of Hopper's launch tables.
+Both are chosen on Hopper for some sizes. Here each is forced on or off for any size, with TMA and with pointers.
+Without a GPU the interpreter runs the configurations of Hopper.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SINKS = [
 CALLS = [*SINKS, *(call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128)]
 # half as many as CALLS at least, so that every call comes; "global" has a long row and a long column
 FEW = (
-    "full-ragged", "one-block", "causal", "global", "window-wide", "random-fine-blocks", "bitmask-heavy", "empty-cols", "tall",
-    "per-batch-and-head", "dense-113x203",
+    "full-ragged", "one-block", "causal", "global", "window-wide", "random-fine-blocks", "bitmask-heavy", "empty-cols",
+    "tall", "per-batch-and-head", "dense-113x203",
 )  # fmt: skip
 # few queries have kernels of their own
 DENSE = [lengths for lengths in zoo.DENSE if lengths[0] > 16]
@@ -38,7 +38,7 @@ HOPPER = (9, 232448)
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What was launched since, kernels and blocks of queries; and what makes all calls take, or none, what is tested."""
+    """The launches since, as (kernel, block of queries); and a function that forces the tested choices on or off."""
     names: list[tuple[str, int | None]] = []
     made = launch.Launch.__call__
 
@@ -48,7 +48,7 @@ def launched(monkeypatch):
 
     def ask(*, small: bool, described: bool) -> list[tuple[str, int | None]]:
         monkeypatch.setattr(arguments, "device_limits", lambda _: HOPPER)
-        monkeypatch.setattr(arguments, "WORTH_DESCRIBING", 0 if described else 1 << 60)
+        monkeypatch.setattr(arguments, "MIN_TMA_ELEMENTS", 0 if described else 1 << 60)
         monkeypatch.setattr(forward, "narrow_pays", lambda *_, **__: small)
         monkeypatch.setattr(backward, "joint_pays", lambda *_, **__: small)
         for module in (forward, backward):
@@ -133,7 +133,7 @@ def test_programs_that_share_a_launch_share_its_options():
     ],
 )
 def test_blocks_are_halved_where_it_pays(q_len, causal, has_layout, expected, monkeypatch):
-    monkeypatch.setattr(forward, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(forward, "num_sms", lambda _: 132)
     options = SimpleNamespace(causal=causal, device=0)
     assert forward.narrow_pays(q_len, 16, options, has_layout=has_layout) == expected
 
@@ -152,6 +152,6 @@ def test_blocks_are_halved_where_it_pays(q_len, causal, has_layout, expected, mo
     ],
 )
 def test_a_launch_is_shared_where_it_pays(n_programs, dim, tma, causal, has_layout, expected, monkeypatch):
-    monkeypatch.setattr(backward, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(backward, "num_sms", lambda _: 132)
     options = SimpleNamespace(causal=causal, device=0)
     assert backward.joint_pays(n_programs, dim, tma, options, has_layout=has_layout) == expected

@@ -1,4 +1,4 @@
-"""kernels/decode.py: is a row whose keys are split among programs the row, however many they are?
+"""Split-KV forward: splitting a row over any number of programs does not change the result.
 
 Forward and backward against the one tolerance, as in test_zoo.py: inputs in NaN, new memory full of NaN.
 """
@@ -32,14 +32,14 @@ from tests.test_zoo import (
     sizes_of,
 )
 
-decode = pytest.importorskip("blocksparse_flash.kernels.triton.split_kv", reason="needs Triton")
+split_kv = pytest.importorskip("blocksparse_flash.kernels.triton.split_kv", reason="needs Triton")
 
 # one writes out itself; two; more than a row has steps, so that some are empty
 CHUNKS = (1, 2, 37)
 
 
 def sinks_and_window(q_len: int, kv_len: int, block_size: int = 64) -> BlockLayout:
-    """Bitmasks in the first, the diagonal and the ragged last tile, and a query without keys, the third if there is one."""
+    """Bitmasks in the first, diagonal and ragged last tile, and a query without keys, the third if there is one."""
     ahead = kv_len - q_len
     return BlockLayout.from_predicate(
         lambda q_pos, kv_pos: (
@@ -110,25 +110,28 @@ SCORES = [
     Call(head_dim=40, bias="heads", has_slopes=True, kv_heads=1),
     Call(head_dim=16, bias="heads", has_sinks=True, scale=0.0, has_kv_lengths=True),
     Call(head_dim=64, has_sinks=True, softcap=1.5, scale=-0.3, dtype=torch.float16),
-    Call(head_dim=16, bias="batch", has_sinks=True, softcap=2.0, has_slopes=True, has_kv_lengths=True, causal=True, kv_heads=1),
+    Call(
+        head_dim=16, bias="batch", has_sinks=True, softcap=2.0, has_slopes=True, has_kv_lengths=True, causal=True,
+        kv_heads=1
+    ),
     Call(head_dim=32, has_sinks=True, kv_heads=1),
 ]  # fmt: skip
 
 
 @pytest.fixture
-def n_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(decode, "chunks", lambda *_: request.param)
-    decode.prepare.cache_clear()
+def n_splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: request.param)
+    split_kv.prepare.cache_clear()
     yield request.param
-    decode.prepare.cache_clear()
+    split_kv.prepare.cache_clear()
 
 
 def spread() -> list[Any]:
     """Every layout in every number of chunks, each time with another call; and with one that changes scores."""
     chosen = [
-        (layout, CALLS[(3 * index + turn) % len(CALLS)], n_chunks)
+        (layout, CALLS[(3 * index + turn) % len(CALLS)], n_splits)
         for index, layout in enumerate(LAYOUTS)
-        for turn, n_chunks in enumerate(CHUNKS)
+        for turn, n_splits in enumerate(CHUNKS)
     ]
     for index, layout in enumerate(LAYOUTS):
         chosen.append((layout, SCORES[index % len(SCORES)], CHUNKS[index % len(CHUNKS)]))
@@ -137,12 +140,12 @@ def spread() -> list[Any]:
     return [pytest.param(*each, id=f"{name_of(each[0])}-{each[1]}-in-{each[2]}") for each in chosen]
 
 
-@pytest.mark.parametrize(("layout", "call", "n_chunks"), spread(), indirect=["n_chunks"])
-def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call, n_chunks: int, device) -> None:
+@pytest.mark.parametrize(("layout", "call", "n_splits"), spread(), indirect=["n_splits"])
+def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call, n_splits: int, device) -> None:
     """The backward too, which does not know of chunks, where there are two."""
     _, _, q_len, kv_len = sizes_of(layout, call)
-    assert decode.takes((1, 1, q_len, 1), kv_len, 0.0)
-    if n_chunks == 2:
+    assert split_kv.takes((1, 1, q_len, 1), kv_len, 0.0)
+    if n_splits == 2:
         assert_backend_is_accurate("triton", layout, call, device)
     else:
         q, k, v, *_ = (buried(tensor.to(device)) for tensor in inputs(layout, call).values() if tensor.dim() == 4)
@@ -157,7 +160,7 @@ def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call,
         )
         for name, result, references in zip(("out", "lse"), found, expected(layout, call, device), strict=False):
             assert_as_accurate(result, *references, name=name)
-    assert decode.prepare.cache_info().misses == 1
+    assert split_kv.prepare.cache_info().misses == 1
 
 
 # with 2 heads a program: around 16, 32, 64 and 128 rows, of which a program holds one, two or more blocks
@@ -165,11 +168,11 @@ QUERIES = [1, 2, 3, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 63, 64]
 
 
 @pytest.mark.parametrize("index", range(len(QUERIES)), ids=[str(q_len) for q_len in QUERIES])
-@pytest.mark.parametrize("n_chunks", [3], indirect=True)
-def test_any_number_of_queries(index: int, n_chunks: int, device) -> None:
+@pytest.mark.parametrize("n_splits", [3], indirect=True)
+def test_any_number_of_queries(index: int, n_splits: int, device) -> None:
     """With about the fewest keys that come here, by turns dense, causal, a layout for all heads and one for each."""
     q_len, kind = QUERIES[index], index % 4
-    kv_len = max(100, decode.KEYS_PER_QUERY * q_len + index % 3)
+    kv_len = max(100, split_kv.KEYS_PER_QUERY * q_len + index % 3)
     layout = {2: sinks_and_window(q_len, kv_len), 3: random_pairs(q_len, kv_len, 4)}.get(kind)
     generator = torch.Generator().manual_seed(q_len)
     q, k, v = (
@@ -177,7 +180,7 @@ def test_any_number_of_queries(index: int, n_chunks: int, device) -> None:
         for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
     )
     out, lse = attention_with_lse(q, k, v, layout, causal=kind == 1, backend="triton")
-    assert decode.prepare.cache_info().misses == 1
+    assert split_kv.prepare.cache_info().misses == 1
     mask = None if layout is None else layout.to_dense().to(device)
     dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
     truths = plain.results(*(t.double() for t in (q, k, v, dout, dlse)), mask, causal=kind == 1)
@@ -186,8 +189,8 @@ def test_any_number_of_queries(index: int, n_chunks: int, device) -> None:
         assert_as_accurate(actual, same, truth[0], name=name)
 
 
-@pytest.mark.parametrize("n_chunks", [1, 3], indirect=True)
-def test_a_row_has_its_sink_once_and_none_of_minus_infinity(n_chunks: int, device) -> None:
+@pytest.mark.parametrize("n_splits", [1, 3], indirect=True)
+def test_a_row_has_its_sink_once_and_none_of_minus_infinity(n_splits: int, device) -> None:
     """The third query has no keys."""
     layout = sinks_and_window(7, 300)
     generator = torch.Generator().manual_seed(0)
@@ -205,8 +208,8 @@ def test_a_row_has_its_sink_once_and_none_of_minus_infinity(n_chunks: int, devic
     close(lse[:, 1], torch.logaddexp(plain_lse[:, 1], sinks[1]))
 
 
-@pytest.mark.parametrize("n_chunks", [5], indirect=True)
-def test_every_run_gives_equal_bits(n_chunks: int, device) -> None:
+@pytest.mark.parametrize("n_splits", [5], indirect=True)
+def test_every_run_gives_equal_bits(n_splits: int, device) -> None:
     layout, call = LAYOUTS[1], CALLS[0]
     tensors = {name: tensor.to(device) for name, tensor in inputs(layout, call).items()}
     first, again = (run("triton", layout, call, tensors, device) for _ in range(2))
@@ -214,24 +217,24 @@ def test_every_run_gives_equal_bits(n_chunks: int, device) -> None:
 
 
 # in one load, in a last one that is partly empty, in several
-@pytest.mark.parametrize(("n_chunks", "at_once"), [(2, 2), (5, 8), (37, 16), (64, 16)])
-def test_parts_are_merged_by_their_weight(n_chunks: int, at_once: int, device) -> None:
-    """Some chunks without keys, one row without any, and lse so far apart that only the largest counts."""
+@pytest.mark.parametrize(("n_splits", "at_once"), [(2, 2), (5, 8), (37, 16), (64, 16)])
+def test_parts_are_merged_by_their_weight(n_splits: int, at_once: int, device) -> None:
+    """Some splits without keys, one row without any, and lse so far apart that only the largest counts."""
     n_rows, v_dim = 5, 24
-    generator = torch.Generator().manual_seed(n_chunks)
-    parts = torch.randn(n_chunks, n_rows, v_dim, generator=generator)
-    maxima = 3 * torch.randn(n_chunks, n_rows, generator=generator)
-    sums = 1 + 100 * torch.rand(n_chunks, n_rows, generator=generator)
+    generator = torch.Generator().manual_seed(n_splits)
+    parts = torch.randn(n_splits, n_rows, v_dim, generator=generator)
+    maxima = 3 * torch.randn(n_splits, n_rows, generator=generator)
+    sums = 1 + 100 * torch.rand(n_splits, n_rows, generator=generator)
     maxima[-1, 3] = 10_000.0
-    is_empty = torch.zeros(n_chunks, n_rows, dtype=torch.bool)
+    is_empty = torch.zeros(n_splits, n_rows, dtype=torch.bool)
     is_empty[:, 1] = True
     is_empty[::2, 2] = True
     parts[is_empty], maxima[is_empty], sums[is_empty] = 0.0, -3.0e38, 0.0
     out, lse = torch.empty(n_rows, v_dim, device=device), torch.empty(n_rows, device=device)
-    sizes = {"n_heads": 1, "n_rows": n_rows, "n_chunks": n_chunks, "q_len": n_rows}
-    sizes |= {"V_DIM": v_dim, "DIM_V": 32, "CHUNKS": at_once}
+    sizes = {"n_heads": 1, "n_rows": n_rows, "n_splits": n_splits, "q_len": n_rows}
+    sizes |= {"V_DIM": v_dim, "DIM_V": 32, "SPLITS": at_once}
     statistics = torch.stack([maxima, sums], dim=-1).to(device)
-    decode.merge_kernel[(n_rows,)](parts.to(device), statistics, None, out, lse, **sizes)
+    split_kv.combine_kernel[(n_rows,)](parts.to(device), statistics, None, out, lse, **sizes)
     logs = sums.double().log() + maxima.double() * math.log(2)
     weights = logs.softmax(0).nan_to_num(0.0)
     expected_out = (weights[..., None] * parts.double() / sums.where(sums > 0, 1.0)[..., None]).sum(0)
@@ -242,9 +245,9 @@ def test_parts_are_merged_by_their_weight(n_chunks: int, at_once: int, device) -
 def test_dropout_is_that_of_the_forward(device) -> None:
     """Fewer programs, and the same pairs are dropped."""
     layout, call = LAYOUTS[0], Call(head_dim=32, dropout_p=0.4, kv_heads=1)
-    decode.prepare.cache_clear()
+    split_kv.prepare.cache_clear()
     assert_backend_is_accurate("triton", layout, call, device)
-    assert decode.prepare.cache_info().misses == 0
+    assert split_kv.prepare.cache_info().misses == 0
 
 
 @pytest.mark.parametrize(
@@ -260,13 +263,13 @@ def test_dropout_is_that_of_the_forward(device) -> None:
     ],
 )
 def test_what_is_split(q_len: int, kv_len: int, dropout_p: float, expected: bool) -> None:
-    assert decode.takes((8, 32, q_len, 128), kv_len, dropout_p) == expected
+    assert split_kv.takes((8, 32, q_len, 128), kv_len, dropout_p) == expected
 
 
 @pytest.mark.parametrize(
-    ("n_tiles", "n_programs", "n_multiprocessors", "expected"),
+    ("n_tiles", "n_programs", "n_sms", "expected"),
     [
-        # 8 sequences of 8 kv heads on an H200; one sequence; as many programs as multiprocessors and more
+        # 8 sequences of 8 kv heads on an H200; one sequence; as many programs as SMs and more
         (112, 64, 132, 6),
         (1024, 8, 132, 49),
         (1024, 132, 132, 3),
@@ -277,12 +280,12 @@ def test_what_is_split(q_len: int, kv_len: int, dropout_p: float, expected: bool
         (0, 8, 132, 1),
     ],
 )
-def test_how_many_chunks(n_tiles: int, n_programs: int, n_multiprocessors: int, expected: int) -> None:
-    assert decode.chunks(n_tiles, n_programs, n_multiprocessors) == expected
+def test_num_splits(n_tiles: int, n_programs: int, n_sms: int, expected: int) -> None:
+    assert split_kv.num_splits(n_tiles, n_programs, n_sms) == expected
 
 
 def test_rows_that_no_layout_of_the_zoo_has() -> None:
     """The layouts here go where they should: the zoo's own are too square."""
     assert not any(
-        decode.takes((1, 1, *case.build().shape[2:3], 1), case.build().shape[3], 0.0) for case in cases.LAYOUTS
+        split_kv.takes((1, 1, *case.build().shape[2:3], 1), case.build().shape[3], 0.0) for case in cases.LAYOUTS
     )

@@ -1,4 +1,4 @@
-"""Sums of products over many steps, as every kernel of kernels/tile.py adds them up."""
+"""The accuracy of tile.add_product over many steps."""
 
 from __future__ import annotations
 
