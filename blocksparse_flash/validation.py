@@ -38,6 +38,17 @@ def under_autocast(dtype: torch.dtype, autocast: torch.dtype) -> torch.dtype:
     return autocast if dtype.is_floating_point and dtype is not torch.float64 else dtype
 
 
+def autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast converts on q's device, None where it is off."""
+    # `check` refuses what is no tensor
+    if not isinstance(q, Tensor):
+        return None
+    kind = q.device.type
+    # is_autocast_enabled raises for devices without autocast, such as meta
+    has_autocast = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if has_autocast and torch.is_autocast_enabled(kind) else None
+
+
 def _check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
     """A dense, strided tensor with numbers as q has them, before strides are asked for, which some tensors do not have."""
     if (

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import functional, validation
+from .. import dispatch, validation
 from ..layout import BlockLayout
 from . import packed_heads, times, whole_heads
+from .local import with_determinism
 from .messages import redistribute
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def attend(
     if layout.shape[0] != 1:
         validation.check_layout(layout, q.shape[0], q.shape[1] // plan.n_ranks, plan.length, plan.length)
     if backend == "hopper":
-        backend = functional._promising(backend, True if plan.is_deterministic else None)
+        backend = with_determinism(backend, dispatch.is_deterministic(plan.is_deterministic or None))
     packs = not is_direct(plan, k.shape[3], k.dtype)
 
     def call() -> whole_heads.Call:

@@ -310,7 +310,7 @@ def attention(
         call = make()
         n_ranks = len(call.sizes)
         ready = memo[options] = prepare(call, (q.shape[1] // n_ranks, k.shape[1] // n_ranks))
-    if ops._is_differentiated(q, k, v):
+    if ops.is_differentiated(q, k, v):
         return _WholeHeads.apply(ready, q, k, v)
     out, saved = forward(q, k, v, ready)
     return out, saved[4]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .. import ops
+from .. import dispatch as backends
 from ..plan.host_builder import Plan
 from . import memory, prediction
 from .call import Call
@@ -124,7 +124,7 @@ def unmeasured(call: Call) -> str:
         return "dropout was not measured"
     if call.has_score_options:
         return "sinks, softcap, alibi_slopes and block_bias were not measured"
-    if call.q_len <= ops.FEW_QUERIES:
+    if call.q_len <= backends.FEW_QUERIES:
         return "the kernels for few queries were not measured"
     if memory.uses_hopper_backward(call) and memory.has_separate_dq(call):
         return "the backward of hopper with a launch for dq alone, which few tiles or equal bits want, was not measured"
