@@ -1,8 +1,6 @@
-"""Do the arguments of attention fit together?
+"""Checks of the arguments of `attention`. Every error says what to do instead.
 
-Knows what each may be, and the way out if it is not. Nothing is computed here. Must not know backends or plans.
-
-Runs on every call, so each check is a plain comparison; a message is put together only when one fails.
+Runs in every call, so each check is a plain comparison and a message is only formatted when it fails.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ Agreed = tuple[torch.dtype, int, int, int, int, int]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
-# float32 counts no further, and scores are float32
+# scores are float32
 MAX_SCALE = torch.finfo(torch.float32).max
-# with room for the products with scale and log2(e), and for 1 / softcap
+# leaves room for products with scale and log2(e), and for 1 / softcap
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-30, 1e30
 
 
 def under_autocast(dtype: torch.dtype, autocast: torch.dtype) -> torch.dtype:
-    """As autocast does: floating types become its own, except float64."""
+    """The dtype after autocast, which converts floating types except float64."""
     return autocast if dtype.is_floating_point and dtype is not torch.float64 else dtype
 
 
@@ -50,7 +48,7 @@ def autocast_dtype(q: Tensor) -> torch.dtype | None:
 
 
 def _check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
-    """A dense, strided tensor with numbers as q has them, before strides are asked for, which some tensors do not have."""
+    """Accepts dense, strided tensors that are real or fake as q is. Runs before any check reads strides, which some types lack."""
     if (
         type(tensor) in tracing.PLAIN
         and type(q) in tracing.PLAIN
@@ -83,7 +81,7 @@ def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _converted(name: str, dtype: torch.dtype, wanted: str) -> str:
-    """How a tensor of a type that is not fit becomes one that is."""
+    """The way out for a tensor of an unsupported dtype."""
     if dtype.is_complex:
         return f"{name}.real makes one, without the imaginary part"
     if dtype in (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4):
@@ -94,7 +92,7 @@ def _converted(name: str, dtype: torch.dtype, wanted: str) -> str:
 def _check_types(
     q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype, autocast: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype in which the call computes."""
+    """The dtype in which the call computes; q, k and v must agree in it."""
     if autocast is not None:
         q_dtype, k_dtype, v_dtype = (under_autocast(dtype, autocast) for dtype in (q_dtype, k_dtype, v_dtype))
     if q_dtype not in DTYPES:
@@ -145,7 +143,7 @@ def _check_shapes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, 
 
 
 def _check_strides(name: str, shape: Shape, strides: Shape) -> None:
-    # the strides of a tensor without elements mean nothing
+    # strides of a tensor without elements do not matter
     if strides[3] != 1 and shape[3] != 1 and 0 not in shape:
         raise ValueError(
             f"{name} must have a last stride of 1, got strides {tuple(strides)}; {name}.contiguous() has one"
@@ -153,7 +151,7 @@ def _check_strides(name: str, shape: Shape, strides: Shape) -> None:
 
 
 def _agree(q: Facts, k: Facts, v: Facts, autocast: torch.dtype | None) -> Agreed:
-    """What q, k and v agree on; ValueError if they do not."""
+    """The dtype and sizes that q, k and v have in common; ValueError if they do not fit together."""
     (q_dtype, q_shape, q_strides), (k_dtype, k_shape, k_strides), (v_dtype, v_shape, v_strides) = q, k, v
     dtype = _check_types(q_dtype, k_dtype, v_dtype, autocast)
     sizes = _check_shapes(q_shape, k_shape, v_shape)
@@ -165,7 +163,7 @@ def _agree(q: Facts, k: Facts, v: Facts, autocast: torch.dtype | None) -> Agreed
 
 @functools.lru_cache(maxsize=4096)
 def _agree_by_specs(specs: TensorSpecs, autocast: torch.dtype | None) -> Agreed:
-    """The same, found again: specs and their answer do not change. What is refused is not kept."""
+    """`_agree`, cached for equal specs. Errors are not cached."""
     q, k, v = (seen[:3] for seen in specs.tensors)
     return _agree(q, k, v, autocast)
 
@@ -247,7 +245,7 @@ def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor) ->
         raise ValueError(
             f"kv_lengths must be on q's device {device}, got {kv_lengths.device}; kv_lengths.to(q.device) moves it"
         )
-    # reading them on a GPU would wait for it, and a compiler cannot read them
+    # reading them from a GPU would synchronise, and a compiler cannot read them
     if device.type == "cpu" and batch and tracing.has_numbers(kv_lengths):
         lengths = kv_lengths.tolist()
         if min(lengths) < 0 or max(lengths) > kv_len:
@@ -258,7 +256,7 @@ def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor) ->
 
 
 class ScoreOptions(NamedTuple):
-    """What a call does to its scores, if anything; as `attention` has it."""
+    """The score mods of a call, as the arguments of `attention`."""
 
     sinks: Tensor | None
     softcap: float | None
@@ -316,7 +314,7 @@ def _check_block_bias(bias: Any, layout: BlockLayout | None, batch: int, heads: 
 
 
 def checked_softcap(softcap: Any) -> float | None:
-    """The cap as a float; TypeError or ValueError if it is none."""
+    """softcap as a float; TypeError or ValueError if it is not a usable number."""
     if softcap is None:
         return None
     cap = _number("softcap", softcap)
@@ -330,7 +328,7 @@ def checked_softcap(softcap: Any) -> float | None:
 
 
 def check_scores(options: ScoreOptions, q: Tensor, layout: BlockLayout | None) -> ScoreOptions:
-    """The options, the cap as a float; TypeError or ValueError if one does not fit. q and layout have been checked."""
+    """The options with softcap as a float; TypeError or ValueError if one does not fit. q and layout are checked already."""
     sinks, softcap, alibi_slopes, block_bias = options
     batch, heads = q.shape[:2]
     if sinks is not None:
@@ -357,10 +355,11 @@ def check(
     autocast: torch.dtype | None,
     specs: TensorSpecs | None = None,
 ) -> tuple[torch.dtype, float]:
-    """The type in which the call computes, and its scale as a float; TypeError or ValueError if an argument does not fit.
+    """The dtype in which the call computes, and its scale as a float; TypeError or ValueError if an argument does not fit.
 
-    The arguments are those of `attention`; autocast is the type to which autocast converts, None where it is off.
-    specs are those of q, k and v, by which what was found of them is found again, None where they are not plain (see watchers).
+    The arguments are those of `attention`, and
+    autocast  the dtype to which autocast converts, None where it is off
+    specs     of q, k and v, a cache key for their checks; None for a call that torch traces or transforms
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         for name, value in (("q", q), ("k", k), ("v", v)):
@@ -384,7 +383,7 @@ def check(
             f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
         )
     scale = head_dim**-0.5 if scale is None else _number("scale", scale)
-    # not math.isfinite, which torch.compile cannot trace of a number that varies; nan fails too
+    # torch.compile cannot trace math.isfinite of a symbolic number; nan fails too
     if not -MAX_SCALE <= scale <= MAX_SCALE:
         if not -math.inf < scale < math.inf:
             raise ValueError(f"scale must be finite, got {scale}; scale=None is head_dim ** -0.5")

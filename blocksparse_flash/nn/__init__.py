@@ -14,9 +14,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..alibi import slopes_of
 from ..functional import attention
 from ..layout import BlockLayout
+from ..score_mods import slopes_of
 from ..validation import MAX_HEAD_DIM, checked_softcap
 from .layout_buffers import HoldsLayout, Layout, checked_causal, checked_layout, checked_probability
 from .torch_modules import MultiheadAttention, TransformerEncoderLayer
