@@ -17,8 +17,8 @@ BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
 AUTO_ON_GPU = ("hopper", "triton")
 # Gluon, the language of the Hopper kernels, changes from release to release; these were tested
 TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
-# "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. With 2^24 a dense
-# forward of `hopper` takes 201 us for 264 of `triton`, with 2^23 77 for 68 (H200, 16 heads of 128, bf16)
+# "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. With 2^24 a
+# dense forward of `hopper` takes 201 us for 264 of `triton`, with 2^23 77 for 68 (H200, 16 heads of 128, bf16)
 MIN_HOPPER_ELEMENTS = 1 << 24
 # "auto" also leaves this many queries to `triton`, which splits their keys among programs
 FEW_QUERIES = 64
@@ -38,7 +38,7 @@ class CallSpec(NamedTuple):
 
     causal         ignored with a plan, which contains it
     softcap        0.0 for none
-    backend        "hopper", "triton", "eager" or "reference"; "auto" in a traced call, for which the operator calls `resolve`
+    backend        "hopper", "triton", "eager" or "reference"; "auto" in a traced call: see `resolve`
     deterministic  whether every run must give equal bits
     """
 
@@ -116,8 +116,8 @@ def _is_loadable(tensor: Tensor | TensorSpec) -> bool:
 def misaligned(tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype) -> list[str]:
     """Which of q, k, v have strides or an address that TMA cannot load.
 
-    Rows that are no multiple of 16 bytes do not count, since the kernels copy those, nor do tensors that autocast converts to
-    dtype. torch.compile traces this function.
+    Rows that are no multiple of 16 bytes do not count, since the kernels copy those, nor do tensors that autocast converts
+    to dtype. torch.compile traces this function.
     """
     return [
         name
@@ -135,8 +135,10 @@ def unfit_for_hopper(
     names = misaligned(tensors, dtype)
     if not names:
         return None
-    name = names[0]
-    return f"it needs strides and an address of {name} that are multiples of 16 bytes; {name}.contiguous() or .clone() has them"
+    return (
+        f"it needs strides and an address of {names[0]} that are multiples of 16 bytes; {names[0]}.contiguous() or "
+        ".clone() has them"
+    )
 
 
 def is_worth_hopper(q_len: int, n_elements: int) -> bool:

@@ -73,8 +73,9 @@ def _run(
     is_reference = spec.backend == "reference"
     if specs is None and not is_reference and tracing.is_transformed(q, k, v, kv_lengths, seed, *(scores or ())):
         raise RuntimeError(
-            f'backend "{spec.backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and what is made of them: '
-            'torch.autograd.grad differentiates it, batch and heads may be as many as are mapped, and backend="reference" '
+            f'backend "{spec.backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and what is made of '
+            "them: torch.autograd.grad differentiates it, batch and heads may be as many as are mapped, and "
+            'backend="reference" '
             "goes through all of them"
         )
     if scores is not None:
@@ -207,8 +208,9 @@ def attention(
 ) -> Tensor:
     """softmax(scale * q k^T restricted to the layout) v: dense and block-sparse attention, differentiable.
 
-    q          (batch, heads, q_len, head_dim), any strides whose last one is 1; head_dim 1 to 256
-    k          (batch, kv_heads, kv_len, head_dim), heads % kv_heads == 0; query head h reads kv head h // (heads // kv_heads)
+    q          (batch, heads, q_len, head_dim), any strides with a last one of 1; head_dim 1 to 256
+    k          (batch, kv_heads, kv_len, head_dim), heads % kv_heads == 0; query head h reads kv head
+               h // (heads // kv_heads)
     v          (batch, kv_heads, kv_len, v_head_dim); v_head_dim 1 to 256, may differ from head_dim
                all three float16, bfloat16 or float32 (float64 for backends reference and eager), on one device
     layout     BlockLayout of q_len x kv_len, with 1 or `heads` heads and 1 or `batch` batches; None attends everywhere
@@ -217,50 +219,56 @@ def attention(
                    q_len 2, kv_len 5     1 1 1 1 0        q_len 5, kv_len 2     0 0, 0 0, 0 0, 1 0, 1 1
                                          1 1 1 1 1
 
-    scale      factor on the scores, may be 0 or negative, finite as a float32 (finite, if the tensors are float64); None is
+    scale      factor on the scores, may be 0 or negative, finite as a float32 (as a float64 for float64 tensors); None is
                head_dim ** -0.5
-    kv_lengths int32 or int64 (batch,), on q's device: keys at and beyond kv_lengths[b] do not exist, and may hold NaN; the
-               causal alignment stays that of kv_len. Out of range is refused on the CPU, clamped on a GPU and when compiled
-    dropout_p  probability to drop an attention weight, 0 <= dropout_p < 1, in steps of 2**-16; the kept ones are divided by
-               1 - dropout_p
+    kv_lengths int32 or int64 (batch,), on q's device: keys at and beyond kv_lengths[b] do not exist, and may hold NaN.
+               `causal` stays aligned to kv_len. Lengths out of range are refused on the CPU, and clamped on a GPU and
+               when compiled
+    dropout_p  probability to drop an attention weight, 0 <= dropout_p < 1, in steps of 2**-16; kept weights are divided
+               by 1 - dropout_p
     seed       of dropout: an int, or an int64 tensor of one element (for CUDA graphs); None draws one from PyTorch's CPU
-               generator. The same seed drops the same pairs, whatever the layout, backend or device
-    deterministic  True asks for equal bits in every run, forward and backward; None follows
-               torch.are_deterministic_algorithms_enabled(). Without it backend "hopper" sums dq in any order, which is
-               faster, and its last bits change from run to run; all else has equal bits anyway
+               generator. The same seed drops the same pairs for every layout, backend and device
+    deterministic  True gives equal bits in every run, forward and backward; None follows
+               torch.are_deterministic_algorithms_enabled(). With False backend "hopper" sums dq in any order, which is
+               faster, and the last bits of dq change from run to run; everything else has equal bits anyway
     backend    "auto", "hopper", "triton", "eager" or "reference"; a named one is obeyed or refused, see `explain`
-    returns    (batch, heads, q_len, v_head_dim) in q's dtype, or in autocast's; a row without keys is 0
+    returns    (batch, heads, q_len, v_head_dim) in q's dtype, or autocast's; a row without keys is 0
 
-    Options of the scores s = scale q k^T, applied in this order; float tensors on q's device, of any floating type,
-    computed in float32 and differentiable. Any of them goes with all of the above but backend "hopper".
+    Score mods change the scores s = scale q k^T, in the order below. Tensors are on q's device, of any floating dtype;
+    they are computed in float32 and differentiable. All of them combine with everything above except backend "hopper".
 
-    softcap    c from 1e-30 to 1e30: s becomes c * tanh(s / c), of magnitude below c (Gemma 2, section 2); None caps nothing
-    alibi_slopes  (heads,): then s -= slope * |q_pos + (kv_len - q_len) - kv_pos|, distances aligned as `causal` is (Press et
-               al. 2022, section 3, with their 2^(-8 i / heads) or others)
-    block_bias  then s += a number for each stored block, in the order of layout.indices: (layout.capacity,), or for a layout
-               without batches and heads (heads, capacity) or (batch, heads, capacity), 1 shared by all. Needs a layout
-    sinks      (heads,): one more logit a row, after scale and all else, of a key without a value: weights are exp(s) /
-               (exp(sink) + sum of exp(s)) (Xiao et al. 2024, section 3.3; gpt-oss). A row without keys is 0 still
+    softcap    c from 1e-30 to 1e30: s = c * tanh(s / c), of magnitude below c (Gemma 2, section 2); None for no cap
+    alibi_slopes  (heads,): s -= slope * |q_pos + (kv_len - q_len) - kv_pos|, distances aligned as with `causal` (Press
+               et al. 2022, section 3, with their 2^(-8 i / heads) or others)
+    block_bias  s += one number for each stored block, in the order of layout.indices: (layout.capacity,), or for a
+               layout without batches and heads (heads, capacity) or (batch, heads, capacity), where 1 is shared by all.
+               Needs a layout
+    sinks      (heads,): one more logit in each row, of a key without a value, after scale and all other mods: weights
+               are exp(s) / (exp(sink) + sum of exp(s)) (Xiao et al. 2024, section 3.3; gpt-oss). A row without keys
+               stays 0
 
     raises     TypeError, ValueError for arguments that do not fit, before anything is computed
 
-    Numbers that are not finite are neither looked for nor hidden. On every backend:
+    Non-finite numbers are neither detected nor hidden. On every backend:
 
-    scores     of -inf, such as those of a block_bias of -inf, are as if the pair did not attend, and a row of nothing else has no
-               keys: 0, lse -inf, gradients 0. One of NaN or +inf of a pair that attends makes NaN of out and lse of its row, and of
-               its row alone; so do a sink of +inf or NaN, and an infinite slope where the distance is 0. A sink of -inf is none
-    keys       and values beyond kv_lengths are not read, nor those of a tile of 128 keys (0 to 127, 128 to 255, ...) which no
-               query of the heads that share them attends to: they may hold anything, and their gradients are 0
-    k          otherwise, whatever masks it: NaN and inf in a key reach out and lse of the rows that attend to it, no others
-    v          reaches rows that do not attend to it as well: a kernel multiplies whole tiles, and 0 * NaN = NaN. With a layout
-               `hopper`, `triton` and `eager` keep it to the rows of the 128 x 128 tiles in which some pair attends; `reference`,
-               and any backend without a layout, may spread it over all rows of the heads that share the value
-    gradients  dq, dk and dv are as v: a NaN in q, k, v or dout may reach those of all queries and keys which such tiles join, no
-               other batch entry, and no head that does not share its keys. A gradient of the lse of a row without keys is ignored
+    scores     -inf (as from a block_bias of -inf): as if the pair did not attend. A row of nothing else has no keys:
+               out 0, lse -inf, gradients 0. NaN or +inf of an attending pair makes out and lse of its row NaN, and of no
+               other row; so do a sink of +inf or NaN, and an infinite slope at distance 0. A sink of -inf is no sink
+    unread     keys and values beyond kv_lengths are not read, nor is a tile of 128 keys (0 to 127, 128 to 255, ...) to
+               which no query of the heads that share it attends. They may hold anything; their gradients are 0
+    k          NaN and inf in any other key reach out and lse of the rows that attend to it, and of no others
+    v          NaN and inf also reach rows that do not attend to the value, since kernels multiply whole tiles and
+               0 * NaN = NaN. With a layout, `hopper`, `triton` and `eager` confine them to the rows of the 128 x 128
+               tiles in which some pair attends. `reference`, and any backend without a layout, may spread them over all
+               rows of the heads that share the value
+    gradients  dq, dk and dv behave like v: a NaN in q, k, v or dout may reach those of all queries and keys that such
+               tiles join, but no other batch entry and no head that does not share its keys. The gradient of the lse of
+               a row without keys is ignored
 
-    The backward recomputes weights as exp(s - lse) from a float32 lse, as every flash attention does, and each of the up to four
-    roundings of lse changes them by up to |lse| * 2**-24 of themselves. Up to |lse| = 4096 that is less than a rounding of 16-bit
-    gradients (2**-10); of float32 ones it is 0.1 % there, and at 1e6 up to 24 % of any type. `reference` does not do that.
+    The backward recomputes weights as exp(s - lse) from a float32 lse, as every flash attention does. Each of up to four
+    roundings of lse changes a weight by a factor of up to 1 + |lse| * 2**-24. Up to |lse| = 4096 that is less than a
+    rounding of 16-bit gradients (2**-10); float32 gradients are off by 0.1 % there, and gradients of any type by up to
+    24 % at 1e6. `reference` is not affected.
 
     >>> q = k = v = torch.randn(1, 2, 512, 64)
     >>> attention(q, k, v, causal=True).shape
@@ -292,9 +300,9 @@ def attention_with_lse(
 
     q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend  as `attention`
     sinks, softcap, alibi_slopes, block_bias  as `attention`
-    returns  out (batch, heads, q_len, v_head_dim), and lse (batch, heads, q_len), natural logarithm, float32 (float64 for
-             float64), before dropout; -inf for a row without keys. With sinks it includes them: log(exp(sink) + sum of exp(s)), and a row
-             without keys has its sink
+    returns  out (batch, heads, q_len, v_head_dim), and lse (batch, heads, q_len), natural logarithm, float32 (float64
+             for float64), before dropout; -inf for a row without keys. With sinks it is log(exp(sink) + sum of exp(s)),
+             and the sink itself for a row without keys
 
     >>> q = k = v = torch.zeros(1, 1, 4, 16)
     >>> attention_with_lse(q, k, v, causal=True)[1].exp()
@@ -322,12 +330,12 @@ def explain(
     alibi_slopes: Tensor | None = None,
     block_bias: Tensor | None = None,
 ) -> Explanation:
-    """What `attention` would do with the same arguments: backend, tiles, bytes, balance, predicted time, and what to change.
+    """What `attention` would do with these arguments: backend, tiles, bytes, balance, predicted time, and advice.
 
     q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend  as `attention`
     sinks, softcap, alibi_slopes, block_bias  as `attention`
-    returns  Explanation; print it. Nothing is computed but the layout's plan, which is read on the host, as are three tokens
-             of k and v; no seed is drawn
+    returns  Explanation; print it. Computes only the layout's plan, and reads it and three tokens of k and v on the
+             host. Draws no seed
     raises   what `attention` would raise
 
     >>> q = k = v = torch.zeros(1, 1, 256, 64, dtype=torch.float64)

@@ -21,7 +21,8 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
             raise ValueError(f"{name} must be a dense, strided tensor as the others are, got {found[0]}; {found[1]}")
         if tensor.dtype not in DTYPES:
             raise ValueError(
-                f"{name} must be floating point, float16, bfloat16, float32 or float64, got {tensor.dtype}; {name}.float() is"
+                f"{name} must be floating point, float16, bfloat16, float32 or float64, got {tensor.dtype}; "
+                f"{name}.float() is"
             )
         if tensor.device != out_a.device:
             raise ValueError(f"{name} must be on out_a's device {out_a.device}, got {tensor.device}: use .to(device)")
@@ -44,9 +45,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """Attention over the keys of a and b together, from the results over each. Differentiable.
 
     out_a, out_b  (batch, heads, q_len, v_head_dim)
-    lse_a, lse_b  (batch, heads, q_len), natural logarithm, as attention_with_lse returns them; -inf is a row without keys
-    returns       (out, lse) as attention_with_lse returns them for all keys, in the dtypes of out_a and lse_a. A key in both
-                  sets would count twice. A row without keys in both stays 0 and -inf, and its gradients are 0
+    lse_a, lse_b  (batch, heads, q_len), as attention_with_lse returns them; -inf for a row without keys
+    returns       (out, lse) as attention_with_lse returns them for all keys, in the dtypes of out_a and lse_a. A key in
+                  both sets would count twice. A row without keys in both stays 0 and -inf, and its gradients are 0
     raises        TypeError, ValueError for tensors that do not fit together
 
     Associative and commutative, up to rounding. Kernels combine tiles by the same rule (FlashAttention, section 3.1).

@@ -1,7 +1,7 @@
 """The dropout mask: the counter-based generator Philox 4x32 and the counter of each attention weight.
 
-7 rounds are the fewest that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Every backend
-uses the same counters, so the mask depends only on the seed and the position, not on tiles, layouts or backends:
+7 rounds are the fewest that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Every
+backend uses the same counters, so the mask depends only on the seed and the position, not on tiles, layouts or backends:
 
     key      (seed's low 32 bits, seed's high 32 bits)
     counter  (kv_pos // 32 * 8 + kv_pos % 8, q_pos // 16 * 8 + q_pos % 8, head, batch)       head counts query heads
@@ -9,8 +9,8 @@ uses the same counters, so the mask depends only on the seed and the position, n
     half     the lower 16 bits of the word where kv_pos // 16 is even, the upper ones where it is odd
     kept     half >= threshold(dropout_p)
 
-After wgmma or mma.sync one thread holds all eight pairs of a counter (four of them in a transposed tile), so each thread
-uses what it draws and nothing goes through shared memory.
+After wgmma or mma.sync one thread holds all eight pairs of a counter (four of them in a transposed tile), so each
+thread uses what it draws and nothing goes through shared memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def kept_share(dropout_p: float) -> float:
-    """The probability to be kept, 1 - dropout_p to within 2**-17. Kept weights are divided by it, which preserves the mean.
+    """The probability to be kept, 1 - dropout_p to within 2**-17. Kept weights are divided by it to preserve the mean.
 
     >>> kept_share(0.25)
     0.75

@@ -36,18 +36,20 @@ def attention(
     mask       bool, broadcasts to (batch, heads, q_len, kv_len); True attends, None is every pair
     causal     keeps kv_pos <= q_pos + (kv_len - q_len), also where mask attends
     scale      factor on the scores; None is head_dim ** -0.5
-    kv_lengths (batch,): keys at and beyond kv_lengths[b] do not exist. They may hold NaN, as may keys that no query attends to
+    kv_lengths (batch,): keys at and beyond kv_lengths[b] do not exist. They may hold NaN, as may keys that no query
+               attends to
     dropout_p  probability to drop an attention weight; the kept ones are divided by 1 - dropout_p, lse is unaffected
     seed       int64, one element, on q's device; needed if dropout_p > 0
     softcap    c > 0: scores s become c tanh(s / c)
     alibi_slopes  (heads,): then s -= slope * |q_pos + kv_len - q_len - kv_pos|
     bias       broadcasts to (batch, heads, q_len, kv_len): then s += bias
     sinks      (heads,): one more logit in each row, of a key without a value; lse includes it
-    returns    out (batch, heads, q_len, v_head_dim) in q's dtype, and lse (batch, heads, q_len), natural logarithm, float32
-               (float64 for float64)
+    returns    out (batch, heads, q_len, v_head_dim) in q's dtype, and lse (batch, heads, q_len), natural logarithm,
+               float32 (float64 for float64)
 
-    A row without keys, or whose scores are all -inf, gives out 0, lse -inf (its sink, where there are sinks) and gradients 0.
-    16-bit types compute scores and softmax in float32 and round the weights before the product with v, as the kernels do.
+    A row without keys, or whose scores are all -inf, gives out 0, lse -inf (its sink, where there are sinks) and gradients
+    0. 16-bit types compute scores and softmax in float32 and round the weights before the product with v, as the kernels
+    do.
     """
     if q.device.type not in ("cpu", "cuda") and not torch.amp.is_autocast_available(q.device.type):
         return _attention(q, k, v, mask, causal, scale, kv_lengths, dropout_p, seed, sinks, softcap, alibi_slopes, bias)
@@ -91,8 +93,8 @@ def _attention(
     if sinks is not None:
         sinks = rearrange(sinks.to(score_dtype), "heads -> heads 1 1")
         highest = torch.maximum(highest, sinks.detach())
-    # without keys, or with scores of -inf only: a finite pivot and a total of 1 avoid -inf - (-inf) and 0 / 0, also in the
-    # backward
+    # without keys, or with scores of -inf only: a finite pivot and a total of 1 avoid -inf - (-inf) and 0 / 0, also in
+    # the backward
     is_empty = highest == -torch.inf
     pivot = highest.masked_fill(is_empty, 0)
     weights = torch.exp(scores - pivot)

@@ -1,6 +1,6 @@
 """Score mods: softcap, ALiBi slopes, block bias and sinks, and their gradients, in plain PyTorch.
 
-With s = scale q k^T, in this order: s = c tanh(s / c), s -= slope * |q_pos + kv_len - q_len - kv_pos|, s += bias of the block.
+With s = scale q k^T, in this order: s = c tanh(s / c), s -= slope * |q_pos + kv_len - q_len - kv_pos|, s += block bias.
 A sink adds one logit to each row, in the sum of exponentials only.
 """
 
@@ -22,9 +22,9 @@ LOG2_E = math.log2(math.e)
 def slopes_of(heads: int) -> list[float]:
     """The ALiBi slopes of a number of heads, 1 or more, as the authors compute them.
 
-    2**(-8 (h + 1) / heads) for a power of two. Other numbers take the slopes of the power of two below, then every other slope
-    of the power of two above, from its first. Press et al., "Train Short, Test Long", arXiv:2108.12409, section 3, and the code
-    published with it.
+    2**(-8 (h + 1) / heads) for a power of two. Other numbers take the slopes of the power of two below, then every other
+    slope of the power of two above, from its first. Press et al., "Train Short, Test Long", arXiv:2108.12409, section 3,
+    and the code published with it.
     """
     n_regular = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (head + 1) / n_regular) for head in range(n_regular)]
@@ -68,7 +68,7 @@ class Scores(NamedTuple):
         return padded.index_select(2, index.flatten()).reshape(*padded.shape[:2], *index.shape)
 
     def new_sums(self, shape: tuple[int, ...]) -> Tensor:
-        """An output for the sums of ds over each grain of each tile, the gradient of the bias in parts; see `sums_shape`."""
+        """Output tensor for the sums of ds over each grain of each tile; see `sums_shape`."""
         assert self.block_bias is not None
         sums = self.block_bias.new_empty(shape)
         # the last entry is no tile: blocks that the plan dropped take their gradient from it
@@ -115,7 +115,7 @@ class Scores(NamedTuple):
 def sums_shape(
     shared: tuple[int, int], n_tiles: int, pieces: tuple[int, int], step: tuple[int, int]
 ) -> tuple[int, int, int, int, int]:
-    """(batch | 1, heads | 1, tiles + 1, grains, grains). A grain is a piece, or the part of a piece that one step covers.
+    """(batch | 1, heads | 1, tiles + 1, grains, grains). A grain is a piece, or the part of it that one step covers.
 
     shared   (batch, heads) of the call, 1 for an axis along which the tiles themselves differ
     n_tiles  in the row lists of the plan

@@ -46,7 +46,8 @@ def good_call(dtype: torch.dtype = torch.float32, device: torch.device | str = "
     return {name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
 
 
-# ------------------------------------------------------------------------------------------------------- what it refuses
+# ------------------------------------------------------------------------------------------------------- what it
+# refuses
 
 
 def meta(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -69,7 +70,8 @@ def last_stride_2(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda call: {name: call[name].repeat_interleave(2, dim=-1)[..., ::2]}
 
 
-# name: (change to a good call, exception, parts of the message: the argument, what was expected, what came, the way out)
+# name: (change to a good call, exception, parts of the message: the argument, what was expected, what came, the way
+# out)
 WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], tuple[str, ...]]] = {
     # types
     "q is a list": (given(q=[1.0]), TypeError, ("q must be a torch.Tensor", "got list", "torch.as_tensor(q)")),
@@ -436,7 +438,8 @@ def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch):
         attention(**good_call(), backend="triton")
 
 
-# ------------------------------------------------------------------------------------------------------ what it promises
+# ------------------------------------------------------------------------------------------------------ what it
+# promises
 
 
 def with_gradients(call: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
@@ -734,7 +737,8 @@ def test_deterministic_accepts(deterministic):
     attention(**good_call(), deterministic=deterministic)
 
 
-# --------------------------------------------------------------------------------------------------------------- dropout
+# ---------------------------------------------------------------------------------------------------------------
+# dropout
 
 
 @pytest.mark.parametrize("layout", [None, window()], ids=["none", "window"])
@@ -815,7 +819,8 @@ def test_checkpointing_drops_the_same_pairs_again(use_reentrant):
         assert torch.equal(plain, again)
 
 
-# -------------------------------------------------------------------------------------------------------------- autocast
+# --------------------------------------------------------------------------------------------------------------
+# autocast
 
 
 # the reference's own backward is autograd's, which the caller's autocast may round
@@ -864,7 +869,8 @@ def test_autocast_does_not_excuse_other_types(change):
         attention(**{**call, **change(call)})
 
 
-# --------------------------------------------------------------------------------------------------------------- compile
+# ---------------------------------------------------------------------------------------------------------------
+# compile
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -943,7 +949,8 @@ def test_compiled_wrong_calls_say_what_is_wrong():
         compiled(attention)(**{**good_call(), **resized(k=(2, 2, 48, 32))({})})
 
 
-# --------------------------------------------------------------------------------------------- which backend, and explain
+# --------------------------------------------------------------------------------------------- which backend, and
+# explain
 
 
 def test_auto_on_the_cpu_is_eager():
@@ -1187,7 +1194,8 @@ def test_explain_of_nothing(shape):
     assert explain(q, q, q).flops == 0
 
 
-# ----------------------------------------------------------------------------------------------------------------- other
+# -----------------------------------------------------------------------------------------------------------------
+# other
 
 
 def test_parameters_and_meta_tensors():

@@ -50,27 +50,27 @@ def _of_layout(call: Call, done: Work, predicted: Prediction | None) -> Iterator
         if min(layout.block_size) < TILE:
             why = f"are scattered over them in blocks of {layout.block_size[0]} x {layout.block_size[1]}"
         yield (
-            f"{fill:.0%} of the pairs that are computed attend: tiles of {TILE} x {TILE} are computed whole, and the pairs {why}. "
-            f"Blocks of {TILE} at multiples of {TILE}, or an order of the tokens that puts what attends side by side "
-            "(layout.permute), compute fewer tiles"
+            f"{fill:.0%} of the pairs that are computed attend: tiles of {TILE} x {TILE} are computed whole, and the "
+            f"pairs {why}. Blocks of {TILE} at multiples of {TILE}, or an order of the tokens that puts what attends "
+            "side by side (layout.permute), compute fewer tiles"
         )
     if predicted is not None and predicted.dense_forward_ms + predicted.dense_backward_ms <= (
         predicted.forward_ms + predicted.backward_ms
     ):
         yield (
-            f"dense attention is no slower: {predicted.dense_forward_ms + predicted.dense_backward_ms:.2g} ms for forward and "
-            f"backward, {predicted.forward_ms + predicted.backward_ms:.2g} ms with this layout. Leave the layout out if the "
-            "model allows it"
+            f"dense attention is no slower: {predicted.dense_forward_ms + predicted.dense_backward_ms:.2g} ms for "
+            f"forward and backward, {predicted.forward_ms + predicted.backward_ms:.2g} ms with this layout. Leave the "
+            "layout out if the model allows it"
         )
     elif predicted is None and done.tiles > NEARLY_DENSE * _tiles_without(call):
         yield (
-            f"{done.tiles / _tiles_without(call):.0%} of the tiles of dense attention are computed: this layout saves next to nothing. "
-            "Leave it out if the model allows it"
+            f"{done.tiles / _tiles_without(call):.0%} of the tiles of dense attention are computed: this layout saves "
+            "next to nothing. Leave it out if the model allows it"
         )
     if call.causal and layout.device.type == "cpu" and _is_causal(call):
         yield (
-            "the layout never attends to the future, so causal=True changes nothing, and makes a second plan where the layout "
-            "is used without it too: leave it out"
+            "the layout never attends to the future, so causal=True changes nothing, and makes a second plan where "
+            "the layout is used without it too: leave it out"
         )
 
 
@@ -94,8 +94,8 @@ def _of_heads(call: Call) -> Iterator[str]:
     repeats = _repeats(call.k)
     if repeats > 1 and _repeats(call.v) % repeats == 0:
         yield (
-            f"each head of k and v stands there {repeats} times: give each once, (batch, {call.kv_heads // repeats}, kv_len, "
-            "head_dim). Query heads share key heads without a copy, and dk and dv are summed inside the kernel"
+            f"each head of k and v stands there {repeats} times: give each once, (batch, {call.kv_heads // repeats}, "
+            "kv_len, head_dim). Query heads share key heads without a copy, and dk and dv are summed inside the kernel"
         )
     if call.has_kernels:
         for name, dim in dict.fromkeys((("head_dim", call.head_dim), ("v_head_dim", call.v_dim))):
@@ -136,7 +136,8 @@ def _is_repeated(sample: Tensor, group: int) -> bool:
 def _of_types(call: Call, device: Device) -> Iterator[str]:
     if call.dtype == torch.float32:
         yield (
-            "float32 products are computed exactly, without the tensor cores, unless torch.backends.cuda.matmul.fp32_precision is "
+            "float32 products are computed exactly, without the tensor cores, unless "
+            "torch.backends.cuda.matmul.fp32_precision is "
             '"tf32": bfloat16, or torch.autocast, is many times faster'
         )
     if not call.is_half or device.capability[0] < 9 or not call.unreadable:
@@ -146,14 +147,14 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
     narrow = [name for name in call.unreadable if tensors[name].shape[3] % 8]
     if narrow:
         yield (
-            f"rows of {' and '.join(narrow)} are no multiple of 16 bytes: the backend {instead} them. A head dimension that is a "
-            "multiple of 8 has such rows"
+            f"rows of {' and '.join(narrow)} are no multiple of 16 bytes: the backend {instead} them. A head "
+            "dimension that is a multiple of 8 has such rows"
         )
     strided = [name for name in call.unreadable if name not in narrow]
     if strided:
         yield (
-            f"strides or the address of {' and '.join(strided)} are no multiples of 16 bytes, or a stride is 0: the backend "
-            f"{instead} them. .contiguous() or .clone() has good ones"
+            f"strides or the address of {' and '.join(strided)} are no multiples of 16 bytes, or a stride is 0: the "
+            f"backend {instead} them. .contiguous() or .clone() has good ones"
         )
 
 
@@ -164,8 +165,8 @@ def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
     n_programs = call.batch * call.heads * -(-call.q_len // TILE)
     if n_programs < device.multiprocessors:
         yield (
-            f"{n_programs} blocks of {TILE} queries for {device.multiprocessors} multiprocessors: the others wait. More heads or "
-            "batches in one call use them"
+            f"{n_programs} blocks of {TILE} queries for {device.multiprocessors} multiprocessors: the others wait. "
+            "More heads or batches in one call use them"
         )
         return
     for lost, longest, mean, name in (
@@ -174,7 +175,7 @@ def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
     ):
         if lost is not None and lost > UNEVEN and longest > LONG * mean:
             yield (
-                f"the longest {name} has {longest} tiles, the mean {mean:.4g}: the GPU waits for it, and takes {lost:.2f} times as "
-                "long as with even work. More heads or batches in one call hide it; fewer tokens that attend, or are attended "
-                "to, everywhere shorten it"
+                f"the longest {name} has {longest} tiles, the mean {mean:.4g}: the GPU waits for it, and takes "
+                f"{lost:.2f} times as long as with even work. More heads or batches in one call hide it; fewer tokens "
+                "that attend, or are attended to, everywhere shorten it"
             )

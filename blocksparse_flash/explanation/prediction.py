@@ -233,8 +233,8 @@ def basis(used: tuple[Calibration, ...]) -> str:
     names = " and ".join(dict.fromkeys(one.device.name for one in used))
     median, worst = (max(getattr(one, name) for one in used) for name in ("median_error", "worst_error"))
     return (
-        f"{sum(one.n_lines for one in used)} measurements on {names}, from which it is off by {median:.0%} in the median "
-        f"and {worst:.0%} at most"
+        f"{sum(one.n_lines for one in used)} measurements on {names}, from which it is off by {median:.0%} in the "
+        f"median and {worst:.0%} at most"
     )
 
 
