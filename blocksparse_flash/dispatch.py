@@ -116,8 +116,8 @@ def _is_loadable(tensor: Tensor | TensorSpec) -> bool:
 def misaligned(tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype) -> list[str]:
     """Which of q, k, v have strides or an address that TMA cannot load.
 
-    Rows that are no multiple of 16 bytes do not count, since the kernels copy those, nor do tensors that autocast converts
-    to dtype. torch.compile traces this function.
+    Rows that are no multiple of 16 bytes do not count, since the kernels copy those, nor do tensors that autocast
+    converts to dtype. torch.compile traces this function.
     """
     return [
         name

@@ -219,15 +219,15 @@ def attention(
                    q_len 2, kv_len 5     1 1 1 1 0        q_len 5, kv_len 2     0 0, 0 0, 0 0, 1 0, 1 1
                                          1 1 1 1 1
 
-    scale      factor on the scores, may be 0 or negative, finite as a float32 (as a float64 for float64 tensors); None is
-               head_dim ** -0.5
+    scale      factor on the scores, may be 0 or negative, finite as a float32 (as a float64 for float64 tensors); None
+               is head_dim ** -0.5
     kv_lengths int32 or int64 (batch,), on q's device: keys at and beyond kv_lengths[b] do not exist, and may hold NaN.
                `causal` stays aligned to kv_len. Lengths out of range are refused on the CPU, and clamped on a GPU and
                when compiled
     dropout_p  probability to drop an attention weight, 0 <= dropout_p < 1, in steps of 2**-16; kept weights are divided
                by 1 - dropout_p
-    seed       of dropout: an int, or an int64 tensor of one element (for CUDA graphs); None draws one from PyTorch's CPU
-               generator. The same seed drops the same pairs for every layout, backend and device
+    seed       of dropout: an int, or an int64 tensor of one element (for CUDA graphs); None draws one from PyTorch's
+               CPU generator. The same seed drops the same pairs for every layout, backend and device
     deterministic  True gives equal bits in every run, forward and backward; None follows
                torch.are_deterministic_algorithms_enabled(). With False backend "hopper" sums dq in any order, which is
                faster, and the last bits of dq change from run to run; everything else has equal bits anyway
@@ -252,8 +252,8 @@ def attention(
     Non-finite numbers are neither detected nor hidden. On every backend:
 
     scores     -inf (as from a block_bias of -inf): as if the pair did not attend. A row of nothing else has no keys:
-               out 0, lse -inf, gradients 0. NaN or +inf of an attending pair makes out and lse of its row NaN, and of no
-               other row; so do a sink of +inf or NaN, and an infinite slope at distance 0. A sink of -inf is no sink
+               out 0, lse -inf, gradients 0. NaN or +inf of an attending pair makes out and lse of its row NaN, and of
+               no other row; so do a sink of +inf or NaN, and an infinite slope at distance 0. A sink of -inf is no sink
     unread     keys and values beyond kv_lengths are not read, nor is a tile of 128 keys (0 to 127, 128 to 255, ...) to
                which no query of the heads that share it attends. They may hold anything; their gradients are 0
     k          NaN and inf in any other key reach out and lse of the rows that attend to it, and of no others
@@ -265,10 +265,10 @@ def attention(
                tiles join, but no other batch entry and no head that does not share its keys. The gradient of the lse of
                a row without keys is ignored
 
-    The backward recomputes weights as exp(s - lse) from a float32 lse, as every flash attention does. Each of up to four
-    roundings of lse changes a weight by a factor of up to 1 + |lse| * 2**-24. Up to |lse| = 4096 that is less than a
-    rounding of 16-bit gradients (2**-10); float32 gradients are off by 0.1 % there, and gradients of any type by up to
-    24 % at 1e6. `reference` is not affected.
+    The backward recomputes weights as exp(s - lse) from a float32 lse, as every flash attention does. Each of up to
+    four roundings of lse changes a weight by a factor of up to 1 + |lse| * 2**-24. Up to |lse| = 4096 that is less than
+    a rounding of 16-bit gradients (2**-10); float32 gradients are off by 0.1 % there, and gradients of any type by up
+    to 24 % at 1e6. `reference` is not affected.
 
     >>> q = k = v = torch.randn(1, 2, 512, 64)
     >>> attention(q, k, v, causal=True).shape

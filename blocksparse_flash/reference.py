@@ -47,9 +47,9 @@ def attention(
     returns    out (batch, heads, q_len, v_head_dim) in q's dtype, and lse (batch, heads, q_len), natural logarithm,
                float32 (float64 for float64)
 
-    A row without keys, or whose scores are all -inf, gives out 0, lse -inf (its sink, where there are sinks) and gradients
-    0. 16-bit types compute scores and softmax in float32 and round the weights before the product with v, as the kernels
-    do.
+    A row without keys, or whose scores are all -inf, gives out 0, lse -inf (its sink, where there are sinks) and
+    gradients 0. 16-bit types compute scores and softmax in float32 and round the weights before the product with v, as
+    the kernels do.
     """
     if q.device.type not in ("cpu", "cuda") and not torch.amp.is_autocast_available(q.device.type):
         return _attention(q, k, v, mask, causal, scale, kv_lengths, dropout_p, seed, sinks, softcap, alibi_slopes, bias)

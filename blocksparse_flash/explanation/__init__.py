@@ -8,9 +8,9 @@ from . import cost, memory, prediction
 from .advice import advice
 from .call import Call
 from .cost import Balance
-from .dispatch import TILE
 from .memory import Moved
 from .prediction import Prediction
+from .scheduling import TILE
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Explanation:
         of = self.balance
         rows = f"{of.longest_row} tiles at most, {of.mean_row:.4g} in the mean"
         lines = [f"balance      rows: {rows}; columns: {of.longest_col} and {of.mean_col:.4g}"]
-        if of.multiprocessors is not None:
+        if of.n_sms is not None:
             lines.append(
                 f"   costs     forward {of.forward:.2f}, backward {of.backward:.2f} times what evenly spread work "
-                f"would take on {of.multiprocessors} multiprocessors"
+                f"would take on {of.n_sms} SMs"
             )
         return lines
 

@@ -1,7 +1,4 @@
-"""What would make a call faster? Sentences, each with the number that it comes from.
-
-Knows calls and what cost.py found out about them. Must not know how a backend is chosen.
-"""
+"""Advice on how to make a call faster, as sentences with figures."""
 
 from __future__ import annotations
 
@@ -14,21 +11,21 @@ from ..runtime import tracing
 from . import prediction
 from .call import Call
 from .cost import Balance, Work
-from .dispatch import TILE
 from .prediction import Device, Prediction
+from .scheduling import TILE
 
-# below this share of attending pairs a tile is badly filled
+# tiles with a smaller share of attending pairs get advice
 WELL_FILLED = 0.5
-# above this share of tiles nothing is gained by skipping the others, where no time is predicted
+# without a predicted time, a layout with a larger share of tiles counts as dense
 NEARLY_DENSE = 0.95
-# times an even spread, and times the mean line, from which on a long line is worth a sentence
+# advice on a long line starts at these multiples of the even spread and of the mean line
 UNEVEN, LONG = 1.15, 2.0
 
 
 def advice(
     call: Call, done: Work, spread: Balance, device: Device | None, predicted: Prediction | None
 ) -> tuple[str, ...]:
-    """What there is to say about a call that computes something; the largest losses first."""
+    """Advice for a call, largest losses first; none for an empty call or `reference`."""
     if call.is_empty or call.backend == "reference":
         return ()
     said = [*_of_layout(call, done, predicted), *_of_heads(call)]
@@ -94,7 +91,7 @@ def _of_heads(call: Call) -> Iterator[str]:
     repeats = _repeats(call.k)
     if repeats > 1 and _repeats(call.v) % repeats == 0:
         yield (
-            f"each head of k and v stands there {repeats} times: give each once, (batch, {call.kv_heads // repeats}, "
+            f"each head of k and v is repeated {repeats} times: pass each once, (batch, {call.kv_heads // repeats}, "
             "kv_len, head_dim). Query heads share key heads without a copy, and dk and dv are summed inside the kernel"
         )
     if call.has_kernels:
@@ -107,7 +104,7 @@ def _of_heads(call: Call) -> Iterator[str]:
 
 
 def _repeats(tensor: Tensor) -> int:
-    """How many heads in a row are the same, by their strides or by three tokens of the first batch; 1: all differ."""
+    """How many adjacent heads are equal, judged by strides or by three tokens of the first batch; 1 if all differ."""
     heads, length = tensor.shape[1], tensor.shape[2]
     if heads == 1:
         return 1
@@ -118,7 +115,7 @@ def _repeats(tensor: Tensor) -> int:
     with torch.no_grad():
         # (heads, 3 * head_dim)
         sample = tensor.detach()[0, :, [0, length // 2, length - 1]].flatten(1).cpu()
-    # of zeros, or of anything constant, nothing can be told
+    # a constant tensor says nothing
     if (sample == sample[:1, :1]).all():
         return 1
     groups = (group for group in range(heads, 1, -1) if heads % group == 0)
@@ -126,7 +123,7 @@ def _repeats(tensor: Tensor) -> int:
 
 
 def _is_repeated(sample: Tensor, group: int) -> bool:
-    """Whether each row is that of the first of its group; NaN is not."""
+    """Whether each row equals the first of its group; NaN does not."""
     return bool((sample.unflatten(0, (-1, group)) == sample[::group, None]).all())
 
 
@@ -143,7 +140,7 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
     if not call.is_half or device.capability[0] < 9 or not call.unreadable:
         return
     tensors = {"q": call.q, "k": call.k, "v": call.v}
-    instead = "makes a copy of" if call.backend == "hopper" else "loads, without the copy engine,"
+    instead = "makes a copy of" if call.backend == "hopper" else "loads, without TMA,"
     narrow = [name for name in call.unreadable if tensors[name].shape[3] % 8]
     if narrow:
         yield (
@@ -163,9 +160,9 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
 
 def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
     n_programs = call.batch * call.heads * -(-call.q_len // TILE)
-    if n_programs < device.multiprocessors:
+    if n_programs < device.n_sms:
         yield (
-            f"{n_programs} blocks of {TILE} queries for {device.multiprocessors} multiprocessors: the others wait. "
+            f"{n_programs} blocks of {TILE} queries for {device.n_sms} SMs: the others are idle. "
             "More heads or batches in one call use them"
         )
         return

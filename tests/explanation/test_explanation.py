@@ -132,12 +132,12 @@ def test_a_measured_gpu_has_a_prediction_beside_dense(on: Any) -> None:
     said = found.prediction
     assert said is not None and said.caveats == () and found.unpredicted == ""
     assert 0.1 < said.forward_ms < said.backward_ms < 3 and said.dense_forward_ms > 8 * said.forward_ms
-    assert 1.0 <= found.balance.forward < 1.3 and found.balance.multiprocessors == 132
+    assert 1.0 <= found.balance.forward < 1.3 and found.balance.n_sms == 132
     report = str(found)
     assert f"time         forward {said.forward_ms:.2g} ms, backward {said.backward_ms:.2g} ms" in report
     assert "forward      151.9 GFLOP, reads 201.4 MB, writes 68.16 MB, workspace 0 B" in report
     assert "times as long" in report and "measurements on NVIDIA H200" in report and "not calibrated" not in report
-    assert "on 132 multiprocessors" in report
+    assert "on 132 SMs" in report
 
 
 def test_dense_is_not_compared_with_itself(on: Any) -> None:
@@ -148,8 +148,8 @@ def test_dense_is_not_compared_with_itself(on: Any) -> None:
 def test_where_nothing_was_measured_no_time_is_told(on: Any) -> None:
     for asked, device, why in (
         (call(layout=window()), A100, "compute capability 8.0"),
-        (call(), H100._replace(clock=0.0), "does not tell the clock and bandwidth"),
-        (call(), H100._replace(bandwidth=0.0), "does not tell the clock and bandwidth"),
+        (call(), H100._replace(clock=0.0), "does not report clock and bandwidth"),
+        (call(), H100._replace(bandwidth=0.0), "does not report clock and bandwidth"),
         (call((1, 16, 16384, 256)), H200, "head dimension of 256"),
         (call(dtype=torch.float32), H200, "torch.float32 was not measured"),
         (call(dropout_p=0.1), H200, "dropout was not measured"),
@@ -166,10 +166,14 @@ def test_where_nothing_was_measured_no_time_is_told(on: Any) -> None:
 
 def test_what_is_near_a_measurement_says_how_it_is_not_one(on: Any) -> None:
     for asked, device, why in (
-        (call(layout=window()), H100, "nothing was fitted to this NVIDIA H100 80GB HBM3: scaled from NVIDIA H200"),
+        (
+            call(layout=window()),
+            H100,
+            "the model was not fitted to this NVIDIA H100 80GB HBM3: scaled from NVIDIA H200",
+        ),
         (call((1, 16, 16384, 32)), H200, "a head dimension of 32 was not measured: taken as 64"),
         (call(has_kv_lengths=True), H200, "as if all were kv_len"),
-        (call((1, 16, 16384, 100)), H200, "the copy engine cannot read q and k and v"),
+        (call((1, 16, 16384, 100)), H200, "TMA cannot load q and k and v"),
     ):
         found = on(asked, device)
         assert any(why in caveat for caveat in found.prediction.caveats), found.prediction.caveats
@@ -232,10 +236,10 @@ SAID = {
     "head_dim 80 is computed as 128: 38%": lambda: call((1, 16, 2048, 80)),
     "rows of q and k and v are no multiple of 16 bytes": lambda: call((1, 16, 2048, 100)),
     "float32 products are computed exactly": lambda: call((1, 16, 2048, 64), dtype=torch.float32),
-    "8 blocks of 128 queries for 132 multiprocessors": lambda: call((1, 2, 512, 64)),
+    "8 blocks of 128 queries for 132 SMs": lambda: call((1, 2, 512, 64)),
     "the longest row has 128 tiles": lambda: call((1, 4, 16384, 128), layout=few_rows()),
-    "each head of k and v stands there 2 times": lambda: with_keys(repeated()),
-    "each head of k and v stands there 4 times": lambda: with_keys(torch.rand(1, 1, 2048, 64).half().expand(1, 4, -1, -1)),
+    "each head of k and v is repeated 2 times": lambda: with_keys(repeated()),
+    "each head of k and v is repeated 4 times": lambda: with_keys(torch.rand(1, 1, 2048, 64).half().expand(1, 4, -1, -1)),
     "strides or the address of k and v": lambda: with_keys(torch.rand(1, 4, 2048, 68).half()[..., 1:65]),
 }  # fmt: skip
 
@@ -276,11 +280,11 @@ def test_heads_that_differ_are_no_repetition(on: Any, heads: list[int]) -> None:
 
 def test_advice_depends_on_the_gpu(on: Any) -> None:
     strided = SAID["strides or the address of k and v"]()
-    # no copy engine before sm90
+    # no TMA before sm90
     assert not advised("strides", on(strided, A100).advice)
     assert advised("makes a copy of them", on(dataclasses.replace(strided, backend="hopper")).advice)
-    few = SAID["8 blocks of 128 queries for 132 multiprocessors"]()
-    assert not advised("multiprocessors", on(few, A100._replace(multiprocessors=8)).advice)
+    few = SAID["8 blocks of 128 queries for 132 SMs"]()
+    assert not advised("SMs", on(few, A100._replace(n_sms=8)).advice)
 
 
 def test_the_table_is_read_from_the_package() -> None:

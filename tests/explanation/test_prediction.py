@@ -18,10 +18,10 @@ from benchmarks.report import lines as measurements
 from benchmarks.report import pages
 from benchmarks.run import calibrate, measure
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.explanation import cost, dispatch, memory, prediction
+from blocksparse_flash.explanation import cost, memory, prediction, scheduling
 from blocksparse_flash.explanation.call import Call
-from blocksparse_flash.explanation.dispatch import Lines, Sides
 from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel, Rates
+from blocksparse_flash.explanation.scheduling import Lines, Sides
 from blocksparse_flash.kernels.schedule import WHOLE
 
 # how far off a prediction may be
@@ -176,7 +176,7 @@ def test_kernels_are_those_that_are_launched() -> None:
         if dim == 128:
             of_keys, of_queries = backward.config_joint(dim, 2, major=9, tma=True, dropout=False)
             assert (of_keys.block_kv, of_queries.block_q) == (cols, queries)
-        tile = dispatch.TILE
+        tile = scheduling.TILE
         assert [kernel[:2] for kernel in calibrate.KERNELS["triton", dim, "fwd"]] == [("rows", tile // rows)]
         assert [kernel[:2] for kernel in calibrate.KERNELS["triton", dim, "bwd"]] == [
             ("cols", tile // cols),
@@ -205,7 +205,7 @@ def sides(rows: list[int], cols: list[int], partial: int = 0) -> Sides:
 
 
 def test_a_direction_is_the_sum_of_its_parts() -> None:
-    # 1 kB a nanosecond. rows: 8 programs of 1 + 3 tiles on 4 multiprocessors, 2 us a tile: 2 waves of 8 us
+    # 1 kB a nanosecond. rows: 8 programs of 1 + 3 tiles on 4 SMs, 2 us a tile: 2 waves of 8 us
     # cols: 8 programs of 1 + 6 / 2 tiles, 6 us a tile: 2 waves of 24 us
     assert prediction.direction_ms(RATES, sides([3] * 8, [6] * 4), DEVICE, beside=0, passes=5_000_000) == pytest.approx(
         1e-3 * (7.0 + 5.0 + 2 * 8 + 2 * 24)
@@ -230,7 +230,7 @@ def test_a_program_alone_does_not_have_the_rate_of_two() -> None:
 def test_even_work_loses_nothing() -> None:
     assert prediction.loss(RATES._replace(alone=1.0), sides([3] * 8, [6] * 4), 4) == pytest.approx(1.0)
     one = RATES._replace(kernels=(Kernel("rows", 1, 2.0),), alone=1.0)
-    # 5 programs on 4 multiprocessors: two waves for what 1.25 would do
+    # 5 programs on 4 SMs: two waves for what 1.25 would do
     assert prediction.loss(one, sides([3] * 5, []), 4) == pytest.approx(2 / 1.25)
     assert prediction.loss(one, sides([], []), 4) == 1.0
 
@@ -263,10 +263,10 @@ def test_another_gpu_of_the_same_architecture_is_scaled_and_says_so() -> None:
     assert [kernel.tile_us for kernel in scaled.kernels] == [4.0, 12.0] and scaled.launch_us == RATES.launch_us
     assert prediction.on_device(table[0], DEVICE) == RATES and prediction.known(table[0], smaller) is smaller
     (said,) = prediction.caveats(table[0], smaller, 64)
-    assert "nothing was fitted to this smaller: scaled from GPU by 2 multiprocessors at 1000 MHz" in said
+    assert "the model was not fitted to this smaller: scaled from GPU by 2 SMs at 1000 MHz" in said
     assert "a head dimension of 32 was not measured: taken as 64" in prediction.caveats(table[0], DEVICE, 32)
     # a part of the same GPU is another one
-    assert prediction.caveats(table[0], DEVICE._replace(multiprocessors=1), 64) != ()
+    assert prediction.caveats(table[0], DEVICE._replace(n_sms=1), 64) != ()
 
 
 # ---- the fit ----
