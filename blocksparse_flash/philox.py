@@ -1,7 +1,7 @@
 """The dropout mask: the counter-based generator Philox 4x32 and the counter of each attention weight.
 
 7 rounds are the fewest that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Every
-backend uses the same counters, so the mask depends only on the seed and the position, not on tiles, layouts or backends:
+backend uses the same counters, so the mask depends only on the seed and the position, not on tiles or backends:
 
     key      (seed's low 32 bits, seed's high 32 bits)
     counter  (kv_pos // 32 * 8 + kv_pos % 8, q_pos // 16 * 8 + q_pos % 8, head, batch)       head counts query heads

@@ -1,6 +1,6 @@
-"""Does attention keep its contract: what it refuses and how it says so, what it promises, which backend it chooses?
+"""The contract of attention: errors, promises, and the choice of a backend.
 
-Accuracy over many layouts and sizes is test_zoo.py's question.
+test_zoo.py tests accuracy over many layouts and sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BACKENDS = ["eager", "reference"]
 
 
 def window(q_len: int = Q_LEN, kv_len: int = KV_LEN, heads: int | None = None, batch: int | None = None) -> BlockLayout:
-    """Distance at most 20; every fourth query meets nobody."""
+    """Distance at most 20; every fourth query has no keys."""
 
     def attends(*positions: torch.Tensor) -> torch.Tensor:
         *_, q_pos, kv_pos = positions
@@ -46,8 +46,7 @@ def good_call(dtype: torch.dtype = torch.float32, device: torch.device | str = "
     return {name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
 
 
-# ------------------------------------------------------------------------------------------------------- what it
-# refuses
+# ---- errors ----
 
 
 def meta(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -70,8 +69,7 @@ def last_stride_2(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda call: {name: call[name].repeat_interleave(2, dim=-1)[..., ::2]}
 
 
-# name: (change to a good call, exception, parts of the message: the argument, what was expected, what came, the way
-# out)
+# name: (change to a good call, exception, parts of the message: argument, expectation, what came, the way out)
 WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], tuple[str, ...]]] = {
     # types
     "q is a list": (given(q=[1.0]), TypeError, ("q must be a torch.Tensor", "got list", "torch.as_tensor(q)")),
@@ -438,8 +436,7 @@ def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch):
         attention(**good_call(), backend="triton")
 
 
-# ------------------------------------------------------------------------------------------------------ what it
-# promises
+# ---- promises ----
 
 
 def with_gradients(call: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
@@ -466,7 +463,7 @@ def test_shapes_and_types(dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scale", [None, 0.5, 1, 0, 0.0, -0.3])
 def test_scale_multiplies_the_scores(scale, backend):
-    """As queries that were multiplied before; their gradient is multiplied again."""
+    """Scaling scores equals scaling queries; their gradient is scaled too."""
     call = good_call(torch.float64)
     result = with_gradients(call, scale=scale, backend=backend)
     factor = HEAD_DIM**-0.5 if scale is None else scale
@@ -599,7 +596,7 @@ def test_a_last_dimension_of_1_may_have_any_stride(backend):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("backend", ["triton", "eager"])
 def test_a_tensor_that_is_negated_when_read_is_negated(backend, name, device):
-    """Kernels read memory, which is not negated yet."""
+    """Kernels read memory, which a pending negation has not changed."""
     draw = torch.Generator().manual_seed(0)
     call = {of: torch.randn(1, 1, 32, 1, generator=draw).to(device) for of in "qkv"}
     expected = attention(**{**call, name: -call[name]}, backend=backend)
@@ -737,8 +734,7 @@ def test_deterministic_accepts(deterministic):
     attention(**good_call(), deterministic=deterministic)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# dropout
+# ---- dropout ----
 
 
 @pytest.mark.parametrize("layout", [None, window()], ids=["none", "window"])
@@ -819,8 +815,7 @@ def test_checkpointing_drops_the_same_pairs_again(use_reentrant):
         assert torch.equal(plain, again)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# autocast
+# ---- autocast ----
 
 
 # the reference's own backward is autograd's, which the caller's autocast may round
@@ -869,8 +864,7 @@ def test_autocast_does_not_excuse_other_types(change):
         attention(**{**call, **change(call)})
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# compile
+# ---- compile ----
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -923,7 +917,7 @@ def test_compiles_under_autocast():
 
 
 def test_compiles_for_head_dims_and_scales_that_vary():
-    """From the second one on they are symbols."""
+    """From the second value on they are symbols."""
     function = compiled(lambda q, k, v, scale: attention(q, k, v, scale=scale))
     for head_dim in (16, 24, 40, 8):
         q, k, v = torch.randn(3, 1, 2, 32, head_dim)
@@ -949,8 +943,7 @@ def test_compiled_wrong_calls_say_what_is_wrong():
         compiled(attention)(**{**good_call(), **resized(k=(2, 2, 48, 32))({})})
 
 
-# --------------------------------------------------------------------------------------------- which backend, and
-# explain
+# ---- the choice of a backend, and explain ----
 
 
 def test_auto_on_the_cpu_is_eager():
@@ -1017,7 +1010,7 @@ def test_auto_on_a_gpu(on_gpu, capability, dtype, expected):
     ids=str,
 )
 def test_what_the_hopper_kernels_cannot_run_is_refused_with_the_reason(on_gpu, change, words):
-    """Up to the choice, as no such GPU is here: tensors on the CPU stand for tensors on it."""
+    """Only the choice is tested, with tensors on the CPU."""
     dtype = change.get("dtype", torch.bfloat16)
     q = torch.zeros(1, 1, 8, 64, dtype=dtype)
     k = torch.zeros(600, dtype=dtype)[change.get("start", 0) :].as_strided(q.shape, (1, 1, change.get("stride", 64), 1))
@@ -1058,7 +1051,7 @@ def test_what_is_said_where_a_hopper_gpu_is(on_gpu):
 
 
 class OnGpu(torch.Tensor):
-    """A tensor on the CPU which says that it is on GPU 0."""
+    """A CPU tensor that reports GPU 0 as its device."""
 
     is_cuda = True
     device = torch.device("cuda", 0)  # type: ignore[assignment]
@@ -1194,8 +1187,7 @@ def test_explain_of_nothing(shape):
     assert explain(q, q, q).flops == 0
 
 
-# -----------------------------------------------------------------------------------------------------------------
-# other
+# ---- other ----
 
 
 def test_parameters_and_meta_tensors():

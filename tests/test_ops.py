@@ -1,4 +1,4 @@
-"""ops.py: what torch needs of the operators. opcheck, torch.compile, checkpointing, functional_call, double backward.
+"""The operators under opcheck, torch.compile, checkpointing, functional_call and double backward.
 
 On a CUDA machine the same tests run on the GPU with the Triton kernels; elsewhere `eager`, and opcheck for both.
 """
@@ -252,8 +252,8 @@ def test_forward_mode_is_refused(device: torch.device) -> None:
             attention(dual, k, v)
 
 
-def test_who_watches_sees_the_operators(device: torch.device) -> None:
-    """Where nothing watches they are called directly; a mode, and a profiler, must see them."""
+def test_modes_and_profilers_see_the_operators(device: torch.device) -> None:
+    """Other calls skip the dispatcher; a mode and a profiler must see the operators."""
 
     class Watching(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

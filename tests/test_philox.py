@@ -1,4 +1,4 @@
-"""Is dropout's generator the published one, and is its mask a function of the position alone?"""
+"""Philox against published answers, and the dropout mask as a function of the position alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Do sinks, softcap, alibi_slopes and block_bias mean what they say? Held to a double loop over the published definitions.
+"""sinks, softcap, alibi_slopes and block_bias against a double loop over their published definitions.
 
-Accuracy over many layouts and types is test_zoo.py's question.
+test_zoo.py tests accuracy over many layouts and types.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def test_eager_means_what_the_reference_means(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_slopes_below_zero_leave_queries_beyond_the_end_alone(backend: str, causal: bool, device: torch.device) -> None:
-    """130 queries fill up to 256, of which the last would have scores of 265."""
+    """130 queries are padded to 256; the last of those would have scores of 265."""
     draw = torch.Generator().manual_seed(3)
     shapes = {"q": (1, 1, 130, 8), "k": (1, 1, 140, 8), "v": (1, 1, 140, 8)}
     call = {name: torch.randn(shape, generator=draw).to(device) for name, shape in shapes.items()}

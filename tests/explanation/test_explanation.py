@@ -1,4 +1,4 @@
-"""explanation.py, cost.py, advice.py: does explain count right, does it say what is known and no more, is its advice apt?"""
+"""The counts, predictions and advice of explain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132, 1980.0, 2900.0)
 
 
 class OnGpu(Call):
-    """A call whose tensors, on the host, stand for tensors on a GPU."""
+    """A call with tensors on the host that counts as a call on a GPU."""
 
     has_kernels = True  # type: ignore[assignment]
 
@@ -36,7 +36,7 @@ def call(
     dtype: torch.dtype = torch.bfloat16,
     **given: Any,
 ) -> Call:
-    """A call on a GPU; its tensors are single numbers seen as whole tensors, and are readable."""
+    """A call on a GPU; its tensors are expanded single numbers, and count as loadable by TMA."""
     batch, heads, length, head_dim = q_shape
     q = torch.empty(q_shape, dtype=dtype, device="meta")
     k = torch.empty(batch, kv_heads or heads, length, head_dim, dtype=dtype, device="meta")
@@ -53,7 +53,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def explained(asked: Call, device: Device | None = H200) -> explanation.Explanation:
         monkeypatch.setattr(cost, "device_of", lambda _: device)
-        return explanation.explained(asked, reason="it is asked", others=(), determinism="none")
+        return explanation.explained(asked, reason="by name", others=(), determinism="none")
 
     return explained
 
@@ -182,7 +182,8 @@ def test_what_is_near_a_measurement_says_how_it_is_not_one(on: Any) -> None:
 
 def test_a_gpu_is_known_by_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(
-        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, clock_rate=1_980_000, memory_clock_rate=3_201_000,
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, clock_rate=1_980_000,
+        memory_clock_rate=3_201_000,
         memory_bus_width=6144,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -225,7 +226,7 @@ def few_rows() -> BlockLayout:
     return BlockLayout.from_blocks([0] * n + [*range(1, n)], [*range(n), *range(1, n)], 16384, 16384, block_size=128)
 
 
-# words -> a call to which they are said
+# words -> a call whose advice has them
 SAID = {
     "in blocks of 16 x 16": lambda: call((1, 16, 2048, 128), layout=scattered(2048)),
     "dense attention is no slower": lambda: call((1, 16, 2048, 128), layout=scattered(2048)),
@@ -239,7 +240,9 @@ SAID = {
     "8 blocks of 128 queries for 132 SMs": lambda: call((1, 2, 512, 64)),
     "the longest row has 128 tiles": lambda: call((1, 4, 16384, 128), layout=few_rows()),
     "each head of k and v is repeated 2 times": lambda: with_keys(repeated()),
-    "each head of k and v is repeated 4 times": lambda: with_keys(torch.rand(1, 1, 2048, 64).half().expand(1, 4, -1, -1)),
+    "each head of k and v is repeated 4 times": lambda: with_keys(
+        torch.rand(1, 1, 2048, 64).half().expand(1, 4, -1, -1)
+    ),
     "strides or the address of k and v": lambda: with_keys(torch.rand(1, 4, 2048, 68).half()[..., 1:65]),
 }  # fmt: skip
 
@@ -271,7 +274,7 @@ def test_a_good_call_needs_no_advice(on: Any) -> None:
         assert on(asked).advice == ()
 
 
-# all differ; all zeros, of which nothing can be told; some agree, but not in groups
+# all differ; all zeros, which say nothing; some agree, but not in groups
 @pytest.mark.parametrize("heads", [[0, 1, 2, 3], [4, 4, 4, 4], [0, 0, 1, 0], [0, 1, 1, 2]], ids=str)
 def test_heads_that_differ_are_no_repetition(on: Any, heads: list[int]) -> None:
     k = torch.cat([torch.rand(1, 4, 2048, 64), torch.zeros(1, 1, 2048, 64)], dim=1).half()[:, heads]
