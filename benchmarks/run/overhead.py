@@ -1,7 +1,7 @@
 """Host time of warm calls, with the GPU idle before each: `python -m benchmarks.run.overhead`.
 
-Tiny calls on backend "triton" and, on a GPU of compute capability 9.0, larger ones on "hopper". "Its launch alone" launches
-the call's kernel again on the same tensors, with prepared arguments; the rest of a call is overhead of this library.
+Tiny calls on backend "triton" and, on a GPU of compute capability 9.0, larger ones on "hopper". "Its launch alone"
+launches the call's kernel again on the same tensors, with prepared arguments; the rest of a call is our overhead.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def test_every_measurement_is_predicted(groups: dict[Any, list[measurements.Line
 
 
 def test_another_gpu_is_predicted_by_scaling() -> None:
-    """Lines of GPUs to which nothing is fitted. With fewer tokens host time dominates on the H100 (0.13 ms at 2,048)."""
+    """Lines of GPUs to which nothing is fitted. With fewer tokens the host dominates (H100: 0.13 ms)."""
     lines = [line for line in measurements.read(pages.RESULTS / "attention.jsonl") if line["n"] * line["batch"] >= 8192]
     groups, every = calibrate.usable(lines, calibrate.SCALED), []
     assert {key[1:] for key in groups} == calibrate.KERNELS.keys()
@@ -275,7 +275,8 @@ def line(**given: Any) -> measurements.Line:
     said = {
         "bench": "attention", "provider": "blocksparse_flash", "backend": "triton", "pattern": "local", "density": 0.1,
         "n": 4096, "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd", "ms": 1.0,
-        "ms_p20": 1.0, "ms_p80": 1.0, "tflops": 1.0, "peak_bytes": 0, "setup_ms": 1.0, "device": "NVIDIA H200", "torch": "2.11",
+        "ms_p20": 1.0, "ms_p80": 1.0, "tflops": 1.0, "peak_bytes": 0, "setup_ms": 1.0,
+        "device": "NVIDIA H200", "torch": "2.11",
         "triton": "3.6", "commit": "abc",
     }  # fmt: skip
     assert set(said) == set(measure.KEYS)
