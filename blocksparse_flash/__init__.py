@@ -1,4 +1,4 @@
-"""Attention over token-exact block-sparse masks, dense and sparse through one call."""
+"""Dense and block-sparse attention, with masks exact to the token."""
 
 from .explanation import Explanation
 from .functional import attention, attention_with_lse, explain

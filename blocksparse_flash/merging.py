@@ -1,7 +1,4 @@
-"""How do attentions over disjoint keys become the attention over all of them?
-
-Knows outputs and their lse. Must not know layouts or backends.
-"""
+"""merge: combines attention over disjoint sets of keys into attention over all of them."""
 
 from __future__ import annotations
 
@@ -19,12 +16,13 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         found = tracing.unsupported_tensor(name, tensor)
-        # the operations here are those of a DTensor too
+        # merge works on DTensors, if all four are
         if found is not None and not (found[0] == "a DTensor" and all(type(t) is type(tensor) for t in named.values())):
             raise ValueError(f"{name} must be a dense, strided tensor as the others are, got {found[0]}; {found[1]}")
         if tensor.dtype not in DTYPES:
             raise ValueError(
-                f"{name} must be floating point, float16, bfloat16, float32 or float64, got {tensor.dtype}; {name}.float() is"
+                f"{name} must be floating point, float16, bfloat16, float32 or float64, got {tensor.dtype}; "
+                f"{name}.float() is"
             )
         if tensor.device != out_a.device:
             raise ValueError(f"{name} must be on out_a's device {out_a.device}, got {tensor.device}: use .to(device)")
@@ -44,15 +42,15 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of a and those of b together, from what attention over each gave. Differentiable.
+    """Attention over the keys of a and b together, from the results over each. Differentiable.
 
     out_a, out_b  (batch, heads, q_len, v_head_dim)
-    lse_a, lse_b  (batch, heads, q_len), natural, as attention_with_lse gives them; -inf is a row without keys
-    returns       (out, lse) as attention_with_lse would give them for all keys, in the types of out_a and lse_a. No key
-                  may be in both: it would count twice. A row without keys in both stays 0 and -inf, its gradients 0
+    lse_a, lse_b  (batch, heads, q_len), as attention_with_lse returns them; -inf for a row without keys
+    returns       (out, lse) as attention_with_lse returns them for all keys, in the dtypes of out_a and lse_a. A key in
+                  both sets would count twice. A row without keys in both stays 0 and -inf, and its gradients are 0
+    raises        TypeError, ValueError for tensors that do not fit together
 
-    Associative and commutative, up to rounding: the rule by which tiles are joined within a kernel (FlashAttention,
-    section 3.1), and parts of the keys across devices.
+    Associative and commutative, up to rounding. Kernels combine tiles by the same rule (FlashAttention, section 3.1).
 
     >>> out, lse = merge(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1), -torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
     >>> out.flatten().tolist(), round(lse.item(), 3)
@@ -60,12 +58,12 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """
     _check(out_a, lse_a, out_b, lse_b)
     highest = torch.maximum(lse_a, lse_b).detach()
-    # a row which no key has met keeps -inf; a finite pivot avoids -inf - (-inf) = nan
+    # a row without keys keeps -inf; a finite pivot avoids -inf - (-inf) = nan
     pivot = torch.where(highest == -torch.inf, 0.0, highest)
     weight_a, weight_b = (lse_a - pivot).exp(), (lse_b - pivot).exp()
     total = weight_a + weight_b
     is_empty = total == 0
-    # where nothing is, divide by 1: the quotient is 0, and so is its gradient
+    # empty rows divide by 1: the quotient and its gradient are 0
     divisor = torch.where(is_empty, 1.0, total)
     lse = torch.where(is_empty, -torch.inf, pivot + divisor.log())
     share_a, share_b = (weight_a / divisor)[..., None], (weight_b / divisor)[..., None]

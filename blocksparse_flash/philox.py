@@ -1,19 +1,16 @@
-"""Which attention weights does dropout keep?
+"""The dropout mask: the counter-based generator Philox 4x32 and the counter of each attention weight.
 
-Knows the counter-based generator Philox 4x32 with 7 rounds, the fewest that pass BigCrush (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", 2011), and the counter layout which every backend shares, so that the mask depends on
-nothing but the seed and the element's position:
+7 rounds are the fewest that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Every
+backend uses the same counters, so the mask depends only on the seed and the position, not on tiles or backends:
 
     key      (seed's low 32 bits, seed's high 32 bits)
     counter  (kv_pos // 32 * 8 + kv_pos % 8, q_pos // 16 * 8 + q_pos % 8, head, batch)       head counts query heads
-    word     2 * (q_pos // 8 % 2) + kv_pos // 8 % 2 of the four which one counter gives
+    word     2 * (q_pos // 8 % 2) + kv_pos // 8 % 2 of the counter's four words
     half     the lower 16 bits of the word where kv_pos // 16 is even, the upper ones where it is odd
     kept     half >= threshold(dropout_p)
 
-The eight pairs of a counter are pairs which one thread holds of a tile of scores that wgmma or mma.sync has computed (four of
-them where the tile is transposed): what it draws it uses, and nothing goes through shared memory.
-
-Must not know tiles, layouts or backends: that is what makes the mask independent of them.
+After wgmma or mma.sync one thread holds all eight pairs of a counter (four of them in a transposed tile), so each
+thread uses what it draws and nothing goes through shared memory.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 LOW_32 = 0xFFFFFFFF
-# halves of words
+# values of a 16-bit half
 VALUES = 1 << 16
 
 
 def threshold(dropout_p: float) -> int:
-    """The smallest half of a word that is kept: round(dropout_p * 2**16), and at most 2**16 - 1, so that some are.
+    """The smallest half that is kept: round(dropout_p * 2**16), at most 2**16 - 1, so that some weights are kept.
 
     >>> threshold(0.25) == 2**14
     True
@@ -39,7 +36,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def kept_share(dropout_p: float) -> float:
-    """The probability to be kept, 1 - dropout_p but for 2**-17: what is kept is divided by it, so that the mean is right.
+    """The probability to be kept, 1 - dropout_p to within 2**-17. Kept weights are divided by it to preserve the mean.
 
     >>> kept_share(0.25)
     0.75
@@ -58,7 +55,7 @@ def philox_4x32(
     word_0, word_1, word_2, word_3 = counter
     key_0, key_1 = key
     for _ in range(ROUNDS):
-        # a 64-bit product wraps around to the right bits, and the mask drops the sign which the shift copied
+        # a 64-bit product wraps around to the right bits; the mask drops the sign bits of the shift
         product_0, product_2 = word_0 * MULTIPLIERS[0], word_2 * MULTIPLIERS[1]
         word_0, word_1, word_2, word_3 = (
             ((product_2 >> 32) & LOW_32) ^ word_1 ^ key_0,

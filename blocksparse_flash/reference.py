@@ -1,7 +1,6 @@
-"""What does attention mean?
+"""The definition of attention in plain PyTorch, which every backend is tested against.
 
-Knows the contract in plain PyTorch, in O(q_len * kv_len) memory, on any device, differentiable by autograd; every backend is
-held to it. Must not know layouts (it receives a dense mask), tiles or kernels.
+Runs on any device in O(q_len * kv_len) memory, and autograd differentiates it.
 """
 
 from __future__ import annotations
@@ -32,23 +31,25 @@ def attention(
     """softmax(scale * q k^T restricted to the attending pairs) v, and the log-sum-exp of those scores.
 
     q          (batch, heads, q_len, head_dim)
-    k          (batch, kv_heads, kv_len, head_dim); heads is a multiple of kv_heads, neighbouring query heads share one
+    k          (batch, kv_heads, kv_len, head_dim); query head h reads kv head h // (heads // kv_heads)
     v          (batch, kv_heads, kv_len, v_head_dim)
     mask       bool, broadcasts to (batch, heads, q_len, kv_len); True attends, None is every pair
     causal     keeps kv_pos <= q_pos + (kv_len - q_len), also where mask attends
     scale      factor on the scores; None is head_dim ** -0.5
-    kv_lengths (batch,) keys at and beyond which do not exist; what they hold, even NaN, is not read, nor is a key that no query attends to
+    kv_lengths (batch,): keys at and beyond kv_lengths[b] do not exist. They may hold NaN, as may keys that no query
+               attends to
     dropout_p  probability to drop an attention weight; the kept ones are divided by 1 - dropout_p, lse is unaffected
     seed       int64, one element, on q's device; needed if dropout_p > 0
     softcap    c > 0: scores s become c tanh(s / c)
-    alibi_slopes  (heads,): then slope * |q_pos + kv_len - q_len - kv_pos| is taken from scores
-    bias       broadcasts to (batch, heads, q_len, kv_len): then it is added to scores
-    sinks      (heads,): one more score for each row, of a key without a value; lse includes it
-    returns    out (batch, heads, q_len, v_head_dim) in q's dtype, and lse (batch, heads, q_len), natural logarithm, float32
-               (float64 for float64)
+    alibi_slopes  (heads,): then s -= slope * |q_pos + kv_len - q_len - kv_pos|
+    bias       broadcasts to (batch, heads, q_len, kv_len): then s += bias
+    sinks      (heads,): one more logit in each row, of a key without a value; lse includes it
+    returns    out (batch, heads, q_len, v_head_dim) in q's dtype, and lse (batch, heads, q_len), natural logarithm,
+               float32 (float64 for float64)
 
-    A row without keys, or whose scores are all -inf, gives out 0, lse -inf (its sink, where there are sinks) and gradients 0. Half types take scores and softmax in float32 and round the
-    weights to their own type before they meet v, as the kernels do.
+    A row without keys, or whose scores are all -inf, gives out 0, lse -inf (its sink, where there are sinks) and
+    gradients 0. 16-bit types compute scores and softmax in float32 and round the weights before the product with v, as
+    the kernels do.
     """
     if q.device.type not in ("cpu", "cuda") and not torch.amp.is_autocast_available(q.device.type):
         return _attention(q, k, v, mask, causal, scale, kv_lengths, dropout_p, seed, sinks, softcap, alibi_slopes, bias)
@@ -79,12 +80,12 @@ def _attention(
     v = repeat(v, "batch kv_heads n d -> batch (kv_heads group) n d", group=group)
 
     attends = _attending_pairs(q, kv_len, mask, causal, kv_lengths)
-    # zeros in place of keys and values that no query attends to, which may be NaN
+    # keys and values that no query attends to may be NaN
     is_unread = ~attends.any(dim=-2).unsqueeze(-1)
     k, v = k.masked_fill(is_unread, 0), v.masked_fill(is_unread, 0)
     score_dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(score_dtype) @ k.to(score_dtype).transpose(-1, -2) * scale
-    scores = _changed(scores, softcap, alibi_slopes, bias).masked_fill(~attends, -torch.inf)
+    scores = _modified(scores, softcap, alibi_slopes, bias).masked_fill(~attends, -torch.inf)
 
     highest = (
         scores.detach().amax(dim=-1, keepdim=True) if kv_len else scores.new_full((batch, heads, q_len, 1), -torch.inf)
@@ -92,8 +93,8 @@ def _attention(
     if sinks is not None:
         sinks = rearrange(sinks.to(score_dtype), "heads -> heads 1 1")
         highest = torch.maximum(highest, sinks.detach())
-    # a row without keys, or whose scores are all -inf: a finite pivot and a total of 1 avoid -inf - (-inf) and 0 / 0, in the
-    # backward too
+    # without keys, or with scores of -inf only: a finite pivot and a total of 1 avoid -inf - (-inf) and 0 / 0, also in
+    # the backward
     is_empty = highest == -torch.inf
     pivot = highest.masked_fill(is_empty, 0)
     weights = torch.exp(scores - pivot)
@@ -109,8 +110,8 @@ def _attention(
     return weights.to(v.dtype) @ v, lse
 
 
-def _changed(scores: Tensor, softcap: float | None, alibi_slopes: Tensor | None, bias: Tensor | None) -> Tensor:
-    """What the options make of scaled scores (batch, heads, q_len, kv_len)."""
+def _modified(scores: Tensor, softcap: float | None, alibi_slopes: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Scaled scores (batch, heads, q_len, kv_len) after the score mods."""
     q_len, kv_len = scores.shape[2:]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -1,9 +1,7 @@
-"""What else than a product goes into a score, and what do its gradients come to? The tensors of it, in plain PyTorch.
+"""Score mods: softcap, ALiBi slopes, block bias and sinks, and their gradients, in plain PyTorch.
 
-With s = scale q k^T: s = c tanh(s / c), then s -= slope * |q_pos + kv_len - q_len - kv_pos|, then s += bias of the block; and
-one more logit a row, the sink, in the sum of exponentials only.
-
-Knows: tensors, the tables by which tiles find the bias of their pairs (block_bias.py). Must not know: Triton, autograd, layouts.
+With s = scale q k^T, in this order: s = c tanh(s / c), s -= slope * |q_pos + kv_len - q_len - kv_pos|, s += block bias.
+A sink adds one logit to each row, in the sum of exponentials only.
 """
 
 from __future__ import annotations
@@ -21,8 +19,21 @@ TILE = 128
 LOG2_E = math.log2(math.e)
 
 
+def slopes_of(heads: int) -> list[float]:
+    """The ALiBi slopes of a number of heads, 1 or more, as the authors compute them.
+
+    2**(-8 (h + 1) / heads) for a power of two. Other numbers take the slopes of the power of two below, then every
+    other slope of the power of two above, from its first. Press et al., "Train Short, Test Long", arXiv:2108.12409,
+    section 3, and the code published with it.
+    """
+    n_regular = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (head + 1) / n_regular) for head in range(n_regular)]
+    # the next power of two has half the step
+    return slopes + [2.0 ** (-4.0 * (2 * head + 1) / n_regular) for head in range(heads - n_regular)]
+
+
 class Scores(NamedTuple):
-    """The options of a call's scores; float32, or float64 for float64.
+    """The score mods of a call; float32, or float64 for float64.
 
     sinks, alibi_slopes  (heads,) or None
     block_bias  (batch | 1, heads | 1, stored blocks) or None
@@ -38,16 +49,16 @@ class Scores(NamedTuple):
 
     @property
     def pieces(self) -> tuple[int, int] | None:
-        """Tokens of a piece of a tile, queries and keys, which has one bias."""
+        """Queries and keys of a piece: the part of a tile that has one bias."""
         if self.block_bias is None:
             return None
         _, down, across = self.bias_index[0].shape
         return TILE // down, TILE // across
 
     def tables(self, direction: int, *, base_2: bool) -> Tensor | None:
-        """The bias of each piece of each tile that the rows (0) or the columns (1) of a plan list.
+        """The bias of each piece of each tile in the row lists (direction 0) or column lists (1) of a plan.
 
-        base_2   as multiples of log(2)
+        base_2   multiplies by log2(e), for exp2
         returns  (batch | 1, heads | 1, listed tiles, pieces, pieces), contiguous; 0 where no block is stored
         """
         if self.block_bias is None:
@@ -57,15 +68,15 @@ class Scores(NamedTuple):
         return padded.index_select(2, index.flatten()).reshape(*padded.shape[:2], *index.shape)
 
     def new_sums(self, shape: tuple[int, ...]) -> Tensor:
-        """Room for what the pairs of each grain of each tile of the rows add to the gradient of a bias; see `sums_shape`."""
+        """Output tensor for the sums of ds over each grain of each tile; see `sums_shape`."""
         assert self.block_bias is not None
         sums = self.block_bias.new_empty(shape)
-        # no tile, of which a block that the plan has dropped takes its gradient
+        # the last entry is no tile: blocks that the plan dropped take their gradient from it
         sums[:, :, -1].zero_()
         return sums
 
     def bias_gradient(self, sums: Tensor) -> Tensor:
-        """The gradient of block_bias from such sums: always the same additions in the same order."""
+        """The gradient of block_bias from these sums, added in a fixed order."""
         assert self.block_bias is not None
         places = self.bias_index[2]
         _, down, across = self.bias_index[0].shape
@@ -80,10 +91,10 @@ class Scores(NamedTuple):
     def sinks_gradient(self, lse: Tensor, delta: Tensor) -> Tensor:
         """The gradient of the sinks; lse, delta (batch, heads, q_len), where delta = rowsum(dout out) - dlse.
 
-        A sink has the weight exp(sink - lse) and no value, so that dout v^T is 0 for it.
+        A sink has the weight exp(sink - lse) and no value, so dout v^T is 0 for it.
         """
         assert self.sinks is not None
-        # a sink of -inf is none: 0 also where lse is -inf as well
+        # a sink of -inf counts as none: its gradient is 0, even where lse is -inf too
         weight = torch.exp(self.sinks[:, None] - lse).nan_to_num(0.0)
         return -(weight * delta).sum(dim=(0, 2), dtype=torch.float64).to(self.sinks.dtype)
 
@@ -95,7 +106,7 @@ class Scores(NamedTuple):
     def gradients(
         self, wanted: Sequence[bool], lse: Tensor, delta: Tensor, of_slopes: Tensor | None, of_bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of sinks, slopes and bias, empty where they are not wanted."""
+        """The gradients of sinks, slopes and bias; empty where they are not wanted."""
         dsinks = self.sinks_gradient(lse, delta) if wanted[0] else lse.new_empty(0)
         dslopes = lse.new_empty(0) if of_slopes is None else self.slopes_gradient(of_slopes)
         return dsinks, dslopes, lse.new_empty(0) if of_bias is None else self.bias_gradient(of_bias)
@@ -104,11 +115,11 @@ class Scores(NamedTuple):
 def sums_shape(
     shared: tuple[int, int], n_tiles: int, pieces: tuple[int, int], step: tuple[int, int]
 ) -> tuple[int, int, int, int, int]:
-    """(batch | 1, heads | 1, tiles + 1, grains, grains): a grain is a piece, or all of a step within it.
+    """(batch | 1, heads | 1, tiles + 1, grains, grains). A grain is a piece, or the part of it that one step covers.
 
     shared   (batch, heads) of the call, 1 for an axis along which the tiles themselves differ
-    n_tiles  that the rows of a plan list
-    step     tokens, queries and keys, that a program adds up at a time
+    n_tiles  in the row lists of the plan
+    step     queries and keys that a program sums in one step
     """
     grain = min(pieces[0], step[0]), min(pieces[1], step[1])
     return (*shared, n_tiles + 1, TILE // grain[0], TILE // grain[1])

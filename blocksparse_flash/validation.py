@@ -1,8 +1,6 @@
-"""Do the arguments of attention fit together?
+"""Checks of the arguments of `attention`. Every error says what to do instead.
 
-Knows what each may be, and the way out if it is not. Nothing is computed here. Must not know backends or plans.
-
-Runs on every call, so each check is a plain comparison; a message is put together only when one fails.
+Runs in every call, so each check is a plain comparison and a message is only formatted when it fails.
 """
 
 from __future__ import annotations
@@ -27,19 +25,30 @@ Agreed = tuple[torch.dtype, int, int, int, int, int]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
-# float32 counts no further, and scores are float32
+# scores are float32
 MAX_SCALE = torch.finfo(torch.float32).max
-# with room for the products with scale and log2(e), and for 1 / softcap
+# leaves room for products with scale and log2(e), and for 1 / softcap
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-30, 1e30
 
 
 def under_autocast(dtype: torch.dtype, autocast: torch.dtype) -> torch.dtype:
-    """As autocast does: floating types become its own, except float64."""
+    """The dtype after autocast, which converts floating types except float64."""
     return autocast if dtype.is_floating_point and dtype is not torch.float64 else dtype
 
 
+def autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast converts on q's device, None where it is off."""
+    # `check` refuses what is no tensor
+    if not isinstance(q, Tensor):
+        return None
+    kind = q.device.type
+    # is_autocast_enabled raises for devices without autocast, such as meta
+    has_autocast = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if has_autocast and torch.is_autocast_enabled(kind) else None
+
+
 def _check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
-    """A dense, strided tensor with numbers as q has them, before strides are asked for, which some tensors do not have."""
+    """Accept dense, strided tensors, fake if q is. Runs before checks that read strides, which some types lack."""
     if (
         type(tensor) in tracing.PLAIN
         and type(q) in tracing.PLAIN
@@ -59,8 +68,8 @@ def _check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} must be a dense, strided tensor, got {what}; {way_out}")
     if tracing.mixes_fake_and_real(tensor, q):
         raise ValueError(
-            f"{name} must be of q's kind, {type(q).__name__}, got {type(tensor).__name__}; from_tensor of a FakeTensorMode "
-            "makes fake tensors of real ones"
+            f"{name} must be of q's kind, {type(q).__name__}, got {type(tensor).__name__}; from_tensor of a "
+            "FakeTensorMode makes fake tensors of real ones"
         )
 
 
@@ -72,7 +81,7 @@ def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _converted(name: str, dtype: torch.dtype, wanted: str) -> str:
-    """How a tensor of a type that is not fit becomes one that is."""
+    """The way out for a tensor of an unsupported dtype."""
     if dtype.is_complex:
         return f"{name}.real makes one, without the imaginary part"
     if dtype in (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4):
@@ -83,12 +92,13 @@ def _converted(name: str, dtype: torch.dtype, wanted: str) -> str:
 def _check_types(
     q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype, autocast: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype in which the call computes."""
+    """The dtype in which the call computes; q, k and v must agree in it."""
     if autocast is not None:
         q_dtype, k_dtype, v_dtype = (under_autocast(dtype, autocast) for dtype in (q_dtype, k_dtype, v_dtype))
     if q_dtype not in DTYPES:
         raise ValueError(
-            f"q must be float16, bfloat16, float32 or float64, got {q_dtype}; {_converted('q', q_dtype, 'torch.bfloat16')}"
+            f"q must be float16, bfloat16, float32 or float64, got {q_dtype}; "
+            f"{_converted('q', q_dtype, 'torch.bfloat16')}"
         )
     if not (q_dtype == k_dtype == v_dtype):
         name, other = ("k", k_dtype) if k_dtype != q_dtype else ("v", v_dtype)
@@ -103,38 +113,40 @@ def _check_shapes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, 
             if len(shape) != 4:
                 raise ValueError(
                     f"{name} must have the 4 dimensions (batch, heads, length, head_dim), got shape {tuple(shape)}; "
-                    f"{name}[None] adds one in front, {name}.unflatten(-1, (heads, head_dim)).transpose(1, 2) splits heads"
+                    f"{name}[None] adds one in front, {name}.unflatten(-1, (heads, head_dim)).transpose(1, 2) splits "
+                    "heads"
                 )
     batch, heads, q_len, head_dim = q_shape
     k_batch, kv_heads, kv_len, k_dim = k_shape
     v_batch, v_heads, v_len, v_dim = v_shape
     if k_batch != v_batch or kv_heads != v_heads or kv_len != v_len:
         raise ValueError(
-            f"k and v must agree in batch, heads and length, got k {tuple(k_shape)} and v {tuple(v_shape)}; only their last "
-            "dimension may differ, expand the smaller one"
+            f"k and v must agree in batch, heads and length, got k {tuple(k_shape)} and v {tuple(v_shape)}; only "
+            "their last dimension may differ, expand the smaller one"
         )
     if k_batch != batch:
         raise ValueError(
-            f"k and v must have q's batch {batch}, got {k_batch}; they do not broadcast, k.expand({batch}, -1, -1, -1) does"
+            f"k and v must have q's batch {batch}, got {k_batch}; they do not broadcast, k.expand({batch}, -1, -1, "
+            "-1) does"
         )
     if heads % kv_heads if kv_heads else heads:
         raise ValueError(
-            f"q's heads must be a multiple of k's heads, got {heads} and {kv_heads}; repeat k and v, or check that the order "
-            "is (batch, heads, length, head_dim)"
+            f"q's heads must be a multiple of k's heads, got {heads} and {kv_heads}; repeat k and v, or check that "
+            "the order is (batch, heads, length, head_dim)"
         )
     if head_dim != k_dim:
         raise ValueError(f"k must have q's head_dim {head_dim}, got {k_dim}; pad the smaller one with zeros")
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_dim <= MAX_HEAD_DIM):
         name, dim = ("v", v_dim) if 1 <= head_dim <= MAX_HEAD_DIM else ("q", head_dim)
         raise ValueError(
-            f"{name} must have a head_dim of 1 to {MAX_HEAD_DIM}, got {dim}; split it over more heads, or check that the order "
-            "is (batch, heads, length, head_dim)"
+            f"{name} must have a head_dim of 1 to {MAX_HEAD_DIM}, got {dim}; split it over more heads, or check that "
+            "the order is (batch, heads, length, head_dim)"
         )
     return batch, heads, q_len, kv_len, head_dim
 
 
 def _check_strides(name: str, shape: Shape, strides: Shape) -> None:
-    # the strides of a tensor without elements mean nothing
+    # strides of a tensor without elements do not matter
     if strides[3] != 1 and shape[3] != 1 and 0 not in shape:
         raise ValueError(
             f"{name} must have a last stride of 1, got strides {tuple(strides)}; {name}.contiguous() has one"
@@ -142,7 +154,7 @@ def _check_strides(name: str, shape: Shape, strides: Shape) -> None:
 
 
 def _agree(q: Facts, k: Facts, v: Facts, autocast: torch.dtype | None) -> Agreed:
-    """What q, k and v agree on; ValueError if they do not."""
+    """The dtype and sizes that q, k and v have in common; ValueError if they do not fit together."""
     (q_dtype, q_shape, q_strides), (k_dtype, k_shape, k_strides), (v_dtype, v_shape, v_strides) = q, k, v
     dtype = _check_types(q_dtype, k_dtype, v_dtype, autocast)
     sizes = _check_shapes(q_shape, k_shape, v_shape)
@@ -154,7 +166,7 @@ def _agree(q: Facts, k: Facts, v: Facts, autocast: torch.dtype | None) -> Agreed
 
 @functools.lru_cache(maxsize=4096)
 def _agree_by_specs(specs: TensorSpecs, autocast: torch.dtype | None) -> Agreed:
-    """The same, found again: specs and their answer do not change. What is refused is not kept."""
+    """`_agree`, cached for equal specs. Errors are not cached."""
     q, k, v = (seen[:3] for seen in specs.tensors)
     return _agree(q, k, v, autocast)
 
@@ -162,14 +174,14 @@ def _agree_by_specs(specs: TensorSpecs, autocast: torch.dtype | None) -> Agreed:
 def check_layout(layout: BlockLayout, batch: int, heads: int, q_len: int, kv_len: int) -> None:
     if not isinstance(layout, BlockLayout):
         raise TypeError(
-            f"layout must be a BlockLayout or None, got {type(layout).__name__}; BlockLayout.from_dense(mask, block_size=...) "
-            "makes one of a bool mask"
+            f"layout must be a BlockLayout or None, got {type(layout).__name__}; BlockLayout.from_dense(mask, "
+            "block_size=...) makes one of a bool mask"
         )
     layout_batch, layout_heads, layout_q_len, layout_kv_len = layout.shape
     if layout_q_len != q_len or layout_kv_len != kv_len:
         raise ValueError(
-            f"layout describes {layout_q_len} queries x {layout_kv_len} keys, but q has {q_len} and k has {kv_len}; build it "
-            f"for ({q_len}, {kv_len})"
+            f"layout describes {layout_q_len} queries x {layout_kv_len} keys, but q has {q_len} and k has {kv_len}; "
+            f"build it for ({q_len}, {kv_len})"
         )
     if layout_heads != 1 and layout_heads != heads:
         raise ValueError(
@@ -208,8 +220,8 @@ def _check_seed(seed: int | Tensor, q: Tensor) -> None:
         return
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(
-            f"seed must be an int, an int64 tensor of one element or None, got {seed!r} ({type(seed).__name__}); int(seed) "
-            "makes one, None draws one from PyTorch's CPU generator"
+            f"seed must be an int, an int64 tensor of one element or None, got {seed!r} ({type(seed).__name__}); "
+            "int(seed) makes one, None draws one from PyTorch's CPU generator"
         )
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must fit a signed 64-bit integer, got {seed}; seed % 2**63 does")
@@ -229,25 +241,26 @@ def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor) ->
         )
     if kv_lengths.dim() != 1 or kv_lengths.shape[0] != batch:
         raise ValueError(
-            f"kv_lengths must have shape ({batch},), one length for each batch, got {tuple(kv_lengths.shape)}; it counts "
-            "keys from the first one, it is no mask"
+            f"kv_lengths must have shape ({batch},), one length for each batch, got {tuple(kv_lengths.shape)}; it "
+            "counts keys from the first one, it is no mask"
         )
     if kv_lengths.device != device:
         raise ValueError(
             f"kv_lengths must be on q's device {device}, got {kv_lengths.device}; kv_lengths.to(q.device) moves it"
         )
-    # reading them on a GPU would wait for it, and a compiler cannot read them
+    # reading them from a GPU would synchronise, and a compiler cannot read them
     if device.type == "cpu" and batch and tracing.has_numbers(kv_lengths):
         lengths = kv_lengths.tolist()
         if min(lengths) < 0 or max(lengths) > kv_len:
             wrong = next(n for n in lengths if not 0 <= n <= kv_len)
             raise ValueError(
-                f"kv_lengths must be 0 to {kv_len}, the length of k, got {wrong}; kv_lengths.clamp(0, {kv_len}) is in range"
+                f"kv_lengths must be 0 to {kv_len}, the length of k, got {wrong}; kv_lengths.clamp(0, {kv_len}) is in "
+                "range"
             )
 
 
 class ScoreOptions(NamedTuple):
-    """What a call does to its scores, if anything; as `attention` has it."""
+    """The score mods of a call, as the arguments of `attention`."""
 
     sinks: Tensor | None
     softcap: float | None
@@ -259,8 +272,8 @@ def _check_for_heads(name: str, value: Any, heads: int, q: Tensor) -> None:
     device = q.device
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"{name} must be a float tensor ({heads},), got {type(value).__name__}; torch.as_tensor({name}, device=q.device) "
-            "makes one"
+            f"{name} must be a float tensor ({heads},), got {type(value).__name__}; torch.as_tensor({name}, "
+            "device=q.device) makes one"
         )
     _check_dense(name, value, q)
     if not value.is_floating_point():
@@ -279,8 +292,9 @@ def _check_block_bias(bias: Any, layout: BlockLayout | None, batch: int, heads: 
         raise TypeError(f"block_bias must be a float tensor, got {type(bias).__name__}; torch.as_tensor makes one")
     if layout is None:
         raise ValueError(
-            "block_bias must come with a layout, whose stored blocks it is for, got layout None; a layout of every block is "
-            "BlockLayout.from_block_mask(torch.ones(n_rows, n_cols, dtype=torch.bool), q_len, kv_len, block_size=128)"
+            "block_bias must come with a layout, whose stored blocks it is for, got layout None; a layout of every "
+            "block is BlockLayout.from_block_mask(torch.ones(n_rows, n_cols, dtype=torch.bool), q_len, kv_len, "
+            "block_size=128)"
         )
     _check_dense("block_bias", bias, q)
     if not bias.is_floating_point():
@@ -295,8 +309,8 @@ def _check_block_bias(bias: Any, layout: BlockLayout | None, batch: int, heads: 
             f", ({heads}, {nnz}) or ({batch}, {heads}, {nnz})" if is_shared else " for a layout with heads or batches"
         )
         raise ValueError(
-            f"block_bias must have shape {expected}, one number for each stored block, got {tuple(bias.shape)}; it is aligned "
-            "with layout.indices"
+            f"block_bias must have shape {expected}, one number for each stored block, got {tuple(bias.shape)}; it is "
+            "aligned with layout.indices"
         )
     if bias.device != device:
         raise ValueError(
@@ -305,7 +319,7 @@ def _check_block_bias(bias: Any, layout: BlockLayout | None, batch: int, heads: 
 
 
 def checked_softcap(softcap: Any) -> float | None:
-    """The cap as a float; TypeError or ValueError if it is none."""
+    """softcap as a float; TypeError or ValueError if it is not a usable number."""
     if softcap is None:
         return None
     cap = _number("softcap", softcap)
@@ -313,13 +327,14 @@ def checked_softcap(softcap: Any) -> float | None:
         raise ValueError(
             f"softcap must be above 0 and finite, got {cap}; softcap=None caps nothing"
             if not 0 < cap < math.inf
-            else f"softcap must be {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}, got {cap}: scores are float32; softcap=None caps nothing"
+            else f"softcap must be {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}, got {cap}: scores are float32; softcap=None "
+            "caps nothing"
         )
     return cap
 
 
 def check_scores(options: ScoreOptions, q: Tensor, layout: BlockLayout | None) -> ScoreOptions:
-    """The options, the cap as a float; TypeError or ValueError if one does not fit. q and layout have been checked."""
+    """The options with softcap as a float; TypeError or ValueError if one does not fit. Runs after `check`."""
     sinks, softcap, alibi_slopes, block_bias = options
     batch, heads = q.shape[:2]
     if sinks is not None:
@@ -346,10 +361,11 @@ def check(
     autocast: torch.dtype | None,
     specs: TensorSpecs | None = None,
 ) -> tuple[torch.dtype, float]:
-    """The type in which the call computes, and its scale as a float; TypeError or ValueError if an argument does not fit.
+    """The dtype in which the call computes, and its scale; TypeError or ValueError if an argument does not fit.
 
-    The arguments are those of `attention`; autocast is the type to which autocast converts, None where it is off.
-    specs are those of q, k and v, by which what was found of them is found again, None where they are not plain (see watchers).
+    The arguments are those of `attention`, and
+    autocast  the dtype to which autocast converts, None where it is off
+    specs     of q, k and v, a cache key for their checks; None for a call that torch traces or transforms
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         for name, value in (("q", q), ("k", k), ("v", v)):
@@ -373,18 +389,19 @@ def check(
             f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
         )
     scale = head_dim**-0.5 if scale is None else _number("scale", scale)
-    # not math.isfinite, which torch.compile cannot trace of a number that varies; nan fails too
+    # torch.compile cannot trace math.isfinite of a symbolic number; nan fails too
     if not -MAX_SCALE <= scale <= MAX_SCALE:
         if not -math.inf < scale < math.inf:
             raise ValueError(f"scale must be finite, got {scale}; scale=None is head_dim ** -0.5")
         if dtype != torch.float64:
             raise ValueError(
-                f"scale must be finite as a float32, {MAX_SCALE:.3g} at most, got {scale}: scores of {dtype} are float32; "
-                "scale=None is head_dim ** -0.5"
+                f"scale must be finite as a float32, {MAX_SCALE:.3g} at most, got {scale}: scores of {dtype} are "
+                "float32; scale=None is head_dim ** -0.5"
             )
     if not 0 <= _number("dropout_p", dropout_p) < 1:
         raise ValueError(
-            f"dropout_p must be at least 0 and less than 1, got {dropout_p}; it is the probability to drop, 0.0 turns it off"
+            f"dropout_p must be at least 0 and less than 1, got {dropout_p}; it is the probability to drop, 0.0 turns "
+            "it off"
         )
     if seed is not None:
         _check_seed(seed, q)

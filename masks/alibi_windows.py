@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.alibi import slopes_of
+from blocksparse_flash.score_mods import slopes_of
 
 from .canvas import BlockSize, Length
 from .checks import read_integer, read_switch, specs_of

@@ -1,4 +1,4 @@
-"""Is a tensor whose numbers do not lie in memory, or what is no tensor, refused by name and with the way out?"""
+"""Errors for unsupported kinds of tensors and for arguments that are no tensors."""
 
 from __future__ import annotations
 

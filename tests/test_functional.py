@@ -1,6 +1,6 @@
-"""Does attention keep its contract: what it refuses and how it says so, what it promises, which backend it chooses?
+"""The contract of attention: errors, promises, and the choice of a backend.
 
-Accuracy over many layouts and sizes is test_zoo.py's question.
+test_zoo.py tests accuracy over many layouts and sizes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from blocksparse_flash import BlockLayout, functional, ops, reference
+from blocksparse_flash import BlockLayout, dispatch, ops, reference
 from blocksparse_flash.functional import attention, attention_with_lse, explain
+from blocksparse_flash.runtime.tensor_spec import specs_of
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM, V_DIM = 2, 4, 2, 32, 48, 16, 8
 BACKENDS = ["eager", "reference"]
 
 
 def window(q_len: int = Q_LEN, kv_len: int = KV_LEN, heads: int | None = None, batch: int | None = None) -> BlockLayout:
-    """Distance at most 20; every fourth query meets nobody."""
+    """Distance at most 20; every fourth query has no keys."""
 
     def attends(*positions: torch.Tensor) -> torch.Tensor:
         *_, q_pos, kv_pos = positions
@@ -45,7 +46,7 @@ def good_call(dtype: torch.dtype = torch.float32, device: torch.device | str = "
     return {name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
 
 
-# ------------------------------------------------------------------------------------------------------- what it refuses
+# ---- errors ----
 
 
 def meta(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -68,7 +69,7 @@ def last_stride_2(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda call: {name: call[name].repeat_interleave(2, dim=-1)[..., ::2]}
 
 
-# name: (change to a good call, exception, parts of the message: the argument, what was expected, what came, the way out)
+# name: (change to a good call, exception, parts of the message: argument, expectation, what came, the way out)
 WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], tuple[str, ...]]] = {
     # types
     "q is a list": (given(q=[1.0]), TypeError, ("q must be a torch.Tensor", "got list", "torch.as_tensor(q)")),
@@ -393,7 +394,7 @@ def nothing_is_computed(monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("computed before the checks passed")
 
-    monkeypatch.setattr(ops, "attention_forward", refuse)
+    monkeypatch.setattr(ops, "attention", refuse)
     monkeypatch.setattr(reference, "attention", refuse)
     monkeypatch.setattr(BlockLayout, "plan", refuse)
     monkeypatch.setattr(BlockLayout, "to_dense", refuse)
@@ -435,7 +436,7 @@ def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch):
         attention(**good_call(), backend="triton")
 
 
-# ------------------------------------------------------------------------------------------------------ what it promises
+# ---- promises ----
 
 
 def with_gradients(call: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
@@ -462,7 +463,7 @@ def test_shapes_and_types(dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scale", [None, 0.5, 1, 0, 0.0, -0.3])
 def test_scale_multiplies_the_scores(scale, backend):
-    """As queries that were multiplied before; their gradient is multiplied again."""
+    """Scaling scores equals scaling queries; their gradient is scaled too."""
     call = good_call(torch.float64)
     result = with_gradients(call, scale=scale, backend=backend)
     factor = HEAD_DIM**-0.5 if scale is None else scale
@@ -595,7 +596,7 @@ def test_a_last_dimension_of_1_may_have_any_stride(backend):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("backend", ["triton", "eager"])
 def test_a_tensor_that_is_negated_when_read_is_negated(backend, name, device):
-    """Kernels read memory, which is not negated yet."""
+    """Kernels read memory, which a pending negation has not changed."""
     draw = torch.Generator().manual_seed(0)
     call = {of: torch.randn(1, 1, 32, 1, generator=draw).to(device) for of in "qkv"}
     expected = attention(**{**call, name: -call[name]}, backend=backend)
@@ -733,7 +734,7 @@ def test_deterministic_accepts(deterministic):
     attention(**good_call(), deterministic=deterministic)
 
 
-# --------------------------------------------------------------------------------------------------------------- dropout
+# ---- dropout ----
 
 
 @pytest.mark.parametrize("layout", [None, window()], ids=["none", "window"])
@@ -814,7 +815,7 @@ def test_checkpointing_drops_the_same_pairs_again(use_reentrant):
         assert torch.equal(plain, again)
 
 
-# -------------------------------------------------------------------------------------------------------------- autocast
+# ---- autocast ----
 
 
 # the reference's own backward is autograd's, which the caller's autocast may round
@@ -863,7 +864,7 @@ def test_autocast_does_not_excuse_other_types(change):
         attention(**{**call, **change(call)})
 
 
-# --------------------------------------------------------------------------------------------------------------- compile
+# ---- compile ----
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -916,7 +917,7 @@ def test_compiles_under_autocast():
 
 
 def test_compiles_for_head_dims_and_scales_that_vary():
-    """From the second one on they are symbols."""
+    """From the second value on they are symbols."""
     function = compiled(lambda q, k, v, scale: attention(q, k, v, scale=scale))
     for head_dim in (16, 24, 40, 8):
         q, k, v = torch.randn(3, 1, 2, 32, head_dim)
@@ -942,7 +943,7 @@ def test_compiled_wrong_calls_say_what_is_wrong():
         compiled(attention)(**{**good_call(), **resized(k=(2, 2, 48, 32))({})})
 
 
-# --------------------------------------------------------------------------------------------- which backend, and explain
+# ---- the choice of a backend, and explain ----
 
 
 def test_auto_on_the_cpu_is_eager():
@@ -956,22 +957,18 @@ def on_gpu(monkeypatch):
     """A context in which device 0 has a compute capability and Triton a version."""
     triton = pytest.importorskip("triton", reason="needs Triton")
 
-    def clear() -> None:
-        functional._why_not_on_gpu.cache_clear()
-        functional._why_not_on_hopper.cache_clear()
-
     @contextlib.contextmanager
     def pretend(capability, version="3.7.1", interpret=False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(triton, "__version__", version)
         monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
-        clear()
+        dispatch._unfit_gpu.cache_clear()
         yield
-        clear()
+        dispatch._unfit_gpu.cache_clear()
 
     yield pretend
-    clear()
+    dispatch._unfit_gpu.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -989,13 +986,13 @@ def on_gpu(monkeypatch):
 def test_auto_on_a_gpu(on_gpu, capability, dtype, expected):
     with on_gpu(capability):
         device = torch.device("cuda", 0)
-        assert functional._choose("auto", device, dtype) == expected
+        assert dispatch.choose("auto", device, dtype) == expected
         if expected == "eager":
             with pytest.raises(ValueError, match=r'"triton" cannot run this call: it needs .*would use "eager"'):
-                functional._choose("triton", device, dtype)
+                dispatch.choose("triton", device, dtype)
         else:
-            assert functional._choose("triton", device, dtype) == "triton"
-            assert functional._choose("eager", device, dtype) == "eager"
+            assert dispatch.choose("triton", device, dtype) == "triton"
+            assert dispatch.choose("eager", device, dtype) == "eager"
 
 
 @pytest.mark.parametrize(
@@ -1004,11 +1001,8 @@ def test_auto_on_a_gpu(on_gpu, capability, dtype, expected):
         ({"capability": (10, 0)}, "it needs compute capability 9.0, this GPU has 10.0"),
         ({"version": "3.10.0"}, "it was tested with Triton 3.6, 3.7, 3.8, 3.9, this is 3.10.0"),
         ({"interpret": True}, "interpreter"),
-        ({"dropout_p": 0.1}, "it has no dropout"),
-        (
-            {"scores": functional.ScoreOptions(None, 30.0, None, None)},
-            "it has no sinks, softcap, alibi_slopes or block_bias",
-        ),
+        ({"has_dropout": True}, "it has no dropout"),
+        ({"has_score_mods": True}, "it has no sinks, softcap, alibi_slopes or block_bias"),
         ({"dtype": torch.float32}, "it needs float16 or bfloat16, got torch.float32"),
         ({"start": 1}, "strides and an address of k that are multiples of 16 bytes"),
         ({"stride": 65}, "strides and an address of k that are multiples of 16 bytes"),
@@ -1016,17 +1010,17 @@ def test_auto_on_a_gpu(on_gpu, capability, dtype, expected):
     ids=str,
 )
 def test_what_the_hopper_kernels_cannot_run_is_refused_with_the_reason(on_gpu, change, words):
-    """Up to the choice, as no such GPU is here: tensors on the CPU stand for tensors on it."""
+    """Only the choice is tested, with tensors on the CPU."""
     dtype = change.get("dtype", torch.bfloat16)
     q = torch.zeros(1, 1, 8, 64, dtype=dtype)
     k = torch.zeros(600, dtype=dtype)[change.get("start", 0) :].as_strided(q.shape, (1, 1, change.get("stride", 64), 1))
     with on_gpu(change.get("capability", (9, 0)), change.get("version", "3.7.1"), change.get("interpret", False)):
         device = torch.device("cuda", 0)
-        unfit = functional._unfit_for_hopper(device, q, k, q, dtype, change.get("dropout_p", 0.0), change.get("scores"))
+        options = {name: change.get(name, False) for name in ("has_dropout", "has_score_mods")}
+        unfit = dispatch.unfit_for_hopper((q, k, q), dtype, **options)
         with pytest.raises(ValueError, match=f'"hopper" cannot run this call: .*{words}.*would use "triton"'):
-            functional._choose("hopper", device, dtype, unfit)
-        assert functional._choose("auto", device, dtype, unfit) == "triton"
-        assert functional._unfit_for_hopper(torch.device("cpu"), q, k, q, dtype, 0.5, None) is None
+            dispatch.choose("hopper", device, dtype, unfit)
+        assert dispatch.choose("auto", device, dtype, unfit) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -1039,34 +1033,53 @@ def test_hopper_takes_what_it_can(on_gpu, shape, strides):
     k = torch.zeros(5000, dtype=torch.bfloat16).as_strided(shape, strides, 8)
     with on_gpu((9, 0)):
         device = torch.device("cuda", 0)
-        unfit = functional._unfit_for_hopper(device, k, k, k, torch.bfloat16, 0.0, None)
+        unfit = dispatch.unfit_for_hopper((k, k, k), torch.bfloat16)
         assert unfit is None
-        assert functional._choose("hopper", device, torch.bfloat16, unfit) == "hopper"
+        assert dispatch.choose("hopper", device, torch.bfloat16, unfit) == "hopper"
 
 
 def test_what_is_said_where_a_hopper_gpu_is(on_gpu):
     device, half = torch.device("cuda", 0), torch.bfloat16
     with on_gpu((9, 0)):
-        assert functional._why("triton", device, False) == "q is on cuda:0, which runs the Triton kernels"
-        assert "compute capability 9.0" in functional._why("hopper", device, False)
-        assert "slower than the kernels for this GPU" in functional._why_other("triton", device, half, False, None)
-        assert "was asked for by name" in functional._why_other("hopper", device, half, True, None)
+        assert dispatch._why("triton", device) == "q is on cuda:0, which runs the Triton kernels"
+        assert "compute capability 9.0" in dispatch._why("hopper", device)
+        assert "slower than the kernels for this GPU" in dispatch._why_not("triton", device, half, False, None)
+        assert "was asked for by name" in dispatch._why_not("hopper", device, half, True, None)
     with on_gpu((9, 0), version="3.10.0"):
-        assert "this is 3.10.0" in functional._why_other("hopper", device, half, False, None)
-        assert functional._choose("auto", device, half) == "triton"
+        assert "this is 3.10.0" in dispatch._why_not("hopper", device, half, False, None)
+        assert dispatch.choose("auto", device, half) == "triton"
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_only_auto_is_left_to_the_operator(on_gpu, deterministic):
-    device, half = torch.device("cuda", 0), torch.bfloat16
-    end = ", deterministic" if deterministic else ""
+class OnGpu(torch.Tensor):
+    """A CPU tensor that reports GPU 0 as its device."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+def decide(backend, q, k, *, dtype=torch.bfloat16, is_traced=False, **options):
+    specs = None if is_traced else specs_of(q, k, k)
+    options = {"has_dropout": False, "has_score_mods": False} | options
+    dispatch._choose_by_specs.cache_clear()
+    q, k = q.as_subclass(OnGpu), k.as_subclass(OnGpu)
+    return dispatch.decide(backend, q, k, k, dtype, specs, **options)
+
+
+@pytest.fixture
+def large():
+    return torch.zeros(131072 * 65, dtype=torch.bfloat16).as_strided((1, 1, 131072, 64), (0, 0, 64, 1))
+
+
+def test_auto_is_left_to_the_operator_where_sizes_and_addresses_are_unknown(on_gpu, large):
     with on_gpu((9, 0)):
-        assert functional._for_operator("auto", device, half, None, deterministic) == "auto" + end
-        assert functional._for_operator("hopper", device, half, None, deterministic) == "hopper" + end
-        assert functional._for_operator("auto", device, half, functional.NO_DROPOUT, deterministic) == "triton"
-        assert functional._for_operator("auto", device, torch.float32, None, deterministic) == "triton"
+        assert decide("auto", large, large, is_traced=True) == "auto"
+        assert decide("hopper", large, large, is_traced=True) == "hopper"
+        assert decide("auto", large, large, is_traced=True, has_dropout=True) == "triton"
+        assert decide("auto", large, large, is_traced=True, dtype=torch.float32) == "triton"
+        assert decide("auto", large, large) == decide("hopper", large, large) == "hopper"
+        assert decide("auto", large, large, has_score_mods=True) == "triton"
     with on_gpu((8, 0)):
-        assert functional._for_operator("auto", device, half, None, deterministic) == "triton"
+        assert decide("auto", large, large, is_traced=True) == decide("auto", large, large) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -1074,43 +1087,47 @@ def test_only_auto_is_left_to_the_operator(on_gpu, deterministic):
     # 2 * 131072 rows of 64: just enough; rows that begin anywhere
     [(131072, 64, "hopper"), (131071, 64, "triton"), (131072, 65, "triton")],
 )
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_operator_takes_hopper_where_it_pays(length, stride, expected, deterministic):
-    pytest.importorskip("triton", reason="needs Triton")
-    q = torch.zeros(131072 * 65, dtype=torch.bfloat16).as_strided((1, 1, length, 64), (0, 0, stride, 1))
-    kernels = ops._kernels("auto, deterministic" if deterministic else "auto", q, q, q)
-    backward = kernels[1].func if isinstance(kernels[1], functools.partial) else kernels[1]
-    assert {function.__module__.split(".")[-2] for function in (kernels[0], backward)} == {expected}
-    if expected == "hopper":
-        assert isinstance(kernels[1], functools.partial) == deterministic
+def test_auto_takes_hopper_where_it_pays(on_gpu, large, length, stride, expected):
+    q = large.as_strided((1, 1, length, 64), (0, 0, stride, 1))
+    assert dispatch.resolve(q, q, q) == expected
+    with on_gpu((9, 0)):
+        assert decide("auto", q, q) == expected
 
 
 @pytest.mark.parametrize(("q_len", "expected"), [(64, "triton"), (65, "hopper")])
-def test_few_queries_are_left_to_triton_however_many_keys(q_len, expected):
-    pytest.importorskip("triton", reason="needs Triton")
+def test_few_queries_are_left_to_triton_however_many_keys(on_gpu, q_len, expected):
     k = torch.zeros(1, 1, 262144, 64, dtype=torch.bfloat16)
-    assert ops._kernels("auto", k[:, :, :q_len], k, k)[0].__module__.split(".")[-2] == expected
+    assert dispatch.resolve(k[:, :, :q_len], k, k) == expected
+    with on_gpu((9, 0)):
+        assert decide("auto", k[:, :, :q_len], k) == expected
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_determinism_reaches_the_backward_of_hopper(deterministic):
+    pytest.importorskip("triton", reason="needs Triton")
+    backward = ops._kernels("hopper", deterministic)[1]
+    assert isinstance(backward, functools.partial) == deterministic
+    for name in ("triton", "eager"):
+        assert ops._kernels(name, deterministic) == ops._kernels(name, False)
 
 
 def test_only_hopper_promises_less_than_equal_bits():
-    assert "but those of dq" in functional._promise(False, "hopper")
+    assert "except in dq" in dispatch.explained_determinism(False, "hopper")
     for deterministic, backend in ((True, "hopper"), (False, "triton"), (False, "eager")):
-        assert functional._promise(deterministic, backend).startswith(
+        assert dispatch.explained_determinism(deterministic, backend).startswith(
             "every run gives equal bits, forward and backward"
         )
 
 
 def test_without_triton_auto_is_eager_and_says_why(monkeypatch):
-    monkeypatch.setattr(functional.importlib.util, "find_spec", lambda name: None)
-    functional._why_not_on_gpu.cache_clear()
-    functional._why_not_on_hopper.cache_clear()
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
+    dispatch._unfit_gpu.cache_clear()
     try:
-        assert functional._choose("auto", torch.device("cuda", 0), torch.float16) == "eager"
+        assert dispatch.choose("auto", torch.device("cuda", 0), torch.float16) == "eager"
         with pytest.raises(ValueError, match="Triton is not installed"):
             attention(**good_call(), backend="triton")
     finally:
-        functional._why_not_on_gpu.cache_clear()
-        functional._why_not_on_hopper.cache_clear()
+        dispatch._unfit_gpu.cache_clear()
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "triton", "reference"])
@@ -1170,7 +1187,7 @@ def test_explain_of_nothing(shape):
     assert explain(q, q, q).flops == 0
 
 
-# ----------------------------------------------------------------------------------------------------------------- other
+# ---- other ----
 
 
 def test_parameters_and_meta_tensors():

@@ -1,4 +1,4 @@
-"""Is the merge of attentions over disjoint keys the attention over all of them?"""
+"""merge equals attention over all keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NaN and infinity in q, k, v and their gradients may reach: the promise in `attention`'s docstring, for every backend."""
+"""What NaN and infinity in q, k, v and their gradients may reach, as promised by `attention`, for every backend."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.test_zoo import BACKENDS as KERNELS
 BACKENDS = (*KERNELS, "reference")
 HEADS, LENGTH, DIM = 2, 270, 16
 NAN, INF = float("nan"), float("inf")
-# an infinite key has scores of inf - inf, of which NumPy warns in Triton's interpreter
+# an infinite key has scores of inf - inf, for which NumPy warns in Triton's interpreter
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
 @lru_cache
 def layout_of(dropped: int = -1) -> BlockLayout:
-    """Some pairs of the tiles on the diagonal, which share no query and no key; none for query 40 and the `dropped` tile of keys."""
+    """Some pairs in the tiles on the diagonal; none for query 40 and the `dropped` tile of keys."""
 
     def attends(i: Tensor, j: Tensor) -> Tensor:
         return (i // 128 == j // 128) & ((i + j) % 3 != 0) & (i != 40) & (j // 128 != dropped)
@@ -30,7 +30,7 @@ def layout_of(dropped: int = -1) -> BlockLayout:
 
 
 def inputs(device: torch.device, batch: int = 1) -> dict[str, Tensor]:
-    """q, k, v, dout, dlse in float16, which every backend takes."""
+    """q, k, v, dout, dlse in float16, which every backend supports."""
     draw = torch.Generator().manual_seed(0)
     given = {name: torch.randn(batch, HEADS, LENGTH, DIM, generator=draw) for name in ("q", "k", "v", "dout")}
     given = {name: tensor.half().to(device) for name, tensor in given.items()}
@@ -38,7 +38,7 @@ def inputs(device: torch.device, batch: int = 1) -> dict[str, Tensor]:
 
 
 def put(given: dict[str, Tensor], names: str, place: Any, value: float) -> dict[str, Tensor]:
-    """The same with a value at a place of some of the tensors."""
+    """The inputs with one value replaced in some of the tensors."""
     changed = {name: given[name].clone() for name in names.split()}
     for tensor in changed.values():
         tensor[place] = value
@@ -54,7 +54,7 @@ def run(backend: str, given: dict[str, Tensor], layout: BlockLayout | None, **op
 
 @lru_cache
 def clean(backend: str, device: torch.device) -> dict[str, Tensor]:
-    """The results of inputs that are finite."""
+    """The results for finite inputs."""
     return run(backend, inputs(device), layout_of())
 
 
@@ -85,7 +85,7 @@ def test_a_key_reaches_out_and_lse_of_the_rows_that_attend_to_it(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keys_that_do_not_exist_may_hold_anything(backend: str, device: torch.device) -> None:
-    """test_zoo.py has many such calls, and this one shows what of it is exact."""
+    """test_zoo.py has many such calls; this one tests what is exact."""
     given, lengths = inputs(device, batch=2), torch.tensor([150, 0], dtype=torch.int32, device=device)
     missing = torch.arange(LENGTH, device=device) >= lengths[:, None]
     places = missing[:, None].expand(-1, HEADS, -1)

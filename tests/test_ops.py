@@ -1,4 +1,4 @@
-"""ops.py: what torch needs of the operators. opcheck, torch.compile, checkpointing, functional_call, double backward.
+"""The operators under opcheck, torch.compile, checkpointing, functional_call and double backward.
 
 On a CUDA machine the same tests run on the GPU with the Triton kernels; elsewhere `eager`, and opcheck for both.
 """
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import masks
 from blocksparse_flash import BlockLayout, attention, attention_with_lse, nn
+from blocksparse_flash.dispatch import CallSpec
 
 LENGTH = 160
 
@@ -39,13 +40,16 @@ def test_opcheck(case: str, backend: str, device: torch.device, layout: BlockLay
     plan = list(layout.plan(device)) if case in ("layout", "dropout") else []
     lengths = torch.tensor([100], device=device) if "lengths" in case else None
     seed = torch.tensor([3]) if case == "dropout" else None
-    options: tuple[Any, ...] = (plan, lengths, seed, 0.25, "causal" in case, 0.5 if seed is not None else 0.0, backend)
+    spec = CallSpec(0.25, "causal" in case, 0.5 if seed is not None else 0.0, 0.0, backend, False)
+    mods = (None, None, None)
+    options: tuple[Any, ...] = (plan, [], lengths, seed, *spec)
     operators = torch.ops.blocksparse_flash
-    results = torch.library.opcheck(operators.attention_forward.default, (q, k, v, *options))
+    results = torch.library.opcheck(operators.attention_forward.default, (q, k, v, *mods, *options))
     assert set(results.values()) == {"SUCCESS"}
     with torch.no_grad():
-        out, lse = operators.attention_forward(q, k, v, *options)
-        arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, *options)
+        out, lse = operators.attention_forward(q, k, v, *mods, *options)
+        douts = torch.randn_like(out), torch.randn_like(lse)
+        arguments = (*douts, q, k, v, *mods, out, lse, *options, [False] * 3)
         results = torch.library.opcheck(operators.attention_backward.default, tuple(_detached(a) for a in arguments))
     assert set(results.values()) == {"SUCCESS"}
 
@@ -248,8 +252,8 @@ def test_forward_mode_is_refused(device: torch.device) -> None:
             attention(dual, k, v)
 
 
-def test_who_watches_sees_the_operators(device: torch.device) -> None:
-    """Where nothing watches they are called directly; a mode, and a profiler, must see them."""
+def test_modes_and_profilers_see_the_operators(device: torch.device) -> None:
+    """Other calls skip the dispatcher; a mode and a profiler must see the operators."""
 
     class Watching(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Is dropout's generator the published one, and is its mask a function of the position alone?"""
+"""Philox against published answers, and the dropout mask as a function of the position alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_known_answers(name):
 
 
 def test_counter_word_and_half_are_those_of_the_docstring():
-    # of 32 keys number 77, of 16 queries number 41; the word of the later 8 queries and the earlier 8 keys, the upper half
+    # of 32 keys number 77, of 16 queries number 41; the word of the later 8 queries and the earlier 8 keys, the upper
+    # half
     seed, batch, head, q_pos, kv_pos = 0x299F31D0A4093822, 3, 5, 16 * 41 + 8 + 5, 32 * 77 + 16 + 6
     words = philox.philox_4x32(as_int64(8 * 77 + 6, 8 * 41 + 5, head, batch), as_int64(0xA4093822, 0x299F31D0))
     half = words[2].item() >> 16

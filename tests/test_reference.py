@@ -1,4 +1,4 @@
-"""Does the oracle mean what the contract says? Held to numbers worked out by hand and to a double loop, never to a backend."""
+"""The reference against numbers worked out by hand and a double loop, never against a backend."""
 
 from __future__ import annotations
 

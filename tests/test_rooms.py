@@ -17,7 +17,7 @@ ROOMS = [
     ["kernels"],
     ["plan"],
     ["layout"],
-    ["validation"],
+    ["validation", "dispatch"],
     ["ops"],
     ["explanation"],
     ["merging"],

@@ -1,6 +1,6 @@
-"""Do sinks, softcap, alibi_slopes and block_bias mean what they say? Held to a double loop over the published definitions.
+"""sinks, softcap, alibi_slopes and block_bias against a double loop over their published definitions.
 
-Accuracy over many layouts and types is test_zoo.py's question.
+test_zoo.py tests accuracy over many layouts and types.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention, attention_with_lse, explain, functional, merge
+from blocksparse_flash.dispatch import CallSpec
 from tests.support.closeness import assert_as_accurate
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 2, 2, 1, 40, 52, 8
@@ -343,7 +344,7 @@ def test_eager_means_what_the_reference_means(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_slopes_below_zero_leave_queries_beyond_the_end_alone(backend: str, causal: bool, device: torch.device) -> None:
-    """130 queries fill up to 256, of which the last would have scores of 265."""
+    """130 queries are padded to 256; the last of those would have scores of 265."""
     draw = torch.Generator().manual_seed(3)
     shapes = {"q": (1, 1, 130, 8), "k": (1, 1, 140, 8), "v": (1, 1, 140, 8)}
     call = {name: torch.randn(shape, generator=draw).to(device) for name, shape in shapes.items()}
@@ -409,16 +410,16 @@ def test_opcheck(backend: str, device: torch.device) -> None:
     q, k, v = (call[name][:1].to(device).requires_grad_() for name in ("q", "k", "v"))
     sinks, slopes, bias = (call[name].float().to(device) for name in ("sinks", "alibi_slopes", "block_bias"))
     lists = list(layout.plan(device)), list(layout.bias_index(device))
-    rest: tuple[Any, ...] = (None, None, 0.25, False, 0.0, 1.5, backend)
+    rest: tuple[Any, ...] = (None, None, *CallSpec(0.25, False, 0.0, 1.5, backend, False))
     given = (sinks.requires_grad_(), slopes.requires_grad_(), bias[None].detach().requires_grad_())
     operators = torch.ops.blocksparse_flash
-    results = torch.library.opcheck(operators.scored_attention_forward.default, (q, k, v, *given, *lists, *rest))
+    results = torch.library.opcheck(operators.attention_forward.default, (q, k, v, *given, *lists, *rest))
     assert set(results.values()) == {"SUCCESS"}
     q, k, v, *given = (tensor.detach() for tensor in (q, k, v, *given))
-    out, lse = operators.scored_attention_forward(q, k, v, *given, *lists, *rest)
+    out, lse = operators.attention_forward(q, k, v, *given, *lists, *rest)
     for wanted in ([True, True, True], *([] if backend == "triton" else [[False, True, False]])):
         arguments = (torch.randn_like(out), None, q, k, v, *given, out, lse, *lists, *rest, wanted)
-        results = torch.library.opcheck(operators.scored_attention_backward.default, arguments)
+        results = torch.library.opcheck(operators.attention_backward.default, arguments)
         assert set(results.values()) == {"SUCCESS"}
 
 

@@ -166,8 +166,7 @@ def everything(lines: Sequence[Line]) -> str:
     """The text of results/context_parallel.md."""
     parts = [
         "# One sequence on several GPUs, all measurements",
-        "Written by `python -m benchmarks.report` from context_parallel.jsonl, which `python -m "
-        "benchmarks.run.context_parallel` appends to.",
+        "Written by `python -m benchmarks.report` from the lines of `python -m benchmarks.run.context_parallel`.",
         link(lines),
     ]
     for setting, shown in settings(lines).items():

@@ -10,8 +10,8 @@ import torch
 
 from blocksparse_flash.explanation import memory
 from blocksparse_flash.explanation.call import Call
-from blocksparse_flash.explanation.dispatch import TILE
 from blocksparse_flash.explanation.prediction import padded_dim
+from blocksparse_flash.explanation.scheduling import TILE
 
 from ..report.lines import Line
 from .calibrate import KERNELS

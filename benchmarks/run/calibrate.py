@@ -23,9 +23,9 @@ from scipy import optimize
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.explanation import cost, memory, prediction
 from blocksparse_flash.explanation.call import Call
-from blocksparse_flash.explanation.dispatch import Sides
 from blocksparse_flash.explanation.memory import Moved
 from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel, Rates
+from blocksparse_flash.explanation.scheduling import Sides
 
 from ..report import lines as measurements
 from ..report.lines import Line
@@ -115,7 +115,7 @@ def measured(line: Line) -> Measured:
     # shape and strides that TMA can load
     x = torch.empty(shape, dtype=DTYPES[line["dtype"]], device="meta")
     call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
-    n_multiprocessors = device_of(line).multiprocessors
+    n_multiprocessors = device_of(line).n_sms
     forward, backward = cost.programs(call, n_multiprocessors)
     if line["direction"] == "fwd":
         return Measured(line, call, forward, memory.forward(call, n_multiprocessors))
@@ -209,7 +209,8 @@ def calibrate(lines: Sequence[Line]) -> list[Calibration]:
         sizes = [abs(error) for error in off]
         one = Calibration(
             DEVICES[device], backend, head_dim, direction, rates, len(found),
-            *(tuple(dict.fromkeys(line[key] for line in group)) for key in ("bench", "commit")),
+            tuple(dict.fromkeys(line["bench"] for line in group)),
+            tuple(dict.fromkeys(line["commit"] for line in group)),
             statistics.median(sizes), max(sizes), unseen_error(found, kernels, backend, rates),
         )  # fmt: skip
         made.append(one)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blocksparse_flash import BlockLayout, attention, distributed, functional
+from blocksparse_flash import BlockLayout, attention, dispatch, distributed
 from blocksparse_flash.distributed import functional as shared
 from blocksparse_flash.distributed import gather_scatter, pass_kv
 from blocksparse_flash.distributed.exchange_plan import unflatten
@@ -158,7 +158,7 @@ def parts(
     """The forward of exchange in two: (its messages alone, attention to what has arrived already)."""
     layer = plan.layers[0]
     (keys, *_), near = unflatten(layer.tensors, layer.counts, plan.n_ranks)
-    backend = functional._choose("auto", q.device, q.dtype)
+    backend = dispatch.choose("auto", q.device, q.dtype)
     n_chunks = shared.n_chunks(chunks, plan, 0, k, v, k.dtype)
     pieces = pass_kv.head_chunks(n_chunks, plan.heads, keys.plan)
     ranks, scale = RankContext(backend, plan.group, plan.rank), q.shape[3] ** -0.5

@@ -1,7 +1,7 @@
-"""What does a call cost on the host? `python -m benchmarks.run.overhead` times warm calls, the GPU idle before each.
+"""Host time of warm calls, with the GPU idle before each: `python -m benchmarks.run.overhead`.
 
-Tiny calls on backend "triton", and on a GPU of compute capability 9.0 larger ones on "hopper". A launch alone is the call's own
-kernel launched again on the same tensors, with arguments that are ready: what is left of the call is ours to save.
+Tiny calls on backend "triton" and, on a GPU of compute capability 9.0, larger ones on "hopper". "Its launch alone"
+launches the call's kernel again on the same tensors, with prepared arguments; the rest of a call is our overhead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def microseconds(call: Callable[[], Any], *, runs: int = 300) -> float:
-    """Median processor time until the call returns, the GPU idle before each."""
+    """Median time until the call returns, with the GPU idle before each."""
     for _ in range(20):
         call()
     times = []
@@ -37,7 +37,7 @@ def microseconds(call: Callable[[], Any], *, runs: int = 300) -> float:
 
 
 def launches_of(call: Callable[[], Any]) -> list[Callable[[], None]]:
-    """The launches that a call makes, each to be made again on the same tensors."""
+    """The launches of a call, which can be repeated on the same tensors."""
     from blocksparse_flash.runtime.launch import Launch
 
     made: list[Callable[[], None]] = []
@@ -53,7 +53,7 @@ def launches_of(call: Callable[[], Any]) -> list[Callable[[], None]]:
 
 
 def tiny() -> Calls:
-    """Calls that backend "triton" answers."""
+    """Calls on backend "triton"."""
     q = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
     layout = masks.local(256, window=64).to("cuda")
     wanting = q.clone().requires_grad_()
@@ -78,7 +78,7 @@ def tiny() -> Calls:
 
 
 def on_hopper() -> tuple[Calls, Calls]:
-    """(forwards on backend "hopper", the same and forwards with backwards, with SDPA's beside them)."""
+    """(forwards on backend "hopper", the same with backwards and SDPA)."""
     q, k, v = (torch.randn(1, 16, 2048, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     wanting = q.clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_()
     layout = masks.local(2048, window=256).to("cuda")

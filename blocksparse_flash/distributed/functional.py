@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import functional, ops, validation
+from .. import dispatch, validation
 from ..runtime import tracing
 from ..runtime.tensor_spec import specs_of
 from . import dtensors, pass_kv, time_model, ulysses
 from .agreement import agreed
 from .context_plan import ContextPlan
+from .local_attention import with_determinism
 
 
 def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
@@ -83,15 +84,15 @@ class _Call(NamedTuple):
 def _checked(asked: _Arguments) -> _Call:
     """The checked call: raises if the arguments do not fit attention or the plan."""
     q, k, v, plan, layer, scale, chunks, backend = asked
-    autocast = functional._autocast(q)
+    autocast = validation.autocast_dtype(q)
     dtype, factor = validation.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
-    unfit_for_hopper = functional._unfit_for_hopper(q.device, q, k, v, dtype, 0.0, None)
+    unfit_for_hopper = dispatch.unfit_for_hopper((q, k, v), dtype) if q.is_cuda else None
     # by the size of the whole sequence, so that all ranks run the kernels of one process
     n_elements = q.shape[0] * plan.length * q.shape[3] * sum(plan.heads)
-    if backend == "auto" and unfit_for_hopper is None and not ops.is_worth_hopper(plan.length, n_elements):
-        unfit_for_hopper = functional.SMALL
-    chosen = functional._choose(backend, q.device, dtype, unfit_for_hopper)
+    if backend == "auto" and unfit_for_hopper is None and not dispatch.is_worth_hopper(plan.length, n_elements):
+        unfit_for_hopper = dispatch.SMALL
+    chosen = dispatch.choose(backend, q.device, dtype, unfit_for_hopper)
     return _Call(factor, n_chunks(chunks, plan, layer, k, v, dtype), chosen, autocast)
 
 
@@ -107,7 +108,7 @@ def _checked_cached(asked: _Arguments) -> _Call:
         and type(backend) is str
         and tracing.can_launch_directly(q, k, v)
     )
-    if not is_usual or (not tracing.is_without_autocast(q) and functional._autocast(q) is not None):
+    if not is_usual or (not tracing.is_without_autocast(q) and validation.autocast_dtype(q) is not None):
         return _checked(asked)
     # specs do not contain the device
     key = specs_of(q, k, v), q.device, k.device, v.device, layer, scale, chunks, backend
@@ -153,7 +154,7 @@ def _run(
         return ulysses.attention(q, k, v, *facts, wants_lse=wants_lse)
     backend = call.backend
     if backend == "hopper":
-        backend = functional._promising(backend, plan.is_deterministic or None)
+        backend = with_determinism(backend, dispatch.is_deterministic(plan.is_deterministic or None))
     options = call.n_chunks, plan.keeps_received, found.scheme == "all_gather", plan.group_name, backend
     return pass_kv.attention(q, k, v, found.tensors, found.counts, call.scale, options, found.cache)
 

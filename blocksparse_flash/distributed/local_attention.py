@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..dispatch import CallSpec
 
 
 def accumulator_dtype(q: Tensor) -> torch.dtype:
@@ -13,12 +14,22 @@ def accumulator_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def with_determinism(backend: str, deterministic: bool) -> str:
+    """The backend as one string for the operators of this package, whose schemas have one for both; see `_spec`."""
+    return f"{backend}, deterministic" if deterministic else backend
+
+
+def _spec(backend: str, scale: float) -> CallSpec:
+    name, _, deterministic = backend.partition(", ")
+    return CallSpec(scale, False, 0.0, 0.0, name, bool(deterministic))
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], scale: float, backend: str) -> tuple[Tensor, Tensor]:
     """out and lse over the tiles of a kernel plan."""
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=accumulator_dtype(q))
     # already inside an operator, so the inner functions are called directly
-    return ops._forward(q, k, v, plan, None, None, scale, False, 0.0, backend)
+    return ops.launch_forward(q, k, v, plan, None, None, _spec(backend, scale))
 
 
 def attend_backward(
@@ -35,4 +46,5 @@ def attend_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     # a chunk of heads is a strided view, and the backward needs contiguous tensors
     out, lse = (tensor.contiguous() for tensor in outs)
-    return ops._backward(*douts, *inputs, out, lse, plan, None, None, scale, False, 0.0, backend)
+    dq, dk, dv = ops.launch_backward(*douts, inputs, (out, lse), plan, None, None, _spec(backend, scale))
+    return dq, dk, dv

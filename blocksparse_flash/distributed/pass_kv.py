@@ -393,6 +393,6 @@ def attention(
     ready = cache.get(options)
     if ready is None:
         ready = cache[options] = prepare(tensors, counts, (q.shape[1], k.shape[1]), *options)
-    if ops._is_differentiated(q, k, v):
+    if ops.is_differentiated(q, k, v):
         return _PassKV.apply(ready, q, k, v, scale)
     return forward(q, k, v, ready, scale)[:2]

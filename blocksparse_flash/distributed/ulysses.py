@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import functional, ops, validation
+from .. import dispatch, ops, validation
 from ..layout import BlockLayout
 from ..runtime import tracing
 from . import all_to_all, communication, time_model
-from .local_attention import accumulator_dtype, attend, attend_backward
+from .local_attention import accumulator_dtype, attend, attend_backward, with_determinism
 from .pass_kv import Chunk, Gradients, cat_heads, chunk_heads, head_chunks, select_heads
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def _run(
         call = make()
         n_ranks = len(call.sizes)
         ready = cache[options] = prepare(call, (q.shape[1] // n_ranks, k.shape[1] // n_ranks))
-    if ops._is_differentiated(q, k, v):
+    if ops.is_differentiated(q, k, v):
         return _Ulysses.apply(ready, q, k, v)
     out, saved = forward(q, k, v, ready)
     return out, saved[4]
@@ -334,7 +334,7 @@ def attention(
     if layout.shape[0] != 1:
         validation.check_layout(layout, q.shape[0], q.shape[1] // plan.n_ranks, plan.length, plan.length)
     if backend == "hopper":
-        backend = functional._promising(backend, True if plan.is_deterministic else None)
+        backend = with_determinism(backend, dispatch.is_deterministic(plan.is_deterministic or None))
     packs = not is_direct(plan, k.shape[3], k.dtype)
 
     def call() -> Call:

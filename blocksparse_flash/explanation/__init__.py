@@ -1,7 +1,4 @@
-"""What does `explain` tell? Its report, and what it is made of.
-
-Knows the numbers of cost.py and memory.py, and advice. Must not know how a backend is chosen, nor how a number is found.
-"""
+"""Explanation: the report of `explain`."""
 
 from __future__ import annotations
 
@@ -11,30 +8,29 @@ from . import cost, memory, prediction
 from .advice import advice
 from .call import Call
 from .cost import Balance
-from .dispatch import TILE
 from .memory import Moved
 from .prediction import Prediction
+from .scheduling import TILE
 
 
 @dataclass(frozen=True)
 class Explanation:
     """What a call of `attention` would do; prints as a report.
 
-    backend, reason  which one, and why
-    others           (backend, why not) of each of the others
-    tile             (queries, keys) of a plan's tiles, None for `reference`, which computes every pair
+    backend, reason  the chosen backend, and why
+    others           (backend, why not) for every other backend
+    tile             (queries, keys) of a tile; None for `reference`, which computes every pair
     density          stored / all blocks of the layout, 1.0 without one
     tile_density     computed / all tiles, `causal` included
-    partial_share    of the computed tiles, how many are masked pair by pair
-    fill             of the pairs that are computed, how many attend; kv_lengths are not looked at
-    flops, backward_flops  floating-point operations of the forward's two products over the computed tiles, and of the backward's
-                     five
+    partial_share    share of the computed tiles that are masked pair by pair
+    fill             share of the computed pairs that attend; ignores kv_lengths
+    flops, backward_flops  floating-point operations over the computed tiles: two products forward, five backward
     metadata_bytes   of the plan's tensors
-    forward, backward  `Moved`: bytes that are read, written and allocated
+    forward, backward  `Moved`: bytes read, written and allocated
     balance          `Balance`
-    prediction       `Prediction`: milliseconds on this GPU, beside dense; None where nothing of the kind was measured
+    prediction       `Prediction`: milliseconds on this GPU, and those of dense attention; None without measurements
     unpredicted      why there is no prediction; empty if there is one
-    determinism      what is promised
+    determinism      which bits are equal in every run
     advice           what would make the call faster, in sentences; may be empty
     """
 
@@ -64,7 +60,7 @@ class Explanation:
         lines += [
             f"density      {self.density:.4g} of the layout's blocks",
             f"tiles        {tile}; {self.tile_density:.4g} of them are computed",
-            f"   masked    {self.partial_share:.1%} of these, pair by pair; {self.fill:.1%} of the pairs computed attend",
+            f"   masked    {self.partial_share:.1%} of these, pair by pair; {self.fill:.1%} of their pairs attend",
             f"forward      {_amount(self.flops, 'FLOP')}, {_moved(self.forward)}",
             f"backward     {_amount(self.backward_flops, 'FLOP')}, {_moved(self.backward)}",
             f"metadata     {self.metadata_bytes} bytes",
@@ -77,12 +73,12 @@ class Explanation:
 
     def _said_balance(self) -> list[str]:
         of = self.balance
-        spread = f"rows: {of.longest_row} tiles at most, {of.mean_row:.4g} in the mean; columns: {of.longest_col} and {of.mean_col:.4g}"
-        lines = [f"balance      {spread}"]
-        if of.multiprocessors is not None:
+        rows = f"{of.longest_row} tiles at most, {of.mean_row:.4g} in the mean"
+        lines = [f"balance      rows: {rows}; columns: {of.longest_col} and {of.mean_col:.4g}"]
+        if of.n_sms is not None:
             lines.append(
-                f"   costs     forward {of.forward:.2f}, backward {of.backward:.2f} times what evenly spread work would "
-                f"take on {of.multiprocessors} multiprocessors"
+                f"   costs     forward {of.forward:.2f}, backward {of.backward:.2f} times what evenly spread work "
+                f"would take on {of.n_sms} SMs"
             )
         return lines
 
@@ -103,7 +99,7 @@ class Explanation:
 
 
 def _two_digits(value: float) -> str:
-    """More would say more than a prediction knows.
+    """Two significant digits, as many as a prediction is worth.
 
     >>> _two_digits(0.3456), _two_digits(17151.0)
     ('0.35', '17000')
@@ -133,7 +129,7 @@ def _moved(of: Moved) -> str:
 
 
 def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], determinism: str) -> Explanation:
-    """The explanation of a call whose backend was chosen for `reason`, and not the `others`."""
+    """The explanation of a call. reason, others: see `dispatch.Choice`."""
     done, device, table = cost.work(call), cost.device_of(call.q.device), prediction.calibrations()
     predicted, unpredicted = cost.predict(call, device, table)
     spread = cost.balance(call, device, table)

@@ -1,7 +1,4 @@
-"""What would make a call faster? Sentences, each with the number that it comes from.
-
-Knows calls and what cost.py found out about them. Must not know how a backend is chosen.
-"""
+"""Advice on how to make a call faster, as sentences with figures."""
 
 from __future__ import annotations
 
@@ -14,21 +11,21 @@ from ..runtime import tracing
 from . import prediction
 from .call import Call
 from .cost import Balance, Work
-from .dispatch import TILE
 from .prediction import Device, Prediction
+from .scheduling import TILE
 
-# below this share of attending pairs a tile is badly filled
+# tiles with a smaller share of attending pairs get advice
 WELL_FILLED = 0.5
-# above this share of tiles nothing is gained by skipping the others, where no time is predicted
+# without a predicted time, a layout with a larger share of tiles counts as dense
 NEARLY_DENSE = 0.95
-# times an even spread, and times the mean line, from which on a long line is worth a sentence
+# advice on a long line starts at these multiples of the even spread and of the mean line
 UNEVEN, LONG = 1.15, 2.0
 
 
 def advice(
     call: Call, done: Work, spread: Balance, device: Device | None, predicted: Prediction | None
 ) -> tuple[str, ...]:
-    """What there is to say about a call that computes something; the largest losses first."""
+    """Advice for a call, largest losses first; none for an empty call or `reference`."""
     if call.is_empty or call.backend == "reference":
         return ()
     said = [*_of_layout(call, done, predicted), *_of_heads(call)]
@@ -50,27 +47,27 @@ def _of_layout(call: Call, done: Work, predicted: Prediction | None) -> Iterator
         if min(layout.block_size) < TILE:
             why = f"are scattered over them in blocks of {layout.block_size[0]} x {layout.block_size[1]}"
         yield (
-            f"{fill:.0%} of the pairs that are computed attend: tiles of {TILE} x {TILE} are computed whole, and the pairs {why}. "
-            f"Blocks of {TILE} at multiples of {TILE}, or an order of the tokens that puts what attends side by side "
-            "(layout.permute), compute fewer tiles"
+            f"{fill:.0%} of the pairs that are computed attend: tiles of {TILE} x {TILE} are computed whole, and the "
+            f"pairs {why}. Blocks of {TILE} at multiples of {TILE}, or an order of the tokens that puts what attends "
+            "side by side (layout.permute), compute fewer tiles"
         )
     if predicted is not None and predicted.dense_forward_ms + predicted.dense_backward_ms <= (
         predicted.forward_ms + predicted.backward_ms
     ):
         yield (
-            f"dense attention is no slower: {predicted.dense_forward_ms + predicted.dense_backward_ms:.2g} ms for forward and "
-            f"backward, {predicted.forward_ms + predicted.backward_ms:.2g} ms with this layout. Leave the layout out if the "
-            "model allows it"
+            f"dense attention is no slower: {predicted.dense_forward_ms + predicted.dense_backward_ms:.2g} ms for "
+            f"forward and backward, {predicted.forward_ms + predicted.backward_ms:.2g} ms with this layout. Leave the "
+            "layout out if the model allows it"
         )
     elif predicted is None and done.tiles > NEARLY_DENSE * _tiles_without(call):
         yield (
-            f"{done.tiles / _tiles_without(call):.0%} of the tiles of dense attention are computed: this layout saves next to nothing. "
-            "Leave it out if the model allows it"
+            f"{done.tiles / _tiles_without(call):.0%} of the tiles of dense attention are computed: this layout saves "
+            "next to nothing. Leave it out if the model allows it"
         )
     if call.causal and layout.device.type == "cpu" and _is_causal(call):
         yield (
-            "the layout never attends to the future, so causal=True changes nothing, and makes a second plan where the layout "
-            "is used without it too: leave it out"
+            "the layout never attends to the future, so causal=True changes nothing, and makes a second plan where "
+            "the layout is used without it too: leave it out"
         )
 
 
@@ -94,8 +91,8 @@ def _of_heads(call: Call) -> Iterator[str]:
     repeats = _repeats(call.k)
     if repeats > 1 and _repeats(call.v) % repeats == 0:
         yield (
-            f"each head of k and v stands there {repeats} times: give each once, (batch, {call.kv_heads // repeats}, kv_len, "
-            "head_dim). Query heads share key heads without a copy, and dk and dv are summed inside the kernel"
+            f"each head of k and v is repeated {repeats} times: pass each once, (batch, {call.kv_heads // repeats}, "
+            "kv_len, head_dim). Query heads share key heads without a copy, and dk and dv are summed inside the kernel"
         )
     if call.has_kernels:
         for name, dim in dict.fromkeys((("head_dim", call.head_dim), ("v_head_dim", call.v_dim))):
@@ -107,7 +104,7 @@ def _of_heads(call: Call) -> Iterator[str]:
 
 
 def _repeats(tensor: Tensor) -> int:
-    """How many heads in a row are the same, by their strides or by three tokens of the first batch; 1: all differ."""
+    """How many adjacent heads are equal, judged by strides or by three tokens of the first batch; 1 if all differ."""
     heads, length = tensor.shape[1], tensor.shape[2]
     if heads == 1:
         return 1
@@ -118,7 +115,7 @@ def _repeats(tensor: Tensor) -> int:
     with torch.no_grad():
         # (heads, 3 * head_dim)
         sample = tensor.detach()[0, :, [0, length // 2, length - 1]].flatten(1).cpu()
-    # of zeros, or of anything constant, nothing can be told
+    # a constant tensor says nothing
     if (sample == sample[:1, :1]).all():
         return 1
     groups = (group for group in range(heads, 1, -1) if heads % group == 0)
@@ -126,7 +123,7 @@ def _repeats(tensor: Tensor) -> int:
 
 
 def _is_repeated(sample: Tensor, group: int) -> bool:
-    """Whether each row is that of the first of its group; NaN is not."""
+    """Whether each row equals the first of its group; NaN does not."""
     return bool((sample.unflatten(0, (-1, group)) == sample[::group, None]).all())
 
 
@@ -136,24 +133,25 @@ def _is_repeated(sample: Tensor, group: int) -> bool:
 def _of_types(call: Call, device: Device) -> Iterator[str]:
     if call.dtype == torch.float32:
         yield (
-            "float32 products are computed exactly, without the tensor cores, unless torch.backends.cuda.matmul.fp32_precision is "
+            "float32 products are computed exactly, without the tensor cores, unless "
+            "torch.backends.cuda.matmul.fp32_precision is "
             '"tf32": bfloat16, or torch.autocast, is many times faster'
         )
     if not call.is_half or device.capability[0] < 9 or not call.unreadable:
         return
     tensors = {"q": call.q, "k": call.k, "v": call.v}
-    instead = "makes a copy of" if call.backend == "hopper" else "loads, without the copy engine,"
+    instead = "makes a copy of" if call.backend == "hopper" else "loads, without TMA,"
     narrow = [name for name in call.unreadable if tensors[name].shape[3] % 8]
     if narrow:
         yield (
-            f"rows of {' and '.join(narrow)} are no multiple of 16 bytes: the backend {instead} them. A head dimension that is a "
-            "multiple of 8 has such rows"
+            f"rows of {' and '.join(narrow)} are no multiple of 16 bytes: the backend {instead} them. A head "
+            "dimension that is a multiple of 8 has such rows"
         )
     strided = [name for name in call.unreadable if name not in narrow]
     if strided:
         yield (
-            f"strides or the address of {' and '.join(strided)} are no multiples of 16 bytes, or a stride is 0: the backend "
-            f"{instead} them. .contiguous() or .clone() has good ones"
+            f"strides or the address of {' and '.join(strided)} are no multiples of 16 bytes, or a stride is 0: the "
+            f"backend {instead} them. .contiguous() or .clone() has good ones"
         )
 
 
@@ -162,10 +160,10 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
 
 def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
     n_programs = call.batch * call.heads * -(-call.q_len // TILE)
-    if n_programs < device.multiprocessors:
+    if n_programs < device.n_sms:
         yield (
-            f"{n_programs} blocks of {TILE} queries for {device.multiprocessors} multiprocessors: the others wait. More heads or "
-            "batches in one call use them"
+            f"{n_programs} blocks of {TILE} queries for {device.n_sms} SMs: the others are idle. "
+            "More heads or batches in one call use them"
         )
         return
     for lost, longest, mean, name in (
@@ -174,7 +172,7 @@ def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
     ):
         if lost is not None and lost > UNEVEN and longest > LONG * mean:
             yield (
-                f"the longest {name} has {longest} tiles, the mean {mean:.4g}: the GPU waits for it, and takes {lost:.2f} times as "
-                "long as with even work. More heads or batches in one call hide it; fewer tokens that attend, or are attended "
-                "to, everywhere shorten it"
+                f"the longest {name} has {longest} tiles, the mean {mean:.4g}: the GPU waits for it, and takes "
+                f"{lost:.2f} times as long as with even work. More heads or batches in one call hide it; fewer tokens "
+                "that attend, or are attended to, everywhere shorten it"
             )

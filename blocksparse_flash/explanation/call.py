@@ -1,7 +1,4 @@
-"""What is a call of attention, once a backend is chosen? Its tensors, its options and its sizes in one piece.
-
-Knows tensors and a plan. Must not know what any of it costs.
-"""
+"""Call: a checked call of attention with its backend, options and sizes."""
 
 from __future__ import annotations
 
@@ -11,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..dispatch import misaligned
 from ..kernels.plan_format import Plan
 from ..layout import BlockLayout
-from ..runtime.tensor_spec import is_tma_loadable
-from . import dispatch
+from . import scheduling
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that was checked; dtype is that of the products, autocast's where it is on."""
+    """A checked call. dtype: of the products, autocast's where it is on."""
 
     q: Tensor
     k: Tensor
@@ -55,7 +52,7 @@ class Call:
 
     @property
     def head_dim(self) -> int:
-        """Of queries and keys."""
+        """Of q and k."""
         return self.q.shape[3]
 
     @property
@@ -64,7 +61,7 @@ class Call:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no pair at all."""
+        """Whether the call has no pairs."""
         return 0 in (self.batch, self.heads, self.q_len, self.kv_len)
 
     @property
@@ -73,49 +70,46 @@ class Call:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether kernels of ours run on a GPU, and not PyTorch's, nor an interpreter."""
+        """Whether `triton` or `hopper` kernels run on a GPU, not in an interpreter."""
         return self.q.device.type == "cuda" and self.backend in ("triton", "hopper")
 
     @property
-    def multiprocessors(self) -> int:
-        """Of the GPU; 1 of another device, as the launchers have it."""
+    def n_sms(self) -> int:
+        """SMs of the GPU; 1 on another device, as in the launchers."""
         if self.q.device.type != "cuda":
             return 1
         return torch.cuda.get_device_properties(self.q.device).multi_processor_count
 
     @property
     def unreadable(self) -> tuple[str, ...]:
-        """Which of q, k, v the copy engine cannot read where they lie; autocast's copies it can."""
-        tensors = {"q": self.q, "k": self.k, "v": self.v}
-        return tuple(
-            name
-            for name, tensor in tensors.items()
-            if tensor.shape[3] % 8 or (tensor.dtype == self.dtype and not is_tma_loadable(tensor))
-        )
+        """Which of q, k, v TMA cannot load in place. It can load autocast's copies."""
+        named = {"q": self.q, "k": self.k, "v": self.v}
+        strided = misaligned(tuple(named.values()), self.dtype)
+        return tuple(name for name, tensor in named.items() if tensor.shape[3] % 8 or name in strided)
 
     @functools.cached_property
     def plan(self) -> Plan | None:
-        """What the call walks (`reference` walks nothing); None without a layout or without pairs."""
+        """The plan of the layout; None without a layout or without pairs."""
         if self.layout is None or self.is_empty:
             return None
-        # tensors of nothing but a shape: their plan is looked at all the same
+        # meta tensors have no plan on their device
         device = torch.device("cpu") if self.q.device.type == "meta" else self.q.device
         return self.layout.plan(device, causal=self.causal)
 
     @functools.cached_property
-    def sides(self) -> dispatch.Sides:
-        """The lines of tiles of the call. Reads the plan's records on the host."""
+    def sides(self) -> scheduling.Sides:
+        """Tiles per tile row and tile column. Reads the plan's records on the host."""
         if self.plan is None:
             return self.dense_sides
         group = self.heads // self.kv_heads
         rows, cols = (items.cpu().numpy() for items in (self.plan.row_records, self.plan.col_records))
-        return dispatch.Sides(
-            dispatch.of_records(rows, batch=self.batch, heads=self.heads),
-            dispatch.of_records(cols, batch=self.batch, heads=self.heads, group=group),
+        return scheduling.Sides(
+            scheduling.of_records(rows, batch=self.batch, heads=self.heads),
+            scheduling.of_records(cols, batch=self.batch, heads=self.heads, group=group),
         )
 
     @functools.cached_property
-    def dense_sides(self) -> dispatch.Sides:
-        """The same without the layout, `causal` kept."""
+    def dense_sides(self) -> scheduling.Sides:
+        """The same without the layout, but with `causal`."""
         axes, kv_axes = self.batch * self.heads, self.batch * self.kv_heads
-        return dispatch.without_layout(self.q_len, self.kv_len, causal=self.causal, axes=axes, kv_axes=kv_axes)
+        return scheduling.without_layout(self.q_len, self.kv_len, causal=self.causal, axes=axes, kv_axes=kv_axes)

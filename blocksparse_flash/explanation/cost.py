@@ -1,7 +1,4 @@
-"""What does a call compute, how evenly is that spread, and how long will it take? The numbers behind `explain`.
-
-Knows calls, tiles, the properties of a GPU, calibrations. Must not know how any of it is told.
-"""
+"""Work, balance and predicted time of a call: the numbers behind `explain`."""
 
 from __future__ import annotations
 
@@ -12,16 +9,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .. import ops
+from .. import dispatch as backends
 from ..kernels.plan_format import Plan
 from . import memory, prediction
 from .call import Call
-from .dispatch import TILE, Lines, Sides, by_quarters, in_parts
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
+from .scheduling import TILE, Lines, Sides, by_subtiles, split_lines
 
-# of the highest bandwidth that clock and bus of a memory allow, what a copy reaches (H200: 4.3 of 4.9 TB/s)
+# share of the peak memory bandwidth that a copy reaches (H200: 4.3 of 4.9 TB/s)
 COPY_SHARE = 0.875
-# of a GPU without measurements, to say how evenly work spreads: in tiles, no times
+# for the balance on a GPU without measurements: work in tiles, not in time
 GENERIC = Rates((Kernel("rows", 1, 1.0),), 1.0, 0.3, 1.0, 0.0)
 
 
@@ -29,11 +26,11 @@ GENERIC = Rates((Kernel("rows", 1, 1.0),), 1.0, 0.3, 1.0, 0.0)
 
 
 def _pairs_of_plan(plan: Plan) -> int:
-    """Pairs that attend, over the batches and heads of a plan's own."""
+    """Attending pairs over the batches and heads of a plan."""
     items, ids, words = (tensor.cpu().numpy() for tensor in (plan.row_records, plan.row_bitmask_ids, plan.bitmasks))
     records = items.reshape(-1, items.shape[-1]).astype(np.int64)
     begin, n_tiles, n_partial = records[:, 1], records[:, 2], records[:, 3]
-    # the partial ones of each line stand first
+    # partial tiles come first in each line
     passed = np.cumsum(n_partial) - n_partial
     entries = np.repeat(begin - passed, n_partial) + np.arange(n_partial.sum())
     of_bitmask = np.bitwise_count(words.view(np.uint32)).sum(axis=(1, 2), dtype=np.int64)
@@ -41,7 +38,7 @@ def _pairs_of_plan(plan: Plan) -> int:
 
 
 def _attending(call: Call) -> int:
-    """Pairs that attend, over all batches and heads."""
+    """Attending pairs over all batches and heads."""
     axes = call.batch * call.heads
     if call.plan is not None:
         shared = call.plan.row_records.shape[0] * call.plan.row_records.shape[1]
@@ -53,25 +50,30 @@ def _attending(call: Call) -> int:
 
 
 class Balance(NamedTuple):
-    """How evenly tiles are spread over the lines of all heads, and what that costs.
+    """How evenly tiles are spread over tile rows and columns, and what that costs.
 
     longest_row, mean_row  tiles of a block of 128 queries
-    longest_col, mean_col  of a block of 128 keys, for all the query heads that share a key head
-    multiprocessors        of the GPU; None on another device, as what follows
-    forward, backward      how many times longer the kernels take than with their work spread evenly over those
+    longest_col, mean_col  tiles of a block of 128 keys, over all query heads that share a kv head
+    n_sms                  SMs of the GPU; None on another device, as are forward and backward
+    forward, backward      how many times longer the kernels take than with work spread evenly over the SMs
     """
 
     longest_row: int
     mean_row: float
     longest_col: int
     mean_col: float
-    multiprocessors: int | None
+    n_sms: int | None
     forward: float | None
     backward: float | None
 
 
 class Work(NamedTuple):
-    """Counts over all batches and heads: tiles, partial ones, all there could be, pairs computed, and pairs that attend."""
+    """Counts over all batches and heads.
+
+    tiles, partial  computed tiles, and those that are masked pair by pair
+    grid            all tiles, computed or not
+    computed, attending  pairs in computed tiles, and pairs that attend
+    """
 
     tiles: int
     partial: int
@@ -99,21 +101,21 @@ def work(call: Call) -> Work:
 
 @functools.cache
 def device_of(device: torch.device) -> Device | None:
-    """What a prediction must know of a GPU; None of another device."""
+    """The properties of a GPU that predictions use; None for another device."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
-    # some GPUs (those that share the host's memory) and some versions of PyTorch do not tell them
+    # missing for GPUs that share the host's memory, and in some versions of PyTorch
     clock, memory_clock, bus = (
         getattr(found, name, 0) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")
     )
-    # both rates in kHz, memory moves twice a cycle
+    # kHz; memory transfers twice a cycle
     bandwidth = COPY_SHARE * 2 * memory_clock * bus / 8 * 1e-6
     return Device(found.name, (found.major, found.minor), found.multi_processor_count, clock * 1e-3, bandwidth)
 
 
 def unmeasured(call: Call) -> str:
-    """Why nothing is known of how long such a call takes on any GPU; empty if something is."""
+    """Why no GPU has measurements for such a call; empty if one may."""
     if not call.has_kernels:
         return f'"{call.backend}" on {call.q.device} was not measured'
     if call.is_empty:
@@ -124,15 +126,15 @@ def unmeasured(call: Call) -> str:
         return "dropout was not measured"
     if call.has_score_options:
         return "sinks, softcap, alibi_slopes and block_bias were not measured"
-    if call.q_len <= ops.FEW_QUERIES:
+    if call.q_len <= backends.FEW_QUERIES:
         return "the kernels for few queries were not measured"
     if memory.uses_hopper_backward(call) and memory.has_separate_dq(call):
-        return "the backward of hopper with a launch for dq alone, which few tiles or equal bits want, was not measured"
+        return "the backward of hopper with a launch for dq alone, used for few tiles or equal bits, was not measured"
     return ""
 
 
 def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -> tuple[Prediction | None, str]:
-    """(the prediction, why there is none)."""
+    """(prediction or None, why there is none)."""
     why = unmeasured(call)
     if why or device is None:
         return None, why
@@ -152,7 +154,7 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
 
     for one in (forward, backward):
         if not prediction.can_scale(one, device):
-            return None, f"nothing was fitted to this {device.name}, which does not tell the clock and bandwidth"
+            return None, f"the model was not fitted to this {device.name}, which does not report clock and bandwidth"
     mine = dense = _times(call, device, forward, backward)
     if call.layout is not None:
         dense = _times(dataclasses.replace(call, layout=None), device, forward, backward)
@@ -161,37 +163,35 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
         *prediction.caveats(backward, device, padded["bwd"]),
     ]
     if call.batch * max(call.q_len, call.kv_len) < prediction.FEWEST_TOKENS:
-        said.append(
-            f"with fewer than {prediction.FEWEST_TOKENS:,} tokens the host decides, whose time is not looked at"
-        )
+        said.append(f"with fewer than {prediction.FEWEST_TOKENS:,} tokens host time dominates, which is not predicted")
     if call.has_kv_lengths:
-        said.append("kv_lengths are not looked at: as if all were kv_len")
+        said.append("kv_lengths are ignored, as if all were kv_len")
     if call.unreadable:
-        said.append(f"where the copy engine cannot read {' and '.join(call.unreadable)}, nothing was measured")
+        said.append(f"where TMA cannot load {' and '.join(call.unreadable)}, nothing was measured")
     basis = prediction.basis((forward, backward))
     return Prediction(*mine, *dense, basis=basis, caveats=tuple(dict.fromkeys(said))), ""
 
 
-def programs(call: Call, n_multiprocessors: int) -> tuple[Sides, Sides]:
-    """What the programs of the forward and of the backward walk on such a GPU: lines, of which `hopper` splits long ones.
+def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
+    """Tiles of the programs of the forward and of the backward on a GPU with n_sms SMs. `hopper` splits long lines.
 
-    Tiles made of whole quarters cost `hopper` no mask. Of single ones it computes half, where steps of the backward have 64 queries, and
-    where the forward takes two at a time.
+    Subtiled tiles cost `hopper` no mask. It computes one half of half tiles in a backward with steps of 64 queries, and
+    in a forward that processes two tiles at a time.
     """
     dim = prediction.padded_dim(call.backend, max(call.head_dim, call.v_dim))
 
     def split(lines: Lines, first: int, n_axes: int) -> Lines:
-        chosen = memory.split(call, first, n_multiprocessors)
-        return in_parts(lines, chosen.n_lines * n_axes, chosen.parts)
+        chosen = memory.split(call, first, n_sms)
+        return split_lines(lines, chosen.n_lines * n_axes, chosen.parts)
 
     forward = backward = sides = call.sides
     if call.backend == "hopper":
         rows = split(sides.rows, 0, call.batch * call.heads)
-        takes_two = dim <= 128 and not call.has_kv_lengths and len(rows.tiles) == len(sides.rows.tiles)
-        forward = sides._replace(rows=by_quarters(rows, is_halved=takes_two))
+        pairs_tiles = dim <= 128 and not call.has_kv_lengths and len(rows.tiles) == len(sides.rows.tiles)
+        forward = sides._replace(rows=by_subtiles(rows, is_halved=pairs_tiles))
     if memory.uses_hopper_backward(call):
         cols = split(sides.cols, 3, call.batch * call.kv_heads)
-        backward = sides._replace(cols=by_quarters(cols, is_halved=dim == 128))
+        backward = sides._replace(cols=by_subtiles(cols, is_halved=dim == 128))
     return forward, backward
 
 
@@ -202,15 +202,15 @@ def _times(call: Call, device: Device, forward: Calibration, backward: Calibrati
         rates, known = prediction.on_device(found, device), prediction.known(found, device)
         return prediction.direction_ms(rates, walked, known, beside=moved.walk + moved.served, passes=moved.passes)
 
-    sides, n_multiprocessors = programs(call, device.multiprocessors), device.multiprocessors
+    sides, n_sms = programs(call, device.n_sms), device.n_sms
     return (
-        one(forward, sides[0], memory.forward(call, n_multiprocessors)),
-        one(backward, sides[1], memory.backward(call, n_multiprocessors)),
+        one(forward, sides[0], memory.forward(call, n_sms)),
+        one(backward, sides[1], memory.backward(call, n_sms)),
     )
 
 
 def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -> Balance:
-    """The balance of a call, with the rates that were measured on its GPU, or else generic ones."""
+    """The balance of a call, with the rates measured on its GPU, or else generic ones."""
     if call.is_empty:
         return Balance(0, 0.0, 0, 0.0, None, None, None)
     rows, cols = (side.tiles for side in call.sides)
@@ -219,10 +219,10 @@ def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
         return Balance(*spread, None, None, None)
     dim = max(call.head_dim, call.v_dim)
     losses = []
-    walked_by = programs(call, device.multiprocessors)
+    walked_by = programs(call, device.n_sms)
     for direction, side, walked in zip(("fwd", "bwd"), ("rows", "cols"), walked_by, strict=True):
         backend = call.backend if direction == "fwd" or memory.uses_hopper_backward(call) else "triton"
         found = prediction.find(table, device, backend, prediction.padded_dim(backend, dim), direction)
         generic = GENERIC._replace(kernels=(Kernel(side, 1, 1.0),))
-        losses.append(prediction.loss(generic if found is None else found.rates, walked, device.multiprocessors))
-    return Balance(*spread, device.multiprocessors, *losses)
+        losses.append(prediction.loss(generic if found is None else found.rates, walked, device.n_sms))
+    return Balance(*spread, device.n_sms, *losses)

@@ -1,7 +1,4 @@
-"""Which bytes does a call read, write and hold? Tensors once each, whatever the tiles read of them again.
-
-Knows sizes, types, and what each backend allocates beside its outputs. Must not know seconds.
-"""
+"""Bytes that a call reads, writes and allocates. Each tensor counts once, however often tiles read it again."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from ..kernels.schedule import Split, split_of
 from ..kernels.separate_dq import is_dq_separate
 from ..kernels.service import Service, are_statistics_served, n_counts, service_of
 from .call import Call
-from .dispatch import TILE
 from .prediction import padded_dim
+from .scheduling import TILE
 
-# head dimensions of hopper's own backward: see kernels/hopper_backward.py
+# head dimensions of hopper's own backward
 OWN = range(1, 129)
-# of lse, delta and the sum of dq, bytes
+# bytes of an element of lse, delta and the sum of dq
 FLOAT = 4
 
 
@@ -56,12 +53,12 @@ def _sizes(call: Call) -> dict[str, int]:
 
 
 def _padded(count: int) -> int:
-    """Of a row of so many elements the copy engine wants a multiple of 8."""
+    """Elements of a row after padding to a multiple of 8, as TMA requires."""
     return -(-count // 8) * 8
 
 
 def _copies(call: Call) -> int:
-    """Bytes of the copies that `hopper` makes of what the copy engine cannot read."""
+    """Bytes of the copies that `hopper` makes of tensors that TMA cannot load."""
     sizes, dims = _sizes(call), {"q": call.head_dim, "k": call.head_dim, "v": call.v_dim}
     return sum(sizes[name] // dims[name] * _padded(dims[name]) for name in call.unreadable)
 
@@ -80,7 +77,7 @@ def service(call: Call, n_multiprocessors: int) -> Service | None:
 
 
 def _queue(call: Call, first: int, n_multiprocessors: int) -> int:
-    """Bytes with which the programs of `hopper` count the rows (first = 0) or columns (3) that they take, if these are more."""
+    """Bytes of the counters with which `hopper` programs take tile rows (first = 0) or columns (3), if needed."""
     length, heads = (call.kv_len, call.kv_heads) if first else (call.q_len, call.heads)
     n_axes = call.batch * heads
     if first and service(call, n_multiprocessors) is not None:
@@ -90,7 +87,7 @@ def _queue(call: Call, first: int, n_multiprocessors: int) -> int:
 
 
 def _parts(call: Call, first: int, n_multiprocessors: int) -> int:
-    """Bytes that the parts of rows (first = 0) or columns (3) write where `hopper` splits them."""
+    """Bytes that splits of tile rows (first = 0) or columns (3) write."""
     of_lines = split(call, first, n_multiprocessors)
     dim, dim_v = padded_dim("hopper", call.head_dim), padded_dim("hopper", call.v_dim)
     if first:
@@ -100,7 +97,7 @@ def _parts(call: Call, first: int, n_multiprocessors: int) -> int:
 
 
 def _lists(call: Call, *sides: str) -> int:
-    """Bytes of a plan's lists of these directions, and of its bitmasks."""
+    """Bytes of a plan's lists for these sides ("row", "col"), and of its bitmasks."""
     if call.plan is None or call.backend == "reference":
         return 0
     return sum(
@@ -111,11 +108,11 @@ def _lists(call: Call, *sides: str) -> int:
 
 
 def forward(call: Call, n_multiprocessors: int | None = None) -> Moved:
-    """Of a forward. With autocast the tensors it converts count as workspace.
+    """Bytes of a forward. Tensors that autocast converts count as workspace.
 
-    n_multiprocessors  of the GPU; None: of the one that the tensors are on
+    n_multiprocessors  SMs of the GPU; None: of the GPU that holds the tensors
     """
-    n_multiprocessors = call.multiprocessors if n_multiprocessors is None else n_multiprocessors
+    n_multiprocessors = call.n_sms if n_multiprocessors is None else n_multiprocessors
     sizes = _sizes(call)
     reads = sizes["q"] + sizes["k"] + sizes["v"] + _lists(call, "row")
     writes = sizes["out"] + sizes["lse"]
@@ -134,13 +131,13 @@ def forward(call: Call, n_multiprocessors: int | None = None) -> Moved:
             # the last row ends with its numbers
             filling = _padded(call.v_dim) - call.v_dim
             workspace += sizes["out"] // call.v_dim * _padded(call.v_dim) - call.dtype.itemsize * filling
-    # parts are read again by the launch that merges them
+    # the launch that combines splits reads them again
     return Moved(reads, writes, workspace, reads + writes + parts, 0, parts)
 
 
 def backward(call: Call, n_multiprocessors: int | None = None) -> Moved:
-    """Of a backward whose gradient of the output is contiguous."""
-    n_multiprocessors = call.multiprocessors if n_multiprocessors is None else n_multiprocessors
+    """Bytes of a backward with a contiguous gradient of the output."""
+    n_multiprocessors = call.n_sms if n_multiprocessors is None else n_multiprocessors
     sizes = _sizes(call)
     inputs = sizes["q"] + sizes["k"] + sizes["v"]
     walked = ("col",) if uses_hopper_backward(call) and not has_separate_dq(call) else ("row", "col")
@@ -185,12 +182,12 @@ def backward(call: Call, n_multiprocessors: int | None = None) -> Moved:
 
 
 def has_separate_dq(call: Call) -> bool:
-    """Whether hopper's backward computes dq by a launch of its own."""
+    """Whether hopper's backward computes dq in a separate launch."""
     return is_dq_separate(
         call.plan or (), call.q.shape, max(call.head_dim, call.v_dim), deterministic=call.deterministic
     )
 
 
 def uses_hopper_backward(call: Call) -> bool:
-    """Other heads have the portable backward."""
+    """Whether the backward is hopper's own; wider heads use that of `triton`."""
     return call.backend == "hopper" and max(call.head_dim, call.v_dim) in OWN

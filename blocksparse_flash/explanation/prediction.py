@@ -1,15 +1,13 @@
-"""How long will a call take on this GPU? A model of a few coefficients, fitted to measurements (`python -m benchmarks.run.calibrate`).
+"""Predicted time of a call: a small model, fitted to measurements by `python -m benchmarks.run.calibrate`.
 
 A direction (forward or backward) takes
 
-    launch + passes / bandwidth + max(beside / bandwidth, the sum over its kernels of max(makespan, alone * longest program))
+    launch + passes / bandwidth + max(beside / bandwidth, sum over kernels of max(makespan, alone * longest program))
 
-`beside` are bytes that move while tiles are walked, `passes` those of the launches before and after: memory.py says which. A
-program that walks `tiles` tiles, `partial` of them masked, holds a multiprocessor for (program + tiles + masking * partial)
-times the kernel's seconds a tile. The makespan is that of list scheduling on as many servers as there are multiprocessors;
-programs that share one share its rate, which a last program alone does not reach: `alone`.
-
-Knows: lines of tiles, calibration.json. Does not know: tensors, how anything was measured.
+`beside` are the bytes moved while kernels iterate over tiles, `passes` those of the launches before and after: see
+memory.py. A program of `tiles` tiles, `partial` of them masked, occupies an SM for (program + tiles + masking *
+partial) times the kernel's seconds per tile. The makespan is that of list scheduling with one server per SM. Programs
+on the same SM share its rate; a last program without neighbours does not reach that rate, hence `alone`.
 """
 
 from __future__ import annotations
@@ -20,31 +18,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import dispatch
-from .dispatch import Sides
+from . import scheduling
+from .scheduling import Sides
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 MICRO = 1e-6
-# of a batch; with fewer the host decides, whose time is not that of the model and differs from host to host
+# tokens in a batch; with fewer, host time dominates, which the model does not cover
 FEWEST_TOKENS = 4096
 
 
 class Device(NamedTuple):
-    """What a prediction must know of a GPU; bandwidth in GB/s, clock in MHz, 0 where it does not tell."""
+    """A GPU: SMs, clock in MHz and bandwidth in GB/s, 0 where unknown."""
 
     name: str
     capability: tuple[int, int]
-    multiprocessors: int
+    n_sms: int
     clock: float
     bandwidth: float
 
 
 class Kernel(NamedTuple):
-    """A launch that walks tiles.
+    """A launch that iterates over tiles.
 
     side     "rows" or "cols"
-    split    programs that share a line
-    tile_us  microseconds for which a tile holds a multiprocessor
+    split    programs per line
+    tile_us  microseconds for which a tile occupies an SM
     """
 
     side: str
@@ -53,11 +51,11 @@ class Kernel(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """The coefficients of one direction; program and masking in tiles of the kernel that they are part of.
+    """The coefficients of one direction; program and masking in units of one tile.
 
-    program    what beginning and ending a program costs
-    masking    what a partial tile costs beyond a full one
-    alone      how many times longer a program takes than its tiles hold the multiprocessor, with nothing beside it
+    program    cost of starting and ending a program
+    masking    extra cost of a partial tile
+    alone      how many times longer a program takes when it has an SM for itself
     launch_us  microseconds before and between the launches
     """
 
@@ -69,13 +67,13 @@ class Rates(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """Rates as they were fitted.
+    """Fitted rates.
 
-    head_dim   columns that a program holds, padded
+    head_dim   padded head dimension
     direction  "fwd" or "bwd"
-    n_lines, benches, commits  the measurements behind it: how many result lines, of which benchmarks, at which commits
+    n_lines, benches, commits  number of result lines in the fit, their benchmarks and commits
     median_error, worst_error  |predicted / measured - 1| over those lines
-    unseen_error               the worst over lines that a fit had not seen, in five parts
+    unseen_error               worst error over held-out lines, in five-fold cross-validation
     """
 
     device: Device
@@ -93,10 +91,10 @@ class Calibration(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """Milliseconds on this GPU; the dense ones are of the same call without its layout.
+    """Milliseconds on this GPU; dense_*: of the same call without its layout.
 
-    basis     the measurements behind it, and how far off it was on them
-    caveats   in what this call differs from all that was measured; empty: calibrated
+    basis     the measurements behind the model, and its error on them
+    caveats   how this call differs from all measurements; empty: calibrated
     """
 
     forward_ms: float
@@ -108,7 +106,7 @@ class Prediction:
 
 
 def padded_dim(backend: str, head_dim: int) -> int:
-    """Columns that a program of a backend holds for a head dimension: what kernels/launch.py and kernels/hopper.py say."""
+    """The head dimension to which the kernels of a backend pad."""
     if backend == "hopper":
         return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     return max(16, 1 << (head_dim - 1).bit_length())
@@ -117,34 +115,34 @@ def padded_dim(backend: str, head_dim: int) -> int:
 # ---- the model ----
 
 
-def kernel_us(kernel: Kernel, rates: Rates, sides: Sides, multiprocessors: int) -> float:
-    """Microseconds of one launch that walks tiles."""
+def kernel_us(kernel: Kernel, rates: Rates, sides: Sides, n_sms: int) -> float:
+    """Microseconds of one launch."""
     lines = getattr(sides, kernel.side)
     work = rates.program + (lines.tiles + rates.masking * lines.partial) / kernel.split
     if not len(work):
         return 0.0
     work = work.repeat(kernel.split)
-    return kernel.tile_us * max(dispatch.makespan(work, multiprocessors), rates.alone * float(work.max()))
+    return kernel.tile_us * max(scheduling.makespan(work, n_sms), rates.alone * float(work.max()))
 
 
 def direction_ms(rates: Rates, sides: Sides, device: Device, *, beside: int, passes: int) -> float:
-    """Milliseconds of one direction; `beside` bytes at least while the tiles are walked, `passes` by the launches around."""
-    # GB/s are bytes a nanosecond
+    """Milliseconds of one direction; beside, passes in bytes, as in the model above."""
+    # GB/s is bytes per nanosecond
     us_of_byte = 1e-3 / device.bandwidth
-    kernels = sum(kernel_us(kernel, rates, sides, device.multiprocessors) for kernel in rates.kernels)
+    kernels = sum(kernel_us(kernel, rates, sides, device.n_sms) for kernel in rates.kernels)
     return 1e-3 * (rates.launch_us + passes * us_of_byte + max(beside * us_of_byte, kernels))
 
 
-def loss(rates: Rates, sides: Sides, multiprocessors: int) -> float:
-    """How many times longer the kernels take than with their work spread evenly; at least 1.0."""
+def loss(rates: Rates, sides: Sides, n_sms: int) -> float:
+    """How many times longer the kernels take than with work spread evenly; at least 1.0."""
     took = even = 0.0
     for kernel in rates.kernels:
         lines = getattr(sides, kernel.side)
         work = rates.program * kernel.split * len(lines.tiles) + float(
             (lines.tiles + rates.masking * lines.partial).sum()
         )
-        even += kernel.tile_us * work / multiprocessors
-        took += kernel_us(kernel, rates, sides, multiprocessors)
+        even += kernel.tile_us * work / n_sms
+        took += kernel_us(kernel, rates, sides, n_sms)
     return max(1.0, took / even) if even else 1.0
 
 
@@ -165,7 +163,7 @@ def to_json(calibrations: list[Calibration]) -> str:
 
 
 def from_json(text: str) -> list[Calibration]:
-    """The calibrations of such a text."""
+    """The calibrations in the text of calibration.json."""
 
     def read(entry: dict[str, Any]) -> Calibration:
         device, rates = entry["device"], entry["rates"]
@@ -184,16 +182,16 @@ def from_json(text: str) -> list[Calibration]:
 
 @functools.cache
 def calibrations() -> tuple[Calibration, ...]:
-    """All that was fitted."""
+    """All calibrations."""
     return tuple(from_json(CALIBRATION.read_text(encoding="utf-8")))
 
 
 def find(
     table: tuple[Calibration, ...], device: Device, backend: str, head_dim: int, direction: str
 ) -> Calibration | None:
-    """The calibration for a call: of this GPU, else of one of the same compute capability; of the next wider heads.
+    """The calibration of this GPU, else of one of the same compute capability, for this or the next larger head_dim.
 
-    None if there is neither: the rate of another architecture, or of wider programs than were measured, is not guessed.
+    None if there is neither: rates of other architectures or larger head dimensions are not guessed.
     """
     fitting = [
         one
@@ -206,16 +204,16 @@ def find(
 
 
 def _is_same(one: Device, other: Device) -> bool:
-    return (one.name, one.multiprocessors) == (other.name, other.multiprocessors)
+    return (one.name, one.n_sms) == (other.name, other.n_sms)
 
 
 def can_scale(found: Calibration, device: Device) -> bool:
-    """Whether enough is known of this GPU, unless it is the one that was measured."""
+    """Whether the GPU is the measured one, or its clock and bandwidth are known."""
     return _is_same(found.device, device) or (device.clock > 0 and device.bandwidth > 0)
 
 
 def on_device(found: Calibration, device: Device) -> Rates:
-    """The rates on this GPU: by its clock, if it is another one. The multiprocessors are the model's."""
+    """The rates on this GPU, scaled by its clock if it is not the measured one."""
     if _is_same(found.device, device):
         return found.rates
     slower = found.device.clock / device.clock
@@ -224,7 +222,7 @@ def on_device(found: Calibration, device: Device) -> Rates:
 
 
 def known(found: Calibration, device: Device) -> Device:
-    """The GPU as it was measured, if this is the one."""
+    """The device as measured, if this is the same GPU."""
     return found.device if _is_same(found.device, device) else device
 
 
@@ -233,18 +231,18 @@ def basis(used: tuple[Calibration, ...]) -> str:
     names = " and ".join(dict.fromkeys(one.device.name for one in used))
     median, worst = (max(getattr(one, name) for one in used) for name in ("median_error", "worst_error"))
     return (
-        f"{sum(one.n_lines for one in used)} measurements on {names}, from which it is off by {median:.0%} in the median "
-        f"and {worst:.0%} at most"
+        f"{sum(one.n_lines for one in used)} measurements on {names}, from which it is off by {median:.0%} in the "
+        f"median and {worst:.0%} at most"
     )
 
 
 def caveats(used: Calibration, device: Device, head_dim: int) -> tuple[str, ...]:
-    """To what of the GPU and of the padded head dimension nothing was fitted."""
+    """What the model was not fitted to: this GPU, this padded head dimension."""
     said = []
     if not _is_same(used.device, device):
         said.append(
-            f"nothing was fitted to this {device.name}: scaled from {used.device.name} by {device.multiprocessors} "
-            f"multiprocessors at {device.clock:.0f} MHz and {device.bandwidth:.0f} GB/s"
+            f"the model was not fitted to this {device.name}: scaled from {used.device.name} by {device.n_sms} "
+            f"SMs at {device.clock:.0f} MHz and {device.bandwidth:.0f} GB/s"
         )
     if used.head_dim != head_dim:
         said.append(f"a head dimension of {head_dim} was not measured: taken as {used.head_dim}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..alibi import slopes_of
+from ..score_mods import slopes_of
 from .arguments import check_positions, positive_int, rotary_base
 
 

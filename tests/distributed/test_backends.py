@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import masks
-from blocksparse_flash import distributed, functional, ops
+from blocksparse_flash import dispatch, distributed
 from blocksparse_flash.distributed import functional as shared
 
 LENGTH, HEADS, DIM = 512, (2, 1), 16
@@ -24,7 +24,7 @@ def test_several_ranks_choose_by_the_size_of_the_whole(monkeypatch: pytest.Monke
         unfit.append(arguments[3])
         return "eager"
 
-    monkeypatch.setattr(functional, "_choose", choose)
+    monkeypatch.setattr(dispatch, "choose", choose)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         plan = distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=HEADS)
@@ -33,12 +33,12 @@ def test_several_ranks_choose_by_the_size_of_the_whole(monkeypatch: pytest.Monke
         halved = dataclasses.replace(plan, length=2 * LENGTH)
         for asked, enough in ((plan, sum(HEADS) * LENGTH * DIM), (halved, sum(HEADS) * 2 * LENGTH * DIM)):
             for worth in (enough + 1, enough):
-                monkeypatch.setattr(ops, "WORTH_HOPPER", worth)
+                monkeypatch.setattr(dispatch, "MIN_HOPPER_ELEMENTS", worth)
                 shared._checked((q, k, k, asked, 0, None, None, "auto"))
         shared._checked((q, k, k, plan, 0, None, None, "hopper"))
     finally:
         dist.destroy_process_group()
-    assert unfit == [functional.SMALL, None, functional.SMALL, None, None]
+    assert unfit == [dispatch.SMALL, None, dispatch.SMALL, None, None]
 
 
 @pytest.fixture

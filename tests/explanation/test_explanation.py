@@ -1,4 +1,4 @@
-"""explanation.py, cost.py, advice.py: does explain count right, does it say what is known and no more, is its advice apt?"""
+"""The counts, predictions and advice of explain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132, 1980.0, 2900.0)
 
 
 class OnGpu(Call):
-    """A call whose tensors, on the host, stand for tensors on a GPU."""
+    """A call with tensors on the host that counts as a call on a GPU."""
 
     has_kernels = True  # type: ignore[assignment]
 
@@ -36,7 +36,7 @@ def call(
     dtype: torch.dtype = torch.bfloat16,
     **given: Any,
 ) -> Call:
-    """A call on a GPU; its tensors are single numbers seen as whole tensors, and are readable."""
+    """A call on a GPU; its tensors are expanded single numbers, and count as loadable by TMA."""
     batch, heads, length, head_dim = q_shape
     q = torch.empty(q_shape, dtype=dtype, device="meta")
     k = torch.empty(batch, kv_heads or heads, length, head_dim, dtype=dtype, device="meta")
@@ -53,7 +53,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def explained(asked: Call, device: Device | None = H200) -> explanation.Explanation:
         monkeypatch.setattr(cost, "device_of", lambda _: device)
-        return explanation.explained(asked, reason="it is asked", others=(), determinism="none")
+        return explanation.explained(asked, reason="by name", others=(), determinism="none")
 
     return explained
 
@@ -132,12 +132,12 @@ def test_a_measured_gpu_has_a_prediction_beside_dense(on: Any) -> None:
     said = found.prediction
     assert said is not None and said.caveats == () and found.unpredicted == ""
     assert 0.1 < said.forward_ms < said.backward_ms < 3 and said.dense_forward_ms > 8 * said.forward_ms
-    assert 1.0 <= found.balance.forward < 1.3 and found.balance.multiprocessors == 132
+    assert 1.0 <= found.balance.forward < 1.3 and found.balance.n_sms == 132
     report = str(found)
     assert f"time         forward {said.forward_ms:.2g} ms, backward {said.backward_ms:.2g} ms" in report
     assert "forward      151.9 GFLOP, reads 201.4 MB, writes 68.16 MB, workspace 0 B" in report
     assert "times as long" in report and "measurements on NVIDIA H200" in report and "not calibrated" not in report
-    assert "on 132 multiprocessors" in report
+    assert "on 132 SMs" in report
 
 
 def test_dense_is_not_compared_with_itself(on: Any) -> None:
@@ -148,8 +148,8 @@ def test_dense_is_not_compared_with_itself(on: Any) -> None:
 def test_where_nothing_was_measured_no_time_is_told(on: Any) -> None:
     for asked, device, why in (
         (call(layout=window()), A100, "compute capability 8.0"),
-        (call(), H100._replace(clock=0.0), "does not tell the clock and bandwidth"),
-        (call(), H100._replace(bandwidth=0.0), "does not tell the clock and bandwidth"),
+        (call(), H100._replace(clock=0.0), "does not report clock and bandwidth"),
+        (call(), H100._replace(bandwidth=0.0), "does not report clock and bandwidth"),
         (call((1, 16, 16384, 256)), H200, "head dimension of 256"),
         (call(dtype=torch.float32), H200, "torch.float32 was not measured"),
         (call(dropout_p=0.1), H200, "dropout was not measured"),
@@ -166,10 +166,14 @@ def test_where_nothing_was_measured_no_time_is_told(on: Any) -> None:
 
 def test_what_is_near_a_measurement_says_how_it_is_not_one(on: Any) -> None:
     for asked, device, why in (
-        (call(layout=window()), H100, "nothing was fitted to this NVIDIA H100 80GB HBM3: scaled from NVIDIA H200"),
+        (
+            call(layout=window()),
+            H100,
+            "the model was not fitted to this NVIDIA H100 80GB HBM3: scaled from NVIDIA H200",
+        ),
         (call((1, 16, 16384, 32)), H200, "a head dimension of 32 was not measured: taken as 64"),
         (call(has_kv_lengths=True), H200, "as if all were kv_len"),
-        (call((1, 16, 16384, 100)), H200, "the copy engine cannot read q and k and v"),
+        (call((1, 16, 16384, 100)), H200, "TMA cannot load q and k and v"),
     ):
         found = on(asked, device)
         assert any(why in caveat for caveat in found.prediction.caveats), found.prediction.caveats
@@ -178,7 +182,8 @@ def test_what_is_near_a_measurement_says_how_it_is_not_one(on: Any) -> None:
 
 def test_a_gpu_is_known_by_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(
-        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, clock_rate=1_980_000, memory_clock_rate=3_201_000,
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, clock_rate=1_980_000,
+        memory_clock_rate=3_201_000,
         memory_bus_width=6144,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -221,7 +226,7 @@ def few_rows() -> BlockLayout:
     return BlockLayout.from_blocks([0] * n + [*range(1, n)], [*range(n), *range(1, n)], 16384, 16384, block_size=128)
 
 
-# words -> a call to which they are said
+# words -> a call whose advice has them
 SAID = {
     "in blocks of 16 x 16": lambda: call((1, 16, 2048, 128), layout=scattered(2048)),
     "dense attention is no slower": lambda: call((1, 16, 2048, 128), layout=scattered(2048)),
@@ -232,10 +237,12 @@ SAID = {
     "head_dim 80 is computed as 128: 38%": lambda: call((1, 16, 2048, 80)),
     "rows of q and k and v are no multiple of 16 bytes": lambda: call((1, 16, 2048, 100)),
     "float32 products are computed exactly": lambda: call((1, 16, 2048, 64), dtype=torch.float32),
-    "8 blocks of 128 queries for 132 multiprocessors": lambda: call((1, 2, 512, 64)),
+    "8 blocks of 128 queries for 132 SMs": lambda: call((1, 2, 512, 64)),
     "the longest row has 128 tiles": lambda: call((1, 4, 16384, 128), layout=few_rows()),
-    "each head of k and v stands there 2 times": lambda: with_keys(repeated()),
-    "each head of k and v stands there 4 times": lambda: with_keys(torch.rand(1, 1, 2048, 64).half().expand(1, 4, -1, -1)),
+    "each head of k and v is repeated 2 times": lambda: with_keys(repeated()),
+    "each head of k and v is repeated 4 times": lambda: with_keys(
+        torch.rand(1, 1, 2048, 64).half().expand(1, 4, -1, -1)
+    ),
     "strides or the address of k and v": lambda: with_keys(torch.rand(1, 4, 2048, 68).half()[..., 1:65]),
 }  # fmt: skip
 
@@ -267,7 +274,7 @@ def test_a_good_call_needs_no_advice(on: Any) -> None:
         assert on(asked).advice == ()
 
 
-# all differ; all zeros, of which nothing can be told; some agree, but not in groups
+# all differ; all zeros, which say nothing; some agree, but not in groups
 @pytest.mark.parametrize("heads", [[0, 1, 2, 3], [4, 4, 4, 4], [0, 0, 1, 0], [0, 1, 1, 2]], ids=str)
 def test_heads_that_differ_are_no_repetition(on: Any, heads: list[int]) -> None:
     k = torch.cat([torch.rand(1, 4, 2048, 64), torch.zeros(1, 1, 2048, 64)], dim=1).half()[:, heads]
@@ -276,11 +283,11 @@ def test_heads_that_differ_are_no_repetition(on: Any, heads: list[int]) -> None:
 
 def test_advice_depends_on_the_gpu(on: Any) -> None:
     strided = SAID["strides or the address of k and v"]()
-    # no copy engine before sm90
+    # no TMA before sm90
     assert not advised("strides", on(strided, A100).advice)
     assert advised("makes a copy of them", on(dataclasses.replace(strided, backend="hopper")).advice)
-    few = SAID["8 blocks of 128 queries for 132 multiprocessors"]()
-    assert not advised("multiprocessors", on(few, A100._replace(multiprocessors=8)).advice)
+    few = SAID["8 blocks of 128 queries for 132 SMs"]()
+    assert not advised("SMs", on(few, A100._replace(n_sms=8)).advice)
 
 
 def test_the_table_is_read_from_the_package() -> None:

@@ -62,7 +62,7 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: None)
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "num_sms", lambda index: 132)
-    monkeypatch.setattr(Call, "multiprocessors", 132)
+    monkeypatch.setattr(Call, "n_sms", 132)
     # no stand-in for a descriptor of memory on the host
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "DescriptorFactory", lambda seen, block: lambda tensor: tensor)

@@ -1,4 +1,4 @@
-"""prediction.py and benchmarks/run/calibrate.py: is the model what its first lines say, and does it hold on every measurement?"""
+"""The prediction model against its definition and against every measurement, and its fit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from benchmarks.report import lines as measurements
 from benchmarks.report import pages
 from benchmarks.run import calibrate, measure
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.explanation import cost, dispatch, memory, prediction
+from blocksparse_flash.explanation import cost, memory, prediction, scheduling
 from blocksparse_flash.explanation.call import Call
-from blocksparse_flash.explanation.dispatch import Lines, Sides
 from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel, Rates
+from blocksparse_flash.explanation.scheduling import Lines, Sides
 from blocksparse_flash.kernels.schedule import WHOLE
 
 # how far off a prediction may be
@@ -44,7 +44,7 @@ def groups() -> dict[tuple[str, str, int, str], list[measurements.Line]]:
 
 
 def test_every_measurement_is_predicted(groups: dict[Any, list[measurements.Line]]) -> None:
-    """By the committed table, each one within ALLOWED, of the grid of patterns and of the sweeps.
+    """Every measurement of the grid and the sweeps is within ALLOWED of the committed table.
 
     If this fails, `python -m benchmarks.run.calibrate` fits the table to the lines anew.
     """
@@ -63,8 +63,7 @@ def test_every_measurement_is_predicted(groups: dict[Any, list[measurements.Line
 
 
 def test_another_gpu_is_predicted_by_scaling() -> None:
-    """Lines of GPUs to which nothing is fitted. With fewer tokens the host of the H100 took longer: local, forward, head_dim 128 at 2,048
-    tokens 0.13 ms and at 4,096 0.11."""
+    """Lines of GPUs to which nothing is fitted. With fewer tokens the host dominates (H100: 0.13 ms)."""
     lines = [line for line in measurements.read(pages.RESULTS / "attention.jsonl") if line["n"] * line["batch"] >= 8192]
     groups, every = calibrate.usable(lines, calibrate.SCALED), []
     assert {key[1:] for key in groups} == calibrate.KERNELS.keys()
@@ -89,12 +88,12 @@ def test_the_table_says_what_it_was_fitted_to(groups: dict[Any, list[measurement
         assert table[key].median_error == pytest.approx(statistics.median(off))
 
 
-# in which of them of half a tile that attends to nothing half is left out
+# which of them skip the empty half of a half tile
 @pytest.mark.parametrize(("head_dim", "is_halved"), [(128, (True, True)), (64, (True, False))])
 def test_whole_quarters_are_predicted_as_they_are_walked(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, is_halved: tuple[bool, bool]
 ) -> None:
-    """Of every block of 128 x 128 the first 64 queries and keys attend."""
+    """The first 64 queries and keys of every block of 128 x 128 attend."""
     monkeypatch.setattr(Call, "has_kernels", True)
     layout = BlockLayout.from_block_mask(
         torch.tensor([[1, 0], [0, 0]]).bool().repeat(32, 32), 4096, 4096, block_size=64
@@ -110,7 +109,7 @@ def test_whole_quarters_are_predicted_as_they_are_walked(
 
 
 def test_long_lines_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A column that all queries of 4 heads attend to: split it is not waited for. On `triton`, which splits none, it is."""
+    """A tile column that all queries of 4 heads attend to is split on `hopper`, but not on `triton`."""
     monkeypatch.setattr(Call, "has_kernels", True)
     q = torch.empty(1, 16, 65536, 128, dtype=torch.bfloat16, device="meta")
     k = q[:, :4]
@@ -127,42 +126,42 @@ def test_long_lines_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.backward_ms == pytest.approx(4.08, rel=0.2) and slow.backward_ms > 2 * found.backward_ms
 
 
-def told(call: Call) -> prediction.Prediction:
-    """What explain tells on the GPU of the measurements."""
+def predicted(call: Call) -> prediction.Prediction:
+    """The prediction on the GPU of the measurements."""
     found, why = cost.predict(call, calibrate.DEVICES["NVIDIA H200"], prediction.calibrations())
     assert found is not None, why
     return found
 
 
-# columns that are served and that are not, for the same shape; lines that are split in parts
+# with and without overlapped pre- and postprocess, for the same shape; split lines
 @pytest.mark.parametrize(("pattern", "heads"), [("butterfly", 16), ("bigbird", 16), ("bigbird", 2)])
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_the_fit_predicts_as_explain_does(
     monkeypatch: pytest.MonkeyPatch, backend: str, pattern: str, heads: int
 ) -> None:
-    """Lines hold tensors of nothing but a shape: which lines are split and what is served must be as on the GPU all the same."""
+    """Calibration uses meta tensors: splits and bytes must be those on the GPU."""
     monkeypatch.setattr(Call, "has_kernels", True)
     for direction in ("fwd", "bwd"):
         said = line(backend=backend, pattern=pattern, n=65536, heads=heads, direction=direction)
         (used,) = [one for one in prediction.calibrations() if one[1:4] == (backend, 128, direction)]
         one = calibrate.measured(said)
-        found = told(one.call)
+        found = predicted(one.call)
         ms = found.forward_ms if direction == "fwd" else found.backward_ms
         assert calibrate.predicted(one, used.rates) == pytest.approx(ms)
 
 
 def test_dense_beside_a_layout_is_the_call_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is served and which lists are read are those of the dense call: with long columns nothing is served."""
+    """The dense prediction uses the bytes and lists of the dense call."""
     monkeypatch.setattr(Call, "has_kernels", True)
     call = calibrate.measured(line(backend="hopper", pattern="bigbird", n=16384)).call
-    dense = told(dataclasses.replace(call, layout=None))
+    dense = predicted(dataclasses.replace(call, layout=None))
     assert memory.service(call, 132) is None and memory.service(dataclasses.replace(call, layout=None), 132) is not None
-    found = told(call)
+    found = predicted(call)
     assert (found.dense_forward_ms, found.dense_backward_ms) == (dense.forward_ms, dense.backward_ms)
 
 
 def test_kernels_are_those_that_are_launched() -> None:
-    """Which side each kernel walks and how many programs share a line, against the launch tables of sm90.
+    """The side of each kernel and its programs per line, against the launch tables of sm90.
 
     One launch for dk, dv and dq is taken as two, one after the other.
     """
@@ -176,7 +175,7 @@ def test_kernels_are_those_that_are_launched() -> None:
         if dim == 128:
             of_keys, of_queries = backward.config_joint(dim, 2, major=9, tma=True, dropout=False)
             assert (of_keys.block_kv, of_queries.block_q) == (cols, queries)
-        tile = dispatch.TILE
+        tile = scheduling.TILE
         assert [kernel[:2] for kernel in calibrate.KERNELS["triton", dim, "fwd"]] == [("rows", tile // rows)]
         assert [kernel[:2] for kernel in calibrate.KERNELS["triton", dim, "bwd"]] == [
             ("cols", tile // cols),
@@ -205,7 +204,7 @@ def sides(rows: list[int], cols: list[int], partial: int = 0) -> Sides:
 
 
 def test_a_direction_is_the_sum_of_its_parts() -> None:
-    # 1 kB a nanosecond. rows: 8 programs of 1 + 3 tiles on 4 multiprocessors, 2 us a tile: 2 waves of 8 us
+    # 1 kB a nanosecond. rows: 8 programs of 1 + 3 tiles on 4 SMs, 2 us a tile: 2 waves of 8 us
     # cols: 8 programs of 1 + 6 / 2 tiles, 6 us a tile: 2 waves of 24 us
     assert prediction.direction_ms(RATES, sides([3] * 8, [6] * 4), DEVICE, beside=0, passes=5_000_000) == pytest.approx(
         1e-3 * (7.0 + 5.0 + 2 * 8 + 2 * 24)
@@ -214,7 +213,7 @@ def test_a_direction_is_the_sum_of_its_parts() -> None:
     assert prediction.direction_ms(RATES, sides([3] * 8, [6] * 4, 2), DEVICE, beside=0, passes=0) == pytest.approx(
         1e-3 * (7.0 + 2 * 10 + 2 * 27)
     )
-    # so many bytes take longer than the tiles
+    # these bytes take longer than the tiles
     assert prediction.direction_ms(RATES, sides([3] * 8, [6] * 4), DEVICE, beside=10**9, passes=0) == pytest.approx(
         1e-3 * (7.0 + 1e6 * 1e-3)
     )
@@ -230,7 +229,7 @@ def test_a_program_alone_does_not_have_the_rate_of_two() -> None:
 def test_even_work_loses_nothing() -> None:
     assert prediction.loss(RATES._replace(alone=1.0), sides([3] * 8, [6] * 4), 4) == pytest.approx(1.0)
     one = RATES._replace(kernels=(Kernel("rows", 1, 2.0),), alone=1.0)
-    # 5 programs on 4 multiprocessors: two waves for what 1.25 would do
+    # 5 programs on 4 SMs: two waves for what 1.25 would do
     assert prediction.loss(one, sides([3] * 5, []), 4) == pytest.approx(2 / 1.25)
     assert prediction.loss(one, sides([], []), 4) == 1.0
 
@@ -241,7 +240,7 @@ def test_the_file_keeps_everything() -> None:
     assert prediction.to_json(list(prediction.calibrations())) == prediction.CALIBRATION.read_text(encoding="utf-8")
 
 
-# ---- which calibration? ----
+# ---- the choice of a calibration ----
 
 
 def test_nothing_is_guessed_of_another_architecture() -> None:
@@ -263,10 +262,10 @@ def test_another_gpu_of_the_same_architecture_is_scaled_and_says_so() -> None:
     assert [kernel.tile_us for kernel in scaled.kernels] == [4.0, 12.0] and scaled.launch_us == RATES.launch_us
     assert prediction.on_device(table[0], DEVICE) == RATES and prediction.known(table[0], smaller) is smaller
     (said,) = prediction.caveats(table[0], smaller, 64)
-    assert "nothing was fitted to this smaller: scaled from GPU by 2 multiprocessors at 1000 MHz" in said
+    assert "the model was not fitted to this smaller: scaled from GPU by 2 SMs at 1000 MHz" in said
     assert "a head dimension of 32 was not measured: taken as 64" in prediction.caveats(table[0], DEVICE, 32)
     # a part of the same GPU is another one
-    assert prediction.caveats(table[0], DEVICE._replace(multiprocessors=1), 64) != ()
+    assert prediction.caveats(table[0], DEVICE._replace(n_sms=1), 64) != ()
 
 
 # ---- the fit ----
@@ -275,8 +274,9 @@ def test_another_gpu_of_the_same_architecture_is_scaled_and_says_so() -> None:
 def line(**given: Any) -> measurements.Line:
     said = {
         "bench": "attention", "provider": "blocksparse_flash", "backend": "triton", "pattern": "local", "density": 0.1,
-        "n": 4096, "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd", "ms": 1.0, "ms_p20": 1.0,
-        "ms_p80": 1.0, "tflops": 1.0, "peak_bytes": 0, "setup_ms": 1.0, "device": "NVIDIA H200", "torch": "2.11",
+        "n": 4096, "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd", "ms": 1.0,
+        "ms_p20": 1.0, "ms_p80": 1.0, "tflops": 1.0, "peak_bytes": 0, "setup_ms": 1.0,
+        "device": "NVIDIA H200", "torch": "2.11",
         "triton": "3.6", "commit": "abc",
     }  # fmt: skip
     assert set(said) == set(measure.KEYS)
@@ -289,7 +289,7 @@ TRUE = Rates((Kernel("rows", 1, 3.0),), program=2.0, masking=0.3, alone=1.2, lau
 
 
 def made_lines(*patterns: tuple[str, int]) -> list[calibrate.Measured]:
-    """Lines which TRUE rates would give, exactly."""
+    """Exact lines of the TRUE rates."""
     found = [calibrate.measured(line(pattern=pattern, n=n)) for pattern, n in patterns]
     return [one._replace(line={**one.line, "ms": calibrate.predicted(one, TRUE)}) for one in found]
 

@@ -446,7 +446,7 @@ def test_explain_predicts_memory_and_time(backend: str, head_dim: int) -> None:
     q = torch.randn(1, 16, 8192, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     k, v = (torch.randn(1, 4, 8192, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
     found = explain(q, k, v, layout, backend=backend)
-    assert found.backend == backend and found.balance.multiprocessors is not None
+    assert found.backend == backend and found.balance.n_sms is not None
 
     out = attention(q, k, v, layout, backend=backend)
     dout = torch.randn_like(out)

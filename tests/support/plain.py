@@ -185,7 +185,7 @@ def _textbook(
         products = (q.to(dtype) * scale) @ keys.to(dtype).mT
         if rounds_operands:
             products.register_hook(lambda ds: ds.to(q.dtype).to(dtype))
-        scores = reference._changed(products, softcap, *changed) * math.log2(math.e)
+        scores = reference._modified(products, softcap, *changed) * math.log2(math.e)
     else:
         scores = (q.to(dtype) * (scale * math.log2(math.e))) @ keys.to(dtype).mT
     total = lse.masked_fill(lse == -torch.inf, 0)[..., None] * math.log2(math.e)

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from blocksparse_flash import BlockLayout, attention_with_lse, functional, ops
+from blocksparse_flash import BlockLayout, attention_with_lse, dispatch, ops
 from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
 from blocksparse_flash.kernels.hopper.forward import wide_pays
@@ -55,7 +55,7 @@ def check(monkeypatch):
     ) -> None:
         gradients = functools.partial(simulation.backward, deterministic=deterministic)
         monkeypatch.setattr(ops, "_kernels", lambda *_: (simulation.forward, gradients))
-        monkeypatch.setattr(functional, "_choose", lambda *arguments: "hopper")
+        monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
         tensors = zoo.inputs(layout, call)
         tensors = {name: zoo.buried(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
         if backward:
@@ -157,7 +157,7 @@ def test_split_lines_give_equal_bits_in_any_order(monkeypatch):
     for seed in range(3):
         simulation = split(Simulation(seed=seed, programs=1 + seed), 3, 2)
         monkeypatch.setattr(ops, "_kernels", lambda *_, s=simulation: (s.forward, s.backward))
-        monkeypatch.setattr(functional, "_choose", lambda *arguments: "hopper")
+        monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
         call = zoo.Call(head_dim=64, kv_heads=1, dtype=BFLOAT16)
         out, lse, _, *rest = zoo.run("hopper", WINDOW, call, zoo.inputs(WINDOW, call), CPU)
         results.append([out, lse, *rest])

@@ -1,4 +1,4 @@
-"""dispatch.py: do its lines have the tiles of the mask, in the kernels' order, and does the simulation do what a GPU would?"""
+"""Lines against the tiles of a mask in launch order, and the makespan against a simulation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.explanation import dispatch
+from blocksparse_flash.explanation import scheduling
 from tests.support import cases
 
-TILE = dispatch.TILE
+TILE = scheduling.TILE
 
 
 def tiles_by_loop(mask: torch.Tensor) -> np.ndarray:
-    """2 a full tile (128 x 128 pairs that exist and attend), 1 a partial one, 0 an empty one; (rows, cols) of one head."""
+    """(tile rows, tile columns) of one head: 2 for a full tile, 1 for a partial one, 0 for an empty one."""
     q_len, kv_len = mask.shape
     rows, cols = range(0, q_len, TILE), range(0, kv_len, TILE)
     found = np.zeros((len(rows), len(cols)), dtype=int)
@@ -27,8 +27,8 @@ def tiles_by_loop(mask: torch.Tensor) -> np.ndarray:
     return found
 
 
-def quartered_by_loop(mask: torch.Tensor) -> np.ndarray:
-    """Tiles made of quarters, 64 x 64, that attend whole or not at all: of how many halves of their keys; else 0."""
+def subtiled_by_loop(mask: torch.Tensor) -> np.ndarray:
+    """For tiles of whole 64 x 64 subtiles, the number of halves of their keys that attend; else 0."""
     found = (tiles_by_loop(mask) == 1).astype(int)
     for i, j in zip(*found.nonzero(), strict=True):
         tile = torch.zeros(TILE, TILE, dtype=torch.bool)
@@ -41,9 +41,9 @@ def quartered_by_loop(mask: torch.Tensor) -> np.ndarray:
 
 
 def launched(lines: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """In which order kernels take up the lines of heads: those over twice the mean first, over all heads, then head by head.
+    """The launch order of lines: those over twice the mean first, over all heads, then head by head.
 
-    lines  of each head, its (tiles, and of what else); of every head as many are taken first as of the one with the most long ones
+    lines  of each head: (tiles, ...). Every head takes as many lines first as the head with the most long ones
     """
     longest_first = [sorted(head, key=lambda line: -line[0]) for head in lines]
     every = [line[0] for head in lines for line in head]
@@ -63,8 +63,8 @@ def test_lines_of_a_plan_are_those_of_its_mask(case: cases.Case) -> None:
     plan = layout.plan("cpu")
     masks = layout.to_dense().expand(batch, heads, layout.q_len, layout.kv_len).flatten(0, 1)
     for items, seen in ((plan.row_records, masks), (plan.col_records, masks.mT)):
-        found = dispatch.of_records(items.numpy(), batch=batch, heads=heads)
-        grids = [(tiles_by_loop(mask), quartered_by_loop(mask)) for mask in seen]
+        found = scheduling.of_records(items.numpy(), batch=batch, heads=heads)
+        grids = [(tiles_by_loop(mask), subtiled_by_loop(mask)) for mask in seen]
         expected = launched(
             [
                 [
@@ -74,17 +74,17 @@ def test_lines_of_a_plan_are_those_of_its_mask(case: cases.Case) -> None:
                 for grid in grids
             ]
         )
-        # among lines of as many tiles the order is not told
+        # lines with equally many tiles may come in any order
         assert found.tiles.tolist() == [tiles for tiles, *_ in expected]
         assert sorted(zip(*map(np.ndarray.tolist, found), strict=True)) == sorted(expected)
 
 
 def test_long_lines_of_all_heads_come_first() -> None:
-    """Two heads of 16 tile rows: 16, 12 and 1 tiles here, 14 and 10 there (its own block and nine others), so that each order is another one."""
+    """Two heads of 16 tile rows in different orders: 16, 12 and 1 tiles; 14 and 10 (its own block and nine others)."""
     blocks = torch.eye(16, dtype=torch.bool).repeat(2, 1, 1)
     blocks[0, 3], blocks[0, 5, :12], blocks[1, 9, :14], blocks[1, 2, 7:] = True, True, True, True
     plan = BlockLayout.from_block_mask(blocks, 2048, 2048, block_size=128).plan("cpu")
-    found = dispatch.of_records(plan.row_records.numpy(), batch=1, heads=2)
+    found = scheduling.of_records(plan.row_records.numpy(), batch=1, heads=2)
     assert found.tiles[:4].tolist() == [16, 14, 12, 10] and found.tiles[4:].tolist() == [1] * 28
     expected = launched([[(int(row.sum()), 0) for row in head] for head in blocks])
     assert found.tiles.tolist() == [tiles for tiles, _ in expected] and not found.partial.any()
@@ -92,11 +92,11 @@ def test_long_lines_of_all_heads_come_first() -> None:
 
 @pytest.mark.parametrize("group", [2, 4])
 def test_a_key_head_walks_the_columns_of_its_query_heads(group: int) -> None:
-    """Heads that differ in kind, each with an order of its own: the sum goes by the column, not by its place."""
+    """Heads with different orders: the sum is by column, not by position."""
     layout = next(case for case in cases.LAYOUTS if case.name == "per-head").build()
     grids = [(tiles_by_loop(mask) > 0).sum(axis=0) for mask in layout.to_dense()[0]]
     summed = [np.sum(grids[first : first + group], axis=0).tolist() for first in range(0, 4, group)]
-    found = dispatch.of_records(layout.plan("cpu").col_records.numpy(), batch=3, heads=4, group=group)
+    found = scheduling.of_records(layout.plan("cpu").col_items.numpy(), batch=3, heads=4, group=group)
     assert sorted(found.tiles.tolist()) == sorted(3 * list(itertools.chain(*summed)))
 
 
@@ -106,7 +106,7 @@ def test_a_key_head_walks_the_columns_of_its_query_heads(group: int) -> None:
 def test_lines_without_a_layout_are_those_of_the_mask(q_len: int, kv_len: int, causal: bool) -> None:
     mask = torch.ones(q_len, kv_len, dtype=torch.bool)
     grid = tiles_by_loop(mask.tril(kv_len - q_len) if causal else mask)
-    sides = dispatch.without_layout(q_len, kv_len, causal=causal, axes=4, kv_axes=2)
+    sides = scheduling.without_layout(q_len, kv_len, causal=causal, axes=4, kv_axes=2)
     assert sides.rows.tiles.tolist() == 4 * (grid > 0).sum(axis=1)[::-1].tolist()
     assert sides.cols.tiles.tolist() == 2 * (2 * (grid > 0).sum(axis=0)).tolist()
     if q_len % TILE == 0 and kv_len % TILE == 0:
@@ -119,7 +119,7 @@ def test_lines_without_a_layout_are_those_of_the_mask(q_len: int, kv_len: int, c
 
 
 def finished_at(work: list[int], servers: int) -> int:
-    """Tick by tick: a server without work takes the next program, each tick takes one unit of every program that runs."""
+    """Tick by tick: an idle server takes the next program; each tick does one unit of every running program."""
     waiting, running, ticks = list(work), [], 0
     while waiting or running:
         while waiting and len(running) < servers:
@@ -136,29 +136,29 @@ def test_the_makespan_is_that_of_a_simulation_by_ticks(servers: int, seed: int) 
     work = [generator.choice([1, 2, 3, 40]) for _ in range(generator.randrange(1, 40))]
     if seed % 2:
         work.sort(reverse=True)
-    assert dispatch.makespan(np.array(work, dtype=float), servers) == finished_at(work, servers)
+    assert scheduling.makespan(np.array(work, dtype=float), servers) == finished_at(work, servers)
 
 
 def test_one_long_program_is_waited_for() -> None:
     # 8 units of work on 4 servers, but one program has 5 of them; begun last, it ends later still
-    assert dispatch.makespan(np.array([5.0, 1.0, 1.0, 1.0]), 4) == 5.0
-    assert dispatch.makespan(np.array([1.0, 1.0, 1.0, 1.0, 5.0]), 4) == 6.0
-    assert dispatch.makespan(np.array([]), 4) == 0.0
+    assert scheduling.makespan(np.array([5.0, 1.0, 1.0, 1.0]), 4) == 5.0
+    assert scheduling.makespan(np.array([1.0, 1.0, 1.0, 1.0, 5.0]), 4) == 6.0
+    assert scheduling.makespan(np.array([]), 4) == 0.0
 
 
 def test_of_many_programs_the_early_ones_are_taken_as_even(monkeypatch: pytest.MonkeyPatch) -> None:
     work = np.sort(np.random.default_rng(0).integers(1, 30, 3000))[::-1].astype(float)
-    exact = dispatch.makespan(work, 13)
-    monkeypatch.setattr(dispatch, "SIMULATED", 200)
-    assert dispatch.makespan(work, 13) == pytest.approx(exact, rel=0.002)
+    exact = scheduling.makespan(work, 13)
+    monkeypatch.setattr(scheduling, "SIMULATED", 200)
+    assert scheduling.makespan(work, 13) == pytest.approx(exact, rel=0.002)
     # and an early one that is longer than all the rest still counts
-    assert dispatch.makespan(np.append(1e6, work), 13) == pytest.approx(1e6)
+    assert scheduling.makespan(np.append(1e6, work), 13) == pytest.approx(1e6)
 
 
 def test_a_layout_is_not_needed_for_dense() -> None:
-    """The same tiles as a layout of every pair, whose list says so."""
+    """The same tiles as a layout of every pair."""
     plan = BlockLayout.from_blocks([0, 0, 1, 1], [0, 1, 0, 1], 256, 256, block_size=128).plan("cpu")
-    sides = dispatch.without_layout(256, 256, causal=False, axes=3, kv_axes=3)
+    sides = scheduling.without_layout(256, 256, causal=False, axes=3, kv_axes=3)
     for side, items in zip(sides, (plan.row_records, plan.col_records), strict=True):
-        listed = dispatch.of_records(items.numpy(), batch=3, heads=1)
+        listed = scheduling.of_records(items.numpy(), batch=3, heads=1)
         assert np.array_equal(side.tiles, listed.tiles) and np.array_equal(side.partial, listed.partial)

@@ -1,7 +1,4 @@
-"""Which work has each program of a launch, in which order do they begin, and when does the last one end?
-
-Knows: tiles, the records of a plan as NumPy arrays, causal diagonals. Does not know: seconds, tensors, what a kernel computes.
-"""
+"""The tiles of each program of a launch, in launch order, and list scheduling of the programs on SMs."""
 
 from __future__ import annotations
 
@@ -14,77 +11,74 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 TILE = 128
-# programs at the end of a launch that are followed one by one
+# programs at the end of a launch that are simulated one by one
 SIMULATED = 4096
 
 
 class Lines(NamedTuple):
-    """The tiles of each line (tile row or tile column) of every head, in the order in which a kernel begins them: int64 (lines,).
+    """Tile counts of the lines (tile rows or columns) of every head, in launch order: int64 (lines,). See plan.Plan.
 
-    tiles    computed
-    partial  of these not full
-    quartered  of these made of whole quarters, and
-    single   of these, of which one half of the keys, or for columns of the queries, attends: see plan.Plan
+    tiles     computed tiles
+    partial   tiles that are not full
+    subtiled  partial tiles that consist of whole 64 x 64 subtiles
+    half      subtiled tiles in which one half of the keys attends; in a tile column, one half of the queries
     """
 
     tiles: Array
     partial: Array
-    quartered: Array
-    single: Array
+    subtiled: Array
+    half: Array
 
 
 class Sides(NamedTuple):
-    """What the kernels of a call walk: the rows of every query head, the columns of every key head with all its queries."""
+    """The tile rows of every query head, and the tile columns of every kv head over all its query heads."""
 
     rows: Lines
     cols: Lines
 
 
 def of_records(records: Array, *, batch: int, heads: int, group: int = 1) -> Lines:
-    """The lines of one direction of a plan: records (batch | 1, heads | 1, lines, 8), see plan.Plan.
+    """The lines of one direction of a plan from its records (batch | 1, heads | 1, lines, 8).
 
-    group  heads that share one program: a key head's program walks the column of each of its query heads
+    group  query heads per program: the program of a kv head iterates over the tile column of each of its query heads
     """
     records = np.asarray(records, dtype=np.int64)
     n_lines = records.shape[2]
-    # where the record of line i stands -> the records by line
+    # entry 4 of record i is the position of the record of line i
     by_line = np.take_along_axis(records, records[..., 4:5], axis=2)[..., [2, 3, 5, 6]]
     by_line = np.broadcast_to(by_line, (batch, heads, n_lines, 4)).reshape(batch, heads // group, group, n_lines, 4)
     launch = np.broadcast_to(records[..., 0], (batch, heads, n_lines))[:, ::group]
     work = np.take_along_axis(by_line.sum(axis=2), launch[..., None], axis=2).reshape(-1, n_lines, 4)
-    # the longest lines of all heads first, then head after head
+    # long lines of all heads first, then head by head
     n_long = int(records[0, 0, 0, 7]) if records.size else 0
     first, rest = work[:, :n_long].swapaxes(0, 1), work[:, n_long:]
     return Lines(*np.concatenate([first.reshape(-1, 4), rest.reshape(-1, 4)]).T)
 
 
-def by_quarters(lines: Lines, *, is_halved: bool) -> Lines:
-    """Where whole quarters are not masked pair by pair; is_halved: and of single tiles only the half that attends is computed."""
-    tiles = lines.tiles - lines.single / 2 if is_halved else lines.tiles
+def by_subtiles(lines: Lines, *, is_halved: bool) -> Lines:
+    """Without masking of subtiled tiles. is_halved: half tiles also count as half a tile."""
+    tiles = lines.tiles - lines.half / 2 if is_halved else lines.tiles
     none = 0 * lines.partial
-    return Lines(tiles, lines.partial - lines.quartered, none, none)
+    return Lines(tiles, lines.partial - lines.subtiled, none, none)
 
 
-def in_parts(lines: Lines, n_split: int, parts: int) -> Lines:
-    """The programs where the first n_split lines have so many each: tiles and partial ones shared equally, in fractions.
+def split_lines(lines: Lines, n_split: int, n_splits: int) -> Lines:
+    """The programs if each of the first n_split lines is split into n_splits equal programs, in fractions of tiles.
 
-    >>> in_parts(Lines(np.array([9, 2]), np.array([3, 0]), np.zeros(2), np.zeros(2)), 1, 3).tiles.tolist()
+    >>> split_lines(Lines(np.array([9, 2]), np.array([3, 0]), np.zeros(2), np.zeros(2)), 1, 3).tiles.tolist()
     [3.0, 3.0, 3.0, 2.0]
     """
-    if parts == 1:
+    if n_splits == 1:
         return lines
-    shared = (np.repeat(values[:n_split] / parts, parts) for values in lines)
+    shared = (np.repeat(values[:n_split] / n_splits, n_splits) for values in lines)
     return Lines(*(np.concatenate([first, values[n_split:]]) for first, values in zip(shared, lines, strict=True)))
 
 
 def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes: int) -> Sides:
-    """The lines of a dense call, or of a causal one without a layout, whose tiles no list holds.
-
-    axes, kv_axes  batch * heads, batch * kv_heads
-    """
+    """The lines of a call without a layout. axes, kv_axes: batch * heads, batch * kv_heads."""
     n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
     row, col = np.arange(n_rows, dtype=np.int64), np.arange(n_cols, dtype=np.int64)
-    # keys that the first and the last query of a row see, queries from which on a column is seen: in part, and whole
+    # keys seen by the first and the last query of a tile row; first queries that see some and all keys of a tile column
     sees_first, sees_last = np.full(n_rows, kv_len), np.full(n_rows, kv_len)
     from_q, whole_q = np.zeros(n_cols, np.int64), np.zeros(n_cols, np.int64)
     if causal:
@@ -98,7 +92,7 @@ def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes:
     of_col = n_rows - from_q // TILE
     of_col[from_q == q_len] = 0
     cols = of_col, of_col - np.clip(q_len // TILE - -(-whole_q // TILE), 0, of_col)
-    # without a layout the last rows are the longest and come first, as the first columns do
+    # without a layout the longest lines come first: the last tile rows, the first tile columns
     heads, group = (axes, kv_axes), max(1, axes // max(1, kv_axes))
     return Sides(
         Lines(*(np.tile(values[::-1], heads[0]) for values in (*rows, 0 * row, 0 * row))),
@@ -107,9 +101,9 @@ def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes:
 
 
 def makespan(work: Array, servers: int) -> float:
-    """When the last program ends, if each is begun in this order by the server that is free first (list scheduling).
+    """The end of the last program if programs start in this order, each on the first free server (list scheduling).
 
-    Of many programs the last SIMULATED are followed one by one; what comes before them is taken as evenly spread.
+    Only the last SIMULATED programs are simulated; the work of earlier ones is spread evenly.
 
     >>> makespan(np.array([3.0, 2.0, 2.0, 1.0]), 2)
     4.0

@@ -1,0 +1,278 @@
+"""The choice of a backend: which one runs a call, and why."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .runtime.tensor_spec import TensorSpec, TensorSpecs, is_tma_loadable, tma_can_load
+
+BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
+# what "auto" may choose on a GPU, fastest first
+AUTO_ON_GPU = ("hopper", "triton")
+# Gluon, the language of the Hopper kernels, changes from release to release; these were tested
+TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
+# "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. With 2^24 a
+# dense forward of `hopper` takes 201 us for 264 of `triton`, with 2^23 77 for 68 (H200, 16 heads of 128, bf16)
+MIN_HOPPER_ELEMENTS = 1 << 24
+# "auto" also leaves this many queries to `triton`, which splits their keys among programs
+FEW_QUERIES = 64
+
+NO_DROPOUT = "it has no dropout"
+NO_SCORE_MODS = "it has no sinks, softcap, alibi_slopes or block_bias"
+NO_TRITON = "Triton is not installed"
+# also where q is a fake CUDA tensor
+NO_GPU = "this machine has no CUDA device"
+SMALL = "a call this small, or of few queries, ends sooner without it"
+
+
+class CallSpec(NamedTuple):
+    """How one call runs, without its tensors. Chosen once: the forward and the backward use the same one.
+
+    The fields are those of the operators' schema, in its order.
+
+    causal         ignored with a plan, which contains it
+    softcap        0.0 for none
+    backend        "hopper", "triton", "eager" or "reference"; "auto" in a traced call: see `resolve`
+    deterministic  whether every run must give equal bits
+    """
+
+    scale: float
+    causal: bool
+    dropout_p: float
+    softcap: float
+    backend: str
+    deterministic: bool
+
+
+class Choice(NamedTuple):
+    """A backend with the reasons for it and against the others; see `Explanation`."""
+
+    backend: str
+    reason: str
+    others: tuple[tuple[str, str], ...]
+
+
+# ---- what a backend can run ----
+
+
+@functools.cache
+def _unfit_gpu(backend: str, index: int | None) -> str | None:
+    """Why the kernels of `triton` or `hopper` cannot run on a CUDA device, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return NO_TRITON
+    if not torch.cuda.is_available():
+        return NO_GPU
+    major, minor = torch.cuda.get_device_capability(index)
+    if backend == "triton":
+        return None if major >= 8 else f"it needs compute capability 8.0 or later, this GPU has {major}.{minor}"
+    if (major, minor) != (9, 0):
+        return f"it needs compute capability 9.0, this GPU has {major}.{minor}"
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return "Triton's interpreter, which TRITON_INTERPRET=1 asks for, does not know Gluon"
+    if ".".join(triton.__version__.split(".")[:2]) not in TRITONS_WITH_HOPPER:
+        return f"it was tested with Triton {', '.join(TRITONS_WITH_HOPPER)}, this is {triton.__version__}"
+    return None
+
+
+def _unfit(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None) -> str | None:
+    """Why a backend cannot run tensors of this device and dtype, or None."""
+    if backend == "hopper":
+        if device.type != "cuda":
+            return f"it needs a CUDA device, got {device}"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"it needs float16 or bfloat16, got {dtype}"
+        return _unfit_gpu(backend, device.index) or unfit_for_hopper
+    if backend != "triton":
+        return None
+    if dtype is torch.float64:
+        return "it needs float16, bfloat16 or float32, got torch.float64"
+    if device.type == "cuda":
+        return _unfit_gpu(backend, device.index)
+    if device.type != "cpu":
+        return f"it needs a CUDA device, got {device}"
+    if importlib.util.find_spec("triton") is None:
+        return NO_TRITON
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return None
+    return f"it needs a CUDA device (or TRITON_INTERPRET=1, set before import, to interpret it slowly), got {device}"
+
+
+def _is_loadable(tensor: Tensor | TensorSpec) -> bool:
+    if isinstance(tensor, TensorSpec):
+        return tma_can_load(tensor.dtype.itemsize, tensor.shape, tensor.strides, tensor.is_aligned)
+    return is_tma_loadable(tensor)
+
+
+def misaligned(tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype) -> list[str]:
+    """Which of q, k, v have strides or an address that TMA cannot load.
+
+    Rows that are no multiple of 16 bytes do not count, since the kernels copy those, nor do tensors that autocast
+    converts to dtype. torch.compile traces this function.
+    """
+    return [
+        name
+        for name, tensor in zip(("q", "k", "v"), tensors, strict=False)
+        if tensor.shape[3] % 8 == 0 and tensor.dtype == dtype and 0 not in tensor.shape and not _is_loadable(tensor)
+    ]
+
+
+def unfit_for_hopper(
+    tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype, has_dropout: bool = False, has_score_mods: bool = False
+) -> str | None:
+    """Why `hopper` cannot run q, k, v on a GPU as they are, or None."""
+    if has_dropout or has_score_mods:
+        return NO_DROPOUT if has_dropout else NO_SCORE_MODS
+    names = misaligned(tensors, dtype)
+    if not names:
+        return None
+    return (
+        f"it needs strides and an address of {names[0]} that are multiples of 16 bytes; {names[0]}.contiguous() or "
+        ".clone() has them"
+    )
+
+
+def is_worth_hopper(q_len: int, n_elements: int) -> bool:
+    """Whether "auto" should choose `hopper`. n_elements: of q and k."""
+    return q_len > FEW_QUERIES and n_elements >= MIN_HOPPER_ELEMENTS
+
+
+def _too_small(q: Tensor | TensorSpec, k: Tensor | TensorSpec) -> str | None:
+    n_elements = sum(tensor.shape[0] * tensor.shape[1] * tensor.shape[2] * tensor.shape[3] for tensor in (q, k))
+    return None if is_worth_hopper(q.shape[2], n_elements) else SMALL
+
+
+# ---- the choice ----
+
+
+def choose(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None = None) -> str:
+    """The backend of a call; TypeError or ValueError for one that does not exist or cannot run it."""
+    if backend == "auto":
+        if device.type != "cuda":
+            return "eager"
+        return next((name for name in AUTO_ON_GPU if _unfit(name, device, dtype, unfit_for_hopper) is None), "eager")
+    if not isinstance(backend, str):
+        raise TypeError(f'backend must be a str, one of {BACKENDS}, got {backend!r}; "auto" chooses')
+    if backend not in BACKENDS:
+        instead = choose("auto", device, dtype, unfit_for_hopper)
+        raise ValueError(f'backend must be one of {BACKENDS}, got "{backend}"; "auto" would use "{instead}"')
+    why_not = _unfit(backend, device, dtype, unfit_for_hopper)
+    if why_not is not None:
+        instead = choose("auto", device, dtype, unfit_for_hopper)
+        raise ValueError(f'backend="{backend}" cannot run this call: {why_not}. backend="auto" would use "{instead}"')
+    return backend
+
+
+# under torch.compile the answer is computed once and becomes a constant of the graph, as with
+# torch.compiler.assume_constant_result, which would import the whole compiler: 3 s at each import
+choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose_by_specs(
+    backend: str, specs: TensorSpecs, device: torch.device, dtype: torch.dtype, has_dropout: bool, has_score_mods: bool
+) -> str:
+    """The choice for tensors on a GPU. The GPU and the installation do not change; errors are not cached."""
+    unfit = None
+    if backend in ("auto", "hopper"):
+        unfit = unfit_for_hopper(specs.tensors, dtype, has_dropout, has_score_mods)
+    if backend == "auto" and unfit is None:
+        unfit = _too_small(*specs.tensors[:2])
+    return choose(backend, device, dtype, unfit)
+
+
+def decide(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtype: torch.dtype,
+    specs: TensorSpecs | None,
+    *,
+    has_dropout: bool,
+    has_score_mods: bool,
+) -> str:
+    """The backend of a call, as CallSpec has it.
+
+    dtype  in which the call computes
+    specs  of q, k and v; None for a traced call, whose sizes may vary and whose addresses are unknown
+    """
+    if specs is not None and q.is_cuda and isinstance(backend, str):
+        return _choose_by_specs(backend, specs, q.device, dtype, has_dropout, has_score_mods)
+    unfit = None
+    if q.is_cuda:
+        # of "auto" only what no address or size changes: the operator calls `resolve`
+        tensors = (q, k, v) if backend == "hopper" else ()
+        unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_score_mods)
+    chosen = choose(backend, q.device, dtype, unfit)
+    return "auto" if backend == "auto" and chosen == "hopper" else chosen
+
+
+def resolve(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The backend of a traced call with backend "auto" on a Hopper GPU, once there are addresses and sizes."""
+    return "hopper" if _too_small(q, k) is None and not misaligned((q, k, v), q.dtype) else "triton"
+
+
+def is_deterministic(deterministic: bool | None) -> bool:
+    """The argument `deterministic` of a call; None follows torch.are_deterministic_algorithms_enabled()."""
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+
+
+# ---- the reasons, for `explain` ----
+
+
+def explained_choice(
+    backend: str, tensors: Sequence[Tensor], dtype: torch.dtype, *, has_dropout: bool, has_score_mods: bool
+) -> Choice:
+    """The choice for q, k, v with its reasons."""
+    device = tensors[0].device
+    unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_score_mods) if device.type == "cuda" else None
+    if backend == "auto" and unfit is None:
+        unfit = _too_small(*tensors[:2])
+    chosen, is_named = choose(backend, device, dtype, unfit), backend != "auto"
+    others = ((name, _why_not(name, device, dtype, is_named, unfit)) for name in BACKENDS[1:] if name != chosen)
+    return Choice(chosen, "asked for by name" if is_named else _why(chosen, device), tuple(others))
+
+
+def _why(backend: str, device: torch.device) -> str:
+    """Why "auto" chose a backend."""
+    if backend == "hopper":
+        return f"q is on {device}, which runs the kernels for compute capability 9.0"
+    if backend == "triton":
+        return f"q is on {device}, which runs the Triton kernels"
+    return f"the backend for every device and type, in memory proportional to the stored blocks; q is on {device}"
+
+
+def _why_not(backend: str, device: torch.device, dtype: torch.dtype, is_named: bool, unfit: str | None) -> str:
+    """Why a backend was not chosen. is_named: another was asked for by name."""
+    why_not = _unfit(backend, device, dtype, unfit)
+    if why_not is not None:
+        return why_not
+    if is_named:
+        return "could run, but another was asked for by name"
+    if backend == "triton" and device.type == "cuda":
+        return "could run, but slower than the kernels for this GPU"
+    if backend == "triton":
+        return "on the CPU it runs in Triton's interpreter, which is for tests: only by name"
+    if backend == "eager":
+        return "could run, but slower than the kernels"
+    return "computes all q_len * kv_len pairs; meant for tests, ask for it by name"
+
+
+def explained_determinism(deterministic: bool | None, backend: str) -> str:
+    """Which bits of the results are equal in every run."""
+    asked = str(deterministic)
+    if deterministic is None:
+        asked = f"None: as torch.are_deterministic_algorithms_enabled(), {is_deterministic(None)}"
+    if backend == "hopper" and not is_deterministic(deterministic):
+        return f"every run gives equal bits except in dq, which is summed in any order (deterministic={asked})"
+    return f"every run gives equal bits, forward and backward (deterministic={asked})"
