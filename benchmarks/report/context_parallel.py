@@ -1,7 +1,4 @@
-"""What do the measurements of several GPUs say? Tables of speed-ups and their bounds from context_parallel.jsonl.
-
-Knows the keys of its lines, and Markdown. Must not know how anything is measured or drawn.
-"""
+"""Tables of speed-ups and their bounds on several GPUs, from context_parallel.jsonl."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from . import lines as measurements
 from .lines import Line
 from .markdown import table
 
-# what makes two lines measurements of the same thing: of those, the later one counts
+# of lines with equal values of these keys, the last one counts
 IDENTITY = (
     "bench", "what", "scaling", "provider", "pattern", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype", "order",
     "chunks", "priority", "direction", "device",
@@ -27,7 +24,7 @@ LABELS = {
 
 
 class Setting(NamedTuple):
-    """What is equal in all measurements of one table."""
+    """Values shared by all measurements of one table."""
 
     device: str
     scaling: str
@@ -47,7 +44,7 @@ def settings(lines: Sequence[Line]) -> dict[Setting, list[Line]]:
 
 
 def bound(line: Line) -> float:
-    """The speed-up that its bound would be."""
+    """The speed-up at the bound."""
     return line["speedup"] * line["ms"] / line["bound_ms"]
 
 
@@ -60,7 +57,7 @@ def caption(setting: Setting, lines: Sequence[Line]) -> str:
 
 
 def link(lines: Sequence[Line]) -> str:
-    """How fast messages are between the GPUs."""
+    """The measured rates of the link."""
     said = [
         f"{line['ranks']} {line['device']}: {line['what']} of {line['bytes'] / 2**20:.0f} MiB a rank, "
         f"{line['gb_s']:.0f} GB/s"
@@ -145,7 +142,7 @@ def section(lines: Sequence[Line]) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-# column -> what it says of a line
+# column -> text of a line
 COLUMNS: dict[str, Callable[[Line], str]] = {
     "pattern": lambda line: line["pattern"],
     "density": lambda line: f"{line['density']:.3g}",
@@ -166,8 +163,10 @@ def everything(lines: Sequence[Line]) -> str:
     """The text of results/context_parallel.md."""
     parts = [
         "# One sequence on several GPUs, all measurements",
-        "Written by `python -m benchmarks.report` from context_parallel.jsonl, which `python -m "
-        "benchmarks.run.context_parallel` appends to.",
+        (
+            "Written by `python -m benchmarks.report` from context_parallel.jsonl, which `python -m "
+            "benchmarks.run.context_parallel` appends to."
+        ),
         link(lines),
     ]
     for setting, shown in settings(lines).items():

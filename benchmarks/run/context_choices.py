@@ -1,9 +1,7 @@
-"""Measured cells of several GPUs beside the choices of scheme="auto": were those the fastest?
+"""Scheme choices of scheme="auto" against measurements: `python -m benchmarks.run.context_choices`.
 
-Printed by `python -m benchmarks.run.context_choices`.
-A cell is a pattern of a length, on so many key heads and GPUs, of results/context_parallel.jsonl. Of each scheme the
-time of a step was measured: of "all_gather" with PyTorch's collectives, of "exchange" and "ulysses" as they were at the
-commit of the line.
+A cell is a pattern, a length, and numbers of key heads and GPUs from results/context_parallel.jsonl, with a measured step time
+for each scheme: "all_gather" with PyTorch's collectives, "exchange" and "ulysses" at the commit of the line.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ SCHEMES = ("exchange", "ulysses", "all_gather")
 class Cell(NamedTuple):
     """One measured cell.
 
-    costs  what the model says, with the scheme that it chooses
-    lines  of a step, by scheme
+    costs  predictions of the cost model, and its chosen scheme
+    lines  measured steps by scheme
     """
 
     ranks: int
@@ -65,7 +63,7 @@ class Cell(NamedTuple):
 
     @property
     def is_as_measured(self) -> bool:
-        """Whether the chosen scheme would receive what it received when it was measured: rows were shipped, or were not."""
+        """Whether the chosen scheme would receive as many bytes as in its measurement, with or without pass-Q."""
         received = {
             "exchange": self.costs.exchange, "ulysses": self.costs.ulysses, "all_gather": self.costs.all_gather,
         }[self.chosen]  # fmt: skip
@@ -74,7 +72,7 @@ class Cell(NamedTuple):
 
 
 def costs_of(pattern: Pattern, heads: tuple[int, int], n_ranks: int) -> Costs:
-    """What scheme="auto" weighs, for a contiguous order."""
+    """The costs that scheme="auto" compares, for a contiguous order."""
     n_tiles = len(pattern.blocks)
     owner = np.arange(n_tiles) * n_ranks // n_tiles
     pairs = Pairs(*np.nonzero(pattern.blocks))
@@ -82,7 +80,7 @@ def costs_of(pattern: Pattern, heads: tuple[int, int], n_ranks: int) -> Costs:
 
 
 def cells(path: Path = RESULTS) -> list[Cell]:
-    """Every cell of which all schemes were measured."""
+    """Every cell with measurements of all schemes."""
     found: dict[tuple[int, str, int, int, int], dict[str, Line]] = {}
     for line in measurements.of_bench(measurements.read(path, context_parallel.IDENTITY), "context_parallel"):
         if line["direction"] == "step" and line["provider"] in SCHEMES:
@@ -98,7 +96,7 @@ def cells(path: Path = RESULTS) -> list[Cell]:
 
 
 def report(found: Sequence[Cell]) -> str:
-    """A row for each cell, and how often the choice was the fastest."""
+    """A table with a row per cell, and the share of fastest choices."""
     rows = [
         ["GPUs", "tokens", "key heads", "pattern", *SCHEMES, "chosen", "predicted, ms", "best", "loss", "speed-up", "predicted"]
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Do tables and pictures say what several GPUs measured, and nothing else?"""
+"""Tables and plots of measurements on several GPUs."""
 
 from __future__ import annotations
 
