@@ -52,7 +52,8 @@ def caption(setting: Setting, lines: Sequence[Line]) -> str:
     shared = f"{setting.n:,} tokens {'in all' if setting.scaling == 'strong' else 'on all ranks together'}"
     return (
         f"{setting.ranks} {setting.device}, {shared}, {setting.heads} query heads on {setting.kv_heads} key heads of "
-        f'{setting.head_dim}, {lines[0]["dtype"]}, order "{setting.order}", {measurements.versions(lines, "torch", "triton")}'
+        f'{setting.head_dim}, {lines[0]["dtype"]}, order "{setting.order}", '
+        f"{measurements.versions(lines, 'torch', 'triton')}"
     )
 
 
@@ -84,7 +85,7 @@ def speedups(lines: Sequence[Line], direction: str) -> str:
 
 
 def summary(lines: Sequence[Line]) -> str:
-    """The README's table, of the most GPUs, a column for each length and number of key heads; "" if nothing was measured."""
+    """The README's table for the most GPUs: a column per length and number of key heads; "" without measurements."""
     found = settings(lines)
     if not found:
         return ""

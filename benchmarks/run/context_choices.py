@@ -1,7 +1,8 @@
 """Scheme choices of scheme="auto" against measurements: `python -m benchmarks.run.context_choices`.
 
-A cell is a pattern, a length, and numbers of key heads and GPUs from results/context_parallel.jsonl, with a measured step time
-for each scheme: "all_gather" with PyTorch's collectives, "exchange" and "ulysses" at the commit of the line.
+A cell is a pattern, a length, and numbers of key heads and GPUs from results/context_parallel.jsonl, with a measured
+step time for each scheme: "all_gather" with PyTorch's collectives, "exchange" and "ulysses" at the commit of the
+line.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def cells(path: Path = RESULTS) -> list[Cell]:
 def report(found: Sequence[Cell]) -> str:
     """A table with a row per cell, and the share of fastest choices."""
     rows = [
-        ["GPUs", "tokens", "key heads", "pattern", *SCHEMES, "chosen", "predicted, ms", "best", "loss", "speed-up", "predicted"]
+        ["GPUs", "tokens", "key heads", "pattern", *SCHEMES, "chosen", "predicted, ms", "best", "loss", "speed-up",
+         "predicted"]
     ]  # fmt: skip
     for cell in found:
         seconds, speedup = cell.costs.seconds[cell.chosen], cell.costs.speedup
@@ -106,7 +108,8 @@ def report(found: Sequence[Cell]) -> str:
         rows.append(
             [
                 str(cell.ranks), f"{cell.length:,}", str(cell.kv_heads), cell.pattern,
-                *(f"{cell.lines[scheme]['ms']:.2f}" for scheme in SCHEMES), cell.chosen, f"{1e3 * seconds:.2f}", cell.best,
+                *(f"{cell.lines[scheme]['ms']:.2f}" for scheme in SCHEMES), cell.chosen,
+                f"{1e3 * seconds:.2f}", cell.best,
                 f"{cell.loss - 1:.1%}", f"{cell.speedup:.2f}", f"{speedup:.2f}",
             ]
         )  # fmt: skip

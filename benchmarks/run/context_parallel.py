@@ -2,14 +2,16 @@
 
 torchrun --nproc-per-node 2 -m benchmarks.run.context_parallel --lengths 65536 262144 --kv-heads 16 4
 
-Measures the link between the GPUs first. Then each case runs on one process of every GPU, and shared by all of them with each
-provider of context_providers.py. Outputs and gradients are compared with those of one process before timing; a provider that is
-wrong or fails is reported and not timed. fwd, bwd and step (both in a row) are times of the slowest rank, medians over samples.
+Measures the link between the GPUs first. Then each case runs on one process of every GPU, and shared by all of them
+with each provider of context_providers.py. Outputs and gradients are compared with those of one process before
+timing; a provider that is wrong or fails is reported and not timed. fwd, bwd and step (both in a row) are times of
+the slowest rank, medians over samples.
 
-The bound of a figure is max(attention of the busiest rank, its received bytes / link). For "exchange" without pass-Q rows the
-forward is also timed in parts: overlap = (messages + attention - both) / the shorter one.
+The bound of a figure is max(attention of the busiest rank, its received bytes / link). For "exchange" without pass-Q
+rows the forward is also timed in parts: overlap = (messages + attention - both) / the shorter one.
 
-Strong scaling shares --lengths tokens among all ranks; weak scaling gives that number to each. Without a GPU it runs on gloo.
+Strong scaling shares --lengths tokens among all ranks; weak scaling gives that number to each. Without a GPU it runs
+on gloo.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ from .patterns import BLOCK, Pattern, patterns
 
 # keys of a result line
 KEYS = [
-    "bench", "scaling", "provider", "pattern", "density", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype", "order",
-    "chunks", "priority", "direction", "ms", "one_ms", "speedup", "efficiency", "bound_ms", "bound_by", "messages_ms",
-    "attention_ms", "overlap", "received_bytes", "bound_bytes", "all_gather_bytes", "link_gb_s", "device", "torch", "triton",
-    "commit",
+    "bench", "scaling", "provider", "pattern", "density", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype",
+    "order", "chunks", "priority", "direction", "ms", "one_ms", "speedup", "efficiency", "bound_ms", "bound_by",
+    "messages_ms", "attention_ms", "overlap", "received_bytes", "bound_bytes", "all_gather_bytes", "link_gb_s", "device", "torch",
+    "triton", "commit",
 ]  # fmt: skip
 # keys of a line about the link
 LINK_KEYS = ["bench", "what", "ranks", "bytes", "ms", "gb_s", "device", "torch", "triton", "commit"]

@@ -117,7 +117,7 @@ def measured() -> list[Cell]:
 
 
 def test_auto_takes_what_was_fastest_or_nearly(measured: list[Cell]) -> None:
-    """The fastest in 26 of 32 cells. The largest losses are 12.7 % (bigbird, 65,536 tokens, 4 key heads, 4 GPUs) and 3.7 %."""
+    """The fastest in 26 of 32 cells; the largest loss is 12.7 % (bigbird, 65,536 tokens, 4 key heads, 4 GPUs)."""
     print(context_choices.report(measured))
     losses = sorted(cell.loss for cell in measured)
     assert sum(cell.chosen == cell.best for cell in measured) == 26
@@ -128,8 +128,10 @@ def test_auto_takes_what_was_fastest_or_nearly(measured: list[Cell]) -> None:
 
 
 def test_the_speed_up_is_about_what_was_measured(measured: list[Cell]) -> None:
-    """Below 1 only where measured below 1: bigbird of 16 key heads on two GPUs. At most 23 % off, except bigbird of 4 key
-    heads on two GPUs, up to 32 %: its kernels did not yet split long rows."""
+    """Below 1 only where measured below 1: bigbird of 16 key heads on two GPUs. At most 23 % off.
+
+    Except bigbird of 4 key heads on two GPUs, up to 32 % off: its kernels did not yet split long rows.
+    """
     slower = {cell[:4] for cell in measured if cell.speedup < 1}
     assert slower == {(2, 65536, 16, "bigbird"), (2, 262144, 16, "bigbird")}
     for cell in measured:

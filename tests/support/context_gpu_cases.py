@@ -1,7 +1,7 @@
 """Test cases for shared attention on GPUs over NCCL. Every rank of a crew.Crew runs them.
 
-Expected results are those of the reference in float64 on the whole sequence, computed by every rank, and bit by bit those of the
-same kernels in one process. Without GPUs the cases run over gloo.
+Expected results are those of the reference in float64 on the whole sequence, computed by every rank, and bit by bit
+those of the same kernels in one process. Without GPUs the cases run over gloo.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def runs_over_and_over(layout: str, group: int, n_runs: int) -> None:
     expected = None
     for keep in (True, False):
         plan = bd.plan(
-            layout_of(layout, length), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True, order="zigzag",
-            keep_received=keep,
+            layout_of(layout, length), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True,
+            order="zigzag", keep_received=keep,
         )  # fmt: skip
         if expected is None:
             leaves = [
@@ -249,7 +249,7 @@ def differences_are_named() -> None:
 
 
 def misses_a_rank(what: str) -> None:
-    """The last rank fails as `what` says ("nothing": no rank). The others must end with an error, perhaps on the GPU."""
+    """The last rank fails as `what` says ("nothing": no rank). The others must end with an error."""
     odd = dist.get_world_size() - 1
     plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=HEADS, scheme="exchange")
     q, k, v = (torch.randn(1, HEADS, plan.local_length, HEAD_DIM, device=DEVICE).bfloat16() for _ in "qkv")
