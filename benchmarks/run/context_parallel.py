@@ -40,7 +40,8 @@ from .patterns import BLOCK, Pattern, patterns
 KEYS = [
     "bench", "scaling", "provider", "pattern", "density", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype",
     "order", "chunks", "priority", "direction", "ms", "one_ms", "speedup", "efficiency", "bound_ms", "bound_by",
-    "messages_ms", "attention_ms", "overlap", "received_bytes", "bound_bytes", "all_gather_bytes", "link_gb_s", "device", "torch",
+    "messages_ms", "attention_ms", "overlap", "received_bytes", "bound_bytes", "all_gather_bytes", "link_gb_s",
+    "device", "torch",
     "triton", "commit",
 ]  # fmt: skip
 # keys of a line about the link
