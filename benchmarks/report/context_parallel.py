@@ -1,7 +1,4 @@
-"""What do the measurements of several GPUs say? Tables of speed-ups and their bounds from context_parallel.jsonl.
-
-Knows the keys of its lines, and Markdown. Must not know how anything is measured or drawn.
-"""
+"""Tables of speed-ups and their bounds on several GPUs, from context_parallel.jsonl."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from . import lines as measurements
 from .lines import Line
 from .markdown import table
 
-# what makes two lines measurements of the same thing: of those, the later one counts
+# of lines with equal values of these keys, the last one counts
 IDENTITY = (
     "bench", "what", "scaling", "provider", "pattern", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype", "order",
     "chunks", "priority", "direction", "device",
@@ -27,7 +24,7 @@ LABELS = {
 
 
 class Setting(NamedTuple):
-    """What is equal in all measurements of one table."""
+    """Values shared by all measurements of one table."""
 
     device: str
     scaling: str
@@ -47,7 +44,7 @@ def settings(lines: Sequence[Line]) -> dict[Setting, list[Line]]:
 
 
 def bound(line: Line) -> float:
-    """The speed-up that its bound would be."""
+    """The speed-up at the bound."""
     return line["speedup"] * line["ms"] / line["bound_ms"]
 
 
@@ -55,12 +52,13 @@ def caption(setting: Setting, lines: Sequence[Line]) -> str:
     shared = f"{setting.n:,} tokens {'in all' if setting.scaling == 'strong' else 'on all ranks together'}"
     return (
         f"{setting.ranks} {setting.device}, {shared}, {setting.heads} query heads on {setting.kv_heads} key heads of "
-        f'{setting.head_dim}, {lines[0]["dtype"]}, order "{setting.order}", {measurements.versions(lines, "torch", "triton")}'
+        f'{setting.head_dim}, {lines[0]["dtype"]}, order "{setting.order}", '
+        f"{measurements.versions(lines, 'torch', 'triton')}"
     )
 
 
 def link(lines: Sequence[Line]) -> str:
-    """How fast messages are between the GPUs."""
+    """The measured rates of the link."""
     said = [
         f"{line['ranks']} {line['device']}: {line['what']} of {line['bytes'] / 2**20:.0f} MiB a rank, "
         f"{line['gb_s']:.0f} GB/s"
@@ -87,7 +85,7 @@ def speedups(lines: Sequence[Line], direction: str) -> str:
 
 
 def summary(lines: Sequence[Line]) -> str:
-    """The README's table, of the most GPUs, a column for each length and number of key heads; "" if nothing was measured."""
+    """The README's table for the most GPUs: a column per length and number of key heads; "" without measurements."""
     found = settings(lines)
     if not found:
         return ""
@@ -145,7 +143,7 @@ def section(lines: Sequence[Line]) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-# column -> what it says of a line
+# column -> text of a line
 COLUMNS: dict[str, Callable[[Line], str]] = {
     "pattern": lambda line: line["pattern"],
     "density": lambda line: f"{line['density']:.3g}",

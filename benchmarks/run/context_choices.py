@@ -1,9 +1,8 @@
-"""Measured cells of several GPUs beside the choices of scheme="auto": were those the fastest?
+"""Scheme choices of scheme="auto" against measurements: `python -m benchmarks.run.context_choices`.
 
-Printed by `python -m benchmarks.run.context_choices`.
-A cell is a pattern of a length, on so many key heads and GPUs, of results/context_parallel.jsonl. Of each scheme the
-time of a step was measured: of "all_gather" with PyTorch's collectives, of "exchange" and "ulysses" as they were at the
-commit of the line.
+A cell is a pattern, a length, and numbers of key heads and GPUs from results/context_parallel.jsonl, with a measured
+step time for each scheme: "all_gather" with PyTorch's collectives, "exchange" and "ulysses" at the commit of the
+line.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ SCHEMES = ("exchange", "ulysses", "all_gather")
 class Cell(NamedTuple):
     """One measured cell.
 
-    costs  what the model says, with the scheme that it chooses
-    lines  of a step, by scheme
+    costs  predictions of the cost model, and its chosen scheme
+    lines  measured steps by scheme
     """
 
     ranks: int
@@ -65,7 +64,7 @@ class Cell(NamedTuple):
 
     @property
     def is_as_measured(self) -> bool:
-        """Whether the chosen scheme would receive what it received when it was measured: rows were shipped, or were not."""
+        """Whether the chosen scheme would receive as many bytes as in its measurement, with or without pass-Q."""
         received = {
             "exchange": self.costs.exchange, "ulysses": self.costs.ulysses, "all_gather": self.costs.all_gather,
         }[self.chosen]  # fmt: skip
@@ -74,7 +73,7 @@ class Cell(NamedTuple):
 
 
 def costs_of(pattern: Pattern, heads: tuple[int, int], n_ranks: int) -> Costs:
-    """What scheme="auto" weighs, for a contiguous order."""
+    """The costs that scheme="auto" compares, for a contiguous order."""
     n_tiles = len(pattern.blocks)
     owner = np.arange(n_tiles) * n_ranks // n_tiles
     pairs = Pairs(*np.nonzero(pattern.blocks))
@@ -82,7 +81,7 @@ def costs_of(pattern: Pattern, heads: tuple[int, int], n_ranks: int) -> Costs:
 
 
 def cells(path: Path = RESULTS) -> list[Cell]:
-    """Every cell of which all schemes were measured."""
+    """Every cell with measurements of all schemes."""
     found: dict[tuple[int, str, int, int, int], dict[str, Line]] = {}
     for line in measurements.of_bench(measurements.read(path, context_parallel.IDENTITY), "context_parallel"):
         if line["direction"] == "step" and line["provider"] in SCHEMES:
@@ -98,9 +97,10 @@ def cells(path: Path = RESULTS) -> list[Cell]:
 
 
 def report(found: Sequence[Cell]) -> str:
-    """A row for each cell, and how often the choice was the fastest."""
+    """A table with a row per cell, and the share of fastest choices."""
     rows = [
-        ["GPUs", "tokens", "key heads", "pattern", *SCHEMES, "chosen", "predicted, ms", "best", "loss", "speed-up", "predicted"]
+        ["GPUs", "tokens", "key heads", "pattern", *SCHEMES, "chosen", "predicted, ms", "best", "loss", "speed-up",
+         "predicted"]
     ]  # fmt: skip
     for cell in found:
         seconds, speedup = cell.costs.seconds[cell.chosen], cell.costs.speedup
@@ -108,7 +108,8 @@ def report(found: Sequence[Cell]) -> str:
         rows.append(
             [
                 str(cell.ranks), f"{cell.length:,}", str(cell.kv_heads), cell.pattern,
-                *(f"{cell.lines[scheme]['ms']:.2f}" for scheme in SCHEMES), cell.chosen, f"{1e3 * seconds:.2f}", cell.best,
+                *(f"{cell.lines[scheme]['ms']:.2f}" for scheme in SCHEMES), cell.chosen,
+                f"{1e3 * seconds:.2f}", cell.best,
                 f"{cell.loss - 1:.1%}", f"{cell.speedup:.2f}", f"{speedup:.2f}",
             ]
         )  # fmt: skip

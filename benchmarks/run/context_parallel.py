@@ -1,18 +1,17 @@
-"""How does attention scale over several GPUs? One JSON line a figure:
+"""Scaling of attention over several GPUs; writes one JSON line per figure.
 
 torchrun --nproc-per-node 2 -m benchmarks.run.context_parallel --lengths 65536 262144 --kv-heads 16 4
 
-First the link between the GPUs is measured. Then each case is computed by one process on every GPU, and shared by all
-of them as context_providers.py says. Every output and gradient is compared with those of one process before it is
-timed; a wrong one is reported and not timed, and so is one that fails. fwd, bwd and step (both in a row) are the
-slowest rank's times, medians over samples of several calls in a row.
+Measures the link between the GPUs first. Then each case runs on one process of every GPU, and shared by all of them
+with each provider of context_providers.py. Outputs and gradients are compared with those of one process before
+timing; a provider that is wrong or fails is reported and not timed. fwd, bwd and step (both in a row) are times of
+the slowest rank, medians over samples.
 
-Beside each figure stands its bound, max(attention of the busiest rank, its received bytes / link): no scheme that moves
-so much and does not split the work otherwise can be faster. For exchange the forward is also timed in parts, messages
-alone and attention alone: overlap = (messages + attention - both) / the shorter one, where no queries travel.
+The bound of a figure is max(attention of the busiest rank, its received bytes / link). For "exchange" without pass-Q
+rows the forward is also timed in parts: overlap = (messages + attention - both) / the shorter one.
 
-Strong scaling shares --lengths tokens among all ranks; weak scaling gives so many to each. Without a GPU it runs on
-gloo, to try it out.
+Strong scaling shares --lengths tokens among all ranks; weak scaling gives that number to each. Without a GPU it runs
+on gloo.
 """
 
 from __future__ import annotations
@@ -37,24 +36,25 @@ from . import measure
 from .context_providers import PROVIDERS, CannotRun, Provider, parts, provider, whole_layout
 from .patterns import BLOCK, Pattern, patterns
 
-# of a result line, in this order
+# keys of a result line
 KEYS = [
-    "bench", "scaling", "provider", "pattern", "density", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype", "order",
-    "chunks", "priority", "direction", "ms", "one_ms", "speedup", "efficiency", "bound_ms", "bound_by", "messages_ms",
-    "attention_ms", "overlap", "received_bytes", "bound_bytes", "all_gather_bytes", "link_gb_s", "device", "torch", "triton",
-    "commit",
+    "bench", "scaling", "provider", "pattern", "density", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype",
+    "order", "chunks", "priority", "direction", "ms", "one_ms", "speedup", "efficiency", "bound_ms", "bound_by",
+    "messages_ms", "attention_ms", "overlap", "received_bytes", "bound_bytes", "all_gather_bytes", "link_gb_s",
+    "device", "torch",
+    "triton", "commit",
 ]  # fmt: skip
-# of a line that says how fast the link is
+# keys of a line about the link
 LINK_KEYS = ["bench", "what", "ranks", "bytes", "ms", "gb_s", "device", "torch", "triton", "commit"]
 DIRECTIONS = ("fwd", "bwd", "step")
-# off by more than so much of the largest value is wrong; bf16 is off by 0.01
+# largest error relative to the largest value; bf16 has 0.01
 TOLERANCE = 0.03
-# each sample takes about so long, unless one call takes longer; the first calls build connections and compile
+# target milliseconds per sample; number of first calls, which build connections and compile
 SAMPLE_MS, WARM_UP = 10.0, 2
 
 
 class Ranks(NamedTuple):
-    """The group that computes, and one on the host by which it agrees on what to do next."""
+    """The group that computes, and a host group that agrees on the next step."""
 
     group: Any
     host: Any
@@ -69,9 +69,6 @@ class Ranks(NamedTuple):
         found = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host)
         return found.item()
-
-
-# ---- measuring ----
 
 
 def _sample(call: Callable[[], Any], n_calls: int, device: str) -> float:
@@ -94,7 +91,7 @@ def milliseconds(call: Callable[[], Any], ranks: Ranks, runs: int) -> float:
     for _ in range(WARM_UP):
         took = ranks.worst(_sample(call, 1, ranks.device))
     n_calls = max(1, min(16, int(SAMPLE_MS / max(took, 1e-3))))
-    # what takes long is sampled less often
+    # fewer samples of slow calls
     runs = runs if took < 10 * SAMPLE_MS else min(runs, 3)
     times = []
     for _ in range(runs):
@@ -104,7 +101,7 @@ def milliseconds(call: Callable[[], Any], ranks: Ranks, runs: int) -> float:
 
 
 def link(ranks: Ranks, n_bytes: int, runs: int, out: Path) -> float:
-    """GB/s that a rank receives when each sends n_bytes to all; recorded, and beside it from neighbour to neighbour."""
+    """GB/s received by a rank in an all-to-all of n_bytes. Records it, and the rate between neighbours."""
     rank, n_ranks = dist.get_rank(ranks.group), dist.get_world_size(ranks.group)
     message = torch.ones(n_bytes // (256 * n_ranks) * n_ranks, 128, dtype=torch.bfloat16, device=ranks.device)
     into = torch.empty_like(message)
@@ -133,7 +130,7 @@ def link(ranks: Ranks, n_bytes: int, runs: int, out: Path) -> float:
 
 
 def calls(call: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> dict[str, Callable[[], Any]]:
-    """What is timed, by direction; `step` keeps nothing from call to call."""
+    """The calls to time, by direction."""
     out = call(*inputs)
     return {
         "fwd": partial(call, *inputs),
@@ -148,7 +145,7 @@ def results(call: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> 
 
 
 def wrong(found: dict[str, Tensor], expected: dict[str, Tensor], one: Provider) -> str:
-    """Which results of this rank are off from those of one process, and by how much of the largest value; "" for none."""
+    """Results of this rank that differ from one process, with relative errors; "" for none."""
     said = []
     for name, tensor in found.items():
         wanted = one.plan.shard(expected[name], dim=2)
@@ -159,7 +156,7 @@ def wrong(found: dict[str, Tensor], expected: dict[str, Tensor], one: Provider) 
 
 
 class Case(NamedTuple):
-    """One pattern, of all tokens: inputs (q, k, v, dout), what one process makes of them and how long it takes."""
+    """One pattern over all tokens: inputs (q, k, v, dout), results and times of one process."""
 
     pattern: Pattern
     layout: BlockLayout
@@ -181,7 +178,7 @@ def drawn(length: int, heads: tuple[int, int], head_dim: int, device: str) -> li
 
 
 def case_of(pattern: Pattern, alone: Pattern, kv_heads: int, ranks: Ranks, options: argparse.Namespace) -> Case:
-    """One process computes `pattern` for comparison, and is timed on `alone`, which is the same in strong scaling."""
+    """Runs `pattern` in one process for comparison, and times `alone`, the same pattern in strong scaling."""
     heads = options.heads, kv_heads
     layout, *whole = whole_layout(pattern), *drawn(pattern.length, heads, options.head_dim, ranks.device)
     *inputs, dout = whole
@@ -198,8 +195,8 @@ def case_of(pattern: Pattern, alone: Pattern, kv_heads: int, ranks: Ranks, optio
 
 
 def bound(direction: str, one: Provider, case: Case, n_bytes: int, link_gb_s: float) -> tuple[float, str]:
-    """The time that a scheme cannot go below, and what binds: "compute" or "link"."""
-    # what came as keys goes back as gradients
+    """The lower bound in ms, and what limits it: "compute" or "link"."""
+    # received keys are returned as gradients
     messages = n_bytes / link_gb_s / 1e6 * (2 if direction == "step" else 1)
     compute = case.one_ms[direction] * one.tiles / case.one_tiles
     return (messages, "link") if messages > compute else (compute, "compute")
@@ -208,7 +205,7 @@ def bound(direction: str, one: Provider, case: Case, n_bytes: int, link_gb_s: fl
 def lines(
     case: Case, one: Provider, ranks: Ranks, options: argparse.Namespace, link_gb_s: float
 ) -> Iterator[dict[str, Any]]:
-    """Measure a provider, whose results are right."""
+    """Measures a provider whose results are correct."""
     *inputs, dout = (one.plan.shard(tensor, dim=2) for tensor in case.whole)
     inputs = [tensor.requires_grad_() for tensor in inputs]
     costs, size = one.plan.layers[0].costs, options.head_dim * dout.element_size()
@@ -241,8 +238,7 @@ def lines(
         yield found
 
 
-def told(line: dict[str, Any]) -> str:
-    """A line for the reader."""
+def described(line: dict[str, Any]) -> str:
     parts_of = ""
     if line["overlap"] is not None:
         parts_of = (
@@ -256,19 +252,19 @@ def told(line: dict[str, Any]) -> str:
 
 
 def agreed(status: str, ranks: Ranks) -> str:
-    """What any rank has to complain of, rank after rank; "" for nothing."""
+    """The errors of all ranks; "" for none."""
     said: list[Any] = [None] * dist.get_world_size(ranks.host)
     dist.all_gather_object(said, status, group=ranks.host)
     return "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said) if what)
 
 
 def guarded(make: Callable[[], Any]) -> tuple[Any, str]:
-    """What make makes, or None and why not; whatever it is, the other providers are still measured."""
+    """(result, "") or (None, error), so that the other providers are still measured."""
     try:
         return make(), ""
     except CannotRun as error:
         return None, f"cannot run: {error}"
-    except Exception as error:  # noqa: BLE001  told, and the ranks agree to go on
+    except Exception as error:  # noqa: BLE001  reported, and the ranks continue together
         return None, f"{''.join(traceback.format_exception_only(error)).strip()[:600]}"
 
 
@@ -294,10 +290,7 @@ def run(case: Case, name: str, ranks: Ranks, options: argparse.Namespace, link_g
     elif ranks.is_first:
         for line in found:
             measure.append(options.out, line | measure.environment(torch.device(ranks.device)), KEYS)
-            print(told(line), flush=True)
-
-
-# ---- the command ----
+            print(described(line), flush=True)
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:

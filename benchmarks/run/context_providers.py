@@ -1,12 +1,10 @@
-"""Who shares attention over one sequence between GPUs? Ours in three schemes, and what others do.
+"""Providers of attention over one sequence on several GPUs: our schemes, PyTorch's collectives, and FlexAttention.
 
-    exchange    distributed.attention, needed keys in chunks of heads that travel while others are computed
-    ulysses     distributed.attention, whole heads
-    gathered    distributed.attention, every key to every rank
-    all_gather  the same by PyTorch's collectives, and the same kernels
-    flex        what PyTorch's context parallelism does: the same gather, FlexAttention with an equivalent mask_mod
-
-Knows plans, a group, what each of them receives. Must not know how anything is timed.
+exchange    distributed.attention with pass-KV (and pass-Q), in chunks of heads
+ulysses     distributed.attention with Ulysses
+gathered    distributed.attention with an all-gather of all keys
+all_gather  the same with PyTorch's collectives and our kernels
+flex        PyTorch's context parallelism: the same gather, FlexAttention with an equivalent mask_mod
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Provider(NamedTuple):
-    """`call` takes what `plan` gives this rank; `received` and `tiles` are of the busiest rank, in heads * tokens and tiles."""
+    """`call` takes this rank's shards; `received` (heads * tokens) and `tiles` are those of the busiest rank."""
 
     name: str
     call: Call
@@ -47,11 +45,11 @@ class Provider(NamedTuple):
 
 
 class CannotRun(Exception):
-    """Why a provider has no answer to a case."""
+    """A provider does not support a case; the message says why."""
 
 
 def table_mask(pattern: Pattern, first_query: int, device: str) -> Callable[..., Tensor]:
-    """The mask_mod of a pattern for queries counted from first_query: it looks its block up."""
+    """The mask_mod of a pattern, which looks up the block, for queries starting at first_query."""
     table = torch.from_numpy(pattern.blocks).to(device)
 
     def attends(batch: Tensor, head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:  # noqa: ARG001
@@ -63,7 +61,7 @@ def table_mask(pattern: Pattern, first_query: int, device: str) -> Callable[...,
 
 
 def whole_layout(pattern: Pattern) -> BlockLayout:
-    """The pattern's pairs, dense ones too."""
+    """The layout of a pattern, dense ones included."""
     rows, cols = np.nonzero(pattern.blocks)
     blocks = BlockLayout.from_blocks(rows, cols, pattern.length, pattern.length, block_size=BLOCK)
     if not pattern.causal:
@@ -74,13 +72,13 @@ def whole_layout(pattern: Pattern) -> BlockLayout:
     )  # fmt: skip
 
 
-# PyTorch 2.13 calls them so
+# renamed in PyTorch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Gather(torch.autograd.Function):
-    """(batch, heads, n, dim) of each rank to those of all ranks; the gradient is summed over ranks, in its own type."""
+    """All-gather of (batch, heads, n, dim) along n; the gradient is a reduce-scatter in its own dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -99,7 +97,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gathered(k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """All keys and values, gathered as PyTorch's context parallelism does: one collective each; differentiable."""
+    """All keys and values, one differentiable collective each, as in PyTorch's context parallelism."""
     return _Gather.apply(k, group), _Gather.apply(v, group)
 
 
@@ -107,7 +105,7 @@ def provider(
     name: str, pattern: Pattern, layout: BlockLayout, group: Any, heads: tuple[int, int], order: str,
     chunks: int | None, device: str,
 ) -> Provider:  # fmt: skip
-    """A provider of a case on this rank. Raises CannotRun where it has no answer."""
+    """The provider of a case on this rank. Raises CannotRun."""
     rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
     if name in SCHEMES:
         if name == "ulysses" and heads[1] % n_ranks:
@@ -116,7 +114,7 @@ def provider(
         costs = plan.layers[0].costs
         received = {"exchange": costs.exchange, "ulysses": costs.ulysses, "gathered": costs.all_gather}[name]
         assert received is not None
-        # whole heads of all tokens: every rank the same
+        # equal work on every rank
         tiles = costs.tiles.sum() // n_ranks if name == "ulysses" else costs.tiles.max()
         return Provider(name, partial(_shared, plan, chunks), plan, int(received.max()), int(tiles))
     if layout.q_len % (n_ranks * BLOCK):
@@ -144,7 +142,7 @@ def _from_all(rows: BlockLayout, group: Any, q: Tensor, k: Tensor, v: Tensor) ->
 def _flex(pattern: Pattern, first_query: int, n_queries: int, kv_len: int, group: Any) -> Call:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # each mask is compiled for itself
+    # compiles each mask separately
     torch.compiler.reset()
     mask_mod = table_mask(pattern, first_query, "cuda")
     mask = torch.compile(create_block_mask)(mask_mod, None, None, n_queries, kv_len, device="cuda")
@@ -155,7 +153,7 @@ def _flex(pattern: Pattern, first_query: int, n_queries: int, kv_len: int, group
 def parts(
     plan: distributed.ContextPlan, chunks: int | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The forward of exchange in two: (its messages alone, attention to what has arrived already)."""
+    """The forward of "exchange" in two parts: (messages alone, attention to keys that have arrived)."""
     layer = plan.layers[0]
     (keys, *_), near = unflatten(layer.tensors, layer.counts, plan.n_ranks)
     backend = dispatch.choose("auto", q.device, q.dtype)
@@ -163,10 +161,10 @@ def parts(
     pieces = pass_kv.head_chunks(n_chunks, plan.heads, keys.plan)
     ranks, scale = RankContext(backend, plan.group, plan.rank), q.shape[3] ** -0.5
 
-    def travel() -> list[Tensor]:
-        return [flight.wait() for flight in pass_kv.send_kv(k, v, keys, pieces, ranks)]
+    def send_and_wait() -> list[Tensor]:
+        return [message.wait() for message in pass_kv.send_kv(k, v, keys, pieces, ranks)]
 
-    arrived = travel()
+    arrived = send_and_wait()
 
     def compute() -> None:
         if near:
@@ -180,4 +178,4 @@ def parts(
                 (mine,) = gather_scatter.picked([mine], keys.rows, backend)
             attend(mine, k_all, v_all, piece.plan, scale, backend)
 
-    return travel, compute
+    return send_and_wait, compute

@@ -1,4 +1,4 @@
-"""How is a model trained on sequences that several ranks share? FSDP2 over all ranks, context parallelism over some.
+"""Example: training on sequences shared by several ranks, with FSDP2 over all ranks and context parallelism over some.
 
 torchrun --nproc-per-node 4 -m benchmarks.run.train_context_parallel --context 2 --length 4096
 
@@ -59,7 +59,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        # inside of what FSDP shards, so that it gathers the weights once for both
+        # inside the FSDP unit, so that it gathers the weights once for both
         return checkpoint(self.computed, x, use_reentrant=False) if self.is_checkpointed else self.computed(x)
 
     def computed(self, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Model(nn.Module):
 
 
 def batches(length: int, batch: int, period: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Whole sequences and labels (batch, length); the same seed gives the same ones."""
+    """Whole sequences and labels (batch, length); equal seeds give equal sequences."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         tokens = torch.randint(VOCABULARY, (batch, length), generator=generator)
@@ -99,7 +99,7 @@ def batches(length: int, batch: int, period: int, seed: int) -> Iterator[tuple[T
 
 
 def scaled_loss(logits: Tensor, labels: Tensor, n_tokens: int, n_averaged: int) -> Tensor:
-    """What to backpropagate on this rank: gradients averaged over n_averaged ranks are those of the mean of n_tokens.
+    """The loss to backpropagate: gradients averaged over n_averaged ranks are those of the mean over n_tokens.
 
     logits (..., VOCABULARY), labels (...): of this rank's tokens, perhaps none
     """
@@ -108,7 +108,7 @@ def scaled_loss(logits: Tensor, labels: Tensor, n_tokens: int, n_averaged: int) 
 
 
 def layout_of(name: str, options: argparse.Namespace) -> BlockLayout:
-    """What the tokens of a layer see of those before them."""
+    """The causal layout of a layer."""
     if name == "local":
         return masks.local(options.length, window=(options.window, 0))
     # `& masks.causal(length)` would list half of all blocks first
@@ -138,7 +138,7 @@ def train(options: argparse.Namespace) -> list[float]:
     torch.manual_seed(0)
     model = Model(options.embed_dim, options.blocks, plan, is_checkpointed=options.checkpoint).to(device)
     everyone = init_device_mesh(device, (n_ranks,))
-    # weights and their sums stay float32
+    # weights and gradient reductions stay float32
     half = torch.bfloat16 if options.bfloat16 else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     for block in model.blocks:

@@ -68,7 +68,8 @@ def test_calls_that_are_alike_are_checked_once(alone: distributed.ContextPlan, m
     renamed = dataclasses.replace(alone, order="as given")
     calls: list[Any] = [
         (across, k, k, alone, 0, 0.5, None, "auto"), (q, k, k, alone, 0, 0.25, None, "auto"),
-        (q, k, k, alone, 0, 0.5, 1, "auto"), (q, k, k, alone, 0, 0.5, None, "eager"), (q, k, k, renamed, 0, 0.5, None, "auto"),
+        (q, k, k, alone, 0, 0.5, 1, "auto"), (q, k, k, alone, 0, 0.5, None, "eager"),
+        (q, k, k, renamed, 0, 0.5, None, "auto"),
         (*(x.double() for x in (q, k, k)), alone, 0, 0.5, None, "auto"),
     ]  # fmt: skip
     for i, call in enumerate(calls):

@@ -1,6 +1,6 @@
 """Attention shared by 2, 3 and 4 ranks over gloo equals that of one process: runs context_cases.py.
 
-And what needs processes of its own: a compiler that starts others, a rank that is killed.
+Also tests that need their own processes: a compiler, and a rank that is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @cache
 def said(n_ranks: int) -> dict[str, list[str]]:
-    """Case -> error of each rank, of all cases on so many ranks: they start once."""
+    """Case -> error of each rank, for all cases on n_ranks ranks, which start once."""
     command = [sys.executable, "-m", "tests.support.context_ranks", str(n_ranks)]
     run = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=context_ranks.DEADLINE + 60
@@ -33,7 +33,7 @@ def said(n_ranks: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
 def test_every_case_holds_on_every_rank(n_ranks: int) -> None:
-    """They run in order, until one fails; the first one is told."""
+    """Cases run in order until one fails, which is reported."""
     for name, errors in said(n_ranks).items():
         for rank, error in enumerate(errors):
             assert not error, f"on rank {rank} of {n_ranks}, {name}:\n{error}"
@@ -58,7 +58,7 @@ def test_inductor_compiles_it_into_one_graph(scheme: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_a_killed_rank_is_an_error_on_the_others(n_ranks: int, tmp_path: Path) -> None:
-    """While they wait for what it should have sent."""
+    """The others fail while they wait for its message."""
     crew = Crew(n_ranks, "cpu", PATIENCE, tmp_path)
     try:
         *others, killed = crew.run(CASES, "misses_a_rank", "killed", seconds=PATIENCE + GRACE)

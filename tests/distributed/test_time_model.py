@@ -1,4 +1,4 @@
-"""Choices and predictions of the time model against times measured on H200s (benchmarks/results/context_parallel.md)."""
+"""The time model against times measured on H200s (benchmarks/results/context_parallel.md)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def measured() -> list[Cell]:
 
 
 def test_auto_takes_what_was_fastest_or_nearly(measured: list[Cell]) -> None:
-    """In 26 of 32 cells the fastest. Of the others bigbird of 65,536 tokens, 4 key heads, four GPUs loses 12.7 %, the next 3.7 %."""
+    """The fastest in 26 of 32 cells; the largest loss is 12.7 % (bigbird, 65,536 tokens, 4 key heads, 4 GPUs)."""
     print(context_choices.report(measured))
     losses = sorted(cell.loss for cell in measured)
     assert sum(cell.chosen == cell.best for cell in measured) == 26
@@ -128,8 +128,10 @@ def test_auto_takes_what_was_fastest_or_nearly(measured: list[Cell]) -> None:
 
 
 def test_the_speed_up_is_about_what_was_measured(measured: list[Cell]) -> None:
-    """Above 1 where it was, below 1 where it was not: bigbird of 16 key heads on two GPUs. At most 23 % off, but for
-    bigbird of 4 key heads on two GPUs, by up to 32 %: its kernels did not yet split long rows, which one GPU waited for longer."""
+    """Below 1 only where measured below 1: bigbird of 16 key heads on two GPUs. At most 23 % off.
+
+    Except bigbird of 4 key heads on two GPUs, up to 32 % off: its kernels did not yet split long rows.
+    """
     slower = {cell[:4] for cell in measured if cell.speedup < 1}
     assert slower == {(2, 65536, 16, "bigbird"), (2, 262144, 16, "bigbird")}
     for cell in measured:
@@ -141,7 +143,7 @@ def test_the_speed_up_is_about_what_was_measured(measured: list[Cell]) -> None:
 
 @pytest.mark.parametrize("scheme", ["exchange", "ulysses", "all_gather"])
 def test_what_was_never_timed_is_not_predicted(scheme: str) -> None:
-    """Few rows that reach most keys, by exchange on two ranks as it is today: auto leaves it, and by name it has no speed-up."""
+    """Exchange of few rows that reach most keys, on two ranks: not chosen by auto, and by name without a speed-up."""
     found = costs_of("bigbird", 65536, 16, 2, requested=scheme)
     assert (found.speedup is None) == (scheme == "exchange")
     assert "was not timed on 2 ranks" in found.reason and found.reason.startswith("requested by name; ")

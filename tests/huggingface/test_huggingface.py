@@ -308,7 +308,7 @@ def test_a_model_made_before_and_wrapped_later_is_seen() -> None:
 def test_a_layout_that_another_attention_ignores_is_warned_of_once(how: str, recwarn: pytest.WarningsRecorder) -> None:
     made = model("Llama", how, LAYOUT)
     assert not recwarn
-    message = rf"LlamaForCausalLM ignores config.attention_layout: its attn_implementation is '{how}'.*config.attention_layout = None"
+    message = rf"LlamaForCausalLM ignores config.attention_layout: its attn_implementation is '{how}'.*_layout = None"
     with pytest.warns(UserWarning, match=message) as said:
         made(ids())
     assert len(said) == 1
@@ -392,10 +392,12 @@ def test_masks_are_no_tensors() -> None:
     """Every computation with a Mask raises; passing it on does not."""
     mask, scores = huggingface.Mask(None, True, "causal", shape=(2, 1, 4, 4)), torch.zeros(4, 4)
     wrong: list[Callable[[], Any]] = [
-        lambda: scores + mask, lambda: mask + scores, lambda: 1.0 - mask, lambda: mask * -1e9, lambda: ~mask, lambda: mask == 0,
+        lambda: scores + mask, lambda: mask + scores, lambda: 1.0 - mask, lambda: mask * -1e9, lambda: ~mask,
+        lambda: mask == 0,
         lambda: scores == mask, lambda: mask != 0, lambda: mask < 0, lambda: mask[:, None], lambda: mask[0],
         lambda: scores.masked_fill(mask, 0.0), lambda: torch.where(mask, scores, scores), lambda: scores.add_(mask),
-        lambda: mask.to(scores), lambda: mask.dim, lambda: mask.dtype, lambda: mask.size(-1), lambda: mask.masked_fill(mask, 0),
+        lambda: mask.to(scores), lambda: mask.dim, lambda: mask.dtype, lambda: mask.size(-1),
+        lambda: mask.masked_fill(mask, 0),
         lambda: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=mask),
         lambda: torch.cat([scores, mask]), lambda: torch.ones_like(mask),
     ]  # fmt: skip
@@ -830,13 +832,17 @@ def forward(made: Any, **inputs: Any) -> Any:
     [
         ("Llama", {}, {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, TypeError, "from_huggingface"),
         ("Llama", {}, {"position_bias": 30.0}, ValueError, r"position_bias, which is 30\.0"),
-        ("Llama", {}, {"cu_seq_lens_q": torch.tensor([0, 9])}, ValueError, r"cu_seq_lens_q, which is a tensor of shape \(2,\).*position_ids that restart"),
+        ("Llama", {}, {"cu_seq_lens_q": torch.tensor([0, 9])}, ValueError,
+         r"cu_seq_lens_q, which is a tensor of shape \(2,\).*position_ids that restart"),
         ("Llama", {}, {"bias_of_next_year": 1}, ValueError, "bias_of_next_year, which is 1: it is not known"),
         ("Llama", {"layout": 7}, {}, TypeError, r"config\.attention_layout must be a BlockLayout.*got int"),
         ("Llama", {"layout": "lokal(window=5)"}, {}, ValueError, "local"),
-        ("Llama", {"layout": layout_of(attends, 40)}, {}, ValueError, "has 72 tokens, but config.attention_layout is of 40"),
-        ("Llama", {"layout": "local(window=5)", "max_position_embeddings": 40}, {}, ValueError, "built for config.max_position_embeddings = 40"),
-        ("Llama", {"layout": LAYOUT.crop(0, 40)}, {}, ValueError, r"\(1, heads \| 1, length, length\).*got \(1, 1, 40, 72\)"),
+        ("Llama", {"layout": layout_of(attends, 40)}, {}, ValueError,
+         "has 72 tokens, but config.attention_layout is of 40"),
+        ("Llama", {"layout": "local(window=5)", "max_position_embeddings": 40}, {}, ValueError,
+         "built for config.max_position_embeddings = 40"),
+        ("Llama", {"layout": LAYOUT.crop(0, 40)}, {}, ValueError,
+         r"\(1, heads \| 1, length, length\).*got \(1, 1, 40, 72\)"),
         ("GPT2", {"layout": LAYOUT, "add_cross_attention": True}, {}, ValueError, "which attentions of a model"),
     ],
     ids=lambda value: str(value)[:40],

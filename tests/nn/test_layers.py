@@ -75,7 +75,7 @@ def published_slopes(heads: int) -> list[float]:
 
 
 def rotated(features: Tensor, position: float, base: float) -> Tensor:
-    """Features d and d + half are the two parts of a complex number, which is rotated by position * base ** (-d / half)."""
+    """Features d and d + half form a complex number, rotated by position * base ** (-d / half)."""
     half = features.shape[-1] // 2
     angles = position * base ** (-torch.arange(half) / half)
     turned = torch.complex(features[..., :half], features[..., half:]) * torch.polar(torch.ones(half), angles)

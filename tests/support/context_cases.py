@@ -1,6 +1,6 @@
-"""What must hold on several ranks? Functions that every rank runs, by name; context_ranks.py runs them.
+"""Test cases for several ranks: functions that every rank runs, by name. context_ranks.py runs them.
 
-`cases` computes every truth (context_truth.py) before the ranks are forked.
+`cases` computes every expected result (context_truth.py) before the ranks are forked.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from tests.support.context_truth import (
 Cases = dict[str, Callable[[], None]]
 
 
-def near_apart() -> contextlib.AbstractContextManager[object]:
-    """Rows that need no messages are computed apart, few as they are."""
+def local_rows_separate() -> contextlib.AbstractContextManager[object]:
+    """Local rows are computed separately, even if they are few."""
     return mock.patch.object(time_model, "SPLITTING", -1.0)
 
 
 def equals_one_process(layout: str, order: str, kv_heads: int, scheme: str) -> None:
     n_ranks, heads = dist.get_world_size(), (4, kv_heads)
     order_of = orders(n_ranks, -(-LENGTH // 128))[order]
-    with near_apart():
+    with local_rows_separate():
         plan = bd.plan(
             layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme=scheme, deterministic=True
         )
@@ -72,7 +72,7 @@ def equals_one_process(layout: str, order: str, kv_heads: int, scheme: str) -> N
 
 
 def sums_gradients_in_place(layout: str, kv_heads: int) -> None:
-    """Where few tokens go to other ranks, in one message or in two: as one process, and the same bits."""
+    """Gradients summed in place equal those of one process, and bit by bit those that are not."""
     heads = (4, kv_heads)
     plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True)
     said = [None] * dist.get_world_size()
@@ -90,12 +90,12 @@ def sums_gradients_in_place(layout: str, kv_heads: int) -> None:
 
 
 def slow_link() -> contextlib.AbstractContextManager[object]:
-    """Bytes alone decide what a plan takes."""
+    """Received bytes alone decide the scheme."""
     return mock.patch.multiple(time_model, LINK=1e3, ULYSSES_COPIES=0, EXCHANGE_COPIES=0, DIRECT_COPIES=0)
 
 
-def ships_rows(layout: str, order: str, kv_heads: int) -> None:
-    """Rows that reach most tiles travel, when that moves less: within tolerance, and less work for the busiest rank."""
+def uses_pass_q(layout: str, order: str, kv_heads: int) -> None:
+    """Pass-Q for rows that reach most tiles: results within tolerance, and fewer bytes for the busiest rank."""
     n_ranks, heads = dist.get_world_size(), (4, kv_heads)
     n_tiles = -(-LENGTH // 128)
     # "alone": the first rank holds nothing but the first tile
@@ -103,13 +103,13 @@ def ships_rows(layout: str, order: str, kv_heads: int) -> None:
     with slow_link():
         plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="exchange")
     costs = plan.layers[0].costs
-    assert len(costs.pass_q_rows), "no row is shipped: the case tests nothing"
+    assert len(costs.pass_q_rows), "no row uses pass-Q: the case tests nothing"
     assert costs.exchange.max() < costs.bound.max()
     assert_equal_to_one_process(plan, whole(layout, LENGTH, heads), rows_are_whole=False)
 
 
 def sends_the_lower_bound(layout: str, order: str, n_chunks: int) -> None:
-    """Counted here: one message each way and chunk, and of keys and values what a double loop says, no byte more."""
+    """One message per chunk in each direction, with exactly the bytes that a double loop counts."""
     n_ranks, rank = dist.get_world_size(), dist.get_rank()
     order_of = orders(n_ranks, -(-LENGTH // 128))[order]
     found = layout_of(layout, LENGTH)
@@ -140,7 +140,7 @@ def sends_the_lower_bound(layout: str, order: str, n_chunks: int) -> None:
 
 
 def gathers_every_key(order: str, n_chunks: int) -> None:
-    """Own keys leave once a message, padded to the longest share; in the backward each rank gets the gradients of its keys."""
+    """Own keys are sent once per message, padded to the longest share; gradients return to the owners."""
     n_ranks, rank = dist.get_world_size(), dist.get_rank()
     order_of = orders(n_ranks, -(-LENGTH // 128))[order]
     plan = bd.plan(layout_of("bigbird", LENGTH), dist.group.WORLD, heads=(4, 2), order=order_of, scheme="all_gather")
@@ -155,7 +155,7 @@ def gathers_every_key(order: str, n_chunks: int) -> None:
     assert (forward.n_bytes, forward.n_calls) == (max(plan.sizes) * token, n_chunks)
     received = int(plan.layers[0].costs.all_gather[rank]) // 2 * (HEAD_DIM + V_HEAD_DIM) * 8
     assert (backward.n_bytes, backward.n_calls) == (received, n_chunks)
-    # no sequence at all, and inputs that lie otherwise
+    # an empty batch, and other strides
     none = [leaf.detach()[:0].requires_grad_() for leaf in leaves]
     bd.attention(*none, plan, chunks=n_chunks).sum().backward()
     assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in none)
@@ -164,12 +164,12 @@ def gathers_every_key(order: str, n_chunks: int) -> None:
 
 
 def as_if_fitted() -> contextlib.AbstractContextManager[object]:
-    """The ranks count as those GPUs to which the model of times was fitted."""
+    """The ranks count as GPUs to which the time model was fitted."""
     return mock.patch.object(time_model, "unfitted", lambda machines: "")
 
 
 def plans_say_what_they_gain() -> None:
-    """Bigbird on two GPUs: slower than on one, which the first rank warns of once; elsewhere nothing is predicted."""
+    """Bigbird on two GPUs is slower than on one: the first rank warns once. On CPUs nothing is predicted."""
     rank = dist.get_rank()
     layouts, heads = [masks.bigbird(16384, seed=0), masks.local(16384, window=512)], (4, 4)
     # Python's filters, and what torch adds to them
@@ -199,7 +199,7 @@ def plans_say_what_they_gain() -> None:
 
 
 def repeats_whatever_the_options(layout: str, scheme: str) -> None:
-    """Chunks, refetching and the default order of heads change nothing; lse may stay unused, k and v frozen."""
+    """Chunks and keep_received change no bit; lse may stay unused, k and v frozen."""
     heads, group = (4, 2), dist.group.WORLD
     case = whole(layout, LENGTH, heads)
     plans = [
@@ -218,13 +218,13 @@ def repeats_whatever_the_options(layout: str, scheme: str) -> None:
 
 
 def ulysses_equals_one_process(layout: str, order: str) -> None:
-    """Bit by bit, dk and dv too: every head is computed by one rank."""
+    """Bit by bit, including dk and dv, since every head is computed by one rank."""
     n_ranks = dist.get_world_size()
     heads = (2 * n_ranks, n_ranks)
     order_of = orders(n_ranks, -(-LENGTH // 128))[order]
     plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="ulysses")
     case = whole(layout, LENGTH, heads)
-    # packed, and from where they lie if they may
+    # packed, and direct where possible
     for worth in (1 << 40, 1):
         with mock.patch.object(time_model, "DIRECT_MIN_BYTES", worth):
             assert_equal_to_one_process(plan, case, rows_are_whole=True)
@@ -233,11 +233,11 @@ def ulysses_equals_one_process(layout: str, order: str) -> None:
 
 
 @mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
-def whole_heads_are_cut(order: str) -> None:
-    """Into messages: the bits of one process, whatever their number, and no byte but those of q, k, v, out and gradients."""
+def ulysses_uses_chunks(order: str) -> None:
+    """Any number of messages gives the bits of one process and sends only q, k, v, out and their gradients."""
     n_ranks, rank = dist.get_world_size(), dist.get_rank()
     heads = (4 * n_ranks, 2 * n_ranks)
-    # rank after rank, but of any number of tiles
+    # contiguous, with unequal numbers of tiles
     order_of = sorted(uneven(n_ranks, -(-LENGTH // 128))) if order == "uneven" else order
     plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="ulysses")
     case = whole("butterfly", LENGTH, heads)
@@ -263,14 +263,14 @@ def whole_heads_are_cut(order: str) -> None:
         out.sum().backward()
     assert forward.n_bytes == 8 * (mine * to_heads + others * to_tokens)
     assert backward.n_bytes == 8 * (mine * to_tokens + others * to_heads)
-    # of inputs that lie otherwise, and of lse alone
+    # other strides, and the gradient of lse alone
     across = [leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for leaf in leaves]
     out, lse = bd.attention_with_lse(*across, plan)
     assert torch.equal(out, plan.shard(case.same[0], dim=2))
     lse.sum().backward()
     assert not across[2].grad.any()
     assert torch.equal(bd.attention(*(leaf.detach() for leaf in leaves), plan), out)
-    # no sequence at all
+    # an empty batch
     none = [leaf.detach()[:0].requires_grad_() for leaf in leaves]
     out, lse = bd.attention_with_lse(*none, plan, chunks=2)
     assert (out.shape, lse.shape) == ((0, *leaves[0].shape[1:3], V_HEAD_DIM), (0, *leaves[0].shape[1:3]))
@@ -279,7 +279,7 @@ def whole_heads_are_cut(order: str) -> None:
 
 
 def auto_takes_what_moves_less() -> None:
-    """Where the link is what takes time."""
+    """On a slow link."""
     n_ranks = dist.get_world_size()
     layouts = [layout_of("local", LENGTH), BlockLayout.from_dense(torch.ones(LENGTH, LENGTH).bool(), block_size=128)]
     # the gathered keys of a dense layout are more than ulysses' heads from 3 ranks on
@@ -312,7 +312,7 @@ def layouts_of_heads_and_batches() -> None:
 
 @mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
 def half_types(scheme: str) -> None:
-    """bfloat16 travels as it is; sums over ranks are float32. Keys, values and shipped rows."""
+    """bfloat16 is sent unchanged; sums over ranks are float32, with pass-KV and pass-Q."""
     n_ranks = dist.get_world_size()
     heads = (n_ranks, n_ranks)
     with slow_link():
@@ -327,15 +327,15 @@ def half_types(scheme: str) -> None:
 def kernels_give_the_same_bits() -> None:
     """The portable kernels, in Triton's interpreter: forward and dq are those of one process, bit by bit.
 
-    Of two ranks the first computes rows near their keys apart.
+    The first of two ranks computes local rows separately.
     """
     case = interpreted("narrow", 560)
     for scheme in ("exchange", "all_gather"):
-        with near_apart():
+        with local_rows_separate():
             plan = bd.plan(layout_of("narrow", 560), dist.group.WORLD, heads=(2, 1), scheme=scheme, deterministic=True)
         _, near = unflatten(plan.layers[0].tensors, plan.layers[0].counts, 2)
         is_apart = scheme == "exchange" and dist.get_rank() == 0
-        assert bool(near) == is_apart, "rows are to be computed apart on the first rank alone"
+        assert bool(near) == is_apart, "only the first rank computes local rows separately"
         for name, actual, same in zip(NAMES, sharded(plan, case, backend="triton"), case.same, strict=True):
             mine = plan.shard(same, dim=2)
             if name in ("out", "lse", "dq"):
@@ -343,8 +343,8 @@ def kernels_give_the_same_bits() -> None:
             assert torch.allclose(actual, mine, rtol=1e-4, atol=1e-5), (scheme, name)
 
 
-def kernels_ship_rows() -> None:
-    """And merge them; dout may be one number, repeated."""
+def kernels_use_pass_q() -> None:
+    """The kernels merge pass-Q rows; dout may have stride 0."""
     length, layout = 300, layout_of("wide", 300)
     with slow_link():
         plan = bd.plan(layout, dist.group.WORLD, heads=(2, 1), order=[1, 0, 0], scheme="exchange")
@@ -529,7 +529,7 @@ def raised(kind: type[Exception], call: Callable[[], object]) -> str:
 
 
 def ranks_that_differ_are_named() -> None:
-    """In every argument of plan, on every rank, and before anything is sent; the group works on afterwards."""
+    """For every argument of plan, on every rank and before anything is sent; the group still works afterwards."""
     rank, odd = dist.get_rank(), dist.get_world_size() - 1
     usual = {"layouts": layout_of("local", LENGTH), "group": dist.group.WORLD, "heads": 2}
     changes = {
@@ -555,7 +555,7 @@ def ranks_that_differ_are_named() -> None:
 
 
 def calls_that_differ_are_named() -> None:
-    """With check_calls=True: whatever one rank does otherwise, all raise, and the next call is right."""
+    """With check_calls=True all ranks raise if one call differs, and the next call is right."""
     rank, odd = dist.get_rank(), dist.get_world_size() - 1
     plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=(4, 1), check_calls=True)
     case = whole("local", LENGTH, (4, 1))
@@ -575,12 +575,12 @@ def calls_that_differ_are_named() -> None:
     assert torch.equal(bd.attention(q, k, v, plan), plan.shard(case.same[0], dim=2))
 
 
-# seconds: of a group in which a rank is missed on purpose, and what a busy machine may add
+# seconds: timeout of a group with a missing rank, and tolerance for a busy machine
 PATIENCE, GRACE = 3, 20
 
 
 def a_missing_rank_is_an_error(what: str) -> None:
-    """On every rank, within the timeout: whether one gives a wrong length, raises, never comes, or comes too late."""
+    """On every rank, within the timeout: one passes a wrong length, runs no backward, is late, or never calls."""
     rank, odd = dist.get_rank(), dist.get_world_size() - 1
     group = dist.new_group(timeout=datetime.timedelta(seconds=PATIENCE))
     # every rank needs keys of every other
@@ -612,7 +612,7 @@ def cases(n_ranks: int) -> Cases:
     found: Cases = {}
     n_tiles = -(-LENGTH // 128)
     for i, (layout, order) in enumerate(itertools.product(LAYOUTS, orders(n_ranks, n_tiles))):
-        # grouped heads or not, in turn, so that each layout and each order meets both on some number of ranks
+        # alternate, so that each layout and each order has both on some number of ranks
         kv_heads = (4, 1)[(i + n_ranks) % 2]
         whole(layout, LENGTH, (4, kv_heads))
         found[f"exchange equals one process: {layout}, {order}, 4 on {kv_heads} heads"] = partial(
@@ -632,10 +632,10 @@ def cases(n_ranks: int) -> Cases:
     found["sums gradients in place"] = partial(sums_gradients_in_place, "documents", 4)
     for order, kv_heads in (("contiguous", 4), ("zigzag", 2)):
         whole("global", LENGTH, (4, kv_heads))
-        found[f"ships rows: {order}, {kv_heads}"] = partial(ships_rows, "global", order, kv_heads)
+        found[f"uses pass-Q: {order}, {kv_heads}"] = partial(uses_pass_q, "global", order, kv_heads)
     if n_ranks == 2:
         whole("elsewhere", LENGTH, (4, 4))
-        found["ships rows that attend to no key of their rank"] = partial(ships_rows, "elsewhere", "alone", 4)
+        found["uses pass-Q for rows without a key on their rank"] = partial(uses_pass_q, "elsewhere", "alone", 4)
     for layout, order, n_chunks in (("local", "contiguous", 1), ("butterfly", "zigzag", 2), ("random", "uneven", 2)):
         whole(layout, LENGTH, (4, 2))
         found[f"sends the lower bound: {layout}, {order}"] = partial(sends_the_lower_bound, layout, order, n_chunks)
@@ -644,7 +644,7 @@ def cases(n_ranks: int) -> Cases:
         found[f"ulysses equals one process: {layout}, {order}"] = partial(ulysses_equals_one_process, layout, order)
     whole("butterfly", LENGTH, (4 * n_ranks, 2 * n_ranks))
     for order in ("contiguous", "uneven"):
-        found[f"whole heads are cut: {order}"] = partial(whole_heads_are_cut, order)
+        found[f"ulysses uses chunks: {order}"] = partial(ulysses_uses_chunks, order)
     whole("local", LENGTH, (2 * n_ranks, 1))
     found["auto takes what moves less"] = auto_takes_what_moves_less
     if n_ranks == 2:
@@ -659,7 +659,7 @@ def cases(n_ranks: int) -> Cases:
     if n_ranks == 2:
         interpreted("narrow", 560)
         found["kernels give the same bits"] = kernels_give_the_same_bits
-        found["kernels ship rows"] = kernels_ship_rows
+        found["kernels use pass-Q"] = kernels_use_pass_q
     whole("local", LENGTH, (4, 1))
     found["autocast converts"] = autocast_converts
     found["gathers what it shards"] = gathers_what_it_shards
@@ -677,7 +677,7 @@ def cases(n_ranks: int) -> Cases:
     whole("local", LENGTH, (4, 1))
     found["calls that differ are named"] = calls_that_differ_are_named
     whole("butterfly", LENGTH, (4, 1))
-    # waiting takes as long whatever the number of ranks
+    # slow, and the number of ranks does not matter
     for what in ("wrong length", "no backward", "late", "no plan") if n_ranks == 3 else ():
         found[f"a missing rank is an error: {what}"] = partial(a_missing_rank_is_an_error, what)
     return found

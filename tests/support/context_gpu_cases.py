@@ -1,7 +1,7 @@
-"""What must hold of shared attention on GPUs, over NCCL? Checks that every rank of a crew.Crew runs.
+"""Test cases for shared attention on GPUs over NCCL. Every rank of a crew.Crew runs them.
 
-The truth of each is the reference in float64 on the whole sequence, which every rank computes for itself; equal bits
-are those of the same kernels in one process. Without GPUs the same checks run over gloo, to try them out.
+Expected results are those of the reference in float64 on the whole sequence, computed by every rank, and bit by bit
+those of the same kernels in one process. Without GPUs the cases run over gloo.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from blocksparse_flash import attention
 from blocksparse_flash import distributed as bd
 from blocksparse_flash.distributed import time_model
 from tests.support import closeness, crew
-from tests.support.context_cases import near_apart, raised, slow_link
+from tests.support.context_cases import local_rows_separate, raised, slow_link
 from tests.support.context_truth import NAMES, Whole, called, layout_of, orders, sharded
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if IS_GPU else "cpu"
-# 33 tiles, the last one ragged: no even number of ranks divides them. Large enough that one process and each rank
-# read through the copy engine alike, and launch the same kernels
+# 33 tiles, the last one ragged: no even number of ranks divides them. Large enough that one process and each rank use
+# TMA and launch the same kernels
 LENGTH = 4200 if IS_GPU else 1000
 HEADS, HEAD_DIM = 4, 128 if IS_GPU else 8
 
@@ -83,39 +83,39 @@ def assert_as_one_process(
 def exchange_equals_one_process(layout: str, order: str, kv_heads: int, backend: str = "auto") -> None:
     order_of = orders(dist.get_world_size(), -(-LENGTH // 128))[order]
     options = {"order": order_of, "scheme": "exchange", "deterministic": True}
-    with near_apart():
+    with local_rows_separate():
         plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=(HEADS, kv_heads), **options)
-    # one message: chunks of heads may be too small for the copy engine, and then are summed in another order
+    # one message: chunks of heads may be too small for TMA, which changes the order of sums
     case = whole(layout, (HEADS, kv_heads))
     assert_as_one_process(plan, case, layout, ("out", "lse", "dq"), backend=backend, chunks=1)
 
 
-def ships_rows(layout: str, order: str, kv_heads: int) -> None:
+def uses_pass_q(layout: str, order: str, kv_heads: int) -> None:
     heads = HEADS, kv_heads
     with slow_link():
         plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order, scheme="exchange")
-    assert len(plan.layers[0].costs.pass_q_rows), "no row is shipped: the check tests nothing"
+    assert len(plan.layers[0].costs.pass_q_rows), "no row uses pass-Q: the check tests nothing"
     assert_as_one_process(plan, whole(layout, heads), layout, ())
 
 
 def ulysses_equals_one_process(layout: str, order: str, kv_heads: int) -> None:
     order_of = orders(dist.get_world_size(), -(-LENGTH // 128))[order]
     heads = HEADS * dist.get_world_size(), kv_heads * dist.get_world_size()
-    # so many heads that "auto" may be `hopper`, whose sums of dq have no order unless equal bits are asked for
+    # "auto" may choose `hopper` for that many heads, whose dq is deterministic only on request
     options = {"order": order_of, "scheme": "ulysses", "deterministic": True}
     plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, **options)
     # `hopper` splits bigbird's rows and columns that reach everywhere into parts, by how many heads a process has
     bitwise = () if layout == "bigbird" else NAMES
     assert_as_one_process(plan, whole(layout, heads), layout, bitwise, chunks=1)
     if order == "contiguous":
-        # columns of few heads, of whatever layout, so that programs fill a GPU
+        # with few heads columns are split, so that programs fill a GPU
         rows = tuple(name for name in bitwise if name not in ("dk", "dv"))
         with mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1):
             assert_as_one_process(plan, whole(layout, heads), layout, rows, chunks=kv_heads)
 
 
 def nothing_moves() -> None:
-    """Blocks on the diagonal alone: every message is empty, on every rank, and arrives."""
+    """A block-diagonal layout: every message is empty, and arrives."""
     layout = masks.local(LENGTH, window=0)
     plan = bd.plan(layout, dist.group.WORLD, heads=2, scheme="exchange", deterministic=True)
     assert not plan.layers[0].costs.exchange.any()
@@ -126,7 +126,7 @@ def nothing_moves() -> None:
 
 
 def runs_over_and_over(layout: str, group: int, n_runs: int) -> None:
-    """Whatever the chunks, whether received keys are kept, and whatever else takes and frees memory: equal bits."""
+    """Equal bits for any chunks, with and without keep_received, while other tensors reuse freed memory."""
     length = 16384 if IS_GPU else LENGTH
     n_heads = 16 if IS_GPU else 4
     heads = n_heads, n_heads // group
@@ -134,8 +134,8 @@ def runs_over_and_over(layout: str, group: int, n_runs: int) -> None:
     expected = None
     for keep in (True, False):
         plan = bd.plan(
-            layout_of(layout, length), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True, order="zigzag",
-            keep_received=keep,
+            layout_of(layout, length), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True,
+            order="zigzag", keep_received=keep,
         )  # fmt: skip
         if expected is None:
             leaves = [
@@ -146,7 +146,7 @@ def runs_over_and_over(layout: str, group: int, n_runs: int) -> None:
         for chunks in (1, None):
             for _ in range(n_runs):
                 out = bd.attention(q, k, v, plan, chunks=chunks)
-                # what was freed too early is now overwritten
+                # overwrites memory that was freed too early
                 spoil = torch.full((1 << 24 if IS_GPU else 1 << 10,), torch.nan, device=DEVICE)
                 del spoil
                 found = out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())
@@ -156,7 +156,7 @@ def runs_over_and_over(layout: str, group: int, n_runs: int) -> None:
 
 
 def never_waits_on_the_host(scheme: str) -> None:
-    """Neither the forward nor the backward makes the host wait for the GPU, but the first call, which compiles."""
+    """After the first call, which compiles, neither forward nor backward synchronises with the GPU."""
     heads = (HEADS, HEADS)
     with slow_link():
         plan = bd.plan(layout_of("bigbird", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme, order="zigzag")
@@ -174,7 +174,7 @@ def never_waits_on_the_host(scheme: str) -> None:
 
 @mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
 def compiles(scheme: str, backend: str) -> None:
-    """In one graph, and checkpointed, compiled or not: the same bits."""
+    """Compiled in one graph, checkpointed, or both: the same bits."""
     heads = (HEADS, HEADS)
     plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme, deterministic=True)
     case = whole("butterfly", heads)
@@ -220,7 +220,7 @@ def takes_dtensors() -> None:
 
 
 def trains(arguments: str) -> None:
-    """FSDP2 on a mesh of (data, context): the loss falls, and is the same on every rank."""
+    """FSDP2 on a mesh (data, context): the loss falls, and is equal on all ranks."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         losses = train_context_parallel.train(train_context_parallel.parsed(arguments.split()))
@@ -235,7 +235,7 @@ def trains(arguments: str) -> None:
 
 
 def differences_are_named() -> None:
-    """What a rank plans or calls otherwise raises on every rank at once, and the group works on."""
+    """A plan or call that differs on one rank raises on every rank, and the group still works."""
     rank, odd = dist.get_rank(), dist.get_world_size() - 1
     window = 101 if rank == odd else 100
     said = raised(ValueError, lambda: bd.plan(masks.local(LENGTH, window=window), dist.group.WORLD, heads=2))
@@ -249,7 +249,7 @@ def differences_are_named() -> None:
 
 
 def misses_a_rank(what: str) -> None:
-    """The last rank fails, "nothing": none; every other one is to end with an error, which only a GPU's own work may show."""
+    """The last rank fails as `what` says ("nothing": no rank). The others must end with an error."""
     odd = dist.get_world_size() - 1
     plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=HEADS, scheme="exchange")
     q, k, v = (torch.randn(1, HEADS, plan.local_length, HEAD_DIM, device=DEVICE).bfloat16() for _ in "qkv")

@@ -1,5 +1,4 @@
-"""What do several ranks compute together? `python -m tests.support.context_ranks N` runs every case of context_cases.py
-on N ranks.
+"""Runs every case of context_cases.py on N forked ranks: `python -m tests.support.context_ranks N`.
 
 This process imports torch once and forks the ranks, which meet through a file. It prints one JSON object: case -> what
 went wrong on each rank, "" for nothing. Every wait ends: a message's after TIMEOUT, the whole run's after DEADLINE.
@@ -40,13 +39,13 @@ def _rank(rank: int, n_ranks: int, folder: str, cases: Cases, timeout: float) ->
         try:
             case()
             said[name] = ""
-        except Exception:  # noqa: BLE001  whatever it is, it is told
+        except Exception:  # noqa: BLE001  any error is reported
             said[name] = traceback.format_exc()
         Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
         if "-v" in sys.argv and rank == 0:
             print(f"{name}: {time.perf_counter() - begin:.2f} s {said[name]}", file=sys.stderr, flush=True)
         if said[name]:
-            # the ranks may have lost step: what comes next would say nothing
+            # the ranks may be out of step, so later cases would mean nothing
             break
     dist.destroy_process_group()
 

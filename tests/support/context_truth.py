@@ -1,5 +1,4 @@
-"""What does one process make of a sequence, and this rank of its share of it? Layouts, inputs and truths of
-context_cases.py.
+"""Layouts, inputs and expected results of context_cases.py, and this rank's share of a call.
 
 The truth is the reference in float64 on the whole sequence, and the same backend for equal bits. It is computed before
 the ranks are forked, so that they share it.
@@ -131,7 +130,7 @@ def interpreted(name: str, length: int) -> Whole:
 
 
 class Traffic:
-    """Counts the bytes that this rank hands to all_to_all_single and isend for others, and the calls; those of an all-gather once."""
+    """Counts calls and bytes that this rank sends to others; the message of an all-gather counts once."""
 
     def __init__(self) -> None:
         self.n_bytes, self.n_calls, self._inner, self._isend = 0, 0, dist.all_to_all_single, dist.isend

@@ -1,8 +1,7 @@
-"""How do tests run a check on one process a GPU, or a few on the CPU? A Crew of ranks, each waiting for a check by
-name.
+"""A Crew of ranks, one process per GPU or a few on the CPU, that run checks by name.
 
-A check is a function of a module, called on every rank with the same arguments. It has a time of its own: ranks that
-do not answer in time are killed, and the next crew starts afresh. Knows processes and pipes. Must not know attention.
+A check is a function of a module, called on every rank with the same arguments. Ranks that do not answer in
+time are killed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ START = 60
 
 
 class Answer(NamedTuple):
-    """What became of a rank: "" for a check that held, a traceback, or how its process ended; and after how long."""
+    """Result of a check on one rank: "" if it passed, a traceback, or how the process ended; and its duration."""
 
     said: str
     seconds: float
@@ -42,17 +41,16 @@ def free_port() -> int:
 
 
 def _rank(rank: int, n_ranks: int, device: str, port: int, timeout: float, log: str, pipe: Connection) -> None:
-    """The life of a rank: join the group, then one check after another."""
+    """The process of a rank: joins the group, then runs one check after another."""
     sys.stderr = Path(log).open("w", buffering=1)  # noqa: SIM115  for as long as the process lives
     os.dup2(sys.stderr.fileno(), 2)
-    # the memory of a process that NCCL ends is much to write down
+    # no core dumps of processes that NCCL aborts
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     is_cuda = device == "cuda"
     if not is_cuda:
-        # checks ask torch where they run
+        # checks choose the device by torch.cuda
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # before it ends a process that waited too long PyTorch sleeps four times 15 s, for what hung to be written down,
-    # whether it is or not
+    # otherwise PyTorch waits up to a minute for debug dumps before it aborts a rank that timed out
     dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
     os.environ |= dumps | {"LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
@@ -70,7 +68,7 @@ def _rank(rank: int, n_ranks: int, device: str, port: int, timeout: float, log: 
             if is_cuda:
                 torch.cuda.synchronize()
             pipe.send("")
-        except Exception:  # noqa: BLE001  whatever it is, it is told
+        except Exception:  # noqa: BLE001  any error is reported
             pipe.send(traceback.format_exc())
 
 
@@ -134,5 +132,5 @@ class Crew:
 
 
 def kill_this_rank() -> None:
-    """As the kernel does when memory is short: no exception, no goodbye."""
+    """SIGKILL, as from the out-of-memory killer."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Do tables and pictures say what several GPUs measured, and nothing else?"""
+"""Tables and plots of measurements on several GPUs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def line(**given: Any) -> dict[str, Any]:
     said = {
         "bench": "context_parallel", "scaling": "strong", "provider": "exchange", "pattern": "local", "density": 0.01,
         "n": 65536, "ranks": 2, "heads": 16, "kv_heads": 4, "head_dim": 128, "dtype": "bf16", "order": "contiguous",
-        "chunks": None, "priority": "high", "direction": "step", "ms": 5.0, "one_ms": 9.0, "speedup": 1.8, "efficiency": 0.9,
-        "bound_ms": 4.5, "bound_by": "compute", "messages_ms": None, "attention_ms": None, "overlap": None,
-        "received_bytes": 2**20, "bound_bytes": 2**20, "all_gather_bytes": 2**26, "link_gb_s": 300.0, "device": "GPU",
+        "chunks": None, "priority": "high", "direction": "step", "ms": 5.0, "one_ms": 9.0, "speedup": 1.8,
+        "efficiency": 0.9, "bound_ms": 4.5, "bound_by": "compute", "messages_ms": None, "attention_ms": None,
+        "overlap": None, "received_bytes": 2**20, "bound_bytes": 2**20, "all_gather_bytes": 2**26, "link_gb_s": 300.0,
+        "device": "GPU",
         "torch": "2.11", "triton": "3.6", "commit": "abc",
     }  # fmt: skip
     assert list(said) == context_parallel.KEYS

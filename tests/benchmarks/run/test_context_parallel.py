@@ -1,4 +1,4 @@
-"""Do the scripts for several GPUs understand their arguments, and compare like with like? Their figures need GPUs."""
+"""Arguments and masks of the benchmark scripts for several GPUs."""
 
 from __future__ import annotations
 
