@@ -228,13 +228,13 @@ def test_each_fault_is_seen(change: dict[str, Any], word: str) -> None:
     ("between", "expected"), [("bar.sync 0, 128;", 0), ("bar.warp.sync -1;", 0), ("add.s32 %r4, %r1, 1;", 1)]
 )
 def test_an_arrival_wants_a_barrier_behind_what_was_read(between: str, expected: int) -> None:
-    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     ptx = f"bar.sync 0, 128; ld.shared.b32 %r1, [%r2]; {between} @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
     assert compile_kernels.early_arrivals(ptx) == expected
 
 
 def test_spills_are_told_where_products_are() -> None:
-    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     code = ["STL [R1], R9", "LDL R9, [R1]", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT", "@P1 BRA 0x0010"]
     code += ["STL [R1], R9", "@P1 BRA 0x0040", "BRA 0x0000"]
     sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
@@ -268,7 +268,7 @@ $L__BB0_2:                              // =>This Inner Loop
     ],
 )
 def test_operands_that_a_loop_keeps_are_read_off_ptx(ptx: str, expected: int) -> None:
-    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     assert compile_kernels.kept_operands(ptx) == expected
 
 
@@ -286,7 +286,7 @@ def test_operands_that_a_loop_keeps_are_read_off_ptx(ptx: str, expected: int) ->
     ],
 )
 def test_what_a_loop_keeps_may_not_be_written_in_it(before: str, writes: str, expected: int) -> None:
-    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     code = [
         before,
         "MOV R9, RZ",
@@ -316,7 +316,7 @@ def test_what_a_loop_keeps_may_not_be_written_in_it(before: str, writes: str, ex
     ],
 )
 def test_an_address_is_written_before_it_is_read(reads: str, expected: int) -> None:
-    compile_kernels = pytest.importorskip("compile_kernels", reason="needs Triton")
+    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     code = ["ULDC.64 UR16, c[0x0][0x208]", "MOV R9, RZ", reads]
     sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
     assert compile_kernels.unwritten_registers(sass) == expected
@@ -341,3 +341,11 @@ def test_what_is_no_fault() -> None:
     assert (
         faults({**GOOD, "spills": 4, "wgmma": 0, "call": {"head_dim": 64, "dtype": "float32"}, "wgmma_waits": 0}) == []
     )
+
+
+def test_a_repeated_pair_of_options_is_compiled_once() -> None:
+    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
+    rows = [{"head_dim": dim, "dtype": None, "mode": "layout"} for dim in (64, 128)]
+    first, again = ({**row, "length": 1024} for row in rows)
+    scales = [{**row, "scale": 0.0} for row in rows]
+    assert compile_kernels.each_option_once([*rows, first, again, *scales]) == [*rows, first, *scales]
