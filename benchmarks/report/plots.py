@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import lines as measurements
@@ -294,7 +294,7 @@ def masks(lines: Sequence[Line]) -> Any:
     return figure
 
 
-def io(lines: Sequence[Line], expected: dict[str, Callable[[Line], float]], counted: Callable[[Line], float]) -> Any:
+def io(lines: Sequence[Line], expected: Mapping[str, Callable[[Line], float]], counted: Callable[[Line], float]) -> Any:
     """Curves: bytes moved over density, per backend, with the `expected` bytes of each line; both axes logarithmic.
 
     counted  the bytes between L2 and the SMs

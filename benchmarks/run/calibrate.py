@@ -209,7 +209,8 @@ def calibrate(lines: Sequence[Line]) -> list[Calibration]:
         sizes = [abs(error) for error in off]
         one = Calibration(
             DEVICES[device], backend, head_dim, direction, rates, len(found),
-            *(tuple(dict.fromkeys(line[key] for line in group)) for key in ("bench", "commit")),
+            tuple(dict.fromkeys(line["bench"] for line in group)),
+            tuple(dict.fromkeys(line["commit"] for line in group)),
             statistics.median(sizes), max(sizes), unseen_error(found, kernels, backend, rates),
         )  # fmt: skip
         made.append(one)
