@@ -151,7 +151,7 @@ def main() -> None:
     with (
         mock.patch.object(launch, "device_limits", lambda _: LIMITS),
         mock.patch.object(split_kv, "num_sms", lambda _: 132),
-        mock.patch.object(launcher, "KEPT", 2),
+        mock.patch.object(launcher, "MAX_TENSOR_MAPS", 2),
     ):
         options = launch.options_of(out, 0.125, False, 0.0, None)
         specs = specs_of(out, out, out)
