@@ -190,13 +190,13 @@ def main() -> None:
         scored = options._replace(scores=launch.score_specs_of(Scores(added, added, None, [], 30.0), None))
         split_keys = split_kv.prepare.__wrapped__(specs_of(q, out, out), (None, ()), 0, scored)
         assert split_keys.combine is not None and not any(split_keys.split._factories)
-        parts, lses = torch.empty(split_keys.n_chunks, 2, 64), torch.empty(split_keys.n_chunks, 2)
+        parts, lses = torch.empty(split_keys.n_splits, 2, 64), torch.empty(split_keys.n_splits, 2)
         dense = (None,) * 6
         given = [(q, *call[1:], *dense, added, None, parts, lses) for call in calls]
-        check(recorder, split_keys.decode, given[0], given)
+        check(recorder, split_keys.split, given[0], given)
         recorder.calls.clear()
         given = [(parts, lses, added, call[0], lse) for call in calls]
-        check(recorder, split_keys.merge, given[0], given)
+        check(recorder, split_keys.combine, given[0], given)
         recorder.calls.clear()
 
         # with more rows than programs, which have a queue, and without
