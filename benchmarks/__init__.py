@@ -1,1 +1,1 @@
-"""What does it cost, and what does it learn? Measurements and experiments; nothing in the library imports them."""
+"""Measurements and experiments. Nothing in the library imports them."""

@@ -115,11 +115,11 @@ def measured(line: Line) -> Measured:
     # shape and strides that TMA can load
     x = torch.empty(shape, dtype=DTYPES[line["dtype"]], device="meta")
     call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
-    n_multiprocessors = device_of(line).n_sms
-    forward, backward = cost.programs(call, n_multiprocessors)
+    n_sms = device_of(line).n_sms
+    forward, backward = cost.programs(call, n_sms)
     if line["direction"] == "fwd":
-        return Measured(line, call, forward, memory.forward(call, n_multiprocessors))
-    return Measured(line, call, backward, memory.backward(call, n_multiprocessors))
+        return Measured(line, call, forward, memory.forward(call, n_sms))
+    return Measured(line, call, backward, memory.backward(call, n_sms))
 
 
 def usable(

@@ -63,32 +63,32 @@ def _copies(call: Call) -> int:
     return sum(sizes[name] // dims[name] * _padded(dims[name]) for name in call.unreadable)
 
 
-def split(call: Call, first: int, n_multiprocessors: int) -> Split:
+def split(call: Call, first: int, n_sms: int) -> Split:
     """How `hopper` splits rows (first = 0) or columns (3)."""
-    return split_of(call.plan or (), first, call.q.shape, call.k.shape, call.causal, n_multiprocessors)
+    return split_of(call.plan or (), first, call.q.shape, call.k.shape, call.causal, n_sms)
 
 
-def service(call: Call, n_multiprocessors: int) -> Service | None:
+def service(call: Call, n_sms: int) -> Service | None:
     """What of the sum of dq `hopper` clears and converts beside the columns of its own backward."""
     if has_separate_dq(call):
         return None
-    cols = split(call, 3, n_multiprocessors)
-    return service_of(call.plan or (), call.q.shape, call.k.shape, cols, n_multiprocessors)
+    cols = split(call, 3, n_sms)
+    return service_of(call.plan or (), call.q.shape, call.k.shape, cols, n_sms)
 
 
-def _queue(call: Call, first: int, n_multiprocessors: int) -> int:
+def _queue(call: Call, first: int, n_sms: int) -> int:
     """Bytes of the counters with which `hopper` programs take tile rows (first = 0) or columns (3), if needed."""
     length, heads = (call.kv_len, call.kv_heads) if first else (call.q_len, call.heads)
     n_axes = call.batch * heads
-    if first and service(call, n_multiprocessors) is not None:
+    if first and service(call, n_sms) is not None:
         return FLOAT * n_counts(n_axes)
-    n_programs = split(call, first, n_multiprocessors).n_programs(-(-length // TILE), n_axes)
-    return FLOAT if n_programs > n_multiprocessors else 0
+    n_programs = split(call, first, n_sms).n_programs(-(-length // TILE), n_axes)
+    return FLOAT if n_programs > n_sms else 0
 
 
-def _parts(call: Call, first: int, n_multiprocessors: int) -> int:
+def _parts(call: Call, first: int, n_sms: int) -> int:
     """Bytes that splits of tile rows (first = 0) or columns (3) write."""
-    of_lines = split(call, first, n_multiprocessors)
+    of_lines = split(call, first, n_sms)
     dim, dim_v = padded_dim("hopper", call.head_dim), padded_dim("hopper", call.v_dim)
     if first:
         return FLOAT * of_lines.floats(dim + dim_v, call.batch * call.kv_heads)
@@ -107,12 +107,12 @@ def _lists(call: Call, *sides: str) -> int:
     )
 
 
-def forward(call: Call, n_multiprocessors: int | None = None) -> Moved:
+def forward(call: Call, n_sms: int | None = None) -> Moved:
     """Bytes of a forward. Tensors that autocast converts count as workspace.
 
-    n_multiprocessors  SMs of the GPU; None: of the GPU that holds the tensors
+    n_sms  SMs of the GPU; None: of the GPU that holds the tensors
     """
-    n_multiprocessors = call.n_sms if n_multiprocessors is None else n_multiprocessors
+    n_sms = call.n_sms if n_sms is None else n_sms
     sizes = _sizes(call)
     reads = sizes["q"] + sizes["k"] + sizes["v"] + _lists(call, "row")
     writes = sizes["out"] + sizes["lse"]
@@ -125,8 +125,8 @@ def forward(call: Call, n_multiprocessors: int | None = None) -> Moved:
         workspace = sum(sizes[name] for name, tensor in named.items() if tensor.dtype != call.dtype)
     if workspace is not None and call.backend == "hopper" and not call.is_empty:
         # and the queue of rows, and what their parts write
-        parts = _parts(call, 0, n_multiprocessors)
-        workspace += _copies(call) + _queue(call, 0, n_multiprocessors) + parts
+        parts = _parts(call, 0, n_sms)
+        workspace += _copies(call) + _queue(call, 0, n_sms) + parts
         if call.v_dim % 8:
             # the last row ends with its numbers
             filling = _padded(call.v_dim) - call.v_dim
@@ -135,9 +135,9 @@ def forward(call: Call, n_multiprocessors: int | None = None) -> Moved:
     return Moved(reads, writes, workspace, reads + writes + parts, 0, parts)
 
 
-def backward(call: Call, n_multiprocessors: int | None = None) -> Moved:
+def backward(call: Call, n_sms: int | None = None) -> Moved:
     """Bytes of a backward with a contiguous gradient of the output."""
-    n_multiprocessors = call.n_sms if n_multiprocessors is None else n_multiprocessors
+    n_sms = call.n_sms if n_sms is None else n_sms
     sizes = _sizes(call)
     inputs = sizes["q"] + sizes["k"] + sizes["v"]
     walked = ("col",) if uses_hopper_backward(call) and not has_separate_dq(call) else ("row", "col")
@@ -165,15 +165,15 @@ def backward(call: Call, n_multiprocessors: int | None = None) -> Moved:
             workspace += dq
         # added to, it is read and written
         walk = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
-        chosen, n_axes = service(call, n_multiprocessors), call.batch * call.kv_heads
+        chosen, n_axes = service(call, n_sms), call.batch * call.kv_heads
         if chosen is not None:
-            is_told = are_statistics_served(chosen, n_axes, -(-call.kv_len // TILE), call.v_dim)
-            prepared = dq_sum + (passes if is_told else 0)
+            preprocess_is_overlapped = are_statistics_served(chosen, n_axes, -(-call.kv_len // TILE), call.v_dim)
+            prepared = dq_sum + (passes if preprocess_is_overlapped else 0)
             served = (n_axes - chosen.n_cleared) * (prepared // n_axes) + chosen.n_converted * ((dq_sum + dq) // n_axes)
         passes += 2 * dq_sum + dq - served
-    parts = _parts(call, 3, n_multiprocessors)
+    parts = _parts(call, 3, n_sms)
     workspace, walk, passes = workspace + parts, walk + parts, passes + parts
-    workspace += _copies(call) + _queue(call, 3, n_multiprocessors)
+    workspace += _copies(call) + _queue(call, 3, n_sms)
     for name, dim in (("k", call.head_dim), ("v", call.v_dim), ("out", call.v_dim)):
         # dk and dv are written in padded rows first; dout is copied into such
         if dim % 8:

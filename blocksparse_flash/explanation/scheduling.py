@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.plan_format import TILE
+
 Array = NDArray[Any]
 
-TILE = 128
 # programs at the end of a launch that are simulated one by one
 SIMULATED = 4096
 

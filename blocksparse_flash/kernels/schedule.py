@@ -1,9 +1,7 @@
-"""Which lines of a call are split among programs, and into how many parts? From shapes alone, so that nothing waits for a GPU.
+"""Which tile rows or columns are split among programs, and into how many splits; from shapes alone.
 
 A line is a tile row of the forward, or a tile column of the backward for all query heads of a group: what one program walks.
-Where a line is longer than the fair share of a multiprocessor, the others wait for it.
-
-Knows: lengths of a plan's lists, multiprocessors. Does not know: kernels, what a part computes, how parts are merged.
+Where a line is longer than the fair share of a SM, the others wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from .plan_format import TILE, has_subtiles_of, n_split_of
 MAX_PARTS = 16
 # lines that are split in so many parts, over all lines of a head: what parts write has 4 bytes a number, what becomes of it 2
 MAX_SHARE = 1 / 4
-# programs a multiprocessor where all lines are split: 65,536 bytes each at head_dim 128, twice that in the backward
+# programs a SM where all lines are split: 65,536 bytes each at head_dim 128, twice that in the backward
 MAX_WAVES = 4
 # what it costs, in tiles: a part more, whose program begins, ends, and writes float32; the launch that merges. Guesses, of which an
 # H200 made, head_dim 128, bf16: long columns split, bigbird with 16 heads on 4, 65,536 and 262,144 tokens, 2.4 and 2.3 times as fast
@@ -51,7 +49,7 @@ WHOLE = Split(0, 1)
 
 
 def choose(
-    n_lines: int, n_axes: int, *, longest: int, work: int, n_long: int, is_even: bool, n_multiprocessors: int
+    n_lines: int, n_axes: int, *, longest: int, work: int, n_long: int, is_even: bool, n_sms: int
 ) -> Split:
     """The split of n_lines lines for each of n_axes heads; the time of either way is estimated in tiles.
 
@@ -62,10 +60,10 @@ def choose(
              see _of_shapes for rows
     is_even  the lines, but for those, are about as long as each other
     """
-    n_programs, share = n_lines * n_axes, work / n_multiprocessors
+    n_programs, share = n_lines * n_axes, work / n_sms
     if n_programs == 0 or longest <= share:
         return WHOLE
-    if n_long and 2 * n_programs > n_multiprocessors:
+    if n_long and 2 * n_programs > n_sms:
         whole = float(longest)
         split = Split(n_long, max(1, min(math.ceil(longest / share), MAX_PARTS, int(MAX_SHARE * n_lines / n_long))))
         time = max(share, longest / split.parts + PART) + MERGE
@@ -74,11 +72,11 @@ def choose(
         reach = mean if is_even and not n_long else longest
 
         def time_of(parts: int, more: int) -> float:
-            waves = math.ceil(n_programs * parts / n_multiprocessors)
+            waves = math.ceil(n_programs * parts / n_sms)
             return max(waves * (mean / parts + more), reach / parts + more)
 
         whole = time_of(1, 0)
-        most = max(2, min(MAX_PARTS, MAX_WAVES * n_multiprocessors // n_programs))
+        most = max(2, min(MAX_PARTS, MAX_WAVES * n_sms // n_programs))
         time, parts = min((time_of(parts, PART) + MERGE, parts) for parts in range(2, most + 1))
         split = Split(n_lines, parts)
     return split if time <= WORTHWHILE * whole else WHOLE
@@ -101,7 +99,7 @@ def _of_shapes(
     q_shape: tuple[int, ...],
     k_shape: tuple[int, ...],
     causal: bool,
-    n_multiprocessors: int,
+    n_sms: int,
 ) -> Split:
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q_shape, k_shape
     n_lines, n_others, n_axes, group = -(-q_len // TILE), -(-kv_len // TILE), batch * heads, 1
@@ -118,7 +116,7 @@ def _of_shapes(
         work=round(of_head * n_axes * group),
         n_long=long,
         is_even=bool(lists) or not causal,
-        n_multiprocessors=n_multiprocessors,
+        n_sms=n_sms,
     )
 
 
@@ -128,7 +126,7 @@ def split_of(
     q_shape: tuple[int, ...],
     k_shape: tuple[int, ...],
     causal: bool,
-    n_multiprocessors: int,
+    n_sms: int,
 ) -> Split:
     """The split of the rows of query heads (first = 0), or of the columns of key heads (3), that a plan lists.
 
@@ -139,4 +137,4 @@ def split_of(
         # rows are split only where some are long
         return WHOLE
     lists = (plan[first].shape, plan[first + 1].shape, plan[first + 2].shape) if plan else ()
-    return _of_shapes(lists, first == 0, q_shape, k_shape, causal, n_multiprocessors)
+    return _of_shapes(lists, first == 0, q_shape, k_shape, causal, n_sms)

@@ -1,9 +1,7 @@
-"""Does hopper's backward compute dq by a launch of its own, or add it up beside dk and dv? From shapes alone, without a GPU.
+"""Whether the Hopper backward computes dq in a launch of its own; from shapes alone.
 
 Added up, dq costs a float32 sum, cleared by one launch and converted by another: some 10 bytes a number, however few tiles it
 is the sum of. By a launch of its own it costs two products a tile more, which few tiles make up for; and bits repeat.
-
-Knows: lengths of a plan's lists. Does not know: kernels, what runs.
 """
 
 from __future__ import annotations
@@ -12,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-TILE = 128
+from .plan_format import TILE
+
 # a launch of its own pays up to this head dimension, padded, and so many tiles a row on average, from so many rows of tiles on, all
 # heads together, whose sum is far beyond an L2 cache. H200, head_dim 64, milliseconds of the kernels of a backward, dq added up or
 # not: 2 tiles a row, (16, 8, 65536, 64), 5.73 and 5.47; 8 tiles, (1, 32, 16384, 64), 0.82 and 0.88; dense 9.9 and 12.6. head_dim

@@ -1,10 +1,8 @@
-"""What does hopper's backward do beside its columns, instead of before and behind them? From shapes alone, without a GPU.
+"""How much of the pre- and postprocess of the Hopper backward overlaps with its tile columns; from shapes alone.
 
 A section is what belongs to the query heads of a key head: lse and delta, which the columns of this key head read, and the float32
 sum of dq, to which they add. Columns are launched section by section, so that a section can be prepared until they begin, and what is
 done can be converted while others are added to.
-
-Knows: lengths of a plan's lists. Does not know: kernels, what runs.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from .plan_format import TILE
 from .schedule import Split, n_long
 
-TILE = 128
 # what is counted of all sections together: columns and chunks that are taken
 FRONT = 2
 # columns of a section from which on its lse and delta are told beside others. H200, microseconds of a backward, told beside columns or
@@ -40,7 +38,7 @@ def service_of(
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     split: Split,
-    n_multiprocessors: int,
+    n_sms: int,
 ) -> Service | None:
     """None: a launch before prepares all, one behind converts all.
 
@@ -57,7 +55,7 @@ def service_of(
     if n_axes * n_rest * q_shape[2] <= 0:
         return None
     # those of the last columns that are taken, which are walked by all programs at a time
-    n_converted = n_axes - max(1, n_multiprocessors // n_rest)
+    n_converted = n_axes - max(1, n_sms // n_rest)
     if n_converted <= 0:
         return None
     if n_rest < n_lines:
@@ -67,7 +65,7 @@ def service_of(
     # long as they take there is for this section to be converted and another one to be prepared
     # one section less ahead: 16,384 tokens, head_dim 128 local 810 microseconds for 706, butterfly 792 for 690, head_dim 64 899 for 838 and
     # 870 for 827; one, two, four more: the same to 1 %
-    n_cleared, n_ahead = 1 + n_multiprocessors // n_lines, 1 + -(-2 * n_multiprocessors // n_lines)
+    n_cleared, n_ahead = 1 + n_sms // n_lines, 1 + -(-2 * n_sms // n_lines)
     return Service(min(n_cleared, n_axes), min(n_ahead, n_axes), n_converted)
 
 

@@ -1,4 +1,4 @@
-"""memory.py: are the bytes those which the kernels' launchers allocate, and those which were measured on a GPU?"""
+"""Bytes that explain reports, against what the launchers allocate and what was measured on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""splitting.py: which lines are split, and does a plan count those worth splitting as its mask has them?"""
+"""schedule.py: which rows and columns are split, and how many a plan marks as worth splitting."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def bigbird(length: int) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "rows", "cols"),
     [
-        # no line is longer than the share of a multiprocessor: 16 heads of 1,500 tiles, of which a line has 128
+        # no line is longer than the share of a SM: 16 heads of 1,500 tiles, of which a line has 128
         (16, 16, WHOLE, WHOLE),
         # one column of 4 heads is
         (16, 4, WHOLE, Split(2, 4)),
@@ -141,7 +141,7 @@ def test_no_part_is_longer_than_the_fair_share() -> None:
 @pytest.mark.parametrize(
     ("length", "heads", "causal", "expected"),
     [
-        # more programs than multiprocessors; as many, of which causal ones are uneven; half as many; so few tiles that a launch
+        # more programs than SMs; as many, of which causal ones are uneven; half as many; so few tiles that a launch
         # more is not worth it
         (16384, 16, False, WHOLE),
         (16384, 16, True, WHOLE),
@@ -183,12 +183,12 @@ def test_nothing_is_not_split(shape: tuple[int, ...]) -> None:
     mean=st.floats(0.01, 1.0),
     n_long=st.integers(0, 63),
     is_even=st.booleans(),
-    n_multiprocessors=st.sampled_from([1, 16, 132]),
+    n_sms=st.sampled_from([1, 16, 132]),
 )
 def test_what_is_chosen_is_bounded(
-    n_lines: int, n_axes: int, others: int, mean: float, n_long: int, is_even: bool, n_multiprocessors: int
+    n_lines: int, n_axes: int, others: int, mean: float, n_long: int, is_even: bool, n_sms: int
 ) -> None:
-    """Parts take no more memory than half of a tensor of 16 bits, or few lines a multiprocessor; lines are those there are."""
+    """Parts take no more memory than half of a tensor of 16 bits, or few lines a SM; lines are those there are."""
     n_long = min(n_long, n_lines)
     work = math.ceil(n_lines * n_axes * others * mean)
     split = choose(
@@ -198,19 +198,19 @@ def test_what_is_chosen_is_bounded(
         work=work,
         n_long=n_long,
         is_even=is_even,
-        n_multiprocessors=n_multiprocessors,
+        n_sms=n_sms,
     )
     assert split == WHOLE or (split.n_lines in (n_long, n_lines) and 2 <= split.parts <= 16)
-    if others * n_multiprocessors <= work:
+    if others * n_sms <= work:
         assert split == WHOLE
     of_tensor, of_line = 2 * n_lines * n_axes * TILE * 128, 4 * TILE * 128
-    assert 4 * split.floats(128, n_axes) <= max(of_tensor / 2, 4 * n_multiprocessors * of_line)
+    assert 4 * split.floats(128, n_axes) <= max(of_tensor / 2, 4 * n_sms * of_line)
 
 
 # 4 parts would do; of 40 lines they would take more than half of the memory of what becomes of them
 @pytest.mark.parametrize(("n_long", "parts"), [(4, 4), (32, 4), (40, 3), (60, 2)])
 def test_many_long_lines_have_fewer_parts(n_long: int, parts: int) -> None:
-    sizes = {"longest": 2048, "work": 4 * 512 * 40, "is_even": True, "n_multiprocessors": MULTIPROCESSORS}
+    sizes = {"longest": 2048, "work": 4 * 512 * 40, "is_even": True, "n_sms": MULTIPROCESSORS}
     assert choose(512, 4, n_long=n_long, **sizes) == Split(n_long, parts)
 
 

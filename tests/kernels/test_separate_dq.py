@@ -1,4 +1,4 @@
-"""When does dq of hopper's backward have a launch of its own?"""
+"""When dq of the Hopper backward has a launch of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sections of the sum of dq are served beside the columns, and can programs and warps that serve always go on?"""
+"""Which head groups overlap their pre- and postprocess with the columns, and that no program waits for ever."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""What do mbarriers, named barriers and shared memory do while the partitions of programs run? A machine, on the CPU.
+"""A machine on the CPU with mbarriers, named barriers and shared memory, on which partitions of programs run.
 
 Each partition is a thread; one runs at a time, of all programs, and a seed chooses which, at every operation on barriers, shared
 memory, copies, counters and products. A copy lands when the seed says so.
-
-Knows: order, barriers, and who reads or writes which part of shared memory. Does not know: the language that asks for it.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Partition:
         self.products: list[Any] = []
         # copies that its threads wait for
         self.fetches: list[Callable[[], None]] = []
-        # read by the copy engine, and what it has still to write, in order
+        # read by TMA, and what it has still to write, in order
         self.stores: list[Shared] = []
         self.writes: list[Callable[[], None]] = []
         self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0]) * (
@@ -82,7 +80,7 @@ class Partition:
 class Machine:
     """One program: its partitions, barriers and copies under way.
 
-    slow  part of the name of partitions, or "writes", those of the copy engine, that come when nothing else can, or seldom
+    slow  part of the name of partitions, or "writes", those of TMA, that come when nothing else can, or seldom
     """
 
     def __init__(self, seed: int, program: int, n_programs: int, slow: str = "") -> None:
@@ -251,7 +249,7 @@ class Shared:
     def begin_read(self) -> None:
         """An asynchronous operation reads it from now on."""
         self._check(self.landing, "read while a copy lands in it")
-        self._check(self.unfenced, "read by the copy engine or a product without a fence after it was written")
+        self._check(self.unfenced, "read by TMA or a product without a fence after it was written")
         self.readers[self.place] += 1
 
     def end_read(self) -> None:

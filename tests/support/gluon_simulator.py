@@ -1,13 +1,10 @@
-"""What does a warp-specialised Gluon kernel do, step by step? A simulator of its protocol, on the CPU.
+"""A simulator, on the CPU, of the protocol of a warp-specialised Gluon kernel.
 
 The source of a kernel runs as plain Python on the machine of gluon_machine.py: a product reads its operands until it is waited
-for, a store its source until the copy engine has read it. Found are:
+for, a store its source until TMA has read it. Found are:
     deadlocks, wrong phases, phases that nobody waits for, too many arrivals, bytes that never come, products or stores left under way at the end
     shared memory written while something reads it, read while a copy lands in it, or not fenced before it is read
     and by comparison with a reference: wrong mathematics, wrong tiles, reading what was never written (it is full of NaN)
-
-Knows: what Gluon's language means, TMA, wgmma. Does not know: what a kernel computes; layouts, registers, races between the
-threads of one warpgroup.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ class Pointer:
 
 
 class Descriptor:
-    """What the copy engine knows of a tensor. Past the end of any axis it reads zero and writes nothing."""
+    """What TMA knows of a tensor. Past the end of any axis it reads zero and writes nothing."""
 
     def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any) -> None:
         # of memory from an address on: of padded rows the first columns
@@ -321,7 +318,7 @@ class Language:
             self._who.fetches.pop(0)()
 
     def fence_engine(self) -> None:
-        # what the copy engine sees of global memory is not simulated
+        # what TMA sees of global memory is not simulated
         pass
 
     def store_wait(self, n_pending: int) -> None:
@@ -393,7 +390,7 @@ class Simulation:
 
     seed      chooses the order of events
     changes   made in the source first
-    programs  multiprocessors of the machine
+    programs  SMs of the machine
     slow      what comes seldom, see Machine
     resident  how many programs run at a time, the next one when one ends; 0: all of them
     """

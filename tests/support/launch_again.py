@@ -229,7 +229,7 @@ def main() -> None:
                 options._replace(others=(launch.cache_key_of(out),)),
             )
         queue = served.workspaces[2]
-        assert queue is not None and served.is_told and not served.is_sent
+        assert queue is not None and served.preprocess_is_overlapped and not served.is_sent
         counts, dk, dq = torch.empty(queue.shape, dtype=queue.dtype), torch.empty_like(out), torch.empty_like(out)
         given = [
             (*call, dk, *lines, *walks, None, counts, None, dk, dk, None, dq_sum, dq, call[0], dk, lse, None, lines)

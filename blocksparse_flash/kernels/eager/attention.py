@@ -34,11 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import philox
-from ...score_mods import TILE, Scores
+from ...score_mods import Scores
+from ..plan_format import PARTIAL, TILE
 from .score_mods import Change, Changes
 
-# subtracted from the index of a partial tile in a plan
-PARTIAL = 1 << 24
 # exp of this is still a normal number; lower exponents give weight 0
 LOWEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
 # score tiles of a chunk, 64 KB each in float32. On a CPU those of a thread should stay in its cache (8 and 128 are 10 %

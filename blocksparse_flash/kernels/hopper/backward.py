@@ -1,12 +1,12 @@
-"""How does the Hopper backward run? dq, dk and dv from out, lse and their gradients; Gluon, sm90.
+"""Hopper backward in Gluon (sm90): dq, dk and dv from out, lse and their gradients.
 
 With p = exp(scale q k^T - lse), dp = dout v^T and delta = rowsum(dout * out) - dlse:
     ds = p * (dp - delta)      dv = p^T dout      dk = scale ds^T q      dq = scale ds k
-Each score is computed once: five products a tile. One program a multiprocessor takes columns of the plan from a queue, 128 keys
+Each score is computed once: five products a tile. One program a SM takes columns of the plan from a queue, 128 keys
 of a key head each, and walks them (for each query head of the group). A warp moves k and v, then q, dout, lse and delta of each
 step, through rings (hopper_cols.py). Two warpgroups compute, 64 keys each: scores and dp transposed, dk and dv in registers; ds
 goes through shared memory, since dq sums over the keys of both. dq is added to a float32 buffer in global memory, at head_dim 64 by
-those that compute, else by the copy engine, in no fixed order: the last bits of dq change from run to run. The launch before clears
+those that compute, else by TMA, in no fixed order: the last bits of dq change from run to run. The launch before clears
 this sum and tells lse and delta, and a last one scales and converts it, but for what warps beside do while columns are computed
 (service.py says how much, hopper_service.py how).
 
@@ -15,8 +15,6 @@ go to a workspace, in float32, and a launch adds them up in order (parts.py). Wh
 
 Where equal bits are asked for, and where few tiles make up each dq (separate_dq.py), the kernel leaves dq out and the portable one
 computes it: two products more. Beyond head_dim 128, for which there are not enough registers, the portable backward runs.
-
-Knows: a plan's tensors, descriptors, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ from .backward_producer import (
     move,
     query_start,
     report,
-    take_col,
+    read_col_work_tile,
 )
 from .device_functions import (
     FITS,
@@ -90,7 +88,7 @@ from .device_functions import (
 from .service import CHUNK, FETCHED, STEP, scale_kernel, serve
 
 MAX_HEAD_DIM = 128
-# of the sum of dq, numbers of a line, by which the copy engine adds
+# of the sum of dq, numbers of a line, by which TMA adds
 LINE = gl.constexpr(32)
 
 
@@ -98,7 +96,7 @@ LINE = gl.constexpr(32)
 class Config:
     """One launch configuration: queries of a step, steps in flight, registers of a computing thread and of the mover.
 
-    is_direct  whether those that compute add to the sum of dq, without the copy engine
+    is_direct  whether those that compute add to the sum of dq, without TMA
     sets  of keys and values in shared memory: with two, those of the next column come during this one
     """
 
@@ -132,18 +130,18 @@ def config(dim: int) -> Config:
     limits the clock (of 700 W 698 to 748 are drawn, and the limit was in force in each of some 20 looks a case), TFLOP/s of single
     calls and over and over: 128 dense 608, 578, butterfly 528, 473, random 574, 530; 64 dense 545, 517.
 
-    Sums in the order in which threads hold them (hopper.in_order), added from registers ("direct") or by the copy engine, and lse and
+    Sums in the order in which threads hold them (hopper.in_order), added from registers ("direct") or by TMA, and lse and
     delta told beside the columns; microseconds of a whole backward, single launches, L2 emptied:
                                                      local butterfly random bigbird
         128  before, rows of the sum in their order    720    664     1257    830
-        128  copy engine                               715    659     1249    820
-        128  copy engine, statistics beside            711    651     1236
+        128  TMA                               715    659     1249    820
+        128  TMA, statistics beside            711    651     1236
         128  direct, statistics beside                 783    742     1254
         64   before                                    809    754     1426    957
         64   direct                                    803    747     1417    894
         64   direct, statistics beside                 791    735     1401    884
     (bigbird of 128 has nothing done beside it, of 64 the conversion alone.) Additions from registers take a sixth of its traffic, by
-    count, from shared memory, but slow what warps beside do more than those of the copy engine; with nothing done beside, the whole
+    count, from shared memory, but slow what warps beside do more than those of TMA; with nothing done beside, the whole
     takes 688 for 705 at 128 butterfly. And what is done beside slows columns by most of what it saves: of the 44 microseconds that lse
     and delta take before, 9 are gained.
 
@@ -225,9 +223,9 @@ def hidden(i):
 
 
 @gluon.jit
-def descend(
+def backward_step(
     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head, step, n_now,
-    WHO: gl.constexpr, MASKED: gl.constexpr, QUARTERED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, QUARTERED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One step: dk and dv of this warpgroup's keys and its share of the step's dq. i_set: where the keys and values are."""
@@ -256,12 +254,12 @@ def descend(
     # loses it, and reads keys from addresses that do not exist
     i_set = hidden(i_set)
     k_all = k_ring.index(i_set).reshape([TILE, DIM])
-    k_half = k_all.slice(WHO * HALF, HALF, 0)
-    v_half = v_ring.index(i_set).reshape([TILE, DIM_V]).slice(WHO * HALF, HALF, 0)
+    k_half = k_all.slice(WARPGROUP * HALF, HALF, 0)
+    v_half = v_ring.index(i_set).reshape([TILE, DIM_V]).slice(WARPGROUP * HALF, HALF, 0)
     if QUARTERED:
         STEPS: gl.constexpr = TILE // BLOCK_Q
         # 64 queries a bit: it comes while this warpgroup waits for them
-        quarters = gl.load(indices_ptr + step // STEPS) >> (QUARTERS_BIT + WHO + step % STEPS * 2)
+        quarters = gl.load(indices_ptr + step // STEPS) >> (QUARTERS_BIT + WARPGROUP + step % STEPS * 2)
     mbarrier.wait(barriers[Q_FULL].index(stage), phase)
     # [HALF, BLOCK_Q]
     scores_token = warpgroup_mma(k_half, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
@@ -272,7 +270,7 @@ def descend(
     # not before the products, while which they would take registers
     b_lse = lse_ring.index(stage).load(line_layout)
     b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_lse, 0))
-    o_kv = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, score_layout))
+    o_kv = WARPGROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, score_layout))
     if kv_lengths_ptr is not None:
         b_p = gl.where(gl.expand_dims(kv_start + o_kv < limit, 1), b_p, 0.0)
     if MASKED:
@@ -290,15 +288,15 @@ def descend(
     if sum_ptr is not None:
         # two buffers: nobody still reads this one, as both warpgroups have met in the step between
         ds_tile = ds_ring.index(n_now % 2)
-        ds_tile.slice(WHO * HALF, HALF, 0).store(b_ds)
+        ds_tile.slice(WARPGROUP * HALF, HALF, 0).store(b_ds)
         fence_async_shared()
         named_barrier("sync", 9)
         if BY_ROWS:
-            ds_part = ds_tile.permute((1, 0)).slice(WHO * HALF, HALF, 0)
+            ds_part = ds_tile.permute((1, 0)).slice(WARPGROUP * HALF, HALF, 0)
             k_part = k_all
         else:
             ds_part = ds_tile.permute((1, 0))
-            k_part = k_all.slice(WHO * DQ_DIM, DQ_DIM, 1)
+            k_part = k_all.slice(WARPGROUP * DQ_DIM, DQ_DIM, 1)
         b_none = gl.zeros([HALF, DQ_DIM], gl.float32, dq_layout)
         # [HALF, DQ_DIM]
         dq_token = warpgroup_mma(ds_part, k_part, b_none, use_acc=False, is_async=True)
@@ -310,14 +308,14 @@ def descend(
         q_start = query_start(indices_ptr, step, BLOCK_Q)
         b_dq = warpgroup_mma_wait(1, deps=(dq_token,))
         i_line = (i_axis // n_heads * n_heads * GROUP + i_head).to(gl.int64) * n_padded + q_start
-        # of WHO: rows, or columns of all rows
-        first = i_line * DIM + WHO * HALF * DQ_DIM
+        # of WARPGROUP: rows, or columns of all rows
+        first = i_line * DIM + WARPGROUP * HALF * DQ_DIM
         if dq_desc is None:
             add_sum(sum_ptr + first, in_order(b_dq))
         else:
             # the step before has left the buffer
             tma.store_wait(0)
-            dq_tile = dq_ring.index(WHO)
+            dq_tile = dq_ring.index(WARPGROUP)
             dq_tile.store(in_order(b_dq).reshape(dq_tile.shape))
             fence_async_shared()
             add_async(dq_desc, [(first // LINE).to(gl.int32), 0], dq_tile)
@@ -331,7 +329,7 @@ def descend(
 
 @gluon.jit
 def compute(
-    descriptors, rings, barriers, ptrs, items_strides, sizes, WHO: gl.constexpr, CAUSAL: gl.constexpr,
+    descriptors, rings, barriers, ptrs, items_strides, sizes, WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr,
     GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SERVED: gl.constexpr, QUARTERS: gl.constexpr,
 ):  # fmt: skip
     _, _, _, _, _, _, dq_desc, _, _ = descriptors
@@ -343,7 +341,7 @@ def compute(
     SETS: gl.constexpr = k_ring.shape[0]
     i_col = 0
     n_done = 0
-    col = take_col(col_ring, barriers, i_col, QUARTERS)
+    col = read_col_work_tile(col_ring, barriers, i_col, QUARTERS)
     while col[0] >= 0:
         i_axis, kv_start, i_block = col[0], col[1], col[6]
         limit = key_limit(kv_lengths_ptr, i_axis // n_heads, kv_len)
@@ -355,37 +353,37 @@ def compute(
             # its sums of dq are in memory, all but what was sent last: dk or dv
             wait_for_writes(1)
         named_barrier("sync", 9)
-        if SERVED and WHO == 0:
+        if SERVED and WARPGROUP == 0:
             # before data are waited for, whose section may be waiting for the column before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
         i_set = i_col % SETS
         mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
         if kv_lengths_ptr is not None:
-            clear_tail(k_ring.index(i_set).reshape([TILE, DIM]), kv_start, limit, WHO)
-            clear_tail(v_ring.index(i_set).reshape([TILE, DIM_V]), kv_start, limit, WHO)
+            clear_tail(k_ring.index(i_set).reshape([TILE, DIM]), kv_start, limit, WARPGROUP)
+            clear_tail(v_ring.index(i_set).reshape([TILE, DIM_V]), kv_start, limit, WARPGROUP)
         for i_member in range(GROUP):
             first, n_steps, n_masked, n_mixed = member_steps(
                 ptrs, items_strides, sizes, col, limit, i_member, CAUSAL, GROUP, BLOCK_Q, QUARTERS
             )
             i_head = i_axis % n_heads * GROUP + i_member
             for i_step in range(n_mixed):
-                b_dk, b_dv = descend(
+                b_dk, b_dv = backward_step(
                     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
-                    first + i_step, n_done + i_step, WHO, True, False, CAUSAL, GROUP, BLOCK_Q, STAGES,
+                    first + i_step, n_done + i_step, WARPGROUP, True, False, CAUSAL, GROUP, BLOCK_Q, STAGES,
                 )  # fmt: skip
             if QUARTERS:
                 for i_step in range(n_mixed, n_masked):
                     n_left_out = is_left_out(indices_ptr, first + i_step, BLOCK_Q, QUARTERS)
                     if n_left_out == 0:
-                        b_dk, b_dv = descend(
+                        b_dk, b_dv = backward_step(
                             b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
-                            first + i_step, n_done + i_step, WHO, False, True, CAUSAL, GROUP, BLOCK_Q, STAGES,
+                            first + i_step, n_done + i_step, WARPGROUP, False, True, CAUSAL, GROUP, BLOCK_Q, STAGES,
                         )  # fmt: skip
                     n_done -= n_left_out
             for i_step in range(n_masked, n_steps):
-                b_dk, b_dv = descend(
+                b_dk, b_dv = backward_step(
                     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
-                    first + i_step, n_done + i_step, WHO, False, False, CAUSAL, GROUP, BLOCK_Q, STAGES,
+                    first + i_step, n_done + i_step, WARPGROUP, False, False, CAUSAL, GROUP, BLOCK_Q, STAGES,
                 )  # fmt: skip
             n_done += n_steps
         # nothing reads the keys and values any more
@@ -395,27 +393,27 @@ def compute(
             tma.store_wait(0)
         # one is known when compiling, the other is not
         if parts_ptr is None:  # noqa: SIM114
-            hand_in(b_dk, b_dv, descriptors, rings, sizes, col, WHO)
+            epilogue(b_dk, b_dv, descriptors, rings, sizes, col, WARPGROUP)
         elif i_block < 0:
-            hand_in(b_dk, b_dv, descriptors, rings, sizes, col, WHO)
+            epilogue(b_dk, b_dv, descriptors, rings, sizes, col, WARPGROUP)
         else:
             p_part = parts_ptr + i_block.to(gl.int64) * (TILE * (DIM + DIM_V))
-            keep_part(p_part, b_dk, WHO)
-            keep_part(p_part + TILE * DIM, b_dv, WHO)
+            keep_part(p_part, b_dk, WARPGROUP)
+            keep_part(p_part + TILE * DIM, b_dv, WARPGROUP)
         i_col += 1
-        col = take_col(col_ring, barriers, i_col, QUARTERS)
+        col = read_col_work_tile(col_ring, barriers, i_col, QUARTERS)
     tma.store_wait(0)
     if SERVED:
         if dq_desc is not None:
             wait_for_writes(1)
         # of the last column, of which a part met nobody
         named_barrier("sync", 9)
-        if WHO == 0:
+        if WARPGROUP == 0:
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
 
 
 @gluon.jit
-def hand_in(b_dk, b_dv, descriptors, rings, sizes, col, WHO: gl.constexpr):
+def epilogue(b_dk, b_dv, descriptors, rings, sizes, col, WARPGROUP: gl.constexpr):
     """Writes dk and dv of a whole column."""
     _, _, _, _, _, _, _, dk_desc, dv_desc = descriptors
     _, _, _, _, _, _, dk_tile, dv_tile, _, _, _ = rings
@@ -425,11 +423,11 @@ def hand_in(b_dk, b_dv, descriptors, rings, sizes, col, WHO: gl.constexpr):
     DIM_V: gl.constexpr = b_dv.shape[1]
     # the other warpgroup still reads ds, and its sum of dq may be on its way
     named_barrier("sync", 9)
-    dk_tile.reshape([TILE, DIM]).slice(WHO * HALF, HALF, 0).store((b_dk * scale).to(dk_tile.dtype))
-    dv_tile.reshape([TILE, DIM_V]).slice(WHO * HALF, HALF, 0).store(b_dv.to(dv_tile.dtype))
+    dk_tile.reshape([TILE, DIM]).slice(WARPGROUP * HALF, HALF, 0).store((b_dk * scale).to(dk_tile.dtype))
+    dv_tile.reshape([TILE, DIM_V]).slice(WARPGROUP * HALF, HALF, 0).store(b_dv.to(dv_tile.dtype))
     fence_async_shared()
     named_barrier("sync", 9)
-    if WHO == 0:
+    if WARPGROUP == 0:
         store_async(dk_desc, [i_axis // n_heads, i_axis % n_heads, kv_start, 0], dk_tile)
     else:
         store_async(dv_desc, [i_axis // n_heads, i_axis % n_heads, kv_start, 0], dv_tile)
@@ -484,7 +482,7 @@ def hopper_backward_kernel(
     # inputs; a queue, None: there is a program for each column
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
     queue_ptr,
-    # outputs: the sum of dq, in float32, in lines of LINE numbers, by the copy engine, or None: by those that compute; dk and dv; what
+    # outputs: the sum of dq, in float32, in lines of LINE numbers, by TMA, or None: by those that compute; dk and dv; what
     # parts of columns write, None: there are none; the sum again, None: dq is left out; dq, None: other launches clear the sum and
     # convert it; else the queue is all that is counted
     dq_desc, dk_desc, dv_desc, parts_ptr, sum_ptr, dq_ptr,
@@ -581,11 +579,11 @@ def hopper_backward_kernel(
 class Prepared(NamedTuple):
     """The launches, None for what is not asked for, and the memory of what they write.
 
-    outputs     dq, dk and dv, their rows padded where the copy engine writes them, and lse and delta as lines
+    outputs     dq, dk and dv, their rows padded where TMA writes them, and lse and delta as lines
     workspaces  None for what is not asked for: the float32 sum of dq, lse and delta as pairs, what programs count with, what
                 parts of columns write
-    is_told     whether lse and delta are told while columns are computed, but for what is wanted at once
-    is_sent     whether the copy engine adds to the sum of dq
+    preprocess_is_overlapped     whether lse and delta are told while columns are computed, but for what is wanted at once
+    is_sent     whether TMA adds to the sum of dq
     """
 
     statistics: Launch
@@ -594,7 +592,7 @@ class Prepared(NamedTuple):
     scale: Launch | None
     outputs: tuple[Memory, ...]
     workspaces: tuple[Memory | None, ...]
-    is_told: bool
+    preprocess_is_overlapped: bool
     is_sent: bool
 
 
@@ -667,7 +665,7 @@ def prepare(
         "dk_desc": DescriptorFactory(dk_seen, (1, 1, TILE_SIDE, dim)),
         "dv_desc": DescriptorFactory(dv_seen, (1, 1, TILE_SIDE, dim_v)),
     }
-    n_multiprocessors, n_cols = num_sms(options.device), split.n_programs(n_lines, n_axes)
+    n_sms, n_cols = num_sms(options.device), split.n_programs(n_lines, n_axes)
     scaled = dq_sum = pairs = None
     if is_separate:
         dq, pairs = contiguous(q.dtype, *q.shape), contiguous(torch.float32, batch * heads * n_padded, 2)
@@ -686,9 +684,9 @@ def prepare(
             scale_kernel, ((n_axes * n_steps - first) // 4,), {"scale": scale, "first": first, **shape, "num_warps": 4}
         )
     served = {} if service is None else service._asdict()
-    counts = int(n_cols > n_multiprocessors) if service is None else n_counts(n_axes)
+    counts = int(n_cols > n_sms) if service is None else n_counts(n_axes)
     n_cleared = batch * heads if service is None else service.n_cleared * (heads // kv_heads)
-    is_told = (
+    preprocess_is_overlapped = (
         are_statistics_served(service, n_axes, n_lines, v_dim)
         and out_told[1]
         # the launch before, which tells the rest, clears no more counts than it has queries
@@ -698,14 +696,14 @@ def prepare(
     parts = contiguous(torch.float32, split.floats(dim + dim_v, n_axes)) if split.parts > 1 else None
     return Prepared(
         prepare_statistics(
-            dout, n_padded, (0 if is_separate else dim, n_cleared), counts, n_cleared if is_told else batch * heads
+            dout, n_padded, (0 if is_separate else dim, n_cleared), counts, n_cleared if preprocess_is_overlapped else batch * heads
         ),
-        Launch(hopper_backward_kernel, (min(n_cols, n_multiprocessors),), {**rest, **served}, descriptor_factories),
+        Launch(hopper_backward_kernel, (min(n_cols, n_sms),), {**rest, **served}, descriptor_factories),
         sum_cols(split, walked[0], dk_seen, dv_seen, rest, (dim, dim_v)),
         scaled,
         (dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         (dq_sum, pairs, queue, parts),
-        is_told,
+        preprocess_is_overlapped,
         "dq_desc" in descriptor_factories,
     )
 
@@ -737,11 +735,11 @@ def backward(
     (q, k, v, dout), specs = readable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
-    by_cols, empty, n_multiprocessors = walk(plan, 3), allocator(q), num_sms(options.device)
+    by_cols, empty, n_sms = walk(plan, 3), allocator(q), num_sms(options.device)
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
-    split = split_of(plan, 3, q_shape, k_shape, causal, n_multiprocessors)
+    split = split_of(plan, 3, q_shape, k_shape, causal, n_sms)
     is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
-    service = None if is_separate else service_of(plan, q_shape, k_shape, split, n_multiprocessors)
+    service = None if is_separate else service_of(plan, q_shape, k_shape, split, n_sms)
     is_quartered = bool(plan) and has_quarters(plan[4].shape[0], plan[5].shape[0])
     ready = prepare(specs, plan_specs_of(by_cols), split, service, is_separate, is_quartered, options)
     dq, dk, dv, lines = [empty(*memory) for memory in ready.outputs]
@@ -751,7 +749,7 @@ def backward(
     ready.statistics(out, dout, lse, dlse, pairs, lines, dq_sum, queue)
     sent = dq_sum if ready.is_sent else None
     served = None if service is None else dq
-    told = (out, dout, lse, dlse, lines) if ready.is_told else (None,) * 5
+    told = (out, dout, lse, dlse, lines) if ready.preprocess_is_overlapped else (None,) * 5
     ready.keys(
         q, k, v, dout, lse_line, delta_line, *by_cols, kv_lengths, queue, sent, dk, dv, parts, dq_sum, served, *told
     )

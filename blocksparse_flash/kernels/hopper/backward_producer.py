@@ -1,9 +1,7 @@
-"""Which columns does a program of the Hopper backward compute, and how does their data come to it? The queue and the moving warp.
+"""Producer warp of the Hopper backward: tile scheduler over tile columns, and TMA loads.
 
 A warp takes tile columns from a queue until none is left, tells the computing warpgroups, and loads k and v, then q, dout, lse
 and delta of each step of the column, into rings, running ahead over the end of a column.
-
-Knows: a plan's records, rings, barriers. Does not know: what is computed of the data, launches.
 """
 
 from __future__ import annotations
@@ -239,7 +237,7 @@ def move(
 
 
 @gluon.jit
-def take_col(col_ring, barriers, i_col, QUARTERS: gl.constexpr):
+def read_col_work_tile(col_ring, barriers, i_col, QUARTERS: gl.constexpr):
     """The next column that the moving warp hands on: COL_FIELDS; the axis is -1 at the end."""
     slot = i_col % 2
     mbarrier.wait(barriers[COL_FULL].index(slot), (i_col // 2) & 1)

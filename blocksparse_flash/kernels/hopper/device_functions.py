@@ -1,8 +1,4 @@
-"""What do the Hopper kernels share? Named barriers, turns, the copy engine by any of its names, bitmasks, descriptors.
-
-Knows: Gluon (ships inside Triton, experimental: its names move from release to release, which is absorbed here), tensor
-descriptors, launch configurations. Does not know: what a kernel computes, layouts, autograd.
-"""
+"""Device functions of the Hopper kernels: named barriers, TMA, bitmasks, and TMA descriptor factories."""
 
 from __future__ import annotations
 
@@ -82,35 +78,35 @@ def named_barrier(VERB: gl.constexpr, BARRIER: gl.constexpr, WARPGROUPS: gl.cons
 
 
 @gluon.jit
-def wait_for_turn(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+def ping_pong_wait(WARPGROUP: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Until the others have issued their products. Turns go round over the end of a row too, as all walk one list."""
     if PING_PONG:
-        named_barrier("sync", 9 + WHO, WARPGROUPS)
+        named_barrier("sync", 9 + WARPGROUP, WARPGROUPS)
 
 
 @gluon.jit
-def give_turn(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+def ping_pong_next(WARPGROUP: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
     if PING_PONG:
         for other in gl.static_range(WARPGROUPS):
-            if other != WHO:
+            if other != WARPGROUP:
                 named_barrier("arrive", 9 + other, WARPGROUPS)
 
 
 @gluon.jit
-def begin_turns(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+def ping_pong_start(WARPGROUP: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Those before this warpgroup go first."""
     if PING_PONG:
-        for other in gl.static_range(WHO):
+        for other in gl.static_range(WARPGROUP):
             named_barrier("arrive", 9 + other, WARPGROUPS)
 
 
 @gluon.jit
-def end_turns(WHO: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
+def ping_pong_finish(WARPGROUP: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Takes the turn that was given last, which those before give too: else arrivals are left over."""
     # static: the last one has nothing to take
-    if PING_PONG and WHO < WARPGROUPS - 1:
-        named_barrier("sync", 9 + WHO, WARPGROUPS)
-        for other in gl.static_range(WHO + 1, WARPGROUPS - 1):
+    if PING_PONG and WARPGROUP < WARPGROUPS - 1:
+        named_barrier("sync", 9 + WARPGROUP, WARPGROUPS)
+        for other in gl.static_range(WARPGROUP + 1, WARPGROUPS - 1):
             named_barrier("arrive", 9 + other, WARPGROUPS)
 
 
@@ -138,7 +134,7 @@ def copy_wait():
 
 @gluon.jit
 def fence_engine():
-    """Between what a warp has seen that others wrote, and what it lets the copy engine read."""
+    """Between what a warp has seen that others wrote, and what it lets TMA read."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
@@ -147,7 +143,7 @@ def fence_engine():
 
 @gluon.jit
 def wait_for_writes(PENDING: gl.constexpr):
-    """Until what a warpgroup has sent by the copy engine is in memory, but the last PENDING stores or additions.
+    """Until what a warpgroup has sent by TMA is in memory, but the last PENDING stores or additions.
 
     tma.store_wait waits until it has been read from shared memory.
     """
@@ -189,7 +185,7 @@ def _count_assembly(nap):
 def count_in(p_count):
     """A warp counts in global memory, behind what it has written, or has waited for at a barrier."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    # the copy engine reads what was written: a fence between what it does and what others do; released, without emptying L1
+    # TMA reads what was written: a fence between what it does and what others do; released, without emptying L1
     gl.inline_asm_elementwise(
         "{ .reg .pred p; fence.proxy.async; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
         " @p red.release.gpu.global.add.s32 [$2], 1; mov.b32 $0, $1; }",
@@ -334,13 +330,13 @@ def key_limit(kv_lengths_ptr, i_batch, kv_len):
 
 
 @gluon.jit
-def clear_tail(tile, kv_start, limit, WHO: gl.constexpr):
+def clear_tail(tile, kv_start, limit, WARPGROUP: gl.constexpr):
     """Zeros in the keys or values from `limit` on, which may hold NaN, before either warpgroup multiplies by them."""
     ROWS: gl.constexpr = tile.shape[0] // 2
     if kv_start + 2 * ROWS > limit:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        half = tile.slice(WHO * ROWS, ROWS, 0)
-        o_kv = kv_start + WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        half = tile.slice(WARPGROUP * ROWS, ROWS, 0)
+        o_kv = kv_start + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         b_tile = half.load(layout)
         half.store(gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0).to(tile.dtype))
         fence_async_shared()
@@ -364,10 +360,10 @@ def add_sum(ptr, b_sum):
 
 
 @gluon.jit
-def keep_part(ptr, b_sum, WHO: gl.constexpr):
+def keep_part(ptr, b_sum, WARPGROUP: gl.constexpr):
     """Store a warpgroup's half of [TILE, columns] float32 numbers, where lines of parts.py stand."""
     layout: gl.constexpr = accumulator(b_sum.shape[1])
-    o_row = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+    o_row = WARPGROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     o_col = gl.arange(0, b_sum.shape[1], layout=gl.SliceLayout(0, layout))
     gl.store(ptr + (gl.expand_dims(o_row * b_sum.shape[1], 1) + gl.expand_dims(o_col, 0)), b_sum)
 
@@ -381,7 +377,7 @@ def padded_dim(head_dim: int) -> int:
 
 
 def writable(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:
-    """Memory for (batch, heads, length, head_dim), whose rows are padded so that the copy engine can write them.
+    """Memory for (batch, heads, length, head_dim), whose rows are padded so that TMA can write them.
 
     Padding included, also that of the last row: the first head_dim columns are what is asked for.
     """
@@ -389,13 +385,13 @@ def writable(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy which the copy engine can read."""
+    """A copy which TMA can read."""
     made = launch.allocator(tensor)(*writable(tensor.dtype, tensor.shape))
     return made[..., : tensor.shape[-1]].copy_(tensor)
 
 
 def readable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], TensorSpecs]:
-    """(the tensors, each as it is where the copy engine can read it, else as a copy; their specs)."""
+    """(the tensors, each as it is where TMA can read it, else as a copy; their specs)."""
     # asked of all at once, which saves the host questions
     specs = specs_of(*tensors)
     if specs.is_tma_loadable:

@@ -1,6 +1,6 @@
-"""How does the Hopper forward run? out = softmax(scale q k^T on the layout) v, and lse; Gluon, sm90.
+"""Hopper forward in Gluon (sm90): out = softmax(scale q k^T on the layout) v, and lse.
 
-One program a multiprocessor takes tile rows from a queue until none is left. A warp moves data: it fetches the next
+One program a SM takes tile rows from a queue until none is left. A warp moves data: it fetches the next
 row, tells the others, and loads q, then k and v of each step of the row, into a ring, running ahead over the end of a row.
 Two warpgroups compute, 64 of the 128 queries of a row each, out in registers; at head dimension 64, where neither a layout nor
 lengths forbid it and enough rows are there, three, of rows of 192. With `overlap`:
@@ -14,8 +14,6 @@ out 0, lse -inf. Scores and the running maximum are in base 2, `lse` in memory i
 
 A row that would be waited for is split (splitting.py): each part is work of its own, whose out and lse go to a workspace, in
 float32, and a launch merges them (parts.py). Where nothing is split, the kernel is compiled without.
-
-Knows: a plan's tensors, descriptors, launch configurations. Does not know: layouts, autograd, how a backend is chosen.
 """
 
 from __future__ import annotations
@@ -47,10 +45,10 @@ from .device_functions import (
     HALF,
     DescriptorFactory,
     accumulator,
-    begin_turns,
+    ping_pong_start,
     clear_tail,
-    end_turns,
-    give_turn,
+    ping_pong_finish,
+    ping_pong_next,
     keep_halves,
     keep_part,
     key_limit,
@@ -59,7 +57,7 @@ from .device_functions import (
     pin,
     readable,
     store_async,
-    wait_for_turn,
+    ping_pong_wait,
 )
 from .forward_producer import (
     K_EMPTY,
@@ -72,7 +70,7 @@ from .forward_producer import (
     move,
     query_place,
     row_ints,
-    take_row,
+    read_row_work_tile,
 )
 from .softmax import (
     MINUS_INFINITY,
@@ -82,7 +80,7 @@ from .softmax import (
     no_words,
     rescale,
     row_parts,
-    soften,
+    online_softmax,
 )
 
 
@@ -142,7 +140,7 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
         128  3 warpgroups, 64 keys a step            627    582
         128  cuDNN                                   642    570
 
-    In another run, of 1 set: at 64, two programs a multiprocessor with slack 8 had 466 443 426 416 432 415 where the row's sum
+    In another run, of 1 set: at 64, two programs a SM with slack 8 had 466 443 426 416 432 415 where the row's sum
     whole had 430 436 403 393 421 399; an eighth of the exponentials as polynomials 437 425 403 393 418 394, a quarter 422 417
     380 382 401 383. At 128, slack 8 and two steps a round 636 615 561 559 584 540 where the sum whole had 664 597 533 537 579 540.
 
@@ -192,12 +190,12 @@ def wide_pays(q_len: int, n_axes: int, n_programs: int) -> bool:
 
 
 @gluon.jit
-def clear_values(rings, barriers, ptrs, row, n_now, i_step, limit, WHO: gl.constexpr, STAGES: gl.constexpr):
+def clear_values(rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
     """Makes the values of a step finite. The warpgroups meet in it: never while one holds the turn that the other waits for."""
     _, indices_ptr, _, _, kv_lengths_ptr, _, _, _ = ptrs
     if kv_lengths_ptr is not None:
         v_tile = wait_for_values(rings, barriers, n_now, STAGES)
-        clear_tail(v_tile, key_start(indices_ptr, row, i_step, v_tile.shape[0]), limit, WHO)
+        clear_tail(v_tile, key_start(indices_ptr, row, i_step, v_tile.shape[0]), limit, WARPGROUP)
 
 
 @gluon.jit
@@ -211,7 +209,7 @@ def wait_for_values(rings, barriers, n_now, STAGES: gl.constexpr):
 
 @gluon.jit
 def attend(
-    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr,
+    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WARPGROUP: gl.constexpr, MASKED: gl.constexpr,
     QUARTERED: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, OVERLAP: gl.constexpr,
     PIN: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
 ):  # fmt: skip
@@ -232,18 +230,18 @@ def attend(
     quarters = None
     # these come while this warpgroup waits for keys, its turn and the product
     if EARLY_WORDS and MASKED and ptrs[1] is not None:
-        words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
+        words = mask_words(ptrs, row, i_step, WARPGROUP, BLOCK_KV)
     if EARLY_WORDS and FIRST and ptrs[1] is not None:
         words = no_words(BLOCK_KV)
         # not of a full tile, which would wait for two loads, one after the other: 1 to 2 % of its rate
         if row[5] > 0:
-            words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
+            words = mask_words(ptrs, row, i_step, WARPGROUP, BLOCK_KV)
     if QUARTERED:
-        quarters = mask_quarters(ptrs, row, i_step, WHO, BLOCK_KV)
+        quarters = mask_quarters(ptrs, row, i_step, WARPGROUP, BLOCK_KV)
     mbarrier.wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1)
     if BEFORE:
-        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)
-    wait_for_turn(WHO, PING_PONG, WARPGROUPS)
+        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WARPGROUP, STAGES)
+    ping_pong_wait(WARPGROUP, PING_PONG, WARPGROUPS)
     b_zero = gl.zeros([HALF, BLOCK_KV], gl.float32, score_layout)
     k_tile = k_ring.index(stage).reshape([BLOCK_KV, k_ring.shape[4]]).permute((1, 0))
     # [HALF, BLOCK_KV]
@@ -252,7 +250,7 @@ def attend(
         v_tile = wait_for_values(rings, barriers, n_now - 1, STAGES)
         # [HALF, DIM_V]
         out_token = warpgroup_mma(b_p, v_tile, b_out, is_async=True)
-    give_turn(WHO, PING_PONG, WARPGROUPS)
+    ping_pong_next(WARPGROUP, PING_PONG, WARPGROUPS)
     b_scores = warpgroup_mma_wait(1 if BEFORE else 0, deps=(scores_token,))
     mbarrier.arrive(barriers[K_EMPTY].index(stage), count=1)
     if SIGN != 1:
@@ -260,14 +258,14 @@ def attend(
     if FIRST:
         # partial or not, it is the one step that is looked at
         if row[5] > 0:
-            b_scores = mask_scores(b_scores, words, ptrs, sizes, row, i_step, limit, WHO, True, CAUSAL, BLOCK_KV)
+            b_scores = mask_scores(b_scores, words, ptrs, sizes, row, i_step, limit, WARPGROUP, True, CAUSAL, BLOCK_KV)
         elif ptrs[4] is not None:
-            b_scores = mask_scores(b_scores, None, ptrs, sizes, row, i_step, limit, WHO, False, CAUSAL, BLOCK_KV)
+            b_scores = mask_scores(b_scores, None, ptrs, sizes, row, i_step, limit, WARPGROUP, False, CAUSAL, BLOCK_KV)
     else:
-        b_scores = mask_scores(b_scores, words, ptrs, sizes, row, i_step, limit, WHO, MASKED, CAUSAL, BLOCK_KV)
+        b_scores = mask_scores(b_scores, words, ptrs, sizes, row, i_step, limit, WARPGROUP, MASKED, CAUSAL, BLOCK_KV)
     if QUARTERED:
         b_scores = keep_halves(b_scores, quarters, 1, MINUS_INFINITY)
-    b_p32, b_decay, b_max, b_sum = soften(b_scores, b_max, b_sum, sizes[5], SLACK)
+    b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, b_max, b_sum, sizes[5], SLACK)
     if BEFORE:
         # with lengths to look at it would spill more
         if PIN and ptrs[4] is None:
@@ -282,14 +280,14 @@ def attend(
             b_out = b_out * b_decay
     b_p = gl.convert_layout(b_p32.to(k_ring.dtype), gl.DotOperandLayout(0, out_layout, 2))
     if not OVERLAP:
-        b_out = add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WHO, STAGES)
+        b_out = add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP, STAGES)
     return b_out, b_max, b_sum, b_p
 
 
 @gluon.jit
-def add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WHO: gl.constexpr, STAGES: gl.constexpr):
+def add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
     """out + p v of one step: [HALF, DIM_V]."""
-    clear_values(rings, barriers, ptrs, row, n_now, i_step, limit, WHO, STAGES)
+    clear_values(rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP, STAGES)
     v_tile = wait_for_values(rings, barriers, n_now, STAGES)
     out_token = warpgroup_mma(b_p, v_tile, b_out, is_async=True)
     b_out = warpgroup_mma_wait(0, deps=(out_token,))
@@ -298,30 +296,30 @@ def add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WHO
 
 
 @gluon.jit
-def hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO: gl.constexpr, OUT_IN_Q: gl.constexpr):
+def epilogue(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WARPGROUP: gl.constexpr, OUT_IN_Q: gl.constexpr):
     """Writes out and lse, which comes in base 2, of a whole row."""
     _, _, _, out_desc = descriptors
     _, k_ring, _, out_ring, _ = rings
     n_heads, _, _, q_len, _, _, _, _ = sizes
     i_axis, q_start, _, _, _, _, _ = row
-    o_q = q_start + WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(k_ring.shape[3])))
+    o_q = q_start + WARPGROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(k_ring.shape[3])))
     # unsigned: else the sign of q_len is kept from the kernel's beginning on, and spilled
     p_lse = ptrs[5] + i_axis.to(gl.uint32).to(gl.uint64) * gl.cast(q_len, gl.uint32) + o_q
     gl.store(p_lse, b_lse * LN_2, mask=o_q < q_len)
     if not OUT_IN_Q:
         # the row before has left the buffer
         tma.store_wait(0)
-    out_tile = out_ring.index(i_query if OUT_IN_Q else WHO)
+    out_tile = out_ring.index(i_query if OUT_IN_Q else WARPGROUP)
     out_tile.reshape([HALF, b_out.shape[1]]).store(b_out.to(out_ring.dtype))
     fence_async_shared()
-    store_async(out_desc, [i_axis // n_heads, i_axis % n_heads, q_start + WHO * HALF, 0], out_tile)
+    store_async(out_desc, [i_axis // n_heads, i_axis % n_heads, q_start + WARPGROUP * HALF, 0], out_tile)
     if OUT_IN_Q:
         tma.store_wait(0)
 
 
 @gluon.jit
 def compute(
-    descriptors, rings, barriers, ptrs, sizes, WHO: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
+    descriptors, rings, barriers, ptrs, sizes, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr, PING_PONG: gl.constexpr,
     OUT_IN_Q: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr, QUARTERS: gl.constexpr,
 ):  # fmt: skip
@@ -337,8 +335,8 @@ def compute(
     dtype: gl.constexpr = q_ring.dtype
     i_row = 0
     n_done = 0
-    begin_turns(WHO, PING_PONG, WARPGROUPS)
-    row = take_row(row_ring, barriers, i_row, QUARTERS)
+    ping_pong_start(WARPGROUP, PING_PONG, WARPGROUPS)
+    row = read_row_work_tile(row_ring, barriers, i_row, QUARTERS)
     while row[0] >= 0:
         i_axis, _, _, n_steps, n_partial, n_mixed, _ = row
         if parts_ptr is not None:
@@ -350,7 +348,7 @@ def compute(
         b_max = gl.full([HALF], -3.0e38, gl.float32, query_layout)
         b_sum = gl.full([HALF, 4], 0.0, gl.float32, row_parts())
         state = (gl.zeros([HALF, DIM_V], gl.float32, out_layout), b_max, b_sum, b_p)
-        i_query, phase = query_place(i_row, WHO, q_ring, WARPGROUPS)
+        i_query, phase = query_place(i_row, WARPGROUP, q_ring, WARPGROUPS)
         mbarrier.wait(barriers[Q_FULL].index(i_query), phase)
         # [HALF, DIM]
         q_tile = q_ring.index(i_query).reshape([HALF, DIM])
@@ -358,23 +356,23 @@ def compute(
         if OVERLAP:  # noqa: SIM102
             if n_steps > 0:
                 state = attend(
-                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, 0, limit, WHO, False, QUARTERS, SIGN, CAUSAL, STAGES,
+                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, 0, limit, WARPGROUP, False, QUARTERS, SIGN, CAUSAL, STAGES,
                     True, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
                 )  # fmt: skip
         for i_step in range(1 if OVERLAP else 0, n_mixed):
             state = attend(
-                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, True, False, SIGN, CAUSAL, STAGES,
+                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WARPGROUP, True, False, SIGN, CAUSAL, STAGES,
                 False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
             )  # fmt: skip
         if QUARTERS:
             for i_step in range(gl.maximum(n_mixed, 1) if OVERLAP else n_mixed, n_partial):
                 state = attend(
-                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, False, True, SIGN, CAUSAL,
+                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WARPGROUP, False, True, SIGN, CAUSAL,
                     STAGES, False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
                 )  # fmt: skip
         for i_step in range(gl.maximum(n_partial, 1) if OVERLAP else n_partial, n_steps):
             state = attend(
-                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WHO, False, False, SIGN, CAUSAL, STAGES,
+                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WARPGROUP, False, False, SIGN, CAUSAL, STAGES,
                 False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
             )  # fmt: skip
         b_out, b_max, b_sum, b_p = state
@@ -385,7 +383,7 @@ def compute(
         if OVERLAP:  # noqa: SIM102
             if n_steps > 0:
                 # the output of the last step
-                b_out = add_values(b_out, b_p, rings, barriers, ptrs, row, n_done - 1, n_steps - 1, limit, WHO, STAGES)
+                b_out = add_values(b_out, b_p, rings, barriers, ptrs, row, n_done - 1, n_steps - 1, limit, WARPGROUP, STAGES)
         b_sum = gl.convert_layout(gl.sum(b_sum, 1), query_layout, assert_trivial=True)
         m_empty = b_sum == 0.0
         b_sum = gl.where(m_empty, 1.0, b_sum)
@@ -393,18 +391,18 @@ def compute(
         b_out = b_out * gl.expand_dims(gl.convert_layout(1.0 / b_sum, gl.SliceLayout(1, out_layout)), 1)
         # one is known when compiling, the other is not
         if parts_ptr is None:  # noqa: SIM114
-            hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO, OUT_IN_Q)
+            epilogue(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WARPGROUP, OUT_IN_Q)
         elif row[0] < n_axes:
-            hand_in(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WHO, OUT_IN_Q)
+            epilogue(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WARPGROUP, OUT_IN_Q)
         else:
             p_part = parts_ptr + (row[0] - n_axes).to(gl.int64) * (TILE * (DIM_V + 1))
-            keep_part(p_part, b_out, WHO)
-            gl.store(p_part + TILE * DIM_V + WHO * HALF + gl.arange(0, HALF, layout=query_layout), b_lse)
+            keep_part(p_part, b_out, WARPGROUP)
+            gl.store(p_part + TILE * DIM_V + WARPGROUP * HALF + gl.arange(0, HALF, layout=query_layout), b_lse)
         if OUT_IN_Q:
             mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)
         i_row += 1
-        row = take_row(row_ring, barriers, i_row, QUARTERS)
-    end_turns(WHO, PING_PONG, WARPGROUPS)
+        row = read_row_work_tile(row_ring, barriers, i_row, QUARTERS)
+    ping_pong_finish(WARPGROUP, PING_PONG, WARPGROUPS)
     tma.store_wait(0)
 
 
@@ -498,10 +496,10 @@ def prepare(
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
     dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
-    n_multiprocessors = num_sms(index)
+    n_sms = num_sms(index)
     has_layout, has_lengths = items is not None, lengths is not None
     # a row that is split has 128 queries
-    is_wide = not (has_layout or has_lengths or split.parts > 1) and wide_pays(q_len, batch * heads, n_multiprocessors)
+    is_wide = not (has_layout or has_lengths or split.parts > 1) and wide_pays(q_len, batch * heads, n_sms)
     chosen = config(max(dim, dim_v), has_layout, has_lengths, is_wide)
     assert is_wide or chosen.warpgroups == 2, "a row of a layout has 128 queries, and two warpgroups clear values"
     if chosen.out_in_q:
@@ -537,7 +535,7 @@ def prepare(
     }
     # 64 keys and columns at a time, since a step may be of halves of two tiles
     by_halves = is_quartered and FITS and chosen.block_kv == TILE_SIDE
-    # rows padded so that the copy engine can write them
+    # rows padded so that TMA can write them
     out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
     descriptor_factories = {
         "q_desc": DescriptorFactory(q, (1, 1, half, dim)),
@@ -545,7 +543,7 @@ def prepare(
         "v_desc": DescriptorFactory(v, (1, 1, chosen.block_kv, dim_v) if not by_halves else (1, 1, half, half)),
         "out_desc": DescriptorFactory(out.spec, (1, 1, half, dim_v)),
     }
-    n_programs = min(split.n_programs(n_lines, batch * heads), n_multiprocessors)
+    n_programs = min(split.n_programs(n_lines, batch * heads), n_sms)
     return Prepared(
         out,
         contiguous(torch.float32, batch, heads, q_len),
@@ -553,7 +551,7 @@ def prepare(
         merge_rows(split, items, out.spec, rest, dim_v),
         split.floats(dim_v + 1, batch * heads),
         # by rows of 128, which is what `explain` knows: rows of 192 may have a queue that they could do without
-        split.n_programs(-(-q_len // TILE_SIDE), batch * heads) > n_multiprocessors,
+        split.n_programs(-(-q_len // TILE_SIDE), batch * heads) > n_sms,
     )
 
 

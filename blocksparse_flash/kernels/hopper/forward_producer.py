@@ -1,9 +1,7 @@
-"""Which rows does a program of the Hopper forward compute, and how does their data come to it? The queue and the moving warp.
+"""Producer warp of the Hopper forward: tile scheduler over tile rows, and TMA loads.
 
 A warp takes tile rows from a queue until none is left, tells the computing warpgroups, and loads q, then k and v of each step
 of the row, into rings, running ahead over the end of a row.
-
-Knows: a plan's records, rings, barriers. Does not know: what is computed of the data, launches.
 """
 
 from __future__ import annotations
@@ -131,10 +129,10 @@ def half_starts(indices_ptr, row, i_step):
 
 
 @gluon.jit
-def query_place(i_row, WHO: gl.constexpr, q_ring, WARPGROUPS: gl.constexpr):
-    """Where the queries of a row that warpgroup WHO computes lie in the ring, and in which phase of its barriers."""
+def query_place(i_row, WARPGROUP: gl.constexpr, q_ring, WARPGROUPS: gl.constexpr):
+    """Where the queries of a row that warpgroup WARPGROUP computes lie in the ring, and in which phase of its barriers."""
     SETS: gl.constexpr = q_ring.shape[0] // WARPGROUPS
-    return i_row % SETS * WARPGROUPS + WHO, (i_row // SETS) & 1
+    return i_row % SETS * WARPGROUPS + WARPGROUP, (i_row // SETS) & 1
 
 
 # ---- the warp that moves data ----
@@ -225,7 +223,7 @@ def move(
 
 
 @gluon.jit
-def take_row(row_ring, barriers, i_row, QUARTERS: gl.constexpr):
+def read_row_work_tile(row_ring, barriers, i_row, QUARTERS: gl.constexpr):
     """The next row that the moving warp hands on: ROW_FIELDS; the axis is -1 at the end."""
     slot = i_row % 2
     mbarrier.wait(barriers[ROW_FULL].index(slot), (i_row // 2) & 1)

@@ -1,4 +1,4 @@
-"""What do warps of the Hopper backward that multiply nothing do for it? Statistics of queries, zeros and conversion of the sum of dq.
+"""Preprocess and postprocess of the Hopper backward that overlap with its tile columns.
 
 Columns are launched head by head, and so sections, those of the query heads of a key head, are read and the float32 sums of their dq
 added to one after the other. Two warps of each program take items from a queue, each some chunks of a section: to prepare it, which
@@ -19,8 +19,6 @@ of those of any later one, or wait for nothing, all being prepared before. So th
 convert of the sections can always be done.
 
 Sums stand in the order in which threads hold them (hopper.in_order), so that they are added without a copy in shared memory.
-
-Knows: counters, where sections stand. Does not know: what columns compute, which tiles they have, launches.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ FRONT = gl.constexpr(COUNTED)
 
 @gluon.jit
 def wait_for_section(service, i_section):
-    """Until the copy engine may read the statistics of a section, and its sums may be added to."""
+    """Until TMA may read the statistics of a section, and its sums may be added to."""
     counts_ptr, _, _, _, _, n_cleared, _, _, n_chunks, _, _, _, _ = service
     if i_section >= n_cleared:
         wait_for_count(counts_ptr + FRONT + i_section, gl.cdiv(n_chunks, PIECE), 0)
@@ -157,13 +155,13 @@ def convert(b_sum, p_dq, n_rows, n_eighths, i_step, scale, DIM: gl.constexpr):
 
 
 @gluon.jit
-def serve(service, told, fetch_ring, WHO: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr):
+def serve(service, told, fetch_ring, WARPGROUP: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr):
     """A warp that prepares and converts."""
     counts_ptr, sum_ptr, dq_ptr, n_axes, n_work, n_cleared, n_ahead, n_converted, n_chunks, _, _, _, _ = service
     _, _, _, _, _, _, _, _, _, n_padded, q_len, n_eighths, scale = service
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     o_value = gl.arange(0, STEP, layout=layout)
-    place = fetch_ring.index(WHO)
+    place = fetch_ring.index(WARPGROUP)
     sums = seen_as(place, [FETCHED // STEP // 4, STEP], gl.SwizzledSharedLayout(4, 1, 1, [0]), gl.float32)
     n_pieces = gl.cdiv(n_chunks, PIECE)
     n_before = (n_ahead - n_cleared) * n_pieces

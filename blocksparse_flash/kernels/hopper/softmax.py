@@ -1,8 +1,6 @@
-"""What does the Hopper forward do with the scores of a step? It masks them, exponentiates, sums, and rescales what was summed.
+"""Online softmax of the Hopper forward: masks, exponentials, row sums and rescaling of a step.
 
 Scores and the running maximum are in base 2.
-
-Knows: registers of a warpgroup, bitmasks, lengths. Does not know: products, barriers, launches.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ MINUS_INFINITY = gl.constexpr(0xFF800000)
 
 
 @gluon.jit
-def mask_words(ptrs, row, i_step, WHO: gl.constexpr, BLOCK_KV: gl.constexpr):
+def mask_words(ptrs, row, i_step, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexpr):
     """The words of a partial step's bitmask, where there is a layout: two loads, one after the other."""
     _, _, ids_ptr, words_ptr, _, _, _, _ = ptrs
     _, _, begin, _, _, _, _ = row
     STEPS: gl.constexpr = TILE // BLOCK_KV
     i_bitmask = gl.load(ids_ptr + (begin + i_step // STEPS))
-    o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
+    o_q = WARPGROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
     return bit_words(words_ptr, i_bitmask, i_step % STEPS * (BLOCK_KV // 32), o_q, BLOCK_KV)
 
 
@@ -40,7 +38,7 @@ def no_words(BLOCK_KV: gl.constexpr):
 
 
 @gluon.jit
-def mask_quarters(ptrs, row, i_step, WHO: gl.constexpr, BLOCK_KV: gl.constexpr):
+def mask_quarters(ptrs, row, i_step, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexpr):
     """Which keys of a step attend, as far as whole quarters of its tile tell: 64 a bit, from the lowest on."""
     _, indices_ptr, _, _, _, _, _, _ = ptrs
     _, _, begin, _, _, _, _ = row
@@ -49,20 +47,20 @@ def mask_quarters(ptrs, row, i_step, WHO: gl.constexpr, BLOCK_KV: gl.constexpr):
         i_entry, is_pair, has_second = entries_of(row, i_step)
         entry = gl.load(indices_ptr + i_entry)
         other = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))
-        quarters, others = entry >> (QUARTERS_BIT + 2 * WHO), other >> (QUARTERS_BIT + 2 * WHO)
+        quarters, others = entry >> (QUARTERS_BIT + 2 * WARPGROUP), other >> (QUARTERS_BIT + 2 * WARPGROUP)
         # of either tile of a pair one half of the keys is there
         first, second = ((quarters & 3) != 0).to(gl.int32), ((others & 3) != 0).to(gl.int32)
         quarters = gl.where(is_pair, first + 2 * second * has_second.to(gl.int32), quarters)
     else:
         entry = gl.load(indices_ptr + (begin + i_step // STEPS))
-        quarters = entry >> (QUARTERS_BIT + 2 * WHO + i_step % STEPS)
+        quarters = entry >> (QUARTERS_BIT + 2 * WARPGROUP + i_step % STEPS)
     # a full tile's says nothing
     return gl.where(entry < 0, quarters, -1)
 
 
 @gluon.jit
 def mask_scores(
-    b_scores, words, ptrs, sizes, row, i_step, limit, WHO: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    b_scores, words, ptrs, sizes, row, i_step, limit, WARPGROUP: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):  # fmt: skip
     """-inf where a pair does not attend.
@@ -75,12 +73,12 @@ def mask_scores(
     _, q_start, _, _, _, _, _ = row
     if MASKED or kv_lengths_ptr is not None:
         kv_start = key_start(indices_ptr, row, i_step, BLOCK_KV)
-        o_q = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
+        o_q = WARPGROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
         o_kv = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, accumulator(BLOCK_KV)))
     if indices_ptr is not None:
         if MASKED:
             if words is None:
-                words = mask_words(ptrs, row, i_step, WHO, BLOCK_KV)
+                words = mask_words(ptrs, row, i_step, WARPGROUP, BLOCK_KV)
             b_scores = keep_columns(b_scores, words, o_kv)
         if kv_lengths_ptr is not None:
             b_scores = gl.where(gl.expand_dims(kv_start + o_kv < limit, 0), b_scores, float("-inf"))
@@ -100,7 +98,7 @@ def row_parts():
 
 
 @gluon.jit
-def soften(b_scores, b_max, b_sum, scale_log2, SLACK: gl.constexpr):
+def online_softmax(b_scores, b_max, b_sum, scale_log2, SLACK: gl.constexpr):
     """One step of the softmax: p, the decay of what was summed before, the new maximum and sum.
 
     The sum stays in four parts a row, one a thread, so that a step exchanges none. With SLACK the maximum follows only where

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch, Memory, allocator, contiguous
+from .. import plan_format
 from .block_selection import CHUNK, Rows, fill_behind, of_rows, sums_before
 from .tile import RECORD, TILE
 
@@ -28,8 +29,8 @@ AXES = 8
 # bitmask words of a program
 WORDS = 1024
 # format of a list entry: subtracted from the index of a partial tile; bits of the attending 64 x 64 subtiles
-PARTIAL = tl.constexpr(1 << 24)
-QUARTERS_BIT, ALL_QUARTERS = tl.constexpr(25), tl.constexpr(15)
+PARTIAL = tl.constexpr(plan_format.PARTIAL)
+SUBTILES_BIT, ALL_SUBTILES = tl.constexpr(plan_format.SUBTILES_BIT), tl.constexpr(plan_format.ALL_SUBTILES)
 WORDS_OF_TILE = tl.constexpr(4)
 
 
@@ -109,7 +110,7 @@ def quarters(
             m_all &= b_first_q + kv_len - q_len >= b_first_kv + HALF - 1
         b_some |= m_some.to(tl.int32) << i
         b_cut |= (m_some & (m_all == 0)).to(tl.int32)
-    return tl.where(b_cut == 0, b_some, ALL_QUARTERS)
+    return tl.where(b_cut == 0, b_some, ALL_SUBTILES)
 
 
 @triton.jit
@@ -155,7 +156,7 @@ def tile_kinds(
         b_left = b_pattern
     N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
     b_id = b_pattern + b_kind * N_PATTERNS
-    b_quarters = b_pattern * 0 + ALL_QUARTERS
+    b_quarters = b_pattern * 0 + ALL_SUBTILES
     if QUARTERS:
         b_quarters = quarters(b_pattern, o_row * TILE, o_col * TILE, q_len, kv_len, PARTS_Q, PARTS_KV, CAUSAL)
     return (b_left != 0).to(tl.int32), (b_id == N_PATTERNS - 1).to(tl.int32), b_id, b_quarters
@@ -201,7 +202,7 @@ def count_lines(
         b_tiles += tl.sum(b_there, 1)
         b_partial += tl.sum(b_there & (1 - b_full), 1)
         if QUARTERS:
-            b_quartered += tl.sum(b_there & (b_quarters < ALL_QUARTERS).to(tl.int32), 1)
+            b_quartered += tl.sum(b_there & (b_quarters < ALL_SUBTILES).to(tl.int32), 1)
             b_single += tl.sum(b_there & is_single(b_quarters, OF_ROWS), 1)
     p_count = counts_ptr + i_axis * n_major + o_line
     tl.store(p_count, b_tiles, mask=o_line < n_major)
@@ -341,7 +342,7 @@ def list_lines(
             OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
         )
         b_is_full, b_is_partial = b_there & b_full, b_there & (1 - b_full)
-        b_is_quartered = b_is_partial & (b_quarters < ALL_QUARTERS).to(tl.int32)
+        b_is_quartered = b_is_partial & (b_quarters < ALL_SUBTILES).to(tl.int32)
         b_is_mixed = b_is_partial - b_is_quartered
         b_place = tl.where(
             b_full == 1, b_next_full[:, None] + tl.cumsum(b_is_full, 1), b_next_mixed[:, None] + tl.cumsum(b_is_mixed, 1)
@@ -353,7 +354,7 @@ def list_lines(
             b_place = tl.where(b_is_single == 1, b_next_single[:, None] + tl.cumsum(b_is_single, 1), b_place)
             b_next_both += tl.sum(b_is_both, 1)
             b_next_single += tl.sum(b_is_single, 1)
-        b_mark = PARTIAL * b_is_partial + ((ALL_QUARTERS - b_quarters) << QUARTERS_BIT) * b_is_quartered
+        b_mark = PARTIAL * b_is_partial + ((ALL_SUBTILES - b_quarters) << SUBTILES_BIT) * b_is_quartered
         tl.store(indices_ptr + b_place - 1, o_minor[None, :] - b_mark, mask=b_there == 1)
         tl.store(ids_ptr + b_place - 1, b_id * b_is_partial, mask=b_there == 1)
         b_next_full += tl.sum(b_is_full, 1)

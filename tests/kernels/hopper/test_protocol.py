@@ -1,4 +1,4 @@
-"""Are the Hopper kernels right, whatever the order of events? On the simulator of gluon_simulator.py, which needs no GPU.
+"""The Hopper kernels under many orders of events, on the simulator of gluon_simulator.py; no GPU needed.
 
 The zoo's layouts and calls, held to the one tolerance, each under another order of events; then every launch configuration, and
 faults seeded in the source, all of which must be seen.
@@ -243,13 +243,13 @@ def test_a_maximum_that_grows_by_less_than_the_slack_and_by_more(check, monkeypa
     simulation = Simulation(seed=6)
     met = []
 
-    def soften(b_scores, b_max, b_sum, scale_log2, slack):
+    def online_softmax(b_scores, b_max, b_sum, scale_log2, slack):
         grew = b_scores.amax(1) * scale_log2 - b_max
         met.extend(grew[(b_max > -1.0e38) & (grew > 0)].tolist())
         return plain_soften(b_scores, b_max, b_sum, scale_log2, slack)
 
-    plain_soften = simulation.hopper_forward.soften
-    monkeypatch.setattr(simulation.hopper_forward, "soften", soften)
+    plain_soften = simulation.hopper_forward.online_softmax
+    monkeypatch.setattr(simulation.hopper_forward, "online_softmax", online_softmax)
     slack = ForwardConfig(stages=2, queries=2, slack=8.0)
     monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: slack)
     check(simulation, layout, call, backward=False)
@@ -337,16 +337,16 @@ FAULTS = {
     "scores not waited for": Change(
         FORWARD, "warpgroup_mma_wait(1 if BEFORE else 0,", "warpgroup_mma_wait(2 if BEFORE else 0,"
     ),
-    "the last turn not taken": Change(FORWARD, "    end_turns(WHO, PING_PONG, WARPGROUPS)", "    pass"),
-    "the first turn not given": Change(FORWARD, "    begin_turns(WHO, PING_PONG, WARPGROUPS)", "    pass"),
+    "the last turn not taken": Change(FORWARD, "    ping_pong_finish(WARPGROUP, PING_PONG, WARPGROUPS)", "    pass"),
+    "the first turn not given": Change(FORWARD, "    ping_pong_start(WARPGROUP, PING_PONG, WARPGROUPS)", "    pass"),
     "values cleared within a turn": Change(
         FORWARD,
-        """        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)
-    wait_for_turn(WHO, PING_PONG, WARPGROUPS)""",
+        """        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WARPGROUP, STAGES)
+    ping_pong_wait(WARPGROUP, PING_PONG, WARPGROUPS)""",
         """        pass
-    wait_for_turn(WHO, PING_PONG, WARPGROUPS)
+    ping_pong_wait(WARPGROUP, PING_PONG, WARPGROUPS)
     if BEFORE:
-        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WHO, STAGES)""",
+        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WARPGROUP, STAGES)""",
     ),
     "out stored without a fence": Change(
         FORWARD, "    fence_async_shared()\n    store_async(out_desc", "    store_async(out_desc"
@@ -429,12 +429,12 @@ FAULTS = {
         BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
     ),
     "a step masked as full": Change(
-        BACKWARD, "n_done + i_step, WHO, True, False,", "n_done + i_step, WHO, False, False,"
+        BACKWARD, "n_done + i_step, WARPGROUP, True, False,", "n_done + i_step, WARPGROUP, False, False,"
     ),
 }
 # seen where tiles are made of whole quarters
 QUARTER_FAULTS = {
-    "quartered rows as full ones": Change(FORWARD, "WHO, False, True, SIGN", "WHO, False, False, SIGN"),
+    "quartered rows as full ones": Change(FORWARD, "WARPGROUP, False, True, SIGN", "WARPGROUP, False, False, SIGN"),
     "quartered rows as part of a mask": Change(ROWS, "n_partial - gl.load(p_record + 5)", "n_partial - 1"),
     "quarters of the first step forgotten": Change(
         FORWARD, "    if QUARTERED:\n        b_scores =", "    if QUARTERED and not FIRST:\n        b_scores ="
@@ -446,11 +446,11 @@ QUARTER_FAULTS = {
     ),
     "the other queries' quarters": Change(
         SOFTMAX,
-        "quarters, others = entry >> (QUARTERS_BIT + 2 * WHO)",
-        "quarters, others = entry >> (QUARTERS_BIT + 2 - 2 * WHO)",
+        "quarters, others = entry >> (QUARTERS_BIT + 2 * WARPGROUP)",
+        "quarters, others = entry >> (QUARTERS_BIT + 2 - 2 * WARPGROUP)",
     ),
     "the other queries' quarters of a second half": Change(
-        SOFTMAX, "other >> (QUARTERS_BIT + 2 * WHO)", "other >> (QUARTERS_BIT + 2 - 2 * WHO)"
+        SOFTMAX, "other >> (QUARTERS_BIT + 2 * WARPGROUP)", "other >> (QUARTERS_BIT + 2 - 2 * WARPGROUP)"
     ),
     "a pair of one tile": Change(
         ROWS, "other = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))", "other = entry"
@@ -469,10 +469,10 @@ QUARTER_FAULTS = {
     "the tiles of pairs as full ones": Change(ROWS, "gl.where(i_pair >= 0, n_single // 2, 0)", "0"),
     "halves one by one": Change(ROWS, "n_partial - n_single // 2\n", "n_partial\n"),
     "quartered columns as full ones": Change(
-        BACKWARD, "n_done + i_step, WHO, False, True,", "n_done + i_step, WHO, False, False,"
+        BACKWARD, "n_done + i_step, WARPGROUP, False, True,", "n_done + i_step, WARPGROUP, False, False,"
     ),
-    "the other keys' quarters": Change(BACKWARD, "QUARTERS_BIT + WHO +", "QUARTERS_BIT + 1 - WHO +"),
-    "the first queries' quarters alone": Change(BACKWARD, "WHO + step % STEPS * 2", "WHO"),
+    "the other keys' quarters": Change(BACKWARD, "QUARTERS_BIT + WARPGROUP +", "QUARTERS_BIT + 1 - WARPGROUP +"),
+    "the first queries' quarters alone": Change(BACKWARD, "WARPGROUP + step % STEPS * 2", "WARPGROUP"),
     "steps left out by those who compute alone": Change(
         COLS,
         "                if is_left_out(indices_ptr, first + i_step, BLOCK_Q, QUARTERS) == 0:\n",
@@ -492,9 +492,9 @@ QUARTER_FAULTS = {
 WIDE_FAULTS = {
     "the first turn not given": FAULTS["the first turn not given"],
     "the last turn not taken": FAULTS["the last turn not taken"],
-    "the last turn not given on": Change("hopper.device_functions", "range(WHO + 1, WARPGROUPS - 1)", "range(0)"),
+    "the last turn not given on": Change("hopper.device_functions", "range(WARPGROUP + 1, WARPGROUPS - 1)", "range(0)"),
     "turns given to the next alone": Change(
-        "hopper.device_functions", "if other != WHO:", "if other == (WHO + 1) % WARPGROUPS:"
+        "hopper.device_functions", "if other != WARPGROUP:", "if other == (WARPGROUP + 1) % WARPGROUPS:"
     ),
     "keys released by two": Change(
         FORWARD,
@@ -514,7 +514,7 @@ WIDE_FAULTS = {
 }
 SET_FAULTS = {
     "queries waited for in the wrong phase": Change(ROWS, "(i_row // SETS) & 1", "i_row & 1"),
-    "both sets in one place": Change(ROWS, "return i_row % SETS * WARPGROUPS + WHO,", "return WHO,"),
+    "both sets in one place": Change(ROWS, "return i_row % SETS * WARPGROUPS + WARPGROUP,", "return WARPGROUP,"),
     "queries not waited for": FAULTS["queries not waited for"],
     "queries released before they are read": Change(
         FORWARD,
@@ -546,11 +546,11 @@ DQ_FAULTS = {
     "a column counted by one warpgroup": Change(
         BACKWARD,
         """        named_barrier("sync", 9)
-        if SERVED and WHO == 0:
+        if SERVED and WARPGROUP == 0:
             # before data are waited for, whose section may be waiting for the column before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
 """,
-        """        if SERVED and WHO == 0:
+        """        if SERVED and WARPGROUP == 0:
             # before both are there
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
         named_barrier("sync", 9)
@@ -558,7 +558,7 @@ DQ_FAULTS = {
     ),
     "a column counted when the next one has its keys": Change(
         BACKWARD,
-        """        if SERVED and WHO == 0:
+        """        if SERVED and WARPGROUP == 0:
             # before data are waited for, whose section may be waiting for the column before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
         i_set = i_col % SETS
@@ -566,7 +566,7 @@ DQ_FAULTS = {
 """,
         """        i_set = i_col % SETS
         mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
-        if SERVED and WHO == 0:
+        if SERVED and WARPGROUP == 0:
             # not before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
 """,
@@ -725,7 +725,7 @@ def test_few_columns_have_their_statistics_told_before(check, tight, monkeypatch
     prepare = simulation.hopper_backward.prepare
     simulation.hopper_backward.prepare = lambda *facts: prepared.append(prepare(*facts)) or prepared[-1]
     check(simulation, layout, call)
-    assert prepared and not any(ready.is_told for ready in prepared)
+    assert prepared and not any(ready.preprocess_is_overlapped for ready in prepared)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -740,7 +740,7 @@ def test_without_a_fault_sums_are_added_without_the_copy_engine(check, tight, se
 DIRECT_FAULTS = {
     "columns not waited for": DQ_FAULTS["columns not waited for"],
     "dv over dk": Change(BACKWARD, "place_of(ds_ring, dv_desc, bytes_of(", "place_of(ds_ring, dv_desc, 0 * bytes_of("),
-    "all of dq to one half": Change(BACKWARD, "i_line * DIM + WHO * HALF * DQ_DIM", "i_line * DIM"),
+    "all of dq to one half": Change(BACKWARD, "i_line * DIM + WARPGROUP * HALF * DQ_DIM", "i_line * DIM"),
 }
 
 
