@@ -29,10 +29,10 @@ from .blocks.checks import TENSORS
 from .blocks.reindexing import crop, gather
 from .blocks.statistics import Description, describe
 from .blocks.transfer import resolved, to_device
-from .kernels.plan_format import TILE, Plan
 from .plan import block_bias, block_selection, device_builder
 from .plan.block_bias import BiasIndex
 from .plan.host_builder import build_plan
+from .plan_format import TILE, Plan
 from .runtime import tracing
 
 Integers = torch.Tensor | Array | list[int]

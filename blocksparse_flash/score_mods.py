@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# side of a plan's tile, in tokens
-TILE = 128
+from .plan_format import TILE
+
 LOG2_E = math.log2(math.e)
 
 

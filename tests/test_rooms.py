@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # rooms on one line may not import each other
 ROOMS = [
     ["blocks", "philox", "runtime"],
-    ["reference", "score_mods"],
+    ["plan_format", "reference"],
+    ["score_mods"],
     ["kernels"],
     ["plan"],
     ["layout"],

@@ -22,7 +22,7 @@ from torch import Tensor
 import masks
 from blocksparse_flash import BlockLayout, attention
 from blocksparse_flash.blocks.checks import TENSORS as FIELDS_OF_TENSORS
-from blocksparse_flash.kernels.plan_format import Plan
+from blocksparse_flash.plan_format import Plan
 from tests.support.meaning import TENSORS
 
 ROOT = Path(__file__).parents[1]

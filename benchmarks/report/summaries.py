@@ -6,7 +6,19 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .lines import DIRECTIONS, SAME_MASK, TIMED, Line, break_even, is_ours, label, measured, ours, provider_of, select
+from .lines import (
+    DIRECTIONS,
+    SAME_MASK,
+    TIMED,
+    Line,
+    break_even,
+    is_ours,
+    label,
+    measured,
+    ours,
+    provider_of,
+    select,
+)
 from .lines import settings as by_setting
 from .markdown import table
 

@@ -10,8 +10,8 @@ import torch
 
 from blocksparse_flash.explanation import memory
 from blocksparse_flash.explanation.call import Call
-from blocksparse_flash.explanation.prediction import padded_dim
-from blocksparse_flash.explanation.scheduling import TILE
+from blocksparse_flash.kernels.schedule import padded_dim
+from blocksparse_flash.plan_format import TILE
 
 from ..report.lines import Line
 from .calibrate import KERNELS
@@ -60,7 +60,7 @@ def of_tiles(line: Line) -> int:
             # q, dout, dq; lse and delta
             total += 3 * rows + 2 * FLOAT * line["n"]
     moved = memory.backward(_call(line))
-    return axes * total + (0 if is_forward else moved.served + moved.passes)
+    return axes * total + (0 if is_forward else moved.overlapped + moved.passes)
 
 
 def _call(line: Line) -> Call:

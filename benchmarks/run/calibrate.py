@@ -26,6 +26,7 @@ from blocksparse_flash.explanation.call import Call
 from blocksparse_flash.explanation.memory import Moved
 from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel, Rates
 from blocksparse_flash.explanation.scheduling import Sides
+from blocksparse_flash.kernels.schedule import padded_dim
 
 from ..report import lines as measurements
 from ..report.lines import Line
@@ -137,7 +138,7 @@ def usable(
         if line["device"] not in devices:
             unused.add(line["device"])
             continue
-        padded = prediction.padded_dim(line["backend"], line["head_dim"])
+        padded = padded_dim(line["backend"], line["head_dim"])
         key = line["device"], line["backend"], padded, line["direction"]
         if key[1:] not in KERNELS:
             print(f"{key[1:]} is not in KERNELS of benchmarks/run/calibrate.py: its lines are not used")
@@ -159,7 +160,7 @@ def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:
 def predicted(one: Measured, rates: Rates) -> float:
     """Milliseconds."""
     device = device_of(one.line)
-    beside = one.moved.walk + one.moved.served
+    beside = one.moved.walk + one.moved.overlapped
     return prediction.direction_ms(rates, one.sides, device, beside=beside, passes=one.moved.passes)
 
 

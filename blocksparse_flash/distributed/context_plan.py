@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..blocks import checks
 from ..blocks.block_list import Array
-from ..kernels.plan_format import TILE
 from ..layout import BlockLayout
+from ..plan_format import TILE
 from . import ownership, routing, time_model
 from .agreement import agreed, gather_objects
 from .communication import redistribute

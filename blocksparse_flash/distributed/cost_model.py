@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..blocks.block_list import Array
-from ..kernels.plan_format import TILE
+from ..plan_format import TILE
 from . import routing, time_model
 from .ownership import Pairs
 from .time_model import Call, Work

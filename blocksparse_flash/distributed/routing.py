@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..blocks.block_list import Array, ranges
-from ..kernels.plan_format import TILE
+from ..plan_format import TILE
 
 
 class Transfers(NamedTuple):

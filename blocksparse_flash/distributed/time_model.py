@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..kernels.plan_format import TILE
+from ..plan_format import TILE
 
 # link: bytes per second received by a rank, and seconds per message
 LINK, LATENCY = 278e9, 36e-6

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..plan_format import TILE
 from . import cost, memory, prediction
 from .advice import advice
 from .call import Call
 from .cost import Balance
 from .memory import Moved
 from .prediction import Prediction
-from .scheduling import TILE
 
 
 @dataclass(frozen=True)

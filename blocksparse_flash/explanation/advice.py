@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..kernels.schedule import padded_dim
+from ..plan_format import TILE
 from ..runtime import tracing
-from . import prediction
 from .call import Call
 from .cost import Balance, Work
 from .prediction import Device, Prediction
-from .scheduling import TILE
 
 # tiles with a smaller share of attending pairs get advice
 WELL_FILLED = 0.5
@@ -96,7 +96,7 @@ def _of_heads(call: Call) -> Iterator[str]:
         )
     if call.has_kernels:
         for name, dim in dict.fromkeys((("head_dim", call.head_dim), ("v_head_dim", call.v_dim))):
-            padded = prediction.padded_dim(call.backend, dim)
+            padded = padded_dim(call.backend, dim)
             if padded > dim:
                 yield (
                     f"{name} {dim} is computed as {padded}: {1 - dim / padded:.0%} of each product with it is padding"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch import misaligned
-from ..kernels.plan_format import Plan
 from ..layout import BlockLayout
+from ..plan_format import Plan
 from . import scheduling
 
 

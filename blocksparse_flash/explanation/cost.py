@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from .. import dispatch as backends
-from ..kernels.plan_format import Plan
+from ..kernels.schedule import padded_dim
+from ..plan_format import TILE, Plan
 from . import memory, prediction
 from .call import Call
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
-from .scheduling import TILE, Lines, Sides, by_subtiles, split_lines
+from .scheduling import Lines, Sides, by_subtiles, split_lines
 
 # share of the peak memory bandwidth that a copy reaches (H200: 4.3 of 4.9 TB/s)
 COPY_SHARE = 0.875
@@ -140,7 +141,7 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
         return None, why
     dim = max(call.head_dim, call.v_dim)
     backends = {"fwd": call.backend, "bwd": "hopper" if memory.uses_hopper_backward(call) else "triton"}
-    padded = {direction: prediction.padded_dim(backend, dim) for direction, backend in backends.items()}
+    padded = {direction: padded_dim(backend, dim) for direction, backend in backends.items()}
     used = {
         direction: prediction.find(table, device, backend, padded[direction], direction)
         for direction, backend in backends.items()
@@ -178,7 +179,7 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
     Subtiled tiles cost `hopper` no mask. It computes one half of half tiles in a backward with steps of 64 queries, and
     in a forward that processes two tiles at a time.
     """
-    dim = prediction.padded_dim(call.backend, max(call.head_dim, call.v_dim))
+    dim = padded_dim(call.backend, max(call.head_dim, call.v_dim))
 
     def split(lines: Lines, first: int, n_axes: int) -> Lines:
         chosen = memory.split(call, first, n_sms)
@@ -200,7 +201,7 @@ def _times(call: Call, device: Device, forward: Calibration, backward: Calibrati
 
     def one(found: Calibration, walked: Sides, moved: memory.Moved) -> float:
         rates, known = prediction.on_device(found, device), prediction.known(found, device)
-        return prediction.direction_ms(rates, walked, known, beside=moved.walk + moved.served, passes=moved.passes)
+        return prediction.direction_ms(rates, walked, known, beside=moved.walk + moved.overlapped, passes=moved.passes)
 
     sides, n_sms = programs(call, device.n_sms), device.n_sms
     return (
@@ -222,7 +223,7 @@ def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     walked_by = programs(call, device.n_sms)
     for direction, side, walked in zip(("fwd", "bwd"), ("rows", "cols"), walked_by, strict=True):
         backend = call.backend if direction == "fwd" or memory.uses_hopper_backward(call) else "triton"
-        found = prediction.find(table, device, backend, prediction.padded_dim(backend, dim), direction)
+        found = prediction.find(table, device, backend, padded_dim(backend, dim), direction)
         generic = GENERIC._replace(kernels=(Kernel(side, 1, 1.0),))
         losses.append(prediction.loss(generic if found is None else found.rates, walked, device.n_sms))
     return Balance(*spread, device.n_sms, *losses)

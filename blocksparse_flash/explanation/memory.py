@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..kernels.schedule import Split, split_of
+from ..kernels.schedule import Split, padded_dim, split_of
 from ..kernels.separate_dq import is_dq_separate
-from ..kernels.service import Service, are_statistics_served, n_counts, service_of
+from ..kernels.service import Service, are_statistics_overlapped, n_counts, service_of
+from ..plan_format import TILE
 from .call import Call
-from .prediction import padded_dim
-from .scheduling import TILE
 
 # head dimensions of hopper's own backward
 OWN = range(1, 129)
@@ -24,7 +23,7 @@ class Moved(NamedTuple):
     writes     results
     workspace  allocated beside the results, and freed at the end; None where PyTorch's operators allocate
     walk       read and written at least where tiles are walked
-    served     read and written beside by warps that walk none: zeros of the sum of dq, and its conversion
+    overlapped     read and written beside by warps that walk none: zeros of the sum of dq, and its conversion
     passes     read and written by the launches before and after; 0 where there are none
     """
 
@@ -32,7 +31,7 @@ class Moved(NamedTuple):
     writes: int
     workspace: int | None
     walk: int
-    served: int
+    overlapped: int
     passes: int
 
 
@@ -149,9 +148,9 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
     passes = 2 * sizes["out"] + sizes["lse"] + statistics
     # of a launch for dk and dv, and of one for dq
     shared = inputs + sizes["out"] + statistics
-    walk, served = 2 * shared + inputs + _lists(call, "row", "col"), 0
+    walk, overlapped = 2 * shared + inputs + _lists(call, "row", "col"), 0
     if not uses_hopper_backward(call):
-        return Moved(reads, inputs, statistics, walk, served, passes)
+        return Moved(reads, inputs, statistics, walk, overlapped, passes)
     if has_separate_dq(call):
         # for two kernels, each in its own order
         workspace, passes = 2 * statistics, passes + statistics
@@ -167,10 +166,12 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
         walk = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
         chosen, n_axes = service(call, n_sms), call.batch * call.kv_heads
         if chosen is not None:
-            preprocess_is_overlapped = are_statistics_served(chosen, n_axes, -(-call.kv_len // TILE), call.v_dim)
+            preprocess_is_overlapped = are_statistics_overlapped(chosen, n_axes, -(-call.kv_len // TILE), call.v_dim)
             prepared = dq_sum + (passes if preprocess_is_overlapped else 0)
-            served = (n_axes - chosen.n_cleared) * (prepared // n_axes) + chosen.n_converted * ((dq_sum + dq) // n_axes)
-        passes += 2 * dq_sum + dq - served
+            overlapped = (n_axes - chosen.n_cleared) * (prepared // n_axes) + chosen.n_converted * (
+                (dq_sum + dq) // n_axes
+            )
+        passes += 2 * dq_sum + dq - overlapped
     parts = _parts(call, 3, n_sms)
     workspace, walk, passes = workspace + parts, walk + parts, passes + parts
     workspace += _copies(call) + _queue(call, 3, n_sms)
@@ -178,7 +179,7 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
         # dk and dv are written in padded rows first; dout is copied into such
         if dim % 8:
             workspace += sizes[name] // dim * _padded(dim)
-    return Moved(reads, inputs, workspace, walk, served, passes)
+    return Moved(reads, inputs, workspace, walk, overlapped, passes)
 
 
 def has_separate_dq(call: Call) -> bool:

@@ -105,13 +105,6 @@ class Prediction:
     caveats: tuple[str, ...]
 
 
-def padded_dim(backend: str, head_dim: int) -> int:
-    """The head dimension to which the kernels of a backend pad."""
-    if backend == "hopper":
-        return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
 # ---- the model ----
 
 

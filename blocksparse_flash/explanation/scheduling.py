@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.plan_format import TILE
+from ..plan_format import TILE
 
 Array = NDArray[Any]
 

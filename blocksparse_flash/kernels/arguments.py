@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from .. import philox, score_mods
+from .. import philox, plan_format, score_mods
 from ..runtime.launch import axis_strides, cache_key_of, device_limits
 from ..runtime.tensor_spec import TensorSpec, spec_of, tma_can_load
 from ..score_mods import Scores
+from .schedule import padded_dim
 
 LOG2_E = score_mods.LOG2_E
 # tokens per side of a tile
-TILE = score_mods.TILE
+TILE = plan_format.TILE
 # fewest elements of q and k together for which TMA descriptors repay their host time
 MIN_TMA_ELEMENTS = 1 << 20
 
@@ -24,11 +24,6 @@ Shape = tuple[int, ...]
 # cache key of one direction of a plan: shape of its records (None without a plan), and which of its tensors are aligned
 # (() if all are)
 PlanSpecs = tuple[Shape | None, tuple[bool, ...]]
-
-
-def padded_dim(head_dim: int) -> int:
-    """head_dim rounded up to a power of two, at least 16, the smallest dimension of tensor cores."""
-    return max(16, triton.next_power_of_2(head_dim))
 
 
 def allows_tf32(dtype: torch.dtype) -> bool:
@@ -117,8 +112,8 @@ def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options
         "TMA": tma,
         "HEAD_DIM": head_dim,
         "V_DIM": v_dim,
-        "DIM": padded_dim(head_dim),
-        "DIM_V": padded_dim(v_dim),
+        "DIM": padded_dim("triton", head_dim),
+        "DIM_V": padded_dim("triton", v_dim),
     }
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .plan_format import TILE, has_subtiles_of, n_split_of
+from ..plan_format import TILE, has_subtiles_of, n_split_of
 
 # parts of a line
 MAX_PARTS = 16
@@ -28,6 +28,13 @@ MAX_WAVES = 4
 PART, MERGE = 2, 4
 # splitting must promise to take at most this share of the time
 WORTHWHILE = 0.8
+
+
+def padded_dim(backend: str, head_dim: int) -> int:
+    """The head dimension to which the kernels of a backend pad: tiles read zeros past head_dim."""
+    if backend == "hopper":
+        return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 class Split(NamedTuple):
@@ -48,9 +55,7 @@ class Split(NamedTuple):
 WHOLE = Split(0, 1)
 
 
-def choose(
-    n_lines: int, n_axes: int, *, longest: int, work: int, n_long: int, is_even: bool, n_sms: int
-) -> Split:
+def choose(n_lines: int, n_axes: int, *, longest: int, work: int, n_long: int, is_even: bool, n_sms: int) -> Split:
     """The split of n_lines lines for each of n_axes heads; the time of either way is estimated in tiles.
 
     longest  tiles that a line may have; how many it has, only the GPU knows

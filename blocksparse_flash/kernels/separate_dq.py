@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .plan_format import TILE
+from ..plan_format import TILE
 
 # a launch of its own pays up to this head dimension, padded, and so many tiles a row on average, from so many rows of tiles on, all
 # heads together, whose sum is far beyond an L2 cache. H200, head_dim 64, milliseconds of the kernels of a backward, dq added up or

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import torch
 
-from .plan_format import TILE
+from ..plan_format import TILE
 from .schedule import Split, n_long
 
 # what is counted of all sections together: columns and chunks that are taken
 FRONT = 2
-# columns of a section from which on its lse and delta are told beside others. H200, microseconds of a backward, told beside columns or
+# columns of a section from which on its lse and delta are written beside others. H200, microseconds of a backward, written beside columns or
 # by the launch before: 128 columns, 16,384 tokens, head_dim 128 butterfly 651, 659, local 711, 715, head_dim 64 735, 747 and 791, 803.
 # 16 columns, 2,048 tokens, batch 8, and with nothing done beside: head_dim 128 butterfly 564, 471, 502, local 718, 648, 677, dense 1152,
-# 1171, 1182, head_dim 64 butterfly 628, 517, 571, local 804, 723, 786, dense 1321, 1305, 1384; told beside, two and four waves of columns
+# 1171, 1182, head_dim 64 butterfly 628, 517, 571, local 804, 723, 786, dense 1321, 1305, 1384; written beside, two and four waves of columns
 # ahead in place of one and two: 128 530, 640, 1155, 64 535, 719, 1323. Between 16 and 128 nothing was run
 TELLING_COLUMNS = 128
 
@@ -69,8 +69,8 @@ def service_of(
     return Service(min(n_cleared, n_axes), min(n_ahead, n_axes), n_converted)
 
 
-def are_statistics_served(service: Service | None, n_axes: int, n_lines: int, v_dim: int) -> bool:
-    """Whether lse and delta of later sections are told beside the columns of others, not by the launch before.
+def are_statistics_overlapped(service: Service | None, n_axes: int, n_lines: int, v_dim: int) -> bool:
+    """Whether lse and delta of later sections are written beside the columns of others, not by the launch before.
 
     n_axes, n_lines  sections, columns of each
     v_dim            of out, which comes 16 bytes at a time

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.block_list import Size
-from ..kernels.plan_format import N_TILES, NUMBER, PARTIAL, RECORD, TILE, Plan, mark_dynamic
+from ..plan_format import N_TILES, NUMBER, PARTIAL, RECORD, TILE, Plan, mark_dynamic
 from ..runtime import tracing
 
 # above every key of a block or a tile

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..blocks import checks
 from ..blocks.block_list import FULL, Frame, Size
-from ..kernels.plan_format import (
+from ..plan_format import (
     ALL_SUBTILES,
     PARTIAL,
     RECORD,

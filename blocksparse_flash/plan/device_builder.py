@@ -12,7 +12,7 @@ import torch
 
 from ..blocks.block_list import BlockRows, Frame
 from ..blocks.transfer import sent_flat
-from ..kernels.plan_format import TILE, Plan, list_lengths, with_dynamic_lengths
+from ..plan_format import TILE, Plan, list_lengths, with_dynamic_lengths
 from ..runtime import tracing
 from .block_selection import FREE_WORDS, MOST_LINES, MOST_OF_ALL_AXES, WORDS_OF_ENTRY
 from .host_builder import count_long, count_tiles

@@ -11,7 +11,7 @@ import torch
 
 from ..blocks.block_list import Array, BlockRows, Frame
 from ..blocks.transfer import may_pin, sent, views, zeros
-from ..kernels.plan_format import (
+from ..plan_format import (
     ALL_SUBTILES,
     BEGIN,
     LONG,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import masks
 from blocksparse_flash.blocks import transfer
-from blocksparse_flash.kernels.plan_format import Plan
 from blocksparse_flash.plan.host_builder import _order
+from blocksparse_flash.plan_format import Plan
 
 
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=6))

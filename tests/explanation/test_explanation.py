@@ -118,7 +118,7 @@ def test_selected_on_the_device_is_counted_too() -> None:
     assert found.balance[:4] == (2, 1.5, 2, 1.5)
 
 
-def test_of_tensors_without_data_everything_is_told_but_what_is_in_them() -> None:
+def test_of_tensors_without_data_everything_is_written_but_what_is_in_them() -> None:
     q = torch.empty(1, 2, 1024, 16, device="meta")
     found = explain(q, q, q, masks.local(1024, window=100), causal=True)
     assert found.tile_density < 0.3 and "meta" in found.unpredicted
@@ -145,7 +145,7 @@ def test_dense_is_not_compared_with_itself(on: Any) -> None:
     assert found.prediction.dense_forward_ms == found.prediction.forward_ms and "   dense" not in str(found)
 
 
-def test_where_nothing_was_measured_no_time_is_told(on: Any) -> None:
+def test_where_nothing_was_measured_no_time_is_written(on: Any) -> None:
     for asked, device, why in (
         (call(layout=window()), A100, "compute capability 8.0"),
         (call(), H100._replace(clock=0.0), "does not report clock and bandwidth"),

@@ -123,10 +123,10 @@ def test_what_launchers_allocate(
     assert said.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *walked))
 
 
-# heads (query, key) and layout. 16 heads: served; two query heads a key head: sections of twice as many rows; one: no later column to
+# heads (query, key) and layout. 16 heads: overlapped; two query heads a key head: sections of twice as many rows; one: no later column to
 # do it beside; bigbird: long columns, beside which nothing is prepared; few tiles a row: no sum at all
 SUMS = {
-    "served": (16, 16, masks.butterfly(4096)),
+    "overlapped": (16, 16, masks.butterfly(4096)),
     "dense": (16, 16, None),
     "groups": (16, 8, masks.butterfly(4096)),
     "one head": (1, 1, masks.butterfly(4096)),
@@ -135,23 +135,23 @@ SUMS = {
 }
 
 
-# of 4,096 keys: few, so that statistics are told before; enough
+# of 4,096 keys: few, so that statistics are written before; enough
 @pytest.mark.parametrize("telling_columns", [33, 32])
 @pytest.mark.parametrize("kind", SUMS)
-def test_what_is_served_is_what_the_launcher_leaves_out_around(
+def test_what_is_overlapped_is_what_the_launcher_leaves_out_around(
     launchers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, kind: str, telling_columns: int
 ) -> None:
-    """Statistics, and zeros and conversion of the sum of dq, beside the columns, by what the launches before and behind are told to do."""
+    """Statistics, and zeros and conversion of the sum of dq, beside the columns, by what the launches before and behind are written to do."""
     heads, kv_heads, layout = SUMS[kind]
     q = torch.empty(1, heads, 4096, 64, dtype=torch.bfloat16)
     k = torch.empty(1, kv_heads, 4096, 64, dtype=torch.bfloat16)
     call = Call(q, k, k, layout, False, False, 0.0, False, q.dtype, "hopper")
     plan = [] if call.plan is None else list(call.plan)
-    told: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     grids: dict[str, tuple[int, ...]] = {}
 
     def record(self: Any, *tensors: Any) -> None:
-        told[self._kernel.fn.__name__], grids[self._kernel.fn.__name__] = self._rest, self._grid
+        written[self._kernel.fn.__name__], grids[self._kernel.fn.__name__] = self._rest, self._grid
 
     monkeypatch.setattr("blocksparse_flash.runtime.launch.Launch.__call__", record)
     monkeypatch.setattr("blocksparse_flash.kernels.service.TELLING_COLUMNS", telling_columns)
@@ -159,18 +159,18 @@ def test_what_is_served_is_what_the_launcher_leaves_out_around(
     launchers["hopper_backward"].backward(q, None, q, k, k, q, lse, plan, None, None, 0.1, False, 0.0)
     said = memory.backward(call)
     statistics = 2 * q.nbytes + lse.nbytes + 2 * lse.nbytes
-    if "scale_kernel" not in told:
-        assert kind == "few tiles" and said.served == 0 and said.passes == statistics + 2 * lse.nbytes
+    if "scale_kernel" not in written:
+        assert kind == "few tiles" and said.overlapped == 0 and said.passes == statistics + 2 * lse.nbytes
         return
     # float32, read again and written in two bytes
-    cleared = told["preprocess_kernel"]["n_cleared"] * 4096 * 64 * 4
+    cleared = written["preprocess_kernel"]["n_cleared"] * 4096 * 64 * 4
     before = statistics // heads * grids["preprocess_kernel"][1]
     # steps of 512 values
-    converted = (q.numel() - told["scale_kernel"]["first"] * 512) * (4 + 2)
+    converted = (q.numel() - written["scale_kernel"]["first"] * 512) * (4 + 2)
     assert said.passes == before + cleared + converted
-    assert said.served + said.passes == statistics + q.numel() * (4 + 4 + 2)
-    assert (said.served > 0) == (kind != "one head")
-    assert (before < statistics) == (telling_columns == 32 and kind in ("served", "dense", "groups"))
+    assert said.overlapped + said.passes == statistics + q.numel() * (4 + 4 + 2)
+    assert (said.overlapped > 0) == (kind != "one head")
+    assert (before < statistics) == (telling_columns == 32 and kind in ("overlapped", "dense", "groups"))
 
 
 def test_what_was_allocated_on_a_gpu() -> None:

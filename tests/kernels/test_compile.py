@@ -233,7 +233,7 @@ def test_an_arrival_wants_a_barrier_behind_what_was_read(between: str, expected:
     assert compile_kernels.early_arrivals(ptx) == expected
 
 
-def test_spills_are_told_where_products_are() -> None:
+def test_spills_are_written_where_products_are() -> None:
     compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     code = ["STL [R1], R9", "LDL R9, [R1]", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT", "@P1 BRA 0x0010"]
     code += ["STL [R1], R9", "@P1 BRA 0x0040", "BRA 0x0000"]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.kernels.plan_format import Plan
 from blocksparse_flash.kernels.schedule import TILE, WHOLE, Split, choose, n_long, split_of
+from blocksparse_flash.plan_format import Plan
 
 # an H200
 MULTIPROCESSORS = 132

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.kernels.plan_format import PARTIAL, TILE
 from blocksparse_flash.plan.block_bias import dense, piece_of
+from blocksparse_flash.plan_format import PARTIAL, TILE
 
 SIZES: list[int | tuple[int, int]] = [16, 48, 64, 80, 128, 256, (32, 176)]
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse_flash import BlockLayout, attention
-from blocksparse_flash.kernels.plan_format import (
+from blocksparse_flash.plan import block_selection
+from blocksparse_flash.plan.host_builder import subtiles_of
+from blocksparse_flash.plan_format import (
     ALL_SUBTILES,
     BEGIN,
     N_HALF,
@@ -29,8 +31,6 @@ from blocksparse_flash.kernels.plan_format import (
     TILE,
     Plan,
 )
-from blocksparse_flash.plan import block_selection
-from blocksparse_flash.plan.host_builder import subtiles_of
 
 SIDES = (16, 32, 64, 128, 256)
 # fields that always agree; N_SUBTILED and N_HALF do where the shortest side of a block is 64

@@ -8,8 +8,8 @@ import torch
 import masks
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
-from blocksparse_flash.kernels.plan_format import TILE
 from blocksparse_flash.plan import device_builder
+from blocksparse_flash.plan_format import TILE
 from blocksparse_flash.runtime import tracing
 
 pytest.importorskip("triton", reason="needs Triton")

@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
-from blocksparse_flash.kernels.plan_format import ALL_SUBTILES, LONG, N_SUBTILED, PARTIAL, SUBTILES_BIT, TILE, Plan
-from blocksparse_flash.plan.host_builder import (
-    _long,
-    _order,
-    count_long,
-    subtiles_of,
-)
+from blocksparse_flash.plan.host_builder import _long, _order, count_long, subtiles_of
+from blocksparse_flash.plan_format import ALL_SUBTILES, LONG, N_SUBTILED, PARTIAL, SUBTILES_BIT, TILE, Plan
 
 
 def drawn(seed: int, axes: tuple[int, int], q_len: int, kv_len: int) -> np.ndarray:

@@ -30,10 +30,10 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from blocksparse_flash.kernels import arguments, service
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
-from blocksparse_flash.kernels.plan_format import Plan
 from blocksparse_flash.kernels.schedule import Split
 from blocksparse_flash.kernels.triton import backward, block_selection, forward, gather_scatter, plan_builder, split_kv
-from blocksparse_flash.score_mods import TILE, Scores
+from blocksparse_flash.plan_format import TILE, Plan
+from blocksparse_flash.score_mods import Scores
 
 # bytes of shared memory that a program may take
 SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 100: 232448}
@@ -458,7 +458,7 @@ def hopper_calls() -> list[dict[str, Any]]:
         {"head_dim": head_dim, "dtype": half, "mode": mode, "length": 1024}
         for head_dim, mode in itertools.product((64, 128), ("layout", "causal"))
     ]
-    # so few columns that lse and delta are told before them
+    # so few columns that lse and delta are written before them
     grid += [
         {"head_dim": head_dim, "dtype": half, "mode": mode, "length": 6144}
         for head_dim, mode in itertools.product((64, 128), ("layout", "causal"))

@@ -33,7 +33,7 @@ CURRENT = threading.local()
 
 
 class Partition:
-    """One partition of a program: a thread that runs when it is told to."""
+    """One partition of a program: a thread that runs when it is written to."""
 
     def __init__(self, machine: Machine, name: str, warps: int, call: Callable[[], None]) -> None:
         self.machine, self.name, self.warps, self._call = machine, name, warps, call

@@ -211,7 +211,7 @@ def main() -> None:
             given = [(*call, *walks, None, queue, torch.empty_like(out), lse, parts) for call in calls]
             check(recorder, hopper.launch, given[0], given)
             recorder.calls.clear()
-        # few columns on fewer SMs, beside which statistics are told too
+        # few columns on fewer SMs, beside which statistics are written too
         with (
             mock.patch.object(hopper_backward, "num_sms", lambda _: 1),
             mock.patch.object(service, "TELLING_COLUMNS", 1),
@@ -219,7 +219,7 @@ def main() -> None:
             lines, sums = torch.empty(2, 512), [torch.empty(shape) for _ in calls]
             chosen = service.service_of(plan, shape, shape, WHOLE, 1)
             assert chosen is not None
-            served = hopper_backward.prepare.__wrapped__(
+            overlapped = hopper_backward.prepare.__wrapped__(
                 specs_of(*[out] * 4),
                 launch.plan_specs_of(walks),
                 WHOLE,
@@ -228,14 +228,14 @@ def main() -> None:
                 True,
                 options._replace(others=(launch.cache_key_of(out),)),
             )
-        queue = served.workspaces[2]
-        assert queue is not None and served.preprocess_is_overlapped and not served.is_sent
+        queue = overlapped.workspaces[2]
+        assert queue is not None and overlapped.preprocess_is_overlapped and not overlapped.is_sent
         counts, dk, dq = torch.empty(queue.shape, dtype=queue.dtype), torch.empty_like(out), torch.empty_like(out)
         given = [
             (*call, dk, *lines, *walks, None, counts, None, dk, dk, None, dq_sum, dq, call[0], dk, lse, None, lines)
             for call, dq_sum in zip(calls, sums, strict=True)
         ]
-        check(recorder, served.keys, given[0], given)
+        check(recorder, overlapped.keys, given[0], given)
         recorder.calls.clear()
         assert hopper.merge is not None
         given = [(parts, items, call[0], lse) for call in calls]

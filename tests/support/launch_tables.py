@@ -24,8 +24,9 @@ from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.triton import backward, forward, split_kv
+from blocksparse_flash.plan_format import TILE
 from blocksparse_flash.runtime import launch
-from blocksparse_flash.score_mods import TILE, Scores
+from blocksparse_flash.score_mods import Scores
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 # padded head dimensions; `hopper` pads to 64 at least
@@ -379,7 +380,7 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
                 yield Call("triton", (2, heads, q_len, kv_len), dim, dtype, variant)
     if gpu.major != 9:
         return
-    # one round of programs and many; rows of 192 queries; sections that are converted beside others, and told
+    # one round of programs and many; rows of 192 queries; sections that are converted beside others, and written
     small = [
         (2, 4, 300, 300),
         (4, 40, 300, 500),

@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import philox
+from ...plan_format import PARTIAL, TILE
 from ...score_mods import Scores
-from ..plan_format import PARTIAL, TILE
 from .score_mods import Change, Changes
 
 # exp of this is still a normal number; lower exponents give weight 0

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...score_mods import TILE, Scores, sums_shape
+from ...plan_format import TILE
+from ...score_mods import Scores, sums_shape
 
 
 class Change(NamedTuple):

@@ -39,9 +39,9 @@ from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import LOG2_E, Options, PlanSpecs, options_of, plan_specs_of, walk, walk_strides
 from ..arguments import TILE as TILE_SIDE
-from ..schedule import Split, has_quarters, split_of
+from ..schedule import Split, has_quarters, padded_dim, split_of
 from ..separate_dq import is_dq_separate
-from ..service import Service, are_statistics_served, n_counts, service_of
+from ..service import Service, are_statistics_overlapped, n_counts, service_of
 from ..triton import backward as portable
 from ..triton.backward_preprocess import prepare_statistics
 from ..triton.combine_splits import sum_cols
@@ -59,8 +59,8 @@ from .backward_producer import (
     member_steps,
     move,
     query_start,
-    report,
     read_col_work_tile,
+    report,
 )
 from .device_functions import (
     FITS,
@@ -78,7 +78,6 @@ from .device_functions import (
     key_limit,
     named_barrier,
     new_barriers,
-    padded_dim,
     readable,
     seen_as,
     store_async,
@@ -131,7 +130,7 @@ def config(dim: int) -> Config:
     calls and over and over: 128 dense 608, 578, butterfly 528, 473, random 574, 530; 64 dense 545, 517.
 
     Sums in the order in which threads hold them (hopper.in_order), added from registers ("direct") or by TMA, and lse and
-    delta told beside the columns; microseconds of a whole backward, single launches, L2 emptied:
+    delta written beside the columns; microseconds of a whole backward, single launches, L2 emptied:
                                                      local butterfly random bigbird
         128  before, rows of the sum in their order    720    664     1257    830
         128  TMA                               715    659     1249    820
@@ -330,7 +329,7 @@ def backward_step(
 @gluon.jit
 def compute(
     descriptors, rings, barriers, ptrs, items_strides, sizes, WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SERVED: gl.constexpr, QUARTERS: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAPPED: gl.constexpr, QUARTERS: gl.constexpr,
 ):  # fmt: skip
     _, _, _, _, _, _, dq_desc, _, _ = descriptors
     q_ring, dout_ring, k_ring, v_ring, _, _, _, _, _, _, col_ring = rings
@@ -349,11 +348,11 @@ def compute(
         b_dv = gl.zeros([HALF, DIM_V], gl.float32, accumulator(DIM_V))
         # dk and dv of the column before have left their places, which the steps write to
         tma.store_wait(0)
-        if SERVED and dq_desc is not None:
+        if OVERLAPPED and dq_desc is not None:
             # its sums of dq are in memory, all but what was sent last: dk or dv
             wait_for_writes(1)
         named_barrier("sync", 9)
-        if SERVED and WARPGROUP == 0:
+        if OVERLAPPED and WARPGROUP == 0:
             # before data are waited for, whose section may be waiting for the column before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
         i_set = i_col % SETS
@@ -403,7 +402,7 @@ def compute(
         i_col += 1
         col = read_col_work_tile(col_ring, barriers, i_col, QUARTERS)
     tma.store_wait(0)
-    if SERVED:
+    if OVERLAPPED:
         if dq_desc is not None:
             wait_for_writes(1)
         # of the last column, of which a part met nobody
@@ -486,7 +485,7 @@ def hopper_backward_kernel(
     # parts of columns write, None: there are none; the sum again, None: dq is left out; dq, None: other launches clear the sum and
     # convert it; else the queue is all that is counted
     dq_desc, dk_desc, dv_desc, parts_ptr, sum_ptr, dq_ptr,
-    # of which lse and delta, a line each, are told while columns are computed; None: by the launch before
+    # of which lse and delta, a line each, are written while columns are computed; None: by the launch before
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lines_ptr,
     # strides in elements: (batch, head); in eights: (batch, head, row)
     items_strides, dout_eighths,
@@ -526,11 +525,11 @@ def hopper_backward_kernel(
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     col_ring = gl.allocate_shared_memory(gl.int32, [2 * COL_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    SERVED: gl.constexpr = dq_ptr is not None
+    OVERLAPPED: gl.constexpr = dq_ptr is not None
     barriers = (
-        new_barriers(2, 1), new_barriers(2, 3 if SERVED else 2), new_barriers(SETS, 1), new_barriers(SETS, 2),
+        new_barriers(2, 1), new_barriers(2, 3 if OVERLAPPED else 2), new_barriers(SETS, 1), new_barriers(SETS, 2),
         new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(STAGES, 1), new_barriers(STAGES, 2),
-        new_barriers(2, 1) if SERVED else None,
+        new_barriers(2, 1) if OVERLAPPED else None,
     )  # fmt: skip
     fence_async_shared()
     descriptors = (q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc)
@@ -539,11 +538,11 @@ def hopper_backward_kernel(
     )  # fmt: skip
     ptrs = (items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, parts_ptr, queue_ptr, sum_ptr)
     sizes = (n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, n_split, n_parts)
-    if SERVED:
+    if OVERLAPPED:
         n_chunks = GROUP * n_padded * DIM // CHUNK
         n_work = n_lines if parts_ptr is None else n_lines + n_split * (n_parts - 1)
         fetch_ring = gl.allocate_shared_memory(gl.float32, [2, FETCHED // 4], gl.SwizzledSharedLayout(4, 1, 1, [0]))
-        told = (
+        written = (
             out_ptr, dout_ptr, lse_ptr, dlse_ptr, lines_ptr, dout_eighths, n_heads * GROUP, n_axes * GROUP * n_padded, n_v_eighths
         )  # fmt: skip
         service = (
@@ -555,8 +554,8 @@ def hopper_backward_kernel(
                 (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, True, QUARTERS)),
                 (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, service, CAUSAL, GROUP, BLOCK_Q, STAGES, QUARTERS)),
                 (report, (col_ring, barriers, service)),
-                (serve, (service, told, fetch_ring, 0, DIM, DIM_V)),
-                (serve, (service, told, fetch_ring, 1, DIM, DIM_V)),
+                (serve, (service, written, fetch_ring, 0, DIM, DIM_V)),
+                (serve, (service, written, fetch_ring, 1, DIM, DIM_V)),
             ],
             [4, 1, 1, 1, 1],
             [REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
@@ -582,7 +581,7 @@ class Prepared(NamedTuple):
     outputs     dq, dk and dv, their rows padded where TMA writes them, and lse and delta as lines
     workspaces  None for what is not asked for: the float32 sum of dq, lse and delta as pairs, what programs count with, what
                 parts of columns write
-    preprocess_is_overlapped     whether lse and delta are told while columns are computed, but for what is wanted at once
+    preprocess_is_overlapped     whether lse and delta are written while columns are computed, but for what is wanted at once
     is_sent     whether TMA adds to the sum of dq
     """
 
@@ -615,10 +614,10 @@ def prepare(
     is_quartered whether tiles made of whole quarters are listed
     """
     q, k, v, dout = specs.tensors
-    out_told = options.others[0]
-    assert out_told is not None
+    out_written = options.others[0]
+    assert out_written is not None
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
+    dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
     chosen = config(max(dim, dim_v))
     rows, scale = chosen.block_q, options.scale
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
@@ -683,12 +682,12 @@ def prepare(
         scaled = Launch(
             scale_kernel, ((n_axes * n_steps - first) // 4,), {"scale": scale, "first": first, **shape, "num_warps": 4}
         )
-    served = {} if service is None else service._asdict()
+    overlapped = {} if service is None else service._asdict()
     counts = int(n_cols > n_sms) if service is None else n_counts(n_axes)
     n_cleared = batch * heads if service is None else service.n_cleared * (heads // kv_heads)
     preprocess_is_overlapped = (
-        are_statistics_served(service, n_axes, n_lines, v_dim)
-        and out_told[1]
+        are_statistics_overlapped(service, n_axes, n_lines, v_dim)
+        and out_written[1]
         # the launch before, which tells the rest, clears no more counts than it has queries
         and counts <= n_cleared * n_padded
     )
@@ -696,9 +695,13 @@ def prepare(
     parts = contiguous(torch.float32, split.floats(dim + dim_v, n_axes)) if split.parts > 1 else None
     return Prepared(
         prepare_statistics(
-            dout, n_padded, (0 if is_separate else dim, n_cleared), counts, n_cleared if preprocess_is_overlapped else batch * heads
+            dout,
+            n_padded,
+            (0 if is_separate else dim, n_cleared),
+            counts,
+            n_cleared if preprocess_is_overlapped else batch * heads,
         ),
-        Launch(hopper_backward_kernel, (min(n_cols, n_sms),), {**rest, **served}, descriptor_factories),
+        Launch(hopper_backward_kernel, (min(n_cols, n_sms),), {**rest, **overlapped}, descriptor_factories),
         sum_cols(split, walked[0], dk_seen, dv_seen, rest, (dim, dim_v)),
         scaled,
         (dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
@@ -748,10 +751,25 @@ def backward(
     # which also clears the sum of dq and the counts
     ready.statistics(out, dout, lse, dlse, pairs, lines, dq_sum, queue)
     sent = dq_sum if ready.is_sent else None
-    served = None if service is None else dq
-    told = (out, dout, lse, dlse, lines) if ready.preprocess_is_overlapped else (None,) * 5
+    overlapped = None if service is None else dq
+    written = (out, dout, lse, dlse, lines) if ready.preprocess_is_overlapped else (None,) * 5
     ready.keys(
-        q, k, v, dout, lse_line, delta_line, *by_cols, kv_lengths, queue, sent, dk, dv, parts, dq_sum, served, *told
+        q,
+        k,
+        v,
+        dout,
+        lse_line,
+        delta_line,
+        *by_cols,
+        kv_lengths,
+        queue,
+        sent,
+        dk,
+        dv,
+        parts,
+        dq_sum,
+        overlapped,
+        *written,
     )
     if ready.sums is not None:
         ready.sums(parts, by_cols[0], dk, dv)

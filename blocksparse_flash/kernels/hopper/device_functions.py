@@ -371,11 +371,6 @@ def keep_part(ptr, b_sum, WARPGROUP: gl.constexpr):
 # ---- tensors ----
 
 
-def padded_dim(head_dim: int) -> int:
-    """Columns of a tile: what lies past head_dim reads as zero."""
-    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-
-
 def writable(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:
     """Memory for (batch, heads, length, head_dim), whose rows are padded so that TMA can write them.
 

@@ -37,7 +37,7 @@ from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguou
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import PlanSpecs, plan_specs_of, scaling, walk, walk_strides
-from ..schedule import Split, has_quarters, split_of
+from ..schedule import Split, has_quarters, padded_dim, split_of
 from ..triton.combine_splits import merge_rows
 from ..triton.tile import LN_2, TILE
 from .device_functions import (
@@ -45,19 +45,18 @@ from .device_functions import (
     HALF,
     DescriptorFactory,
     accumulator,
-    ping_pong_start,
     clear_tail,
-    ping_pong_finish,
-    ping_pong_next,
     keep_halves,
     keep_part,
     key_limit,
     new_barriers,
-    padded_dim,
     pin,
+    ping_pong_finish,
+    ping_pong_next,
+    ping_pong_start,
+    ping_pong_wait,
     readable,
     store_async,
-    ping_pong_wait,
 )
 from .forward_producer import (
     K_EMPTY,
@@ -69,8 +68,8 @@ from .forward_producer import (
     key_start,
     move,
     query_place,
-    row_ints,
     read_row_work_tile,
+    row_ints,
 )
 from .softmax import (
     MINUS_INFINITY,
@@ -78,9 +77,9 @@ from .softmax import (
     mask_scores,
     mask_words,
     no_words,
+    online_softmax,
     rescale,
     row_parts,
-    online_softmax,
 )
 
 
@@ -285,7 +284,9 @@ def attend(
 
 
 @gluon.jit
-def add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
+def add_values(
+    b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr
+):
     """out + p v of one step: [HALF, DIM_V]."""
     clear_values(rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP, STAGES)
     v_tile = wait_for_values(rings, barriers, n_now, STAGES)
@@ -296,7 +297,9 @@ def add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WAR
 
 
 @gluon.jit
-def epilogue(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WARPGROUP: gl.constexpr, OUT_IN_Q: gl.constexpr):
+def epilogue(
+    b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WARPGROUP: gl.constexpr, OUT_IN_Q: gl.constexpr
+):
     """Writes out and lse, which comes in base 2, of a whole row."""
     _, _, _, out_desc = descriptors
     _, k_ring, _, out_ring, _ = rings
@@ -383,7 +386,9 @@ def compute(
         if OVERLAP:  # noqa: SIM102
             if n_steps > 0:
                 # the output of the last step
-                b_out = add_values(b_out, b_p, rings, barriers, ptrs, row, n_done - 1, n_steps - 1, limit, WARPGROUP, STAGES)
+                b_out = add_values(
+                    b_out, b_p, rings, barriers, ptrs, row, n_done - 1, n_steps - 1, limit, WARPGROUP, STAGES
+                )
         b_sum = gl.convert_layout(gl.sum(b_sum, 1), query_layout, assert_trivial=True)
         m_empty = b_sum == 0.0
         b_sum = gl.where(m_empty, 1.0, b_sum)
@@ -488,14 +493,14 @@ def prepare(
     """How a call on such tensors is launched.
 
     kind     of q, k and v
-    lengths  what is told of kv_lengths
+    lengths  what is written of kv_lengths
     is_quartered  whether tiles made of whole quarters are listed
     index    of the device
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     items, _ = walked
-    dim, dim_v = padded_dim(head_dim), padded_dim(v_dim)
+    dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
     n_sms = num_sms(index)
     has_layout, has_lengths = items is not None, lengths is not None
     # a row that is split has 128 queries

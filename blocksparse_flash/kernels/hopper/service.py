@@ -73,9 +73,9 @@ def clear(p_sum):
 
 
 @gluon.jit
-def tell(told, place, i_chunk, n_padded, q_len, DIM: gl.constexpr, DIM_V: gl.constexpr):
+def tell(written, place, i_chunk, n_padded, q_len, DIM: gl.constexpr, DIM_V: gl.constexpr):
     """What statistics_kernel tells of every query, as lines, of those whose dq a chunk is."""
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lines_ptr, dout_eighths, n_heads, n_lines, n_v_eighths = told
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lines_ptr, dout_eighths, n_heads, n_lines, n_v_eighths = written
     ROWS: gl.constexpr = CHUNK // DIM
     # 256 values, 16 bytes a thread; half of the pieces are of dout
     AT_ONCE: gl.constexpr = 256 // DIM_V
@@ -155,7 +155,7 @@ def convert(b_sum, p_dq, n_rows, n_eighths, i_step, scale, DIM: gl.constexpr):
 
 
 @gluon.jit
-def serve(service, told, fetch_ring, WARPGROUP: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr):
+def serve(service, written, fetch_ring, WARPGROUP: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr):
     """A warp that prepares and converts."""
     counts_ptr, sum_ptr, dq_ptr, n_axes, n_work, n_cleared, n_ahead, n_converted, n_chunks, _, _, _, _ = service
     _, _, _, _, _, _, _, _, _, n_padded, q_len, n_eighths, scale = service
@@ -188,8 +188,8 @@ def serve(service, told, fetch_ring, WARPGROUP: gl.constexpr, DIM: gl.constexpr,
             if i_section < n_axes:
                 for i_chunk in range(first, gl.minimum(first + PIECE, n_chunks)):
                     clear(sum_ptr + (i_section * n_chunks + i_chunk).to(gl.int64) * CHUNK)
-                    if told[0] is not None:
-                        tell(told, place, i_section * n_chunks + i_chunk, n_padded, q_len, DIM, DIM_V)
+                    if written[0] is not None:
+                        tell(written, place, i_section * n_chunks + i_chunk, n_padded, q_len, DIM, DIM_V)
                 count_in(counts_ptr + FRONT + i_section)
         i_item = gl.atomic_add(counts_ptr + 1, 1, sem="relaxed")
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ...runtime.launch import Launch
 from ...runtime.tensor_spec import TensorSpec
-from ..arguments import padded_dim
+from ..schedule import padded_dim
 from .tile import LOG2_E, head_base
 
 # queries per program; 64 spill on sm100
@@ -85,22 +85,22 @@ def load_lse_delta(pairs_ptr, i_axis, q_start, n_padded, ROWS: tl.constexpr):
 
 
 def prepare_preprocess(
-    dout: TensorSpec, n_padded: int, cleared: tuple[int, int] = (0, 0), n_counts: int = 0, n_told: int | None = None
+    dout: TensorSpec, n_padded: int, cleared: tuple[int, int] = (0, 0), n_counts: int = 0, n_written: int | None = None
 ) -> Launch:
     """The launch of preprocess_kernel.
 
     dout      spec of the gradient of out
     cleared   (values per query, heads of all batch entries) to set to 0
     n_counts  counters to set to 0
-    n_told    heads of all batch entries to compute lse and delta for; None: all
+    n_written    heads of all batch entries to compute lse and delta for; None: all
     """
     batch, heads, q_len, v_dim = dout.shape
-    n_told = batch * heads if n_told is None else n_told
+    n_written = batch * heads if n_written is None else n_written
     # further counters would not be cleared
-    assert n_counts <= n_padded * n_told, (n_counts, dout.shape)
+    assert n_counts <= n_padded * n_written, (n_counts, dout.shape)
     return Launch(
         preprocess_kernel,
-        (n_padded // PREPROCESS_ROWS, n_told),
+        (n_padded // PREPROCESS_ROWS, n_written),
         {
             "dout_strides": dout.strides[:3],
             "n_heads": heads,
@@ -110,7 +110,7 @@ def prepare_preprocess(
             "n_cleared": cleared[1],
             "n_counts": n_counts,
             "V_DIM": v_dim,
-            "DIM_V": padded_dim(v_dim),
+            "DIM_V": padded_dim("triton", v_dim),
             "CLEARED": cleared[0],
             "ROWS": PREPROCESS_ROWS,
             "num_warps": 4,

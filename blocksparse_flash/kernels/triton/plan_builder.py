@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ... import plan_format
 from ...runtime.launch import Launch, Memory, allocator, contiguous
-from .. import plan_format
 from .block_selection import CHUNK, Rows, fill_behind, of_rows, sums_before
 from .tile import RECORD, TILE
 

@@ -41,7 +41,7 @@ BFLOAT16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def statistics_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def statistics_are_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few columns there are."""
     monkeypatch.setattr("blocksparse_flash.kernels.service.TELLING_COLUMNS", 1)
 
@@ -406,8 +406,8 @@ FAULTS = {
     ),
     "ds over dk of the other warpgroup": Change(
         BACKWARD,
-        '            wait_for_writes(1)\n        named_barrier("sync", 9)\n        if SERVED and',
-        "            wait_for_writes(1)\n\n        if SERVED and",
+        '            wait_for_writes(1)\n        named_barrier("sync", 9)\n        if OVERLAPPED and',
+        "            wait_for_writes(1)\n\n        if OVERLAPPED and",
     ),
     "keys released before they are read": Change(
         BACKWARD,
@@ -422,8 +422,8 @@ FAULTS = {
     "a column's keys waited for in the wrong phase": Change(COLS, "((i_col // SETS) & 1) ^ 1", "(i_col // SETS) & 1"),
     "a column overwritten before both took it": Change(
         BACKWARD,
-        "new_barriers(2, 3 if SERVED else 2)",
-        "new_barriers(2, 2 if SERVED else 1)",
+        "new_barriers(2, 3 if OVERLAPPED else 2)",
+        "new_barriers(2, 2 if OVERLAPPED else 1)",
     ),
     "dp waited for too little": Change(
         BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
@@ -546,11 +546,11 @@ DQ_FAULTS = {
     "a column counted by one warpgroup": Change(
         BACKWARD,
         """        named_barrier("sync", 9)
-        if SERVED and WARPGROUP == 0:
+        if OVERLAPPED and WARPGROUP == 0:
             # before data are waited for, whose section may be waiting for the column before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
 """,
-        """        if SERVED and WARPGROUP == 0:
+        """        if OVERLAPPED and WARPGROUP == 0:
             # before both are there
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
         named_barrier("sync", 9)
@@ -558,7 +558,7 @@ DQ_FAULTS = {
     ),
     "a column counted when the next one has its keys": Change(
         BACKWARD,
-        """        if SERVED and WARPGROUP == 0:
+        """        if OVERLAPPED and WARPGROUP == 0:
             # before data are waited for, whose section may be waiting for the column before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
         i_set = i_col % SETS
@@ -566,7 +566,7 @@ DQ_FAULTS = {
 """,
         """        i_set = i_col % SETS
         mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
-        if SERVED and WARPGROUP == 0:
+        if OVERLAPPED and WARPGROUP == 0:
             # not before
             mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
 """,
@@ -575,7 +575,7 @@ DQ_FAULTS = {
         COLS, "        i_col += 1\n        mbarrier.wait(barriers[COL_DONE]", "        mbarrier.wait(barriers[COL_DONE]"
     ),
     "columns handed on before they are counted": Change(
-        BACKWARD, "new_barriers(2, 3 if SERVED else 2)", "new_barriers(2, 2)"
+        BACKWARD, "new_barriers(2, 3 if OVERLAPPED else 2)", "new_barriers(2, 2)"
     ),
     "a chunk left out": Change(
         SERVICE, "gl.minimum(first + PIECE, n_chunks)", "gl.minimum(first + PIECE - 1, n_chunks)"
@@ -592,7 +592,7 @@ DQ_FAULTS = {
     ),
     "a column twice": Change(COLS, "        n_before_queue = 0\n", "        n_before_queue = -1\n"),
     "statistics of another chunk": Change(
-        SERVICE, "tell(told, place, i_section * n_chunks + i_chunk,", "tell(told, place, i_section * n_chunks,"
+        SERVICE, "tell(written, place, i_section * n_chunks + i_chunk,", "tell(written, place, i_section * n_chunks,"
     ),
     "statistics of what has not come": Change(
         SERVICE, "        copy_wait()\n        for i_piece", "        for i_piece"
@@ -701,7 +701,7 @@ def test_a_seeded_fault_of_quarters_is_seen(check, tight, fault):
 
 
 # of the sections of dq one is cleared before, and one converted behind
-SERVED = [(MIXED, zoo.Call(head_dim=64, dtype=torch.float16)), ((300, 400), SMALL)]
+OVERLAPPED = [(MIXED, zoo.Call(head_dim=64, dtype=torch.float16)), ((300, 400), SMALL)]
 SLOW = ["serve", "writes", ""]
 
 
@@ -711,15 +711,15 @@ CROWDS = [(1, 1), (2, 2), (3, 2)]
 
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize("crowd", CROWDS, ids=str)
-@pytest.mark.parametrize(("layout", "call"), SERVED, ids=str)
+@pytest.mark.parametrize(("layout", "call"), OVERLAPPED, ids=str)
 def test_without_a_fault_of_dq_none_is_seen(check, tight, layout, call, crowd, slow):
     programs, resident = crowd
     check(tight(sum(crowd), programs=programs, resident=resident, slow=slow), layout, call)
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
-@pytest.mark.parametrize(("layout", "call"), SERVED, ids=str)
-def test_few_columns_have_their_statistics_told_before(check, tight, monkeypatch, layout, call, is_direct):
+@pytest.mark.parametrize(("layout", "call"), OVERLAPPED, ids=str)
+def test_few_columns_have_their_statistics_written_before(check, tight, monkeypatch, layout, call, is_direct):
     monkeypatch.setattr("blocksparse_flash.kernels.service.TELLING_COLUMNS", 99)
     simulation, prepared = tight(3, programs=2, is_direct=is_direct), []
     prepare = simulation.hopper_backward.prepare
@@ -731,7 +731,7 @@ def test_few_columns_have_their_statistics_told_before(check, tight, monkeypatch
 @pytest.mark.parametrize("seed", range(6))
 def test_without_a_fault_sums_are_added_without_the_copy_engine(check, tight, seed):
     check(tight(seed, is_direct=True), (300, 400), SMALL)
-    layout, call = SERVED[seed % 2]
+    layout, call = OVERLAPPED[seed % 2]
     programs, resident = CROWDS[seed % 3]
     check(tight(seed, programs=programs, resident=resident, slow=SLOW[seed // 2], is_direct=True), layout, call)
 
@@ -748,7 +748,7 @@ DIRECT_FAULTS = {
 def test_a_seeded_fault_without_the_copy_engine_is_seen(check, tight, fault):
     change = DIRECT_FAULTS[fault]
     with pytest.raises((ProtocolError, AssertionError)):
-        for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, SERVED):
+        for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, OVERLAPPED):
             simulation = tight(seed, change, programs=programs, resident=resident, slow=slow, is_direct=True)
             check(simulation, layout, call)
 
@@ -758,7 +758,7 @@ def test_a_seeded_fault_of_dq_is_seen(check, tight, fault):
     """Likewise, on columns of several tiles and on few, one program or several."""
     change = DQ_FAULTS[fault]
     with pytest.raises((ProtocolError, AssertionError)):
-        for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, SERVED):
+        for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, OVERLAPPED):
             check(tight(seed, change, programs=programs, resident=resident, slow=slow), layout, call)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
-from blocksparse_flash.kernels.plan_format import Plan
 from blocksparse_flash.plan import block_selection
+from blocksparse_flash.plan_format import Plan
 
 pytest.importorskip("triton", reason="needs Triton")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks.transfer import to_device
+from .blocks.transfer import to_device
 
 # tokens per side of a tile
 TILE = 128
