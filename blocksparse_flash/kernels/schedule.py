@@ -1,6 +1,7 @@
 """Which tile rows or columns are split among programs, and into how many splits; from shapes alone.
 
-A line is a tile row of the forward, or a tile column of the backward for all query heads of a group: what one program walks.
+A line is a tile row of the forward, or a tile column of the backward for all query heads of a group: what one
+program walks.
 Where a line is longer than the fair share of a SM, the others wait for it.
 """
 
@@ -17,13 +18,17 @@ from ..plan_format import TILE, has_subtiles_of, n_split_of
 
 # parts of a line
 MAX_PARTS = 16
-# lines that are split in so many parts, over all lines of a head: what parts write has 4 bytes a number, what becomes of it 2
+# lines that are split in so many parts, over all lines of a head: what parts write has 4 bytes a number, what becomes
+# of it 2
 MAX_SHARE = 1 / 4
 # programs a SM where all lines are split: 65,536 bytes each at head_dim 128, twice that in the backward
 MAX_WAVES = 4
-# what it costs, in tiles: a part more, whose program begins, ends, and writes float32; the launch that merges. Guesses, of which an
-# H200 made, head_dim 128, bf16: long columns split, bigbird with 16 heads on 4, 65,536 and 262,144 tokens, 2.4 and 2.3 times as fast
-# backward; long rows, bigbird with 2 heads, 65,536 tokens, 3.2 times. All columns in 2 parts, 1 or 2 dense or causal heads of 4,096
+# what it costs, in tiles: a part more, whose program begins, ends, and writes float32; the launch that merges.
+# Guesses, of which an
+# H200 made, head_dim 128, bf16: long columns split, bigbird with 16 heads on 4, 65,536 and 262,144 tokens, 2.4 and 2.3
+# times as fast
+# backward; long rows, bigbird with 2 heads, 65,536 tokens, 3.2 times. All columns in 2 parts, 1 or 2 dense or causal
+# heads of 4,096
 # or 8,192 tokens, 1.15 to 1.42 times; all rows 0.81, 0.88 and 1.05 times, so that they are left whole
 PART, MERGE = 2, 4
 # splitting must promise to take at most this share of the time
@@ -88,7 +93,8 @@ def choose(n_lines: int, n_axes: int, *, longest: int, work: int, n_long: int, i
 
 
 def n_long(n_indices: int, n_ids: int) -> int:
-    """How many records at the front of each head are worth splitting, by the lengths of a plan's lists: see plan.Plan."""
+    """How many records at the front of each head are worth splitting, by the lengths of a plan's lists: see
+    plan.Plan."""
     return n_split_of(n_indices, n_ids)
 
 

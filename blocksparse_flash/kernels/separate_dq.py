@@ -1,6 +1,7 @@
 """Whether the Hopper backward computes dq in a launch of its own; from shapes alone.
 
-Added up, dq costs a float32 sum, cleared by one launch and converted by another: some 10 bytes a number, however few tiles it
+Added up, dq costs a float32 sum, cleared by one launch and converted by another: some 10 bytes a number, however few
+tiles it
 is the sum of. By a launch of its own it costs two products a tile more, which few tiles make up for; and bits repeat.
 """
 
@@ -12,10 +13,14 @@ import torch
 
 from ..plan_format import TILE
 
-# a launch of its own pays up to this head dimension, padded, and so many tiles a row on average, from so many rows of tiles on, all
-# heads together, whose sum is far beyond an L2 cache. H200, head_dim 64, milliseconds of the kernels of a backward, dq added up or
-# not: 2 tiles a row, (16, 8, 65536, 64), 5.73 and 5.47; 8 tiles, (1, 32, 16384, 64), 0.82 and 0.88; dense 9.9 and 12.6. head_dim
-# 128, 8 tiles: 0.71 and 0.84. Where equal bits want it, head_dim 128, dense, all of a backward: 12.06 for 9.41, which is 638 TFLOP/s of
+# a launch of its own pays up to this head dimension, padded, and so many tiles a row on average, from so many rows of
+# tiles on, all
+# heads together, whose sum is far beyond an L2 cache. H200, head_dim 64, milliseconds of the kernels of a backward, dq
+# added up or
+# not: 2 tiles a row, (16, 8, 65536, 64), 5.73 and 5.47; 8 tiles, (1, 32, 16384, 64), 0.82 and 0.88; dense 9.9 and
+# 12.6. head_dim
+# 128, 8 tiles: 0.71 and 0.84. Where equal bits want it, head_dim 128, dense, all of a backward: 12.06 for 9.41, which
+# is 638 TFLOP/s of
 # seven products for 584 of five, beside 727 of a large matrix product
 MAX_DIM, MAX_TILES, MIN_ROWS = 64, 3, 8192
 

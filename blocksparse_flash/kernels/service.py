@@ -1,7 +1,9 @@
 """How much of the pre- and postprocess of the Hopper backward overlaps with its tile columns; from shapes alone.
 
-A section is what belongs to the query heads of a key head: lse and delta, which the columns of this key head read, and the float32
-sum of dq, to which they add. Columns are launched section by section, so that a section can be prepared until they begin, and what is
+A section is what belongs to the query heads of a key head: lse and delta, which the columns of this key head read,
+and the float32
+sum of dq, to which they add. Columns are launched section by section, so that a section can be prepared until they
+begin, and what is
 done can be converted while others are added to.
 """
 
@@ -17,10 +19,14 @@ from .schedule import Split, n_long
 
 # what is counted of all sections together: columns and chunks that are taken
 FRONT = 2
-# columns of a section from which on its lse and delta are written beside others. H200, microseconds of a backward, written beside columns or
-# by the launch before: 128 columns, 16,384 tokens, head_dim 128 butterfly 651, 659, local 711, 715, head_dim 64 735, 747 and 791, 803.
-# 16 columns, 2,048 tokens, batch 8, and with nothing done beside: head_dim 128 butterfly 564, 471, 502, local 718, 648, 677, dense 1152,
-# 1171, 1182, head_dim 64 butterfly 628, 517, 571, local 804, 723, 786, dense 1321, 1305, 1384; written beside, two and four waves of columns
+# columns of a section from which on its lse and delta are written beside others. H200, microseconds of a backward,
+# written beside columns or
+# by the launch before: 128 columns, 16,384 tokens, head_dim 128 butterfly 651, 659, local 711, 715, head_dim 64 735,
+# 747 and 791, 803.
+# 16 columns, 2,048 tokens, batch 8, and with nothing done beside: head_dim 128 butterfly 564, 471, 502, local 718,
+# 648, 677, dense 1152,
+# 1171, 1182, head_dim 64 butterfly 628, 517, 571, local 804, 723, 786, dense 1321, 1305, 1384; written beside, two and
+# four waves of columns
 # ahead in place of one and two: 128 530, 640, 1155, 64 535, 719, 1323. Between 16 and 128 nothing was run
 TELLING_COLUMNS = 128
 
@@ -42,7 +48,8 @@ def service_of(
 ) -> Service | None:
     """None: a launch before prepares all, one behind converts all.
 
-    So it is where there are no columns left to do it beside. With long ones, of all sections, at the front, all are prepared before.
+    So it is where there are no columns left to do it beside. With long ones, of all sections, at the front, all are
+    prepared before.
 
     plan              the tensors of plan.Plan; empty: dense or causal
     q_shape, k_shape  (batch, heads, length, head_dim)
@@ -61,9 +68,11 @@ def service_of(
     if n_rest < n_lines:
         # bigbird of 16,384 tokens on an H200: 884 for 898 microseconds at head_dim 64, 831 for 820 at 128
         return Service(n_axes, n_axes, n_converted) if q_shape[3] <= 64 else None
-    # of the first columns; and when the last column of a section is done, as many columns of later ones are under way, and as
+    # of the first columns; and when the last column of a section is done, as many columns of later ones are under way,
+    # and as
     # long as they take there is for this section to be converted and another one to be prepared
-    # one section less ahead: 16,384 tokens, head_dim 128 local 810 microseconds for 706, butterfly 792 for 690, head_dim 64 899 for 838 and
+    # one section less ahead: 16,384 tokens, head_dim 128 local 810 microseconds for 706, butterfly 792 for 690,
+    # head_dim 64 899 for 838 and
     # 870 for 827; one, two, four more: the same to 1 %
     n_cleared, n_ahead = 1 + n_sms // n_lines, 1 + -(-2 * n_sms // n_lines)
     return Service(min(n_cleared, n_axes), min(n_ahead, n_axes), n_converted)

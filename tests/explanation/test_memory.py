@@ -123,7 +123,8 @@ def test_what_launchers_allocate(
     assert said.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *walked))
 
 
-# heads (query, key) and layout. 16 heads: overlapped; two query heads a key head: sections of twice as many rows; one: no later column to
+# heads (query, key) and layout. 16 heads: overlapped; two query heads a key head: sections of twice as many rows; one:
+# no later column to
 # do it beside; bigbird: long columns, beside which nothing is prepared; few tiles a row: no sum at all
 SUMS = {
     "overlapped": (16, 16, masks.butterfly(4096)),
@@ -141,7 +142,8 @@ SUMS = {
 def test_what_is_overlapped_is_what_the_launcher_leaves_out_around(
     launchers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, kind: str, telling_columns: int
 ) -> None:
-    """Statistics, and zeros and conversion of the sum of dq, beside the columns, by what the launches before and behind are written to do."""
+    """Statistics, and zeros and conversion of the sum of dq, beside the columns, by what the launches before and
+    behind are written to do."""
     heads, kv_heads, layout = SUMS[kind]
     q = torch.empty(1, heads, 4096, 64, dtype=torch.bfloat16)
     k = torch.empty(1, kv_heads, 4096, 64, dtype=torch.bfloat16)

@@ -32,7 +32,8 @@ def shapes(length: int, heads: int, kv_heads: int, batch: int = 1) -> tuple[torc
 
 
 def long_lines_by_loop(blocks: Tensor, *, columns: bool) -> int:
-    """Of the head that has most: lines with over 1/64 of the head's tiles, and over twice the mean of all lines of all heads."""
+    """Of the head that has most: lines with over 1/64 of the head's tiles, and over twice the mean of all lines of
+    all heads."""
     heads = [[[bool(cell) for cell in row] for row in head] for head in blocks.flatten(0, 1).tolist()]
     if columns:
         heads = [list(map(list, zip(*head, strict=True))) for head in heads]
@@ -51,7 +52,8 @@ def long_lines_by_loop(blocks: Tensor, *, columns: bool) -> int:
 def test_lines_worth_splitting_are_those_of_the_mask(
     seed: int, axes: tuple[int, int], sides: tuple[int, int], density: float, n_global: int
 ) -> None:
-    """Some lines of each head are whole, others than in its neighbours. 130: a line of a whole diagonal is below 1/64."""
+    """Some lines of each head are whole, others than in its neighbours. 130: a line of a whole diagonal is below
+    1/64."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.rand(*axes, *sides, generator=generator) < density
     for head in blocks.flatten(0, 1):
@@ -66,7 +68,8 @@ def test_lines_worth_splitting_are_those_of_the_mask(
 
 
 def test_global_rows_and_columns_are_counted() -> None:
-    """BigBird's two, Longformer's 300 tokens in three tiles; none where lines are about as long, or all short of a 64th."""
+    """BigBird's two, Longformer's 300 tokens in three tiles; none where lines are about as long, or all short of a
+    64th."""
     length = 16384
     assert counted(masks.bigbird(length, seed=0).plan("cpu")) == [2, 2]
     longformer = masks.longformer(length, window=256, global_tokens=300)
@@ -85,7 +88,8 @@ def test_a_selection_on_a_device_names_none() -> None:
 
 @pytest.mark.parametrize("kind", ["host", "device"])
 def test_lists_of_different_kinds_never_have_a_length_in_common(kind: str) -> None:
-    """Or torch.compile would take them for one symbol, and compile again where they differ. Their lengths tell them apart mod 8."""
+    """Or torch.compile would take them for one symbol, and compile again where they differ. Their lengths tell them
+    apart mod 8."""
     for n_blocks in range(40):
         blocks = torch.zeros(1, 1, 40, 40, dtype=torch.bool)
         blocks[0, 0, 0, :n_blocks] = True

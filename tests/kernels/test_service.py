@@ -78,7 +78,8 @@ def test_each_section_is_cleared_once_and_converted_at_most_once(n_axes, n_lines
 
 
 class Run:
-    """Programs and warps that serve, as kernels/hopper_service.py has them wait for each other; chance says who goes on."""
+    """Programs and warps that serve, as kernels/hopper_service.py has them wait for each other; chance says who goes
+    on."""
 
     def __init__(self, n_axes: int, n_lines: int, service: Service, n_programs: int) -> None:
         self.n_lines, self.n_cols, self.service = n_lines, n_axes * n_lines, service
@@ -149,7 +150,8 @@ def test_nothing_waits_in_a_circle(n_axes, n_lines, n_programs):
 
 
 def test_the_launch_of_the_statistics_clears_each_count():
-    """Short sequences of one query head a key head have the fewest programs; one count more than they clear is refused."""
+    """Short sequences of one query head a key head have the fewest programs; one count more than they clear is
+    refused."""
     statistics = pytest.importorskip("blocksparse_flash.kernels.triton.backward_preprocess", reason="needs Triton")
     launch = pytest.importorskip("blocksparse_flash.kernels.arguments", reason="needs Triton")
     for batch, heads, q_len in itertools.product((1, 2), (1, 2, 5), (1, 128, 129)):

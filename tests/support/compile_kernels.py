@@ -94,7 +94,8 @@ def run_both(
     scores: str = "",
     scale: float = 0.125,
 ) -> None:
-    """Call the launchers of a backend; mode is "layout", "quarters" for one with tiles made of whole quarters, "dense" or "causal",
+    """Call the launchers of a backend; mode is "layout", "quarters" for one with tiles made of whole quarters,
+    "dense" or "causal",
     "rows" for those that move rows, or "select" for those that select blocks.
 
     scores is what `scores_of` reads. With a few queries, q_len, the forward's.
@@ -165,7 +166,8 @@ def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
 
 
 def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
-    """Blocks of a side from scores and from indices, and both directions of their plan, causal for blocks within a tile."""
+    """Blocks of a side from scores and from indices, and both directions of their plan, causal for blocks within a
+    tile."""
     n = length // side
     selected = block_selection.Rows(2, n, n, length, length, (side, side))
     block_selection.of_scores(torch.empty(2, n, n, dtype=dtype), selected, 16, causal=side < 128)
@@ -188,11 +190,13 @@ def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[A
 def early_arrivals(ptx: str) -> int:
     """Arrivals at mbarriers with an access to shared memory before them and no barrier of its threads between.
 
-    One thread arrives for all of its warps: without the barrier another warp could still read what the arrival gives back,
+    One thread arrives for all of its warps: without the barrier another warp could still read what the arrival gives
+    back,
     or write what it gives away.
     """
     found, is_ordered = 0, True
-    events = r"\b(?:ld|st)\.shared|\b(?:ld|st)matrix|wgmma\.mma_async|\b(?:bar|barrier)\.(?:warp\.)?sync|mbarrier\.arrive\.shared"
+    barriers = r"\b(?:bar|barrier)\.(?:warp\.)?sync|mbarrier\.arrive\.shared"
+    events = rf"\b(?:ld|st)\.shared|\b(?:ld|st)matrix|wgmma\.mma_async|{barriers}"
     for event in re.findall(events, ptx):
         if event.startswith("mbarrier"):
             found += not is_ordered
@@ -202,7 +206,8 @@ def early_arrivals(ptx: str) -> int:
 
 
 def code_and_loops(sass: str) -> tuple[list[tuple[int, str]], list[tuple[int, int]]]:
-    """Of what `cuobjdump -sass` prints, (place, text) of each instruction, and first and last place of what is jumped back over."""
+    """Of what `cuobjdump -sass` prints, (place, text) of each instruction, and first and last place of what is
+    jumped back over."""
     code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ +)?([^;/]+?) *;", sass)
     lines = [(int(place, 16), text) for place, text in code]
     jumps = [(place, re.match(r"BRA (?:[^,]+, )?0x([0-9a-f]+)", text)) for place, text in lines]
@@ -225,7 +230,8 @@ def innermost(loops: list[tuple[int, int]], place: int) -> tuple[int, int] | Non
 
 
 def kept_operands(ptx: str) -> int:
-    """Products of warpgroups in loops whose left operand is in registers that the innermost loop never writes, in PTX."""
+    """Products of warpgroups in loops whose left operand is in registers that the innermost loop never writes, in
+    PTX."""
     statements, labels = list[str](), dict[str, int]()
     for part in re.sub(r"//[^\n]*", "", ptx).split(";"):
         for label in re.findall(r"^\s*([$\w]+):", part, re.MULTILINE):
@@ -266,12 +272,17 @@ def result_registers(text: str) -> range:
 
 
 def lost_operands(ptx: str, sass: str) -> int:
-    """Products whose left operand a loop should keep in registers, and overwrites behind the product, in what `cuobjdump -sass` prints.
+    """Products whose left operand a loop should keep in registers, and overwrites behind the product, in what
+    `cuobjdump -sass` prints.
 
-    From the second round on such a product multiplies what the round before has written there. The ptxas of Triton 3.6 and 3.7
-    compiles so from PTX that is right, those of 3.8 and 3.9 do not: what is loaded (LDSM) or computed (LOP3) before the loop is
-    kept in registers which exponentials (F2FP) of each round take. A loop that hands an operand to its next round looks the same
-    in SASS; in PTX it writes the registers, so that nothing is counted unless a product in PTX has an operand which its loop never
+    From the second round on such a product multiplies what the round before has written there. The ptxas of Triton
+    3.6 and 3.7
+    compiles so from PTX that is right, those of 3.8 and 3.9 do not: what is loaded (LDSM) or computed (LOP3) before
+    the loop is
+    kept in registers which exponentials (F2FP) of each round take. A loop that hands an operand to its next round
+    looks the same
+    in SASS; in PTX it writes the registers, so that nothing is counted unless a product in PTX has an operand which
+    its loop never
     writes.
     """
     if not kept_operands(ptx):
@@ -295,7 +306,8 @@ def lost_operands(ptx: str, sass: str) -> int:
 def unwritten_registers(sass: str) -> int:
     """Reads of uniform registers, which hold addresses, that no instruction above has written: ptxas lost one.
 
-    Descriptors of matrices are left out: of four registers a product of registers with shared memory reads the last two.
+    Descriptors of matrices are left out: of four registers a product of registers with shared memory reads the last
+    two.
     """
     written: set[int] = set()
     n_lost = 0
@@ -327,7 +339,8 @@ def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, An
         triton.knobs.nvidia.scope(),
         contextlib.redirect_stdout(io.StringIO()) as log,
     ):
-        # a kernel from the cache would bring no log; Triton passes ptxas options of its own, so the log must be Triton's
+        # a kernel from the cache would bring no log; Triton passes ptxas options of its own, so the log must be
+        # Triton's
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -484,7 +497,8 @@ def hopper_calls() -> list[dict[str, Any]]:
 
 
 def few_hopper_calls() -> list[dict[str, Any]]:
-    """Those of `hopper_calls` that are rows of the launch tables, and each row's lengths, splits and equal bits once."""
+    """Those of `hopper_calls` that are rows of the launch tables, and each row's lengths, splits and equal bits
+    once."""
     half = torch.bfloat16
     options: list[dict[str, Any]] = [{"mode": mode} for mode in ("layout", "quarters", "dense", "causal")]
     options += [{"limited": True}, {"parts": 3}, {"deterministic": True}]
@@ -497,7 +511,8 @@ def few_hopper_calls() -> list[dict[str, Any]]:
 
 
 def each_option_once(chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls with a new row of the launch tables or a new pair of options, and every scale (where ptxas 3.6 had a bug)."""
+    """Calls with a new row of the launch tables or a new pair of options, and every scale (where ptxas 3.6 had a
+    bug)."""
     kept, met = list[dict[str, Any]](), set[Any]()
     for call in chosen:
         options = sorted((name, value) for name, value in call.items() if name not in ("head_dim", "dtype", "backend"))
@@ -528,7 +543,8 @@ def main(targets: list[str]) -> None:
             named = {**call, "dtype": str(call["dtype"]).removeprefix("torch.")}
             for kernel, kwargs in launches(arch, **call):
                 source, options = source_of(kernel, kwargs, arch)
-                # the portable kernels that backend hopper launches are compiled for every architecture: here one of each
+                # the portable kernels that backend hopper launches are compiled for every architecture: here one of
+                # each
                 key = source.hash() if kernel.is_gluon() else kernel.fn.__name__
                 if is_hopper and key in met:
                     continue

@@ -1,6 +1,7 @@
 """A machine on the CPU with mbarriers, named barriers and shared memory, on which partitions of programs run.
 
-Each partition is a thread; one runs at a time, of all programs, and a seed chooses which, at every operation on barriers, shared
+Each partition is a thread; one runs at a time, of all programs, and a seed chooses which, at every operation on
+barriers, shared
 memory, copies, counters and products. A copy lands when the seed says so.
 """
 
@@ -148,7 +149,8 @@ class Machine:
 
 
 def run_all(machines: Iterator[Machine], n_resident: int, seed: int) -> None:
-    """Run programs to their end, so many at a time, or raise what one of them did wrong; each machine comes with partitions begun."""
+    """Run programs to their end, so many at a time, or raise what one of them did wrong; each machine comes with
+    partitions begun."""
     chance = random.Random(seed)
     running: list[Machine] = []
     weights: list[float] = []
@@ -182,7 +184,8 @@ def run_all(machines: Iterator[Machine], n_resident: int, seed: int) -> None:
 
 
 class Shared:
-    """A view of shared memory: its values, and for the place of each who wrote it unfenced, how many read it, whether a copy lands.
+    """A view of shared memory: its values, and for the place of each who wrote it unfenced, how many read it,
+    whether a copy lands.
 
     place  of each value in the marks of what was allocated
     """

@@ -1,10 +1,13 @@
 """A simulator, on the CPU, of the protocol of a warp-specialised Gluon kernel.
 
-The source of a kernel runs as plain Python on the machine of gluon_machine.py: a product reads its operands until it is waited
+The source of a kernel runs as plain Python on the machine of gluon_machine.py: a product reads its operands until it
+is waited
 for, a store its source until TMA has read it. Found are:
-    deadlocks, wrong phases, phases that nobody waits for, too many arrivals, bytes that never come, products or stores left under way at the end
+    deadlocks, wrong phases, phases that nobody waits for, too many arrivals, bytes that never come, products or
+    stores left under way at the end
     shared memory written while something reads it, read while a copy lands in it, or not fenced before it is read
-    and by comparison with a reference: wrong mathematics, wrong tiles, reading what was never written (it is full of NaN)
+    and by comparison with a reference: wrong mathematics, wrong tiles, reading what was never written (it is full of
+    NaN)
 """
 
 from __future__ import annotations

@@ -361,7 +361,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/plan/test_host_builder.py",
         ),
         (
-            "kernels/plan_format.py",
+            "plan_format.py",
             "n_indices + 8 * n_split +",
             "n_indices + 8 * min(n_split, 1) +",
             "tests/plan/test_host_builder.py",

@@ -3,18 +3,26 @@
 With p = exp(scale q k^T - lse), dp = dout v^T and delta = rowsum(dout * out) - dlse:
     ds = p * (dp - delta)      dv = p^T dout      dk = scale ds^T q      dq = scale ds k
 Each score is computed once: five products a tile. One program a SM takes columns of the plan from a queue, 128 keys
-of a key head each, and walks them (for each query head of the group). A warp moves k and v, then q, dout, lse and delta of each
-step, through rings (hopper_cols.py). Two warpgroups compute, 64 keys each: scores and dp transposed, dk and dv in registers; ds
-goes through shared memory, since dq sums over the keys of both. dq is added to a float32 buffer in global memory, at head_dim 64 by
+of a key head each, and walks them (for each query head of the group). A warp moves k and v, then q, dout, lse and
+delta of each
+step, through rings (hopper_cols.py). Two warpgroups compute, 64 keys each: scores and dp transposed, dk and dv in
+registers; ds
+goes through shared memory, since dq sums over the keys of both. dq is added to a float32 buffer in global memory, at
+head_dim 64 by
 those that compute, else by TMA, in no fixed order: the last bits of dq change from run to run. The launch before clears
-this sum and tells lse and delta, and a last one scales and converts it, but for what warps beside do while columns are computed
+this sum and tells lse and delta, and a last one scales and converts it, but for what warps beside do while columns
+are computed
 (service.py says how much, hopper_service.py how).
 
-A column that would be waited for is split (splitting.py), of each query head's steps as many to each program: dk and dv of a part
-go to a workspace, in float32, and a launch adds them up in order (parts.py). Where nothing is split, the kernel is compiled without.
+A column that would be waited for is split (splitting.py), of each query head's steps as many to each program: dk and
+dv of a part
+go to a workspace, in float32, and a launch adds them up in order (parts.py). Where nothing is split, the kernel is
+compiled without.
 
-Where equal bits are asked for, and where few tiles make up each dq (separate_dq.py), the kernel leaves dq out and the portable one
-computes it: two products more. Beyond head_dim 128, for which there are not enough registers, the portable backward runs.
+Where equal bits are asked for, and where few tiles make up each dq (separate_dq.py), the kernel leaves dq out and
+the portable one
+computes it: two products more. Beyond head_dim 128, for which there are not enough registers, the portable backward
+runs.
 """
 
 from __future__ import annotations
@@ -111,7 +119,8 @@ class Config:
 def config(dim: int) -> Config:
     """The launch table: dim is the larger padded head dimension.
 
-    H200, 16,384 tokens, hidden size 2048, bf16, Triton 3.6, TFLOP/s of the kernels of a backward (dense, butterfly, local, random,
+    H200, 16,384 tokens, hidden size 2048, bf16, Triton 3.6, TFLOP/s of the kernels of a backward (dense, butterfly,
+    local, random,
     bigbird), a few calls each, so that power does not yet limit the clock:
         128  64 queries a step                                   661 495
         128  the same, lse and delta loaded before the products  645
@@ -120,16 +129,22 @@ def config(dim: int) -> Config:
         64   128 queries                                         554 424 435 485 442
         64   64 queries, 3 stages, keys and values in registers  513 400 413 451 412
         64   the same, 2 sets                                    484 402 415 452 417
-    A program for each column and one loop for partial and full steps had 453 at 128 butterfly and, at 64, 467 356 371 423 382. At 128
+    A program for each column and one loop for partial and full steps had 453 at 128 butterfly and, at 64, 467 356
+    371 423 382. At 128
     neither a second set nor more queries a step fit in shared memory.
 
-    What binds (Nsight Compute, single launches at 1.7 to 1.8 GHz, of the cycles): shared memory (wavefronts of L1's data pipe), tensor
-    cores, what comes into L2: 128 dense 74, 67, 59 %, butterfly 70, 57, 61; 64 dense 66, 58, 52, butterfly 63, 49, 56. DRAM 35 and 29 %
-    at butterfly, else 3 and less; an instruction is issued in 22 to 25 % of them. Over and over, as benchmarks.run.attention calls it, power
-    limits the clock (of 700 W 698 to 748 are drawn, and the limit was in force in each of some 20 looks a case), TFLOP/s of single
+    What binds (Nsight Compute, single launches at 1.7 to 1.8 GHz, of the cycles): shared memory (wavefronts of L1's
+    data pipe), tensor
+    cores, what comes into L2: 128 dense 74, 67, 59 %, butterfly 70, 57, 61; 64 dense 66, 58, 52, butterfly 63, 49,
+    56. DRAM 35 and 29 %
+    at butterfly, else 3 and less; an instruction is issued in 22 to 25 % of them. Over and over, as
+    benchmarks.run.attention calls it, power
+    limits the clock (of 700 W 698 to 748 are drawn, and the limit was in force in each of some 20 looks a case),
+    TFLOP/s of single
     calls and over and over: 128 dense 608, 578, butterfly 528, 473, random 574, 530; 64 dense 545, 517.
 
-    Sums in the order in which threads hold them (hopper.in_order), added from registers ("direct") or by TMA, and lse and
+    Sums in the order in which threads hold them (hopper.in_order), added from registers ("direct") or by TMA, and
+    lse and
     delta written beside the columns; microseconds of a whole backward, single launches, L2 emptied:
                                                      local butterfly random bigbird
         128  before, rows of the sum in their order    720    664     1257    830
@@ -139,33 +154,46 @@ def config(dim: int) -> Config:
         64   before                                    809    754     1426    957
         64   direct                                    803    747     1417    894
         64   direct, statistics beside                 791    735     1401    884
-    (bigbird of 128 has nothing done beside it, of 64 the conversion alone.) Additions from registers take a sixth of its traffic, by
+    (bigbird of 128 has nothing done beside it, of 64 the conversion alone.) Additions from registers take a sixth of
+    its traffic, by
     count, from shared memory, but slow what warps beside do more than those of TMA; with nothing done beside, the whole
-    takes 688 for 705 at 128 butterfly. And what is done beside slows columns by most of what it saves: of the 44 microseconds that lse
+    takes 688 for 705 at 128 butterfly. And what is done beside slows columns by most of what it saves: of the 44
+    microseconds that lse
     and delta take before, 9 are gained.
 
     Tried, microseconds of local and butterfly, single launches, and of the table in the same run:
-        places given back by hardware barriers, without meetings of a warpgroup around mbarriers   128 714 655, 714 654; 64 799 743, 799 743
-        "arrivals": given back by an arrival of each thread (cp.async.mbarrier.arrive) instead     128 727 668, 727 669; 64 801 742, 800 741
-        arrivals, values given back in the last step's middle, keys behind its dq                  128 746 689, 727 669; 64 814 757, 800 741
+        places given back by hardware barriers, without meetings of a warpgroup around mbarriers   128 714 655, 714
+        654; 64 799 743, 799 743
+        "arrivals": given back by an arrival of each thread (cp.async.mbarrier.arrive) instead     128 727 668, 727
+        669; 64 801 742, 800 741
+        arrivals, values given back in the last step's middle, keys behind its dq                  128 746 689, 727
+        669; 64 814 757, 800 741
         arrivals, sums added from registers, 16 KB under way to each warp that serves, not 8       128 739 676, 727 669
         arrivals, sums added from registers, two sets of keys beside one of values                 128 784 738, 727 669
         the same, 16 KB under way                                                                  128 747 690, 727 669
 
-    Steps of 64 queries left out that attend to nothing of a tile: blocks of 64 at random, 10 % of them, 128 1820 microseconds for 3070;
+    Steps of 64 queries left out that attend to nothing of a tile: blocks of 64 at random, 10 % of them, 128 1820
+    microseconds for 3070;
     local, 80 % of them stored, 842 for 842. At 64 steps have 128 queries, and 3670 it is.
 
-    Bitmasks by the instructions of the forward, in place of what LLVM makes of them (128 614 instructions a step for 652, 64 740 for
-    908), and their number before the products: butterfly in blocks of 16, 80 % stored, 128 351 TFLOP/s for 345, 64 281 for 272, but full
+    Bitmasks by the instructions of the forward, in place of what LLVM makes of them (128 614 instructions a step for
+    652, 64 740 for
+    908), and their number before the products: butterfly in blocks of 16, 80 % stored, 128 351 TFLOP/s for 345, 64
+    281 for 272, but full
     tiles of 64, local and butterfly, 476, 466 for 481, 471, where one warpgroup loads one spilled value more a step.
 
-    Sums that leave L2 for nothing, discarded when they are converted (discard.global.L2): at 64 DRAM writes 340 MB for 445 at local, at 128
-    420 for 446; dq stored with .cs and out and dout read as what is wanted once: nothing. Either way the time is the same to 1 %, over
+    Sums that leave L2 for nothing, discarded when they are converted (discard.global.L2): at 64 DRAM writes 340 MB
+    for 445 at local, at 128
+    420 for 446; dq stored with .cs and out and dout read as what is wanted once: nothing. Either way the time is the
+    same to 1 %, over
     and over too.
 
-    Tried before: sums of dq of four heads at a time, which programs of later heads convert and clear before their first step, in
-    place of a pass before and one after: 128 causal 545 for 600, butterfly 371 for 418; 64 causal 442 for 434, butterfly 332 for 347.
-    Warps of their own that add and scale dq: 128 dense 531 for 558, butterfly 348 for 420; 64 dense 434 for 401, butterfly 341 for 335.
+    Tried before: sums of dq of four heads at a time, which programs of later heads convert and clear before their
+    first step, in
+    place of a pass before and one after: 128 causal 545 for 600, butterfly 371 for 418; 64 causal 442 for 434,
+    butterfly 332 for 347.
+    Warps of their own that add and scale dq: 128 dense 531 for 558, butterfly 348 for 420; 64 dense 434 for 401,
+    butterfly 341 for 335.
     """
     return Config() if dim == 128 else Config(block_q=128, sets=2, is_direct=True)
 
@@ -175,7 +203,8 @@ def config(dim: int) -> Config:
 
 @gluon.jit
 def attending(ptrs, sizes, kv_start, limit, step, o_kv, o_q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Which pairs of a partial step attend, [keys, queries]; o_kv and o_q count from the tile's first key and the step's first query."""
+    """Which pairs of a partial step attend, [keys, queries]; o_kv and o_q count from the tile's first key and the
+    step's first query."""
     _, indices_ptr, ids_ptr, words_ptr, _, _, _, _ = ptrs
     _, _, _, q_len, kv_len, _, _, _, _, _ = sizes
     STEPS: gl.constexpr = TILE // BLOCK_Q
@@ -202,7 +231,8 @@ def _rounding(dtype):
 
 @gluon.jit
 def round_both(b_p, b_dp, b_delta, dtype: gl.constexpr):
-    """p and ds = p * (dp - delta) in half precision, pair by pair: all of p first would take registers of which none are left."""
+    """p and ds = p * (dp - delta) in half precision, pair by pair: all of p first would take registers of which none
+    are left."""
     b_p, b_delta = gl.broadcast(b_p, gl.expand_dims(b_delta, 0))
     text: gl.constexpr = _rounding(dtype)
     if dtype == gl.bfloat16:
@@ -227,7 +257,8 @@ def backward_step(
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr, QUARTERED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One step: dk and dv of this warpgroup's keys and its share of the step's dq. i_set: where the keys and values are."""
+    """One step: dk and dv of this warpgroup's keys and its share of the step's dq. i_set: where the keys and values
+    are."""
     _, _, _, _, _, _, dq_desc, _, _ = descriptors
     q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, _, _, lse_ring, delta_ring, _ = rings
     _, indices_ptr, _, _, kv_lengths_ptr, _, _, sum_ptr = ptrs
@@ -249,7 +280,8 @@ def backward_step(
     q_tile = q_ring.index(stage).reshape([BLOCK_Q, DIM])
     dout_tile = dout_ring.index(stage).reshape([BLOCK_Q, DIM_V])
     b_zero = gl.zeros([HALF, BLOCK_Q], gl.float32, score_layout)
-    # what follows from it would be kept in registers from step to step, and spilled; and of two sets the ptxas of Triton 3.6
+    # what follows from it would be kept in registers from step to step, and spilled; and of two sets the ptxas of
+    # Triton 3.6
     # loses it, and reads keys from addresses that do not exist
     i_set = hidden(i_set)
     k_all = k_ring.index(i_set).reshape([TILE, DIM])
@@ -451,7 +483,8 @@ def blocks_of(n_bytes, desc):
 
 @gluon.jit
 def place_of(ring, desc, N_TAKEN: gl.constexpr):
-    """Where a gradient waits to be written: in a ring that only the steps need, behind so many bytes, if it is large enough."""
+    """Where a gradient waits to be written: in a ring that only the steps need, behind so many bytes, if it is large
+    enough."""
     blocks: gl.constexpr = blocks_of(bytes_of(ring.shape, ring.dtype), desc)
     i_block: gl.constexpr = -(-N_TAKEN // bytes_of(desc.block_type.shape, desc.dtype))
     if blocks[0] > i_block:
@@ -481,15 +514,18 @@ def hopper_backward_kernel(
     # inputs; a queue, None: there is a program for each column
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
     queue_ptr,
-    # outputs: the sum of dq, in float32, in lines of LINE numbers, by TMA, or None: by those that compute; dk and dv; what
-    # parts of columns write, None: there are none; the sum again, None: dq is left out; dq, None: other launches clear the sum and
+    # outputs: the sum of dq, in float32, in lines of LINE numbers, by TMA, or None: by those that compute; dk and dv;
+    # what
+    # parts of columns write, None: there are none; the sum again, None: dq is left out; dq, None: other launches clear
+    # the sum and
     # convert it; else the queue is all that is counted
     dq_desc, dk_desc, dv_desc, parts_ptr, sum_ptr, dq_ptr,
     # of which lse and delta, a line each, are written while columns are computed; None: by the launch before
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lines_ptr,
     # strides in elements: (batch, head); in eights: (batch, head, row)
     items_strides, dout_eighths,
-    # sizes: n_heads key heads, n_axes = batch * n_heads, n_lines = tile columns; the first n_split lines of each head have
+    # sizes: n_heads key heads, n_axes = batch * n_heads, n_lines = tile columns; the first n_split lines of each head
+    # have
     # n_parts programs each
     n_heads, n_axes, n_lines, q_len, kv_len, n_padded, n_split, n_parts, scale_log2, scale,
     # as in Service; eighths of a row of dq, and of out
@@ -579,9 +615,11 @@ class Prepared(NamedTuple):
     """The launches, None for what is not asked for, and the memory of what they write.
 
     outputs     dq, dk and dv, their rows padded where TMA writes them, and lse and delta as lines
-    workspaces  None for what is not asked for: the float32 sum of dq, lse and delta as pairs, what programs count with, what
+    workspaces  None for what is not asked for: the float32 sum of dq, lse and delta as pairs, what programs count
+                with, what
                 parts of columns write
-    preprocess_is_overlapped     whether lse and delta are written while columns are computed, but for what is wanted at once
+    preprocess_is_overlapped     whether lse and delta are written while columns are computed, but for what is wanted
+                                 at once
     is_sent     whether TMA adds to the sum of dq
     """
 

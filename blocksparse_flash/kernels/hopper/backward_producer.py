@@ -1,6 +1,7 @@
 """Producer warp of the Hopper backward: tile scheduler over tile columns, and TMA loads.
 
-A warp takes tile columns from a queue until none is left, tells the computing warpgroups, and loads k and v, then q, dout, lse
+A warp takes tile columns from a queue until none is left, tells the computing warpgroups, and loads k and v, then q,
+dout, lse
 and delta of each step of the column, into rings, running ahead over the end of a column.
 """
 
@@ -14,11 +15,14 @@ from ..triton.tile import TILE, block_of, dense_queries, find_line, find_part, f
 from .device_functions import HALF, INDEX_BITS, QUARTERS_BIT, key_limit, load_async, load_int, store_int
 from .service import count_column, wait_for_section
 
-# int32 values which the warp that moves data hands on: axis (batch * key heads + key head), first key, and of a layout the
-# first entry of the tile list, tiles, partial ones among them; which part of a column it is, and its block in the workspace, or -1;
+# int32 values which the warp that moves data hands on: axis (batch * key heads + key head), first key, and of a layout
+# the
+# first entry of the tile list, tiles, partial ones among them; which part of a column it is, and its block in the
+# workspace, or -1;
 # of the partial tiles those, in front, that are not made of whole quarters
 COL_FIELDS = gl.constexpr(8)
-# which barriers: two for the columns handed on, one for each place of k and v, one for each stage of q and of dout. Every kind
+# which barriers: two for the columns handed on, one for each place of k and v, one for each stage of q and of dout.
+# Every kind
 # is an allocation of its own, or Triton would let the threads of a warpgroup meet before each wait
 COL_FULL, COL_EMPTY, KV_FULL, KV_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 Q_FULL, Q_EMPTY, DOUT_FULL, DOUT_EMPTY = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7)
@@ -42,7 +46,8 @@ def member_steps(
     BLOCK_Q: gl.constexpr,
     QUARTERS: gl.constexpr,
 ):
-    """The steps of one query head of the group: the first, how many, how many of them in front want a mask, and of these in front
+    """The steps of one query head of the group: the first, how many, how many of them in front want a mask, and of
+    these in front
     more than quarters."""
     items_ptr, _, _, _, kv_lengths_ptr, parts_ptr, _, _ = ptrs
     n_heads, _, _, q_len, kv_len, _, _, _, _, n_parts = sizes
@@ -86,7 +91,8 @@ def query_start(indices_ptr, step, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def is_left_out(indices_ptr, step, BLOCK_Q: gl.constexpr, QUARTERS: gl.constexpr):
-    """1 for a step of 64 queries none of which attends, in a tile made of whole quarters, else 0: who moves and who computes leave it out."""
+    """1 for a step of 64 queries none of which attends, in a tile made of whole quarters, else 0: who moves and who
+    computes leave it out."""
     if QUARTERS and BLOCK_Q == HALF:
         entry = gl.load(indices_ptr + step // (TILE // BLOCK_Q))
         bits = entry >> (QUARTERS_BIT + step % (TILE // BLOCK_Q) * 2)
@@ -100,7 +106,8 @@ def is_left_out(indices_ptr, step, BLOCK_Q: gl.constexpr, QUARTERS: gl.constexpr
 
 @gluon.jit
 def find_col(ptrs, items_strides, pid, sizes, is_by_head, GROUP: gl.constexpr, QUARTERS: gl.constexpr):
-    """The column of work `pid`, or its part: COL_FIELDS. is_by_head: there are no parts, and no column comes before its head."""
+    """The column of work `pid`, or its part: COL_FIELDS. is_by_head: there are no parts, and no column comes before
+    its head."""
     items_ptr, _, _, _, _, parts_ptr, _, _ = ptrs
     n_heads, n_axes, n_lines, _, _, _, _, _, n_split, n_parts = sizes
     begin, n_tiles, n_partial, n_mixed = 0, 0, 0, 0
@@ -199,7 +206,8 @@ def move(
             store_int(col_ring.index(slot * COL_FIELDS + i), col[i])
         mbarrier.arrive(barriers[COL_FULL].index(slot), count=1)
         if service is not None:
-            # not before: the section may be waiting for the column before, which is counted when this one has been taken
+            # not before: the section may be waiting for the column before, which is counted when this one has been
+            # taken
             wait_for_section(service, i_axis)
         i_batch = i_axis // n_heads
         i_kv_head = i_axis % n_heads

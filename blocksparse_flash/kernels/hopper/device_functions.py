@@ -23,7 +23,8 @@ load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 load_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
-# whether kernels are free of spills that pin, have three warpgroups, words early where heads are wider than 64, or loops of their own for
+# whether kernels are free of spills that pin, have three warpgroups, words early where heads are wider than 64, or
+# loops of their own for
 # whole quarters
 FITS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
@@ -159,7 +160,8 @@ def _writes_assembly(pending):
 
 @gluon.jit
 def wait_for_count(p_count, n, NAP: gl.constexpr):
-    """A warp, until a number in global memory has come to n: what was written before it was counted may be read and added to.
+    """A warp, until a number in global memory has come to n: what was written before it was counted may be read and
+    added to.
 
     NAP  nanoseconds, about, from one look to the next; 0 where the first one should do
     """
@@ -171,7 +173,8 @@ def wait_for_count(p_count, n, NAP: gl.constexpr):
 
 @gluon.constexpr_function
 def _count_assembly(nap):
-    # an ordered look empties L1, in which the indices of the steps are: of many looks the last one alone. A fence would also wait
+    # an ordered look empties L1, in which the indices of the steps are: of many looks the last one alone. A fence
+    # would also wait
     # for writes
     look = "ld.{}.gpu.global.s32 a, [$2];"
     first, sleep, last = ("relaxed", f"nanosleep.u32 {nap};", look.format("acquire")) if nap else ("acquire", "", "")
@@ -198,7 +201,8 @@ def pin(b_sum):
     """The same values, all of which are >= 0; the wait for a wgmma that follows in the source stays behind them.
 
     ptxas moves such a wait up, in front of the exponentials that should overlap the wgmma; not across this store, which
-    never runs. Under Triton 3.6 it also makes ptxas spill the address of shared memory. (A predicated nanosleep, fence or
+    never runs. Under Triton 3.6 it also makes ptxas spill the address of shared memory. (A predicated nanosleep,
+    fence or
     reduction holds the wait without that, but becomes a branch, which costs more.)
     """
     return gl.inline_asm_elementwise(
@@ -212,8 +216,10 @@ def pin(b_sum):
 def load_int(smem):
     """The int32 which a shared buffer of one value holds.
 
-    compute-sanitizer's racecheck takes these, and words of Triton's own by which it starts partitions, for races, in all kernels of
-    hopper, and nothing else. Those who share one meet before one of them arrives, which orders what all of them did; of a kernel that
+    compute-sanitizer's racecheck takes these, and words of Triton's own by which it starts partitions, for races, in
+    all kernels of
+    hopper, and nothing else. Those who share one meet before one of them arrives, which orders what all of them did;
+    of a kernel that
     hands a number from a warp to a warpgroup, and does no more, it says the same, but not where each thread arrives.
     """
     return gl.max(smem.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
@@ -227,7 +233,8 @@ def store_int(smem, value):
 
 @gluon.jit
 def load_words(p_words, WORDS: gl.constexpr):
-    """WORDS int32 (2 or 4) from each pointer on, which is aligned to them, in one load; none is written while the kernel runs."""
+    """WORDS int32 (2 or 4) from each pointer on, which is aligned to them, in one load; none is written while the
+    kernel runs."""
     if WORDS == 4:
         return gl.inline_asm_elementwise(
             "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [p_words],
@@ -266,7 +273,8 @@ def keep_bits(b_scores, b_bits, b_bit):
 
 @gluon.jit
 def keep_columns(b_scores, words, o_col):
-    """The scores of the pairs that attend, -inf else; `words` of each row and 1-D column offsets, each of a slice of one layout."""
+    """The scores of the pairs that attend, -inf else; `words` of each row and 1-D column offsets, each of a slice of
+    one layout."""
     o_lane = gl.expand_dims(o_col % LANE_BITS // 2 * 2, 0)
     o_word = gl.expand_dims(o_col // 32, 0)
     b_bits = gl.expand_dims(words[0], 1) >> o_lane
@@ -296,11 +304,13 @@ def _halves_constraints(columns, bits):
 
 @gluon.jit
 def keep_halves(b_values, bits, STRIDE: gl.constexpr, FILL: gl.constexpr):
-    """An accumulator [64, columns], or what is rounded from one; of 64 columns each whose bit is not set every register becomes FILL.
+    """An accumulator [64, columns], or what is rounded from one; of 64 columns each whose bit is not set every
+    register becomes FILL.
 
     bits  of the lowest the first 64 columns, of those STRIDE apart the next ones
 
-    A branch for 64 columns, at which all threads of a warpgroup agree: to select each value would be 64 instructions a step.
+    A branch for 64 columns, at which all threads of a warpgroup agree: to select each value would be 64 instructions
+    a step.
     """
     COLS: gl.constexpr = b_values.shape[1]
     BITS: gl.constexpr = b_values.dtype.primitive_bitwidth
@@ -345,7 +355,8 @@ def clear_tail(tile, kv_start, limit, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def in_order(b_sum):
-    """An accumulator [64, columns], columns a multiple of 32, as the values of its 16 x 32 parts, four of a thread after the other."""
+    """An accumulator [64, columns], columns a multiple of 32, as the values of its 16 x 32 parts, four of a thread
+    after the other."""
     COLS: gl.constexpr = b_sum.shape[1]
     # warp, half of its 16 rows, row, 32 columns, 8 columns, a thread's pair
     b_sum = b_sum.reshape([4, 2, 8, COLS // 32, 4, 4, 2])

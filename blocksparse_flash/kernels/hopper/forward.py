@@ -1,18 +1,23 @@
 """Hopper forward in Gluon (sm90): out = softmax(scale q k^T on the layout) v, and lse.
 
 One program a SM takes tile rows from a queue until none is left. A warp moves data: it fetches the next
-row, tells the others, and loads q, then k and v of each step of the row, into a ring, running ahead over the end of a row.
-Two warpgroups compute, 64 of the 128 queries of a row each, out in registers; at head dimension 64, where neither a layout nor
+row, tells the others, and loads q, then k and v of each step of the row, into a ring, running ahead over the end of
+a row.
+Two warpgroups compute, 64 of the 128 queries of a row each, out in registers; at head dimension 64, where neither a
+layout nor
 lengths forbid it and enough rows are there, three, of rows of 192. With `overlap`:
 
     issue q k^T of step i | issue p v of step i - 1 | wait for the first | softmax of step i while the second runs
 
 While one warpgroup issues, the others are kept from it (named barriers 9 to 11): they compute exponentials while it
-multiplies. Partial tiles come first, those with a bitmask and those made of whole quarters in loops of their own, so that full
-ones pay for no mask. Of the latter, tiles of which only 64 keys attend are a step together, two and two. A row without keys writes
+multiplies. Partial tiles come first, those with a bitmask and those made of whole quarters in loops of their own, so
+that full
+ones pay for no mask. Of the latter, tiles of which only 64 keys attend are a step together, two and two. A row
+without keys writes
 out 0, lse -inf. Scores and the running maximum are in base 2, `lse` in memory is natural.
 
-A row that would be waited for is split (splitting.py): each part is work of its own, whose out and lse go to a workspace, in
+A row that would be waited for is split (splitting.py): each part is work of its own, whose out and lse go to a
+workspace, in
 float32, and a launch merges them (parts.py). Where nothing is split, the kernel is compiled without.
 """
 
@@ -116,7 +121,8 @@ class Config:
 
 @functools.cache
 def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Config:
-    """The launch table: dim is the larger padded head dimension, is_wide says that rows of 192 queries are possible and pay.
+    """The launch table: dim is the larger padded head dimension, is_wide says that rows of 192 queries are possible
+    and pay.
 
     TFLOP/s of stored tiles, H200, 16,384 tokens, hidden size 2048, bf16, one run. Rows of 192 queries have no layout.
 
@@ -140,31 +146,49 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
         128  cuDNN                                   642    570
 
     In another run, of 1 set: at 64, two programs a SM with slack 8 had 466 443 426 416 432 415 where the row's sum
-    whole had 430 436 403 393 421 399; an eighth of the exponentials as polynomials 437 425 403 393 418 394, a quarter 422 417
-    380 382 401 383. At 128, slack 8 and two steps a round 636 615 561 559 584 540 where the sum whole had 664 597 533 537 579 540.
+    whole had 430 436 403 393 421 399; an eighth of the exponentials as polynomials 437 425 403 393 418 394, a
+    quarter 422 417
+    380 382 401 383. At 128, slack 8 and two steps a round 636 615 561 559 584 540 where the sum whole had 664 597
+    533 537 579 540.
 
-    Ahead of time only: `pin` spills with Triton 3.9 (84 bytes), as queries in registers did beside it (128: 36 to 204), and 3
-    warpgroups with lengths (264) or with Triton 3.9 (692), and early words at 128 with Triton 3.9 (32). With Triton 3.6 a partial
-    step of a layout has 566 instructions at 64, 613 at 128, a full one 451 and 502; of them 64 select, 32 move bits to predicates. One
+    Ahead of time only: `pin` spills with Triton 3.9 (84 bytes), as queries in registers did beside it (128: 36 to
+    204), and 3
+    warpgroups with lengths (264) or with Triton 3.9 (692), and early words at 128 with Triton 3.9 (32). With Triton
+    3.6 a partial
+    step of a layout has 566 instructions at 64, 613 at 128, a full one 451 and 502; of them 64 select, 32 move bits
+    to predicates. One
     of a tile made of whole quarters has 466 and 525, and 32 more for 64 keys that do not attend.
 
-    Tiles made of whole quarters: of blocks of 64 with 80 % stored, rate of stored blocks beside that of blocks of 128, all stored, local
-    and butterfly, single calls: forward 128 79, 78 %, 64 76, 77, by bitmasks 71, 71 and 69, 70; backward 128 79, 78, 64 76, 76, by
-    bitmasks 71, 71 and 62, 62. That one kernel has loops for them and others without is for the full tiles of the others, with which
-    one for all had, at 64, local and butterfly, 429, 425 TFLOP/s forward for 442, 435 and 453, 442 backward for 478, 465. The words of a
-    row's first step, loaded before its keys are waited for: butterfly in blocks of 16, 80 % stored, 128 418 for 408, 64 299 for 294.
-    Where halves of tiles come two and two, microseconds for those before: blocks of 64 at random, 10 % of them, 128 616 for 1075, 64 936
-    for 1608; local, 80 % of them stored, where few tiles are half, 128 302 for 306, 64 444 for 428. Keys and values then come 64 rows and 64
+    Tiles made of whole quarters: of blocks of 64 with 80 % stored, rate of stored blocks beside that of blocks of
+    128, all stored, local
+    and butterfly, single calls: forward 128 79, 78 %, 64 76, 77, by bitmasks 71, 71 and 69, 70; backward 128 79, 78,
+    64 76, 76, by
+    bitmasks 71, 71 and 62, 62. That one kernel has loops for them and others without is for the full tiles of the
+    others, with which
+    one for all had, at 64, local and butterfly, 429, 425 TFLOP/s forward for 442, 435 and 453, 442 backward for 478,
+    465. The words of a
+    row's first step, loaded before its keys are waited for: butterfly in blocks of 16, 80 % stored, 128 418 for 408,
+    64 299 for 294.
+    Where halves of tiles come two and two, microseconds for those before: blocks of 64 at random, 10 % of them, 128
+    616 for 1075, 64 936
+    for 1608; local, 80 % of them stored, where few tiles are half, 128 302 for 306, 64 444 for 428. Keys and values
+    then come 64 rows and 64
     columns at a time, full tiles too.
 
-    What binds (Nsight Compute, single launches at 1.65 to 1.8 GHz, of the cycles): tensor cores, shared memory, exponentials, issue:
-    128 dense 82, 53, 42, 40 %, butterfly 65, 44, 34, 32, random 75, 49, 39, 34; 64 dense 61, 41, 63, 50, butterfly 47, 33, 49, 45,
-    random 50, 35, 52, 47: at 64 tensor cores and exponentials wait for each other. Over and over, as benchmarks.run.attention calls it, power
-    limits the clock (700 W; 668 to 727 are drawn), TFLOP/s of single calls and over and over: 128 dense 728, 660, random 670, 624,
+    What binds (Nsight Compute, single launches at 1.65 to 1.8 GHz, of the cycles): tensor cores, shared memory,
+    exponentials, issue:
+    128 dense 82, 53, 42, 40 %, butterfly 65, 44, 34, 32, random 75, 49, 39, 34; 64 dense 61, 41, 63, 50, butterfly
+    47, 33, 49, 45,
+    random 50, 35, 52, 47: at 64 tensor cores and exponentials wait for each other. Over and over, as
+    benchmarks.run.attention calls it, power
+    limits the clock (700 W; 668 to 727 are drawn), TFLOP/s of single calls and over and over: 128 dense 728, 660,
+    random 670, 624,
     butterfly 593, 573; 64 dense 589, 533, butterfly 436, 433.
 
-    Tried: places given back by an arrival of each thread (cp.async.mbarrier.arrive), without the meetings of a warpgroup around an
-    mbarrier's: 64 local 365 microseconds for 345, 128 local 257 for 258, dense 3,100 for 2,996; by hardware barriers 128 local 254 for
+    Tried: places given back by an arrival of each thread (cp.async.mbarrier.arrive), without the meetings of a
+    warpgroup around an
+    mbarrier's: 64 local 365 microseconds for 345, 128 local 257 for 258, dense 3,100 for 2,996; by hardware barriers
+    128 local 254 for
     256, dense 3,070 for 3,007.
     """
     if dim == 256:
@@ -190,7 +214,8 @@ def wide_pays(q_len: int, n_axes: int, n_programs: int) -> bool:
 
 @gluon.jit
 def clear_values(rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
-    """Makes the values of a step finite. The warpgroups meet in it: never while one holds the turn that the other waits for."""
+    """Makes the values of a step finite. The warpgroups meet in it: never while one holds the turn that the other
+    waits for."""
     _, indices_ptr, _, _, kv_lengths_ptr, _, _, _ = ptrs
     if kv_lengths_ptr is not None:
         v_tile = wait_for_values(rings, barriers, n_now, STAGES)
@@ -419,7 +444,8 @@ def hopper_forward_kernel(
     out_desc, lse_ptr, parts_ptr,
     # strides in elements: (batch, head)
     items_strides,
-    # sizes: n_axes = batch * heads, n_lines = tile rows, group = query heads of a key head; the first n_split lines of each
+    # sizes: n_axes = batch * heads, n_lines = tile rows, group = query heads of a key head; the first n_split lines of
+    # each
     # head have n_parts programs each
     n_heads, n_axes, n_lines, q_len, kv_len, group, n_split, n_parts, scale_log2,
     # compile time; QUARTERS: tiles made of whole quarters are listed
@@ -466,7 +492,8 @@ def hopper_forward_kernel(
 
 
 class Prepared(NamedTuple):
-    """The memory of the results, the launch, and of split rows the one that merges their parts and how many float32 they are.
+    """The memory of the results, the launch, and of split rows the one that merges their parts and how many float32
+    they are.
 
     is_queued  whether there are more rows than programs, which take them from a queue
     """

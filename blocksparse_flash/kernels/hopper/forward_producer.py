@@ -1,6 +1,7 @@
 """Producer warp of the Hopper forward: tile scheduler over tile rows, and TMA loads.
 
-A warp takes tile rows from a queue until none is left, tells the computing warpgroups, and loads q, then k and v of each step
+A warp takes tile rows from a queue until none is left, tells the computing warpgroups, and loads q, then k and v of
+each step
 of the row, into rings, running ahead over the end of a row.
 """
 
@@ -13,9 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..triton.tile import TILE, block_of, dense_keys, find_part, find_record, part_of, record_of
 from .device_functions import HALF, INDEX_BITS, QUARTERS_BIT, key_limit, load_async, load_int, store_int
 
-# int32 values which the warp that moves data hands on: axis (batch * heads + head; of a part n_axes and its block in the
-# workspace), first query, first entry of the tile list (without a layout the first partial step), steps, partial ones among them,
-# those of these, in front, that are not made of whole quarters; how many tiles of which one half of the keys attends come in pairs, a
+# int32 values which the warp that moves data hands on: axis (batch * heads + head; of a part n_axes and its block in
+# the
+# workspace), first query, first entry of the tile list (without a layout the first partial step), steps, partial ones
+# among them,
+# those of these, in front, that are not made of whole quarters; how many tiles of which one half of the keys attends
+# come in pairs, a
 # step each, the last of the partial ones
 ROW_FIELDS = gl.constexpr(7)
 
@@ -26,7 +30,8 @@ def row_ints(quarters):
     return 7 if quarters else 6
 
 
-# which barriers: two for the rows handed on, one for each place of queries, one for each stage of k and v. Every kind is
+# which barriers: two for the rows handed on, one for each place of queries, one for each stage of k and v. Every kind
+# is
 # an allocation of its own, or Triton would let the threads of a warpgroup meet before each wait
 ROW_FULL, ROW_EMPTY, Q_FULL, Q_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 K_FULL, K_EMPTY, V_FULL, V_EMPTY = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7)
@@ -107,7 +112,8 @@ def key_start(indices_ptr, row, i_step, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def entries_of(row, i_step):
-    """Which entry of the list says of which tile a step of 128 keys is; whether it is a pair of halves, and whether the next entry has
+    """Which entry of the list says of which tile a step of 128 keys is; whether it is a pair of halves, and whether
+    the next entry has
     the second one."""
     _, _, begin, _, n_partial, _, n_single = row
     i_pair = i_step - (n_partial - (n_single + 1) // 2)
@@ -130,7 +136,8 @@ def half_starts(indices_ptr, row, i_step):
 
 @gluon.jit
 def query_place(i_row, WARPGROUP: gl.constexpr, q_ring, WARPGROUPS: gl.constexpr):
-    """Where the queries of a row that warpgroup WARPGROUP computes lie in the ring, and in which phase of its barriers."""
+    """Where the queries of a row that warpgroup WARPGROUP computes lie in the ring, and in which phase of its
+    barriers."""
     SETS: gl.constexpr = q_ring.shape[0] // WARPGROUPS
     return i_row % SETS * WARPGROUPS + WARPGROUP, (i_row // SETS) & 1
 

@@ -1,24 +1,35 @@
 """Preprocess and postprocess of the Hopper backward that overlap with its tile columns.
 
-Columns are launched head by head, and so sections, those of the query heads of a key head, are read and the float32 sums of their dq
-added to one after the other. Two warps of each program take items from a queue, each some chunks of a section: to prepare it, which
-means to clear its sums and, where a section has many columns, to tell lse and delta of its queries, or to scale and convert its sums,
+Columns are launched head by head, and so sections, those of the query heads of a key head, are read and the float32
+sums of their dq
+added to one after the other. Two warps of each program take items from a queue, each some chunks of a section: to
+prepare it, which
+means to clear its sums and, where a section has many columns, to tell lse and delta of its queries, or to scale and
+convert its sums,
 which makes dq:
     prepare n_cleared .. n_ahead - 1, then convert 0, prepare n_ahead, convert 1, prepare n_ahead + 1, ...
-The first n_cleared sections are prepared by the launch before, since they are wanted at once. The last ones are converted by a launch
-behind, since no column is left beside which it could be done. Where long columns of all sections come first, all are prepared before.
+The first n_cleared sections are prepared by the launch before, since they are wanted at once. The last ones are
+converted by a launch
+behind, since no column is left beside which it could be done. Where long columns of all sections come first, all are
+prepared before.
 Counted in global memory, at counts_ptr:
     0 columns taken, 1 items taken, 2 + s pieces of section s prepared, 2 + n_axes + s columns of section s computed
-The warp that moves data waits for a section to be prepared before anything but the number of its columns comes. A warp of its own
+The warp that moves data waits for a section to be prepared before anything but the number of its columns comes. A
+warp of its own
 counts a column when its last sum is in memory, so that who computes waits for no fence.
 
-Nothing waits in a circle: no matter how few programs run at a time, columns and items are taken in order by those that run, and
-each takes the next when it is done with the one before. To prepare waits for nothing. A column waits for its section to be prepared,
-for which the items are ahead of that which converts the section. That waits for the columns of its section alone, which are ahead
-of those of any later one, or wait for nothing, all being prepared before. So the first item or column in the order prepare, columns,
+Nothing waits in a circle: no matter how few programs run at a time, columns and items are taken in order by those
+that run, and
+each takes the next when it is done with the one before. To prepare waits for nothing. A column waits for its section
+to be prepared,
+for which the items are ahead of that which converts the section. That waits for the columns of its section alone,
+which are ahead
+of those of any later one, or wait for nothing, all being prepared before. So the first item or column in the order
+prepare, columns,
 convert of the sections can always be done.
 
-Sums stand in the order in which threads hold them (hopper.in_order), so that they are added without a copy in shared memory.
+Sums stand in the order in which threads hold them (hopper.in_order), so that they are added without a copy in shared
+memory.
 """
 
 from __future__ import annotations
@@ -30,7 +41,8 @@ from ..service import FRONT as COUNTED
 from ..triton.tile import LOG2_E
 from .device_functions import copy_async, copy_wait, count_in, fence_engine, seen_as, wait_for_count
 
-# values that are converted for an item, those of one or two tiles of 64 queries: enough that a queue is no bottleneck, so few that
+# values that are converted for an item, those of one or two tiles of 64 queries: enough that a queue is no bottleneck,
+# so few that
 # each warp has one in a section of 16,384 x 128
 CHUNK = gl.constexpr(8192)
 # chunks that are prepared for an item

@@ -92,7 +92,8 @@ def mask_scores(
 
 @gluon.constexpr_function
 def row_parts():
-    """How the sums over the columns of an accumulator that each thread holds lie in registers: [64, 4], four threads a row."""
+    """How the sums over the columns of an accumulator that each thread holds lie in registers: [64, 4], four threads
+    a row."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
@@ -101,8 +102,10 @@ def row_parts():
 def online_softmax(b_scores, b_max, b_sum, scale_log2, SLACK: gl.constexpr):
     """One step of the softmax: p, the decay of what was summed before, the new maximum and sum.
 
-    The sum stays in four parts a row, one a thread, so that a step exchanges none. With SLACK the maximum follows only where
-    it grew by more, so that most steps decay nothing: p is then at most 2 ^ SLACK, which moves the exponent of p, of its sum
+    The sum stays in four parts a row, one a thread, so that a step exchanges none. With SLACK the maximum follows
+    only where
+    it grew by more, so that most steps decay nothing: p is then at most 2 ^ SLACK, which moves the exponent of p, of
+    its sum
     and of out, whose roundings are relative, and no more.
     """
     b_new_max = gl.max(b_scores, 1) * scale_log2

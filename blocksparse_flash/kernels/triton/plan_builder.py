@@ -345,7 +345,9 @@ def list_lines(
         b_is_quartered = b_is_partial & (b_quarters < ALL_SUBTILES).to(tl.int32)
         b_is_mixed = b_is_partial - b_is_quartered
         b_place = tl.where(
-            b_full == 1, b_next_full[:, None] + tl.cumsum(b_is_full, 1), b_next_mixed[:, None] + tl.cumsum(b_is_mixed, 1)
+            b_full == 1,
+            b_next_full[:, None] + tl.cumsum(b_is_full, 1),
+            b_next_mixed[:, None] + tl.cumsum(b_is_mixed, 1),
         )
         if QUARTERS:
             b_is_single = b_is_quartered & is_single(b_quarters, OF_ROWS)

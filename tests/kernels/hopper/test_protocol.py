@@ -1,6 +1,7 @@
 """The Hopper kernels under many orders of events, on the simulator of gluon_simulator.py; no GPU needed.
 
-The zoo's layouts and calls, held to the one tolerance, each under another order of events; then every launch configuration, and
+The zoo's layouts and calls, held to the one tolerance, each under another order of events; then every launch
+configuration, and
 faults seeded in the source, all of which must be seen.
 """
 
@@ -120,7 +121,8 @@ def split(simulation: Simulation, n_parts: int, n_lines: int) -> Simulation:
 
 
 def rounded(call: zoo.Call) -> zoo.Call:
-    """The call in float16: Triton's interpreter, which runs the kernels that merge, cuts bfloat16 off instead of rounding it."""
+    """The call in float16: Triton's interpreter, which runs the kernels that merge, cuts bfloat16 off instead of
+    rounding it."""
     return dataclasses.replace(call, dtype=torch.float16)
 
 
@@ -183,7 +185,8 @@ WIDE_FORWARDS = [
     ForwardConfig(stages=2, block_kv=64, ping_pong=False, warpgroups=3, queries=2),
     ForwardConfig(stages=1, out_in_q=True, warpgroups=3, slack=8.0, overlap=False),
 ]
-# rows of 192 queries: one with a query past the end of the first warpgroup's 64, a whole one, one more with a query; keys of
+# rows of 192 queries: one with a query past the end of the first warpgroup's 64, a whole one, one more with a query;
+# keys of
 # whole steps and ragged, more and fewer than queries
 WIDE_LENGTHS = [(65, 65), (192, 256), (193, 130), (400, 203)]
 
