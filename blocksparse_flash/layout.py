@@ -189,6 +189,9 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout of full blocks (rows[i], cols[i]), in any order. A block named twice is refused.
 
+        q_len, kv_len  lengths in tokens
+        block_size  tokens per side of a block, or (queries, keys)
+
         >>> BlockLayout.from_blocks([0, 1, 1], [0, 0, 1], 256, 256, block_size=128).nnz
         3
         """
@@ -201,6 +204,9 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout of full blocks first[row] <= col < stop[row] of every row; stop <= first is an empty row.
 
+        q_len, kv_len  lengths in tokens
+        block_size  tokens per side of a block, or (queries, keys)
+
         >>> BlockLayout.from_ranges([0, 0], [1, 2], 256, 256, block_size=128).nnz
         3
         """
@@ -211,7 +217,11 @@ class BlockLayout:
     def from_block_mask(
         cls, mask: torch.Tensor | Array, q_len: int, kv_len: int, *, block_size: int | Size
     ) -> BlockLayout:
-        """The layout whose full blocks are the True entries of mask, bool ([[batch,] heads,] n_rows, n_cols)."""
+        """The layout whose full blocks are the True entries of mask, bool ([[batch,] heads,] n_rows, n_cols).
+
+        q_len, kv_len  lengths in tokens
+        block_size  tokens per side of a block, or (queries, keys)
+        """
         return cls._of_full(*constructors.by_mask(mask, checks.frame(q_len, kv_len, block_size)))
 
     @classmethod
@@ -219,6 +229,9 @@ class BlockLayout:
         """The layout whose full blocks are the nonzeros of a scipy.sparse matrix (n_rows, n_cols).
 
         A value 2 is refused: in `to_scipy` it marks a partial block, whose pairs are not in the matrix.
+
+        q_len, kv_len  lengths in tokens
+        block_size  tokens per side of a block, or (queries, keys)
         """
         frame = checks.frame(q_len, kv_len, block_size)
         return cls._of_full(constructors.by_matrix(matrix, frame), frame)
@@ -229,6 +242,7 @@ class BlockLayout:
 
         indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order; -1 is none, and
                  repeated cols are ignored. Other numbers are refused on the CPU, and ignored on a GPU
+        q_len, kv_len  lengths in tokens
         block_size  sides that divide 128, or 256. Below 64 the plan takes up to 2 KB per selected block
         returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==` and `hash`
                  wait for the device
@@ -254,6 +268,7 @@ class BlockLayout:
 
         scores  floats (batch | 1, heads | 1, n_rows, n_cols); -inf and NaN are never selected
         k       cols per row; fewer if a row has fewer to select
+        q_len, kv_len, block_size  as `from_topk`
         causal  True: skips blocks without a pair kv_pos <= q_pos + (kv_len - q_len). Blocks on the diagonal keep their
                 later keys; `attention(..., causal=True)` drops those
         """
@@ -264,6 +279,7 @@ class BlockLayout:
     def from_state_dict(cls, state: Mapping[str, Any]) -> BlockLayout:
         """The layout of a `state_dict`; its numbers may be tensors.
 
+        state   what `state_dict` returned
         raises  ValueError if the tensors are not those of a canonical layout, or of a selected one if so marked
         """
         tensors, numbers, is_selected = storage.read_state(state)

@@ -31,7 +31,9 @@ def public(module: ModuleType) -> dict[str, Any]:
 
 def documented(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
     """(name, object) for a function, or for a class, its methods and its properties."""
-    yield name, thing
+    # constants have no signature
+    if callable(thing) or isinstance(thing, property):
+        yield name, thing
     if inspect.isclass(thing):
         for inner in vars(thing):
             member = inspect.getattr_static(thing, inner)

@@ -96,7 +96,7 @@ def test_a_key_head_walks_the_columns_of_its_query_heads(group: int) -> None:
     layout = next(case for case in cases.LAYOUTS if case.name == "per-head").build()
     grids = [(tiles_by_loop(mask) > 0).sum(axis=0) for mask in layout.to_dense()[0]]
     summed = [np.sum(grids[first : first + group], axis=0).tolist() for first in range(0, 4, group)]
-    found = scheduling.of_records(layout.plan("cpu").col_items.numpy(), batch=3, heads=4, group=group)
+    found = scheduling.of_records(layout.plan("cpu").col_records.numpy(), batch=3, heads=4, group=group)
     assert sorted(found.tiles.tolist()) == sorted(3 * list(itertools.chain(*summed)))
 
 

@@ -153,9 +153,9 @@ def test_the_launch_of_the_statistics_clears_each_count():
     """Short sequences of one query head a key head have the fewest programs; one count more than they clear is
     refused."""
     statistics = pytest.importorskip("blocksparse_flash.kernels.triton.backward_preprocess", reason="needs Triton")
-    launch = pytest.importorskip("blocksparse_flash.kernels.arguments", reason="needs Triton")
+    tensor_spec = pytest.importorskip("blocksparse_flash.runtime.tensor_spec", reason="needs Triton")
     for batch, heads, q_len in itertools.product((1, 2), (1, 2, 5), (1, 128, 129)):
-        dout, n_padded = launch.see(torch.empty(batch, heads, q_len, 8, device="meta")), -(-q_len // 128) * 128
+        dout, n_padded = tensor_spec.spec_of(torch.empty(batch, heads, q_len, 8, device="meta")), -(-q_len // 128) * 128
         statistics.prepare_statistics(dout, n_padded, n_counts=n_counts(batch * heads))
         with pytest.raises(AssertionError):
             statistics.prepare_statistics(dout, n_padded, n_counts=n_padded * batch * heads + 1)

@@ -175,10 +175,10 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
     elif name == "joint":
         blocks = (f"{of}_BLOCK_{side}" for of in ("KEYS", "QUERIES") for side in ("Q", "KV"))
         yield name, dim, rest["TMA"], *(rest[word] for word in blocks), *steps
-    elif name == "decode":
+    elif name == "split_kv":
         yield name, dim, given["q_ptr"].element_size(), *steps
-        yield name, dim, "split" if rest["SPLIT"] else "whole"
-    elif name == "statistics":
+        yield name, dim, "split" if rest["IS_SPLIT"] else "whole"
+    elif name == "preprocess":
         wanted = tuple(given[word] is not None for word in ("pairs_ptr", "lines_ptr", "cleared_ptr", "queue_ptr"))
         yield name, *wanted
     elif name == "hopper_forward":
@@ -199,7 +199,7 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
             yield name, dim, "converts, long columns" if rest["n_cleared"] == rest["n_ahead"] == n_axes else "converts"
         if given["out_ptr"] is not None:
             yield name, dim, "tells statistics"
-    elif name in ("merge", "merge_rows", "sum_cols", "scale"):
+    elif name in ("combine", "merge_rows", "sum_cols", "scale"):
         yield name, dim
 
 
@@ -322,10 +322,10 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
             of_rows = split_kv.config(
                 n_rows, dim, size, shared_memory=gpu.shared_memory, major=gpu.major, changed=changed
             )
-            yield "decode", dim, size, *of_rows.config.arguments.values()
-        yield from (("decode", dim, word) for word in ("split", "whole"))
-        yield "merge", dim
-    yield "statistics", True, False, False, False
+            yield "split_kv", dim, size, *of_rows.config.arguments.values()
+        yield from (("split_kv", dim, word) for word in ("split", "whole"))
+        yield "combine", dim
+    yield "preprocess", True, False, False, False
 
 
 def _known_hopper() -> Iterator[Key]:
@@ -357,7 +357,7 @@ def _known_hopper() -> Iterator[Key]:
         if dim <= 64:
             yield "hopper_backward", dim, "converts, long columns"
         yield from (("sum_cols", dim), ("scale", dim))
-    yield from (("statistics", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
+    yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
 
 
 # ---- calls that reach them ----
