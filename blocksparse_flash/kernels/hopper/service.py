@@ -86,7 +86,7 @@ def clear(p_sum):
 
 @gluon.jit
 def tell(written, place, i_chunk, n_padded, q_len, DIM: gl.constexpr, DIM_V: gl.constexpr):
-    """What statistics_kernel tells of every query, as lines, of those whose dq a chunk is."""
+    """What preprocess_kernel writes for every query, as lines, of those whose dq a chunk is."""
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lines_ptr, dout_eighths, n_heads, n_lines, n_v_eighths = written
     ROWS: gl.constexpr = CHUNK // DIM
     # 256 values, 16 bytes a thread; half of the pieces are of dout
