@@ -181,9 +181,9 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
     """
     dim = padded_dim(call.backend, max(call.head_dim, call.v_dim))
 
-    def split(lines: Lines, first: int, n_axes: int) -> Lines:
+    def split(lines: Lines, first: int, n_batch_heads: int) -> Lines:
         chosen = memory.split(call, first, n_sms)
-        return split_lines(lines, chosen.n_lines * n_axes, chosen.parts)
+        return split_lines(lines, chosen.n_lines * n_batch_heads, chosen.parts)
 
     forward = backward = sides = call.sides
     if call.backend == "hopper":

@@ -78,10 +78,10 @@ def service(call: Call, n_sms: int) -> Service | None:
 def _queue(call: Call, first: int, n_sms: int) -> int:
     """Bytes of the counters with which `hopper` programs take tile rows (first = 0) or columns (3), if needed."""
     length, heads = (call.kv_len, call.kv_heads) if first else (call.q_len, call.heads)
-    n_axes = call.batch * heads
+    n_batch_heads = call.batch * heads
     if first and service(call, n_sms) is not None:
-        return FLOAT * n_counts(n_axes)
-    n_programs = split(call, first, n_sms).n_programs(-(-length // TILE), n_axes)
+        return FLOAT * n_counts(n_batch_heads)
+    n_programs = split(call, first, n_sms).n_programs(-(-length // TILE), n_batch_heads)
     return FLOAT if n_programs > n_sms else 0
 
 
@@ -164,12 +164,14 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
             workspace += dq
         # added to, it is read and written
         walk = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
-        chosen, n_axes = service(call, n_sms), call.batch * call.kv_heads
+        chosen, n_batch_heads = service(call, n_sms), call.batch * call.kv_heads
         if chosen is not None:
-            preprocess_is_overlapped = are_statistics_overlapped(chosen, n_axes, -(-call.kv_len // TILE), call.v_dim)
+            preprocess_is_overlapped = are_statistics_overlapped(
+                chosen, n_batch_heads, -(-call.kv_len // TILE), call.v_dim
+            )
             prepared = dq_sum + (passes if preprocess_is_overlapped else 0)
-            overlapped = (n_axes - chosen.n_cleared) * (prepared // n_axes) + chosen.n_converted * (
-                (dq_sum + dq) // n_axes
+            overlapped = (n_batch_heads - chosen.n_cleared) * (prepared // n_batch_heads) + chosen.n_converted * (
+                (dq_sum + dq) // n_batch_heads
             )
         passes += 2 * dq_sum + dq - overlapped
     parts = _parts(call, 3, n_sms)

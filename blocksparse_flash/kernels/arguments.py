@@ -146,12 +146,12 @@ def score_arguments(options: Options, direction: int, *, scale: float) -> dict[s
     return arguments
 
 
-def walk_strides(items: Shape | None) -> tuple[int, int]:
+def strides_of_records(items: Shape | None) -> tuple[int, int]:
     """(batch, head) strides of a plan's records; 0 along a broadcast dimension and without a plan."""
     return (0, 0) if items is None else axis_strides(items)
 
 
-def walk(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...]:
+def tile_lists(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...]:
     """Records, indices, bitmask ids and bitmasks of a plan's rows (first = 0) or columns (3); Nones without a plan."""
     return (plan[first], plan[first + 1], plan[first + 2], plan[6]) if plan else (None,) * 4
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan_format import TILE, has_subtiles_of, n_split_of
+from ..plan_format import TILE, n_split_of
 
 # parts of a line
 MAX_PARTS = 16
@@ -43,25 +43,27 @@ def padded_dim(backend: str, head_dim: int) -> int:
 
 
 class Split(NamedTuple):
-    """The first n_lines of every head in launch order, the longest ones, are walked by so many programs each."""
+    """The first n_lines of every head in launch order, the longest ones, are split into so many programs each."""
 
     n_lines: int
     parts: int
 
-    def n_programs(self, n_lines: int, n_axes: int) -> int:
-        """One for each of n_lines lines of n_axes heads, and one for each part more."""
-        return (n_lines + self.n_lines * (self.parts - 1)) * n_axes
+    def n_programs(self, n_lines: int, n_batch_heads: int) -> int:
+        """One for each of n_lines lines of n_batch_heads heads, and one for each part more."""
+        return (n_lines + self.n_lines * (self.parts - 1)) * n_batch_heads
 
-    def floats(self, columns: int, n_axes: int) -> int:
+    def floats(self, columns: int, n_batch_heads: int) -> int:
         """Float32 numbers that the parts write: `columns` for each token of a line."""
-        return self.n_lines * self.parts * n_axes * TILE * columns if self.parts > 1 else 0
+        return self.n_lines * self.parts * n_batch_heads * TILE * columns if self.parts > 1 else 0
 
 
 WHOLE = Split(0, 1)
 
 
-def choose(n_lines: int, n_axes: int, *, longest: int, work: int, n_long: int, is_even: bool, n_sms: int) -> Split:
-    """The split of n_lines lines for each of n_axes heads; the time of either way is estimated in tiles.
+def choose(
+    n_lines: int, n_batch_heads: int, *, longest: int, work: int, n_long: int, is_even: bool, n_sms: int
+) -> Split:
+    """The split of n_lines lines for each of n_batch_heads heads; the time of either way is estimated in tiles.
 
     longest  tiles that a line may have; how many it has, only the GPU knows
     work     tiles of all lines of all heads
@@ -70,7 +72,7 @@ def choose(n_lines: int, n_axes: int, *, longest: int, work: int, n_long: int, i
              see _of_shapes for rows
     is_even  the lines, but for those, are about as long as each other
     """
-    n_programs, share = n_lines * n_axes, work / n_sms
+    n_programs, share = n_lines * n_batch_heads, work / n_sms
     if n_programs == 0 or longest <= share:
         return WHOLE
     if n_long and 2 * n_programs > n_sms:
@@ -92,17 +94,6 @@ def choose(n_lines: int, n_axes: int, *, longest: int, work: int, n_long: int, i
     return split if time <= WORTHWHILE * whole else WHOLE
 
 
-def n_long(n_indices: int, n_ids: int) -> int:
-    """How many records at the front of each head are worth splitting, by the lengths of a plan's lists: see
-    plan.Plan."""
-    return n_split_of(n_indices, n_ids)
-
-
-def has_quarters(n_indices: int, n_ids: int) -> bool:
-    """Whether tiles made of whole quarters are listed as such, by the same lengths."""
-    return has_subtiles_of(n_indices, n_ids)
-
-
 @functools.lru_cache(maxsize=4096)
 def _of_shapes(
     lists: tuple[Sequence[int], ...],
@@ -113,18 +104,18 @@ def _of_shapes(
     n_sms: int,
 ) -> Split:
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q_shape, k_shape
-    n_lines, n_others, n_axes, group = -(-q_len // TILE), -(-kv_len // TILE), batch * heads, 1
+    n_lines, n_others, n_batch_heads, group = -(-q_len // TILE), -(-kv_len // TILE), batch * heads, 1
     if not is_of_rows:
-        n_lines, n_others, n_axes, group = n_others, n_lines, batch * kv_heads, heads // max(1, kv_heads)
+        n_lines, n_others, n_batch_heads, group = n_others, n_lines, batch * kv_heads, heads // max(1, kv_heads)
     of_head, long = n_lines * n_others / (2 if causal else 1), 0
     if lists:
         items, (n_indices,), (n_ids,) = lists
-        of_head, long = n_indices / (items[0] * items[1]), n_long(n_indices, n_ids)
+        of_head, long = n_indices / (items[0] * items[1]), n_split_of(n_indices, n_ids)
     return choose(
         n_lines,
-        n_axes,
+        n_batch_heads,
         longest=n_others * group,
-        work=round(of_head * n_axes * group),
+        work=round(of_head * n_batch_heads * group),
         n_long=long,
         is_even=bool(lists) or not causal,
         n_sms=n_sms,
@@ -144,7 +135,7 @@ def split_of(
     plan              the tensors of plan.Plan; empty: dense, or `causal`
     q_shape, k_shape  (batch, heads, length, head_dim)
     """
-    if first == 0 and not (plan and n_long(plan[1].shape[0], plan[2].shape[0])):
+    if first == 0 and not (plan and n_split_of(plan[1].shape[0], plan[2].shape[0])):
         # rows are split only where some are long
         return WHOLE
     lists = (plan[first].shape, plan[first + 1].shape, plan[first + 2].shape) if plan else ()

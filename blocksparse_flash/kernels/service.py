@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan_format import TILE
-from .schedule import Split, n_long
+from ..plan_format import TILE, n_split_of
+from .schedule import Split
 
 # what is counted of all sections together: columns and chunks that are taken
 FRONT = 2
@@ -55,19 +55,19 @@ def service_of(
     q_shape, k_shape  (batch, heads, length, head_dim)
     split             of the columns
     """
-    n_axes, n_lines = k_shape[0] * k_shape[1], -(-k_shape[2] // TILE)
-    long = n_long(plan[4].shape[0], plan[5].shape[0]) if plan else 0
+    n_batch_heads, n_lines = k_shape[0] * k_shape[1], -(-k_shape[2] // TILE)
+    long = n_split_of(plan[4].shape[0], plan[5].shape[0]) if plan else 0
     # those that do not come first, in all heads
     n_rest = n_lines - max(long, split.n_lines if split.parts > 1 else 0)
-    if n_axes * n_rest * q_shape[2] <= 0:
+    if n_batch_heads * n_rest * q_shape[2] <= 0:
         return None
-    # those of the last columns that are taken, which are walked by all programs at a time
-    n_converted = n_axes - max(1, n_sms // n_rest)
+    # those of the last columns that are taken, which all programs run at the same time
+    n_converted = n_batch_heads - max(1, n_sms // n_rest)
     if n_converted <= 0:
         return None
     if n_rest < n_lines:
         # bigbird of 16,384 tokens on an H200: 884 for 898 microseconds at head_dim 64, 831 for 820 at 128
-        return Service(n_axes, n_axes, n_converted) if q_shape[3] <= 64 else None
+        return Service(n_batch_heads, n_batch_heads, n_converted) if q_shape[3] <= 64 else None
     # of the first columns; and when the last column of a section is done, as many columns of later ones are under way,
     # and as
     # long as they take there is for this section to be converted and another one to be prepared
@@ -75,18 +75,18 @@ def service_of(
     # head_dim 64 899 for 838 and
     # 870 for 827; one, two, four more: the same to 1 %
     n_cleared, n_ahead = 1 + n_sms // n_lines, 1 + -(-2 * n_sms // n_lines)
-    return Service(min(n_cleared, n_axes), min(n_ahead, n_axes), n_converted)
+    return Service(min(n_cleared, n_batch_heads), min(n_ahead, n_batch_heads), n_converted)
 
 
-def are_statistics_overlapped(service: Service | None, n_axes: int, n_lines: int, v_dim: int) -> bool:
+def are_statistics_overlapped(service: Service | None, n_batch_heads: int, n_lines: int, v_dim: int) -> bool:
     """Whether lse and delta of later sections are written beside the columns of others, not by the launch before.
 
-    n_axes, n_lines  sections, columns of each
+    n_batch_heads, n_lines  sections, columns of each
     v_dim            of out, which comes 16 bytes at a time
     """
-    return service is not None and service.n_cleared < n_axes and n_lines >= TELLING_COLUMNS and v_dim % 8 == 0
+    return service is not None and service.n_cleared < n_batch_heads and n_lines >= TELLING_COLUMNS and v_dim % 8 == 0
 
 
-def n_counts(n_axes: int) -> int:
+def n_counts(n_batch_heads: int) -> int:
     """How many int32 are counted with: taken, and of each section what is prepared and what is computed."""
-    return FRONT + 2 * n_axes
+    return FRONT + 2 * n_batch_heads

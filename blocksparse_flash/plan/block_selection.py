@@ -264,7 +264,7 @@ def _plan_by_kernels(
     rows = block_selection.Rows(batch * heads, n_ends - 1, -(-kv_len // block_size[1]), q_len, kv_len, block_size)
     grid = plan_builder.Grid(rows, causal)
     n_entries = capacity * grid.tiles[0] * grid.tiles[1]
-    lengths = _lengths(n_entries, rows.axes, grid.shape, has_subtiles=grid.has_quarters)
+    lengths = _lengths(n_entries, rows.axes, grid.shape, has_subtiles=grid.has_subtiles)
     with tracing.on_device(bits.device):
         return with_dynamic_lengths(Plan._make(plan_builder.build_plan(bits, grid, (batch, heads), lengths)))
 

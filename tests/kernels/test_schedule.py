@@ -12,8 +12,8 @@ from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.kernels.schedule import TILE, WHOLE, Split, choose, n_long, split_of
-from blocksparse_flash.plan_format import Plan
+from blocksparse_flash.kernels.schedule import TILE, WHOLE, Split, choose, split_of
+from blocksparse_flash.plan_format import Plan, n_split_of
 
 # an H200
 MULTIPROCESSORS = 132
@@ -21,7 +21,7 @@ MULTIPROCESSORS = 132
 
 def counted(plan: Plan) -> list[int]:
     """Rows and columns worth splitting, as the lengths of a plan say."""
-    return [n_long(len(lists[0]), len(lists[1])) for lists in (plan[1:3], plan[4:6])]
+    return [n_split_of(len(lists[0]), len(lists[1])) for lists in (plan[1:3], plan[4:6])]
 
 
 def shapes(length: int, heads: int, kv_heads: int, batch: int = 1) -> tuple[torch.Size, torch.Size]:
@@ -182,7 +182,7 @@ def test_nothing_is_not_split(shape: tuple[int, ...]) -> None:
 
 @given(
     n_lines=st.integers(1, 9000),
-    n_axes=st.integers(1, 300),
+    n_batch_heads=st.integers(1, 300),
     others=st.integers(1, 9000),
     mean=st.floats(0.01, 1.0),
     n_long=st.integers(0, 63),
@@ -190,14 +190,14 @@ def test_nothing_is_not_split(shape: tuple[int, ...]) -> None:
     n_sms=st.sampled_from([1, 16, 132]),
 )
 def test_what_is_chosen_is_bounded(
-    n_lines: int, n_axes: int, others: int, mean: float, n_long: int, is_even: bool, n_sms: int
+    n_lines: int, n_batch_heads: int, others: int, mean: float, n_long: int, is_even: bool, n_sms: int
 ) -> None:
     """Parts take no more memory than half of a tensor of 16 bits, or few lines a SM; lines are those there are."""
     n_long = min(n_long, n_lines)
-    work = math.ceil(n_lines * n_axes * others * mean)
+    work = math.ceil(n_lines * n_batch_heads * others * mean)
     split = choose(
         n_lines,
-        n_axes,
+        n_batch_heads,
         longest=others,
         work=work,
         n_long=n_long,
@@ -207,8 +207,8 @@ def test_what_is_chosen_is_bounded(
     assert split == WHOLE or (split.n_lines in (n_long, n_lines) and 2 <= split.parts <= 16)
     if others * n_sms <= work:
         assert split == WHOLE
-    of_tensor, of_line = 2 * n_lines * n_axes * TILE * 128, 4 * TILE * 128
-    assert 4 * split.floats(128, n_axes) <= max(of_tensor / 2, 4 * n_sms * of_line)
+    of_tensor, of_line = 2 * n_lines * n_batch_heads * TILE * 128, 4 * TILE * 128
+    assert 4 * split.floats(128, n_batch_heads) <= max(of_tensor / 2, 4 * n_sms * of_line)
 
 
 # 4 parts would do; of 40 lines they would take more than half of the memory of what becomes of them

@@ -48,12 +48,12 @@ def test_neither_parts_nor_long_columns():
     assert ask(16, 16384, plan=masks.bigbird(16384, block_size=128, seed=0).plan(CPU)) is None
 
 
-def items(service: Service, n_axes: int) -> list[tuple[str, int]]:
+def items(service: Service, n_batch_heads: int) -> list[tuple[str, int]]:
     """As kernels/hopper_service.py says: sections in the order in which they are cleared and converted."""
     order = [("clear", section) for section in range(service.n_cleared, service.n_ahead)]
     for section in range(service.n_converted):
         order.append(("convert", section))
-        if section + service.n_ahead < n_axes:
+        if section + service.n_ahead < n_batch_heads:
             order.append(("clear", section + service.n_ahead))
     return order
 
@@ -61,37 +61,37 @@ def items(service: Service, n_axes: int) -> list[tuple[str, int]]:
 GRID = list(itertools.product((2, 3, 5, 16, 40), (1, 2, 7, 128), (1, 3, 8, 132)))
 
 
-@pytest.mark.parametrize(("n_axes", "n_lines", "n_programs"), GRID)
-def test_each_section_is_cleared_once_and_converted_at_most_once(n_axes, n_lines, n_programs):
-    shape = (1, n_axes, 128 * n_lines, 64)
+@pytest.mark.parametrize(("n_batch_heads", "n_lines", "n_programs"), GRID)
+def test_each_section_is_cleared_once_and_converted_at_most_once(n_batch_heads, n_lines, n_programs):
+    shape = (1, n_batch_heads, 128 * n_lines, 64)
     service = service_of((), shape, shape, WHOLE, n_programs)
     if service is None:
-        assert n_axes * n_lines <= n_programs or n_axes == 1
+        assert n_batch_heads * n_lines <= n_programs or n_batch_heads == 1
         return
-    order = items(service, n_axes)
+    order = items(service, n_batch_heads)
     cleared = [section for what, section in order if what == "clear"]
-    assert [*range(service.n_cleared), *cleared] == list(range(n_axes))
+    assert [*range(service.n_cleared), *cleared] == list(range(n_batch_heads))
     assert [section for what, section in order if what == "convert"] == list(range(service.n_converted))
-    assert service.n_converted < n_axes < n_counts(n_axes)
+    assert service.n_converted < n_batch_heads < n_counts(n_batch_heads)
     # columns are taken from a queue
-    assert n_axes * n_lines > n_programs
+    assert n_batch_heads * n_lines > n_programs
 
 
 class Run:
     """Programs and warps that serve, as kernels/hopper_service.py has them wait for each other; chance says who goes
     on."""
 
-    def __init__(self, n_axes: int, n_lines: int, service: Service, n_programs: int) -> None:
-        self.n_lines, self.n_cols, self.service = n_lines, n_axes * n_lines, service
-        self.order, self.n_items, self.n_taken = items(service, n_axes), 0, 0
-        self.is_cleared = [section < service.n_cleared for section in range(n_axes)]
-        self.n_computed = [0] * n_axes
+    def __init__(self, n_batch_heads: int, n_lines: int, service: Service, n_programs: int) -> None:
+        self.n_lines, self.n_cols, self.service = n_lines, n_batch_heads * n_lines, service
+        self.order, self.n_items, self.n_taken = items(service, n_batch_heads), 0, 0
+        self.is_cleared = [section < service.n_cleared for section in range(n_batch_heads)]
+        self.n_computed = [0] * n_batch_heads
         # of each program, its column and whether it has begun; of each warp, its item
         self.programs: list[tuple[int, bool] | None] = [None] * n_programs
         self.warps: list[int | None] = [None] * n_programs
         self.converted: list[int] = []
 
-    def walk(self, i: int) -> bool:
+    def run_columns(self, i: int) -> bool:
         """Whether a program can go on."""
         held = self.programs[i]
         if held is not None and not held[1]:
@@ -128,24 +128,24 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("n_axes", "n_lines", "n_programs"), [case for case in GRID if case[2] < 132 and case[1] < 128]
+    ("n_batch_heads", "n_lines", "n_programs"), [case for case in GRID if case[2] < 132 and case[1] < 128]
 )
-def test_nothing_waits_in_a_circle(n_axes, n_lines, n_programs):
+def test_nothing_waits_in_a_circle(n_batch_heads, n_lines, n_programs):
     """Whatever the order, and with fewer programs than the service was made for."""
-    shape = (1, n_axes, 128 * n_lines, 64)
+    shape = (1, n_batch_heads, 128 * n_lines, 64)
     service = service_of((), shape, shape, WHOLE, n_programs)
     if service is None:
         return
     for seed, n_running in itertools.product(range(5), {1, n_programs}):
         chance = random.Random(seed)
-        run = Run(n_axes, n_lines, service, n_running)
-        moves = [(go, i) for go in (run.walk, run.serve) for i in range(n_running)]
+        run = Run(n_batch_heads, n_lines, service, n_running)
+        moves = [(go, i) for go in (run.run_columns, run.serve) for i in range(n_running)]
         weights = [chance.choice([0.001, 1.0, 1000.0]) for _ in moves]
         while True:
             (first,) = chance.choices(range(len(moves)), weights)
             if not any(go(i) for go, i in [*moves[first:], *moves[:first]]):
                 break
-        assert run.n_computed == [n_lines] * n_axes
+        assert run.n_computed == [n_lines] * n_batch_heads
         assert sorted(run.converted) == list(range(service.n_converted))
 
 
@@ -160,8 +160,8 @@ def test_the_launch_of_the_statistics_clears_each_count():
         with pytest.raises(AssertionError):
             statistics.prepare_statistics(dout, n_padded, n_counts=n_padded * batch * heads + 1)
     # few heads, of few sections that are prepared before
-    for n_axes, n_lines in itertools.product((2, 40, 1000, 100000), (1, 8, 128)):
-        shape = (1, n_axes, 128 * n_lines, 64)
+    for n_batch_heads, n_lines in itertools.product((2, 40, 1000, 100000), (1, 8, 128)):
+        shape = (1, n_batch_heads, 128 * n_lines, 64)
         service = service_of((), shape, shape, WHOLE, 132)
         if service is not None:
-            assert n_counts(n_axes) <= 128 * n_lines * service.n_cleared or n_axes > 5000
+            assert n_counts(n_batch_heads) <= 128 * n_lines * service.n_cleared or n_batch_heads > 5000

@@ -44,9 +44,9 @@ def test_rows_are_padded(device: torch.device) -> None:
 
 def test_rows_for_the_copy_engine_are_whole() -> None:
     """The last one too: dq, dk and dv are written as whole rows."""
-    hopper = pytest.importorskip("blocksparse_flash.kernels.hopper.device_functions", reason="needs Gluon")
+    hopper = pytest.importorskip("blocksparse_flash.kernels.hopper.tma", reason="needs Gluon")
     for head_dim, row in ((60, 64), (64, 64), (1, 8)):
-        memory = hopper.writable(torch.float32, (2, 3, 5, head_dim))
+        memory = hopper.tma_storable(torch.float32, (2, 3, 5, head_dim))
         made = torch.empty_strided(memory.shape, memory.strides, dtype=memory.dtype)
         assert made.stride() == (15 * row, 5 * row, row, 1)
         assert made.untyped_storage().nbytes() == 4 * 30 * row

@@ -224,7 +224,7 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return self._view(lambda part: part.view([int(n) for n in shape]))
 
-    def seen_as(self, shape: list[int], dtype: torch.dtype) -> Shared:
+    def reinterpret(self, shape: list[int], dtype: torch.dtype) -> Shared:
         """The first of the same bytes as values of a type no wider."""
         n_values = torch.Size(shape).numel()
         place = self.place.view(-1).repeat_interleave(self.dtype.itemsize // dtype.itemsize)

@@ -28,6 +28,8 @@ from blocksparse_flash.runtime import launch, launcher
 from tests.support.gluon_machine import CURRENT, Barrier, Barriers, Machine, Partition, ProtocolError, Shared, run_all
 
 KERNELS = Path(kernels.__file__).parent
+# modules with device functions, in the order of their imports
+HELPERS = ("hopper.barriers", "hopper.tma", "hopper.bitmask", "hopper.registers")
 
 
 # ---- global memory ----
@@ -87,8 +89,8 @@ class Descriptor:
 # ---- the language ----
 
 
-def keep_halves(values: Tensor, bits: Tensor, stride: int, fill: int) -> Tensor:
-    """What the assembly of hopper.keep_halves does."""
+def mask_subtiles(values: Tensor, bits: Tensor, stride: int, fill: int) -> Tensor:
+    """What the assembly of hopper.mask_subtiles does."""
     filling = torch.tensor(fill, dtype=torch.int64).to(torch.int32).view(torch.float32)
     halves = [
         half if int(bits) >> i * stride & 1 else torch.full_like(half, filling)
@@ -264,7 +266,7 @@ class Language:
 
     # copies
 
-    def load_async(self, descriptor: Descriptor, start: list[Any], barrier: Barrier, target: Shared) -> None:
+    def tma_load(self, descriptor: Descriptor, start: list[Any], barrier: Barrier, target: Shared) -> None:
         who, machine = self._who, self.machine
         who.pause("the issue of a copy")
         assert descriptor.block_shape == target.shape and descriptor.dtype == target.dtype
@@ -280,7 +282,7 @@ class Language:
 
         machine.copies.append(land)
 
-    def store_async(self, descriptor: Descriptor, start: list[Any], source: Shared, *, add: bool = False) -> None:
+    def tma_store(self, descriptor: Descriptor, start: list[Any], source: Shared, *, add: bool = False) -> None:
         who, machine = self._who, self.machine
         who.pause("the issue of a store")
         assert descriptor.block_shape == source.shape and descriptor.dtype == source.dtype
@@ -295,15 +297,15 @@ class Language:
         who.writes.append(land)
         machine.writes.append(land)
 
-    def add_async(self, descriptor: Descriptor, start: list[Any], source: Shared) -> None:
-        self.store_async(descriptor, start, source, add=True)
+    def tma_reduce_add(self, descriptor: Descriptor, start: list[Any], source: Shared) -> None:
+        self.tma_store(descriptor, start, source, add=True)
 
-    def add_sum(self, pointer: Pointer, values: Tensor) -> None:
+    def atomic_add_sum(self, pointer: Pointer, values: Tensor) -> None:
         self._who.pause("an addition")
         pointer = pointer + torch.arange(len(values))
         pointer.flat[pointer.at()] += values
 
-    def copy_async(self, target: Shared, pointer: Pointer, mask: Any = None) -> None:
+    def cp_async(self, target: Shared, pointer: Pointer, mask: Any = None) -> None:
         """What a warp sends for and waits for itself."""
         who = self._who
         who.pause("the issue of a copy")
@@ -315,12 +317,12 @@ class Language:
 
         who.fetches.append(land)
 
-    def copy_wait(self) -> None:
+    def cp_async_wait(self) -> None:
         self._who.pause("copies")
         while self._who.fetches:
             self._who.fetches.pop(0)()
 
-    def fence_engine(self) -> None:
+    def fence_proxy_async(self) -> None:
         # what TMA sees of global memory is not simulated
         pass
 
@@ -330,7 +332,7 @@ class Language:
         while len(who.stores) > n_pending:
             who.stores.pop(0).end_read()
 
-    def wait_for_writes(self, n_pending: int) -> None:
+    def tma_store_wait_writes(self, n_pending: int) -> None:
         who, machine = self._who, self.machine
         waited = who.writes[: max(0, len(who.writes) - n_pending)]
         who.pause("writes", lambda: not any(write in machine.writes for write in waited))
@@ -338,11 +340,11 @@ class Language:
 
     # counters
 
-    def wait_for_count(self, counter: Pointer, n: Any, nap: int) -> None:
+    def wait_for_counter(self, counter: Pointer, n: Any, nap: int) -> None:
         at = int(counter.at())
         self._who.pause(f"{int(n)} at counter {at}", lambda: int(counter.flat[at]) >= int(n))
 
-    def count_in(self, counter: Pointer) -> None:
+    def increment_counter(self, counter: Pointer) -> None:
         self.atomic_add(counter, 1)
 
     # products
@@ -403,15 +405,15 @@ class Simulation:
     ) -> None:
         self.seed, self.changes, self.slow, self.resident = seed, changes, slow, resident
         self.language = Language()
-        names = ["named_barrier", "fence_async_shared", "load_async", "store_async", "add_async"]
+        names = ["named_barrier", "fence_async_shared", "tma_load", "tma_store", "tma_reduce_add"]
         names += [
-            "add_sum",
-            "copy_async",
-            "copy_wait",
-            "fence_engine",
-            "wait_for_writes",
-            "wait_for_count",
-            "count_in",
+            "atomic_add_sum",
+            "cp_async",
+            "cp_async_wait",
+            "fence_proxy_async",
+            "tma_store_wait_writes",
+            "wait_for_counter",
+            "increment_counter",
             "warpgroup_mma",
             "warpgroup_mma_wait",
         ]
@@ -421,12 +423,12 @@ class Simulation:
             "pin": lambda values: values,
             "rescale": lambda out, decay: out * decay,
             "load_words": lambda pointers, count: tuple(self.language.load(pointers + i) for i in range(count)),
-            "keep_halves": keep_halves,
-            "keep_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
+            "mask_subtiles": mask_subtiles,
+            "mask_by_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
             # where in a buffer, or in which thread, values lie is not simulated
             "eights": lambda warps: None,
-            "seen_as": lambda tile, shape, layout, dtype: tile.seen_as(shape, dtype),
-            "hidden": lambda i: i,
+            "reinterpret": lambda tile, shape, layout, dtype: tile.reinterpret(shape, dtype),
+            "opaque": lambda i: i,
             "bits_of": lambda dtype: 8 * dtype.itemsize,
             "round_both": lambda p, dp, delta, dtype: (p.to(dtype), (p * (dp - delta)).to(dtype)),
             "accumulator": lambda columns: None,
@@ -438,7 +440,8 @@ class Simulation:
         # what the simulator gives, and below what a module has defined for those that import it
         self.given = dict(self.known)
         self._load("triton.tile", {"tl": self.language})
-        self._load("hopper.device_functions")
+        for name in HELPERS:
+            self._load(name)
         self._load("hopper.forward_producer")
         self._load("hopper.softmax")
         self.hopper_forward = self._load("hopper.forward")
@@ -476,7 +479,7 @@ class Simulation:
         vars(module).update(more or {})
         if name in (
             "triton.tile",
-            "hopper.device_functions",
+            *HELPERS,
             "hopper.forward_producer",
             "hopper.softmax",
             "hopper.service",

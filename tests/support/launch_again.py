@@ -156,7 +156,7 @@ def main() -> None:
         options = launch.options_of(out, 0.125, False, 0.0, None)
         specs = specs_of(out, out, out)
         (seen,) = specs_of(out).tensors
-        walks = launch.walk(plan, 0)
+        walks = launch.tile_lists(plan, 0)
 
         for worth in (1 << 40, 0):
             with mock.patch.object(launch, "MIN_TMA_ELEMENTS", worth):
@@ -200,10 +200,10 @@ def main() -> None:
         recorder.calls.clear()
 
         # with more rows than programs, which have a queue, and without
-        for split, n_sms, is_quartered in ((WHOLE, 132, True), (WHOLE, 3, False), (Split(1, 3), 132, False)):
+        for split, n_sms, has_subtiles in ((WHOLE, 132, True), (WHOLE, 3, False), (Split(1, 3), 132, False)):
             with mock.patch.object(hopper_forward, "num_sms", lambda _, n=n_sms: n):
                 hopper = hopper_forward.prepare.__wrapped__(
-                    specs, launch.plan_specs_of(walks), None, split, is_quartered, 0.125, False, None
+                    specs, launch.plan_specs_of(walks), None, split, has_subtiles, 0.125, False, None
                 )
             assert hopper.is_queued == (n_sms == 3)
             queue = torch.zeros(1, dtype=torch.int32) if hopper.is_queued else None

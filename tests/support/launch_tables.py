@@ -179,24 +179,30 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         yield name, dim, given["q_ptr"].element_size(), *steps
         yield name, dim, "split" if rest["IS_SPLIT"] else "whole"
     elif name == "preprocess":
-        wanted = tuple(given[word] is not None for word in ("pairs_ptr", "lines_ptr", "cleared_ptr", "queue_ptr"))
+        wanted = tuple(
+            given[word] is not None for word in ("pairs_ptr", "lines_ptr", "cleared_ptr", "tile_counter_ptr")
+        )
         yield name, *wanted
     elif name == "hopper_forward":
         dim = dim or max(each._factories[i]._arguments[2][-1] for i in (0, 2))
-        has = tuple(given[word] is not None for word in ("items_ptr", "kv_lengths_ptr"))
+        has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         words = ("WARPGROUPS", "QUERIES", "SLACK", "BLOCK_KV", "STAGES", "OUT_IN_Q", "PIN", "EARLY_WORDS")
         yield name, dim, *has, *(rest[word] for word in words)
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
         dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
-        has = tuple(given[word] is not None for word in ("items_ptr", "kv_lengths_ptr"))
+        has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         yield name, dim, *has, rest["STAGES"], rest["SETS"]
         yield from ((name, dim, word) for word in _features(rest, given))
         if given["sum_ptr"] is None:
             yield name, dim, "dq in a launch of its own"
         if rest["n_converted"]:
-            n_axes = rest["n_axes"]
-            yield name, dim, "converts, long columns" if rest["n_cleared"] == rest["n_ahead"] == n_axes else "converts"
+            n_batch_heads = rest["n_batch_heads"]
+            yield (
+                name,
+                dim,
+                "converts, long columns" if rest["n_cleared"] == rest["n_ahead"] == n_batch_heads else "converts",
+            )
         if given["out_ptr"] is not None:
             yield name, dim, "tells statistics"
     elif name in ("combine", "merge_rows", "sum_cols", "scale"):
@@ -204,11 +210,11 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
 
 
 def _features(rest: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
-    if rest["QUARTERS"]:
+    if rest["HAS_SUBTILES"]:
         yield "quarters"
-    if rest["n_parts"] > 1:
+    if rest["num_splits"] > 1:
         yield "split"
-    yield "queued" if given["queue_ptr"] is not None else "one round"
+    yield "queued" if given["tile_counter_ptr"] is not None else "one round"
 
 
 @contextlib.contextmanager

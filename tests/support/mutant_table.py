@@ -362,8 +362,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan_format.py",
-            "n_indices + 8 * n_split +",
-            "n_indices + 8 * min(n_split, 1) +",
+            "n_indices + 8 * n_split_lines +",
+            "n_indices + 8 * min(n_split_lines, 1) +",
             "tests/plan/test_host_builder.py",
         ),
         (
@@ -381,8 +381,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "kernels/triton/plan_builder.py",
-            "b_first_q + kv_len - q_len >= b_first_kv + HALF - 1",
-            "b_first_q + kv_len - q_len > b_first_kv + HALF - 1",
+            "b_first_q + kv_len - q_len >= b_first_kv + WARPGROUP_ROWS - 1",
+            "b_first_q + kv_len - q_len > b_first_kv + WARPGROUP_ROWS - 1",
             LISTED,
         ),
         ("kernels/triton/plan_builder.py", "4 * (behind < 0)", "4 * (behind <= 0)", LISTED),
@@ -579,8 +579,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/tile.py",
-            "(i_axis % n_heads * GROUP)",
-            "(i_axis % n_heads)",
+            "(batch_head % n_heads * GROUP)",
+            "(batch_head % n_heads)",
             "tests/kernels/triton/test_combine_splits.py -k columns_are_added",
         ),
         (
@@ -649,8 +649,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/combine_splits.py",
-            "i_tile = n_lines - 1 - i_line // n_axes",
-            "i_tile = i_line // n_axes",
+            "i_tile = n_lines - 1 - i_line // n_batch_heads",
+            "i_tile = i_line // n_batch_heads",
             "tests/kernels/triton/test_combine_splits.py -k rows_are_merged",
         ),
         (

@@ -43,11 +43,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...plan_format import has_subtiles_of
 from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
-from ..arguments import LOG2_E, Options, PlanSpecs, options_of, plan_specs_of, walk, walk_strides
+from ..arguments import LOG2_E, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..arguments import TILE as TILE_SIDE
-from ..schedule import Split, has_quarters, padded_dim, split_of
+from ..schedule import Split, padded_dim, split_of
 from ..separate_dq import is_dq_separate
 from ..service import Service, are_statistics_overlapped, n_counts, service_of
 from ..triton import backward as portable
@@ -70,29 +71,21 @@ from .backward_producer import (
     read_col_work_tile,
     report,
 )
-from .device_functions import (
-    FITS,
-    HALF,
-    QUARTERS_BIT,
-    DescriptorFactory,
+from .barriers import allocate_mbarriers, named_barrier
+from .bitmask import SUBTILES_BIT, mask_subtiles, transposed_mask
+from .registers import (
+    BEFORE_TRITON_3_9,
+    WARPGROUP_ROWS,
     accumulator,
-    add_async,
-    add_sum,
-    bit_rows,
-    clear_tail,
-    in_order,
-    keep_halves,
-    keep_part,
-    key_limit,
-    named_barrier,
-    new_barriers,
-    readable,
-    seen_as,
-    store_async,
-    wait_for_writes,
-    writable,
+    atomic_add_sum,
+    clamped_kv_len,
+    in_register_order,
+    reinterpret,
+    store_split,
+    zero_tail,
 )
 from .service import CHUNK, FETCHED, STEP, scale_kernel, serve
+from .tma import DescriptorFactory, tma_loadable, tma_reduce_add, tma_storable, tma_store, tma_store_wait_writes
 
 MAX_HEAD_DIM = 128
 # of the sum of dq, numbers of a line, by which TMA adds
@@ -119,7 +112,7 @@ class Config:
 def config(dim: int) -> Config:
     """The launch table: dim is the larger padded head dimension.
 
-    H200, 16,384 tokens, hidden size 2048, bf16, Triton 3.6, TFLOP/s of the kernels of a backward (dense, butterfly,
+    H200, 16,384 tokens, opaque size 2048, bf16, Triton 3.6, TFLOP/s of the kernels of a backward (dense, butterfly,
     local, random,
     bigbird), a few calls each, so that power does not yet limit the clock:
         128  64 queries a step                                   661 495
@@ -143,7 +136,7 @@ def config(dim: int) -> Config:
     TFLOP/s of single
     calls and over and over: 128 dense 608, 578, butterfly 528, 473, random 574, 530; 64 dense 545, 517.
 
-    Sums in the order in which threads hold them (hopper.in_order), added from registers ("direct") or by TMA, and
+    Sums in the order in which threads hold them (hopper.in_register_order), added from registers ("direct") or by TMA, and
     lse and
     delta written beside the columns; microseconds of a whole backward, single launches, L2 emptied:
                                                      local butterfly random bigbird
@@ -210,7 +203,7 @@ def attending(ptrs, sizes, kv_start, limit, step, o_kv, o_q, CAUSAL: gl.constexp
     STEPS: gl.constexpr = TILE // BLOCK_Q
     if indices_ptr is not None:
         i_bitmask = gl.load(ids_ptr + step // STEPS)
-        return bit_rows(words_ptr, i_bitmask, o_kv, step % STEPS * BLOCK_Q + o_q)
+        return transposed_mask(words_ptr, i_bitmask, o_kv, step % STEPS * BLOCK_Q + o_q)
     else:
         # the first query of the step that each key may be attended by
         o_first = o_kv * 0
@@ -246,7 +239,7 @@ def round_both(b_p, b_dp, b_delta, dtype: gl.constexpr):
 
 
 @gluon.jit
-def hidden(i):
+def opaque(i):
     """The same number, of which the compiler knows nothing."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -254,7 +247,7 @@ def hidden(i):
 @gluon.jit
 def backward_step(
     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head, step, n_now,
-    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, QUARTERED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, IS_SUBTILED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One step: dk and dv of this warpgroup's keys and its share of the step's dq. i_set: where the keys and values
@@ -263,12 +256,12 @@ def backward_step(
     q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, _, _, lse_ring, delta_ring, _ = rings
     _, indices_ptr, _, _, kv_lengths_ptr, _, _, sum_ptr = ptrs
     n_heads, _, _, _, _, n_padded, scale_log2, _, _, _ = sizes
-    i_axis, kv_start, _, _, _, _, _, _ = col
+    batch_head, kv_start, _, _, _, _, _, _ = col
     dtype: gl.constexpr = q_ring.dtype
     DIM: gl.constexpr = q_ring.shape[4]
     DIM_V: gl.constexpr = dout_ring.shape[4]
     # dq [BLOCK_Q, DIM] is split by rows if there are enough, else by columns
-    BY_ROWS: gl.constexpr = BLOCK_Q == 2 * HALF
+    BY_ROWS: gl.constexpr = BLOCK_Q == 2 * WARPGROUP_ROWS
     DQ_DIM: gl.constexpr = DIM if BY_ROWS else DIM // 2
     score_layout: gl.constexpr = accumulator(BLOCK_Q)
     dk_layout: gl.constexpr = accumulator(DIM)
@@ -279,29 +272,29 @@ def backward_step(
     phase = (n_now // STAGES) & 1
     q_tile = q_ring.index(stage).reshape([BLOCK_Q, DIM])
     dout_tile = dout_ring.index(stage).reshape([BLOCK_Q, DIM_V])
-    b_zero = gl.zeros([HALF, BLOCK_Q], gl.float32, score_layout)
+    b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_Q], gl.float32, score_layout)
     # what follows from it would be kept in registers from step to step, and spilled; and of two sets the ptxas of
     # Triton 3.6
     # loses it, and reads keys from addresses that do not exist
-    i_set = hidden(i_set)
+    i_set = opaque(i_set)
     k_all = k_ring.index(i_set).reshape([TILE, DIM])
-    k_half = k_all.slice(WARPGROUP * HALF, HALF, 0)
-    v_half = v_ring.index(i_set).reshape([TILE, DIM_V]).slice(WARPGROUP * HALF, HALF, 0)
-    if QUARTERED:
+    k_half = k_all.slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
+    v_half = v_ring.index(i_set).reshape([TILE, DIM_V]).slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
+    if IS_SUBTILED:
         STEPS: gl.constexpr = TILE // BLOCK_Q
         # 64 queries a bit: it comes while this warpgroup waits for them
-        quarters = gl.load(indices_ptr + step // STEPS) >> (QUARTERS_BIT + WARPGROUP + step % STEPS * 2)
+        quarters = gl.load(indices_ptr + step // STEPS) >> (SUBTILES_BIT + WARPGROUP + step % STEPS * 2)
     mbarrier.wait(barriers[Q_FULL].index(stage), phase)
-    # [HALF, BLOCK_Q]
+    # [WARPGROUP_ROWS, BLOCK_Q]
     scores_token = warpgroup_mma(k_half, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     mbarrier.wait(barriers[DOUT_FULL].index(stage), phase)
-    # [HALF, BLOCK_Q]
+    # [WARPGROUP_ROWS, BLOCK_Q]
     dp_token = warpgroup_mma(v_half, dout_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
     # not before the products, while which they would take registers
     b_lse = lse_ring.index(stage).load(line_layout)
     b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_lse, 0))
-    o_kv = WARPGROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, score_layout))
+    o_kv = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, score_layout))
     if kv_lengths_ptr is not None:
         b_p = gl.where(gl.expand_dims(kv_start + o_kv < limit, 1), b_p, 0.0)
     if MASKED:
@@ -310,46 +303,46 @@ def backward_step(
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     b_delta = delta_ring.index(stage).load(line_layout)
     b_p16, b_ds = round_both(b_p, b_dp, b_delta, dtype)
-    if QUARTERED:
+    if IS_SUBTILED:
         # rounded they take half of the registers
-        b_p16, b_ds = keep_halves(b_p16, quarters, 2, 0), keep_halves(b_ds, quarters, 2, 0)
+        b_p16, b_ds = mask_subtiles(b_p16, quarters, 2, 0), mask_subtiles(b_ds, quarters, 2, 0)
     b_p16 = gl.convert_layout(b_p16, gl.DotOperandLayout(0, dv_layout, 2))
-    # [HALF, DIM_V]
+    # [WARPGROUP_ROWS, DIM_V]
     dv_token = warpgroup_mma(b_p16, dout_tile, b_dv, is_async=True)
     if sum_ptr is not None:
         # two buffers: nobody still reads this one, as both warpgroups have met in the step between
         ds_tile = ds_ring.index(n_now % 2)
-        ds_tile.slice(WARPGROUP * HALF, HALF, 0).store(b_ds)
+        ds_tile.slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0).store(b_ds)
         fence_async_shared()
         named_barrier("sync", 9)
         if BY_ROWS:
-            ds_part = ds_tile.permute((1, 0)).slice(WARPGROUP * HALF, HALF, 0)
+            ds_part = ds_tile.permute((1, 0)).slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
             k_part = k_all
         else:
             ds_part = ds_tile.permute((1, 0))
             k_part = k_all.slice(WARPGROUP * DQ_DIM, DQ_DIM, 1)
-        b_none = gl.zeros([HALF, DQ_DIM], gl.float32, dq_layout)
-        # [HALF, DQ_DIM]
+        b_none = gl.zeros([WARPGROUP_ROWS, DQ_DIM], gl.float32, dq_layout)
+        # [WARPGROUP_ROWS, DQ_DIM]
         dq_token = warpgroup_mma(ds_part, k_part, b_none, use_acc=False, is_async=True)
         b_dv = warpgroup_mma_wait(1, deps=(dv_token,))
         mbarrier.arrive(barriers[DOUT_EMPTY].index(stage), count=1)
-    # [HALF, DIM]
+    # [WARPGROUP_ROWS, DIM]
     dk_token = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, dk_layout, 2)), q_tile, b_dk, is_async=True)
     if sum_ptr is not None:
         q_start = query_start(indices_ptr, step, BLOCK_Q)
         b_dq = warpgroup_mma_wait(1, deps=(dq_token,))
-        i_line = (i_axis // n_heads * n_heads * GROUP + i_head).to(gl.int64) * n_padded + q_start
+        i_line = (batch_head // n_heads * n_heads * GROUP + i_head).to(gl.int64) * n_padded + q_start
         # of WARPGROUP: rows, or columns of all rows
-        first = i_line * DIM + WARPGROUP * HALF * DQ_DIM
+        first = i_line * DIM + WARPGROUP * WARPGROUP_ROWS * DQ_DIM
         if dq_desc is None:
-            add_sum(sum_ptr + first, in_order(b_dq))
+            atomic_add_sum(sum_ptr + first, in_register_order(b_dq))
         else:
             # the step before has left the buffer
             tma.store_wait(0)
             dq_tile = dq_ring.index(WARPGROUP)
-            dq_tile.store(in_order(b_dq).reshape(dq_tile.shape))
+            dq_tile.store(in_register_order(b_dq).reshape(dq_tile.shape))
             fence_async_shared()
-            add_async(dq_desc, [(first // LINE).to(gl.int32), 0], dq_tile)
+            tma_reduce_add(dq_desc, [(first // LINE).to(gl.int32), 0], dq_tile)
     else:
         b_dv = warpgroup_mma_wait(1, deps=(dv_token,))
         mbarrier.arrive(barriers[DOUT_EMPTY].index(stage), count=1)
@@ -360,29 +353,29 @@ def backward_step(
 
 @gluon.jit
 def compute(
-    descriptors, rings, barriers, ptrs, items_strides, sizes, WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAPPED: gl.constexpr, QUARTERS: gl.constexpr,
+    descriptors, rings, barriers, ptrs, record_strides, sizes, WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAPPED: gl.constexpr, HAS_SUBTILES: gl.constexpr,
 ):  # fmt: skip
     _, _, _, _, _, _, dq_desc, _, _ = descriptors
     q_ring, dout_ring, k_ring, v_ring, _, _, _, _, _, _, col_ring = rings
-    _, indices_ptr, _, _, kv_lengths_ptr, parts_ptr, _, _ = ptrs
+    _, indices_ptr, _, _, kv_lengths_ptr, splits_ptr, _, _ = ptrs
     n_heads, _, _, _, kv_len, _, _, _, _, _ = sizes
     DIM: gl.constexpr = q_ring.shape[4]
     DIM_V: gl.constexpr = dout_ring.shape[4]
     SETS: gl.constexpr = k_ring.shape[0]
     i_col = 0
     n_done = 0
-    col = read_col_work_tile(col_ring, barriers, i_col, QUARTERS)
+    col = read_col_work_tile(col_ring, barriers, i_col, HAS_SUBTILES)
     while col[0] >= 0:
-        i_axis, kv_start, i_block = col[0], col[1], col[6]
-        limit = key_limit(kv_lengths_ptr, i_axis // n_heads, kv_len)
-        b_dk = gl.zeros([HALF, DIM], gl.float32, accumulator(DIM))
-        b_dv = gl.zeros([HALF, DIM_V], gl.float32, accumulator(DIM_V))
+        batch_head, kv_start, i_block = col[0], col[1], col[6]
+        limit = clamped_kv_len(kv_lengths_ptr, batch_head // n_heads, kv_len)
+        b_dk = gl.zeros([WARPGROUP_ROWS, DIM], gl.float32, accumulator(DIM))
+        b_dv = gl.zeros([WARPGROUP_ROWS, DIM_V], gl.float32, accumulator(DIM_V))
         # dk and dv of the column before have left their places, which the steps write to
         tma.store_wait(0)
         if OVERLAPPED and dq_desc is not None:
             # its sums of dq are in memory, all but what was sent last: dk or dv
-            wait_for_writes(1)
+            tma_store_wait_writes(1)
         named_barrier("sync", 9)
         if OVERLAPPED and WARPGROUP == 0:
             # before data are waited for, whose section may be waiting for the column before
@@ -390,21 +383,21 @@ def compute(
         i_set = i_col % SETS
         mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
         if kv_lengths_ptr is not None:
-            clear_tail(k_ring.index(i_set).reshape([TILE, DIM]), kv_start, limit, WARPGROUP)
-            clear_tail(v_ring.index(i_set).reshape([TILE, DIM_V]), kv_start, limit, WARPGROUP)
+            zero_tail(k_ring.index(i_set).reshape([TILE, DIM]), kv_start, limit, WARPGROUP)
+            zero_tail(v_ring.index(i_set).reshape([TILE, DIM_V]), kv_start, limit, WARPGROUP)
         for i_member in range(GROUP):
-            first, n_steps, n_masked, n_mixed = member_steps(
-                ptrs, items_strides, sizes, col, limit, i_member, CAUSAL, GROUP, BLOCK_Q, QUARTERS
+            first, n_steps, n_masked, n_bitmask = member_steps(
+                ptrs, record_strides, sizes, col, limit, i_member, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES
             )
-            i_head = i_axis % n_heads * GROUP + i_member
-            for i_step in range(n_mixed):
+            i_head = batch_head % n_heads * GROUP + i_member
+            for i_step in range(n_bitmask):
                 b_dk, b_dv = backward_step(
                     b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
                     first + i_step, n_done + i_step, WARPGROUP, True, False, CAUSAL, GROUP, BLOCK_Q, STAGES,
                 )  # fmt: skip
-            if QUARTERS:
-                for i_step in range(n_mixed, n_masked):
-                    n_left_out = is_left_out(indices_ptr, first + i_step, BLOCK_Q, QUARTERS)
+            if HAS_SUBTILES:
+                for i_step in range(n_bitmask, n_masked):
+                    n_left_out = is_left_out(indices_ptr, first + i_step, BLOCK_Q, HAS_SUBTILES)
                     if n_left_out == 0:
                         b_dk, b_dv = backward_step(
                             b_dk, b_dv, i_set, descriptors, rings, barriers, ptrs, sizes, col, limit, i_head,
@@ -423,20 +416,20 @@ def compute(
             # the last sum of dq has left, where dv will be
             tma.store_wait(0)
         # one is known when compiling, the other is not
-        if parts_ptr is None:  # noqa: SIM114
+        if splits_ptr is None:  # noqa: SIM114
             epilogue(b_dk, b_dv, descriptors, rings, sizes, col, WARPGROUP)
         elif i_block < 0:
             epilogue(b_dk, b_dv, descriptors, rings, sizes, col, WARPGROUP)
         else:
-            p_part = parts_ptr + i_block.to(gl.int64) * (TILE * (DIM + DIM_V))
-            keep_part(p_part, b_dk, WARPGROUP)
-            keep_part(p_part + TILE * DIM, b_dv, WARPGROUP)
+            p_part = splits_ptr + i_block.to(gl.int64) * (TILE * (DIM + DIM_V))
+            store_split(p_part, b_dk, WARPGROUP)
+            store_split(p_part + TILE * DIM, b_dv, WARPGROUP)
         i_col += 1
-        col = read_col_work_tile(col_ring, barriers, i_col, QUARTERS)
+        col = read_col_work_tile(col_ring, barriers, i_col, HAS_SUBTILES)
     tma.store_wait(0)
     if OVERLAPPED:
         if dq_desc is not None:
-            wait_for_writes(1)
+            tma_store_wait_writes(1)
         # of the last column, of which a part met nobody
         named_barrier("sync", 9)
         if WARPGROUP == 0:
@@ -449,19 +442,21 @@ def epilogue(b_dk, b_dv, descriptors, rings, sizes, col, WARPGROUP: gl.constexpr
     _, _, _, _, _, _, _, dk_desc, dv_desc = descriptors
     _, _, _, _, _, _, dk_tile, dv_tile, _, _, _ = rings
     n_heads, _, _, _, _, _, _, scale, _, _ = sizes
-    i_axis, kv_start, _, _, _, _, _, _ = col
+    batch_head, kv_start, _, _, _, _, _, _ = col
     DIM: gl.constexpr = b_dk.shape[1]
     DIM_V: gl.constexpr = b_dv.shape[1]
     # the other warpgroup still reads ds, and its sum of dq may be on its way
     named_barrier("sync", 9)
-    dk_tile.reshape([TILE, DIM]).slice(WARPGROUP * HALF, HALF, 0).store((b_dk * scale).to(dk_tile.dtype))
-    dv_tile.reshape([TILE, DIM_V]).slice(WARPGROUP * HALF, HALF, 0).store(b_dv.to(dv_tile.dtype))
+    dk_tile.reshape([TILE, DIM]).slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0).store(
+        (b_dk * scale).to(dk_tile.dtype)
+    )
+    dv_tile.reshape([TILE, DIM_V]).slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0).store(b_dv.to(dv_tile.dtype))
     fence_async_shared()
     named_barrier("sync", 9)
     if WARPGROUP == 0:
-        store_async(dk_desc, [i_axis // n_heads, i_axis % n_heads, kv_start, 0], dk_tile)
+        tma_store(dk_desc, [batch_head // n_heads, batch_head % n_heads, kv_start, 0], dk_tile)
     else:
-        store_async(dv_desc, [i_axis // n_heads, i_axis % n_heads, kv_start, 0], dv_tile)
+        tma_store(dv_desc, [batch_head // n_heads, batch_head % n_heads, kv_start, 0], dv_tile)
 
 
 @gluon.constexpr_function
@@ -488,7 +483,7 @@ def place_of(ring, desc, N_TAKEN: gl.constexpr):
     blocks: gl.constexpr = blocks_of(bytes_of(ring.shape, ring.dtype), desc)
     i_block: gl.constexpr = -(-N_TAKEN // bytes_of(desc.block_type.shape, desc.dtype))
     if blocks[0] > i_block:
-        return seen_as(ring, blocks, desc.layout, desc.dtype).index(i_block)
+        return reinterpret(ring, blocks, desc.layout, desc.dtype).index(i_block)
     else:
         return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
 
@@ -496,13 +491,13 @@ def place_of(ring, desc, N_TAKEN: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "n_heads",
-        "n_axes",
+        "n_batch_heads",
         "n_lines",
         "q_len",
         "kv_len",
         "n_padded",
-        "n_split",
-        "n_parts",
+        "n_split_lines",
+        "num_splits",
         "n_cleared",
         "n_ahead",
         "n_converted",
@@ -512,27 +507,27 @@ def place_of(ring, desc, N_TAKEN: gl.constexpr):
 )
 def hopper_backward_kernel(
     # inputs; a queue, None: there is a program for each column
-    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
-    queue_ptr,
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
+    tile_counter_ptr,
     # outputs: the sum of dq, in float32, in lines of LINE numbers, by TMA, or None: by those that compute; dk and dv;
     # what
     # parts of columns write, None: there are none; the sum again, None: dq is left out; dq, None: other launches clear
     # the sum and
     # convert it; else the queue is all that is counted
-    dq_desc, dk_desc, dv_desc, parts_ptr, sum_ptr, dq_ptr,
+    dq_desc, dk_desc, dv_desc, splits_ptr, sum_ptr, dq_ptr,
     # of which lse and delta, a line each, are written while columns are computed; None: by the launch before
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lines_ptr,
     # strides in elements: (batch, head); in eights: (batch, head, row)
-    items_strides, dout_eighths,
-    # sizes: n_heads key heads, n_axes = batch * n_heads, n_lines = tile columns; the first n_split lines of each head
+    record_strides, dout_eighths,
+    # sizes: n_heads key heads, n_batch_heads = batch * n_heads, n_lines = tile columns; the first n_split_lines lines of each head
     # have
-    # n_parts programs each
-    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, n_split, n_parts, scale_log2, scale,
+    # num_splits programs each
+    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, n_split_lines, num_splits, scale_log2, scale,
     # as in Service; eighths of a row of dq, and of out
     n_cleared, n_ahead, n_converted, n_eighths, n_v_eighths,
-    # compile time; QUARTERS: tiles made of whole quarters are listed
+    # compile time; HAS_SUBTILES: tiles made of whole quarters are listed
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    REGISTERS: gl.constexpr, MOVER_REGISTERS: gl.constexpr, QUARTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, MOVER_REGISTERS: gl.constexpr, HAS_SUBTILES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     BLOCK_Q: gl.constexpr = q_desc.block_type.shape[2]
@@ -563,32 +558,32 @@ def hopper_backward_kernel(
     col_ring = gl.allocate_shared_memory(gl.int32, [2 * COL_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     OVERLAPPED: gl.constexpr = dq_ptr is not None
     barriers = (
-        new_barriers(2, 1), new_barriers(2, 3 if OVERLAPPED else 2), new_barriers(SETS, 1), new_barriers(SETS, 2),
-        new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(STAGES, 1), new_barriers(STAGES, 2),
-        new_barriers(2, 1) if OVERLAPPED else None,
+        allocate_mbarriers(2, 1), allocate_mbarriers(2, 3 if OVERLAPPED else 2), allocate_mbarriers(SETS, 1), allocate_mbarriers(SETS, 2),
+        allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 2), allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 2),
+        allocate_mbarriers(2, 1) if OVERLAPPED else None,
     )  # fmt: skip
     fence_async_shared()
     descriptors = (q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc)
     rings = (
         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, dk_tile, dv_tile, lse_ring, delta_ring, col_ring
     )  # fmt: skip
-    ptrs = (items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, parts_ptr, queue_ptr, sum_ptr)
-    sizes = (n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, n_split, n_parts)
+    ptrs = (records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, splits_ptr, tile_counter_ptr, sum_ptr)
+    sizes = (n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, n_split_lines, num_splits)
     if OVERLAPPED:
         n_chunks = GROUP * n_padded * DIM // CHUNK
-        n_work = n_lines if parts_ptr is None else n_lines + n_split * (n_parts - 1)
+        n_work = n_lines if splits_ptr is None else n_lines + n_split_lines * (num_splits - 1)
         fetch_ring = gl.allocate_shared_memory(gl.float32, [2, FETCHED // 4], gl.SwizzledSharedLayout(4, 1, 1, [0]))
         written = (
-            out_ptr, dout_ptr, lse_ptr, dlse_ptr, lines_ptr, dout_eighths, n_heads * GROUP, n_axes * GROUP * n_padded, n_v_eighths
+            out_ptr, dout_ptr, lse_ptr, dlse_ptr, lines_ptr, dout_eighths, n_heads * GROUP, n_batch_heads * GROUP * n_padded, n_v_eighths
         )  # fmt: skip
         service = (
-            queue_ptr, sum_ptr, dq_ptr, n_axes, n_work, n_cleared, n_ahead, n_converted, n_chunks, n_padded, q_len, n_eighths, scale
+            tile_counter_ptr, sum_ptr, dq_ptr, n_batch_heads, n_work, n_cleared, n_ahead, n_converted, n_chunks, n_padded, q_len, n_eighths, scale
         )  # fmt: skip
         gl.warp_specialize(
             [
-                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES, True, QUARTERS)),
-                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, True, QUARTERS)),
-                (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, service, CAUSAL, GROUP, BLOCK_Q, STAGES, QUARTERS)),
+                (compute, (descriptors, rings, barriers, ptrs, record_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES, True, HAS_SUBTILES)),
+                (compute, (descriptors, rings, barriers, ptrs, record_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, True, HAS_SUBTILES)),
+                (move, (descriptors, rings, barriers, ptrs, record_strides, sizes, service, CAUSAL, GROUP, BLOCK_Q, STAGES, HAS_SUBTILES)),
                 (report, (col_ring, barriers, service)),
                 (serve, (service, written, fetch_ring, 0, DIM, DIM_V)),
                 (serve, (service, written, fetch_ring, 1, DIM, DIM_V)),
@@ -599,9 +594,9 @@ def hopper_backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES, False, QUARTERS)),
-                (compute, (descriptors, rings, barriers, ptrs, items_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, False, QUARTERS)),
-                (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, None, CAUSAL, GROUP, BLOCK_Q, STAGES, QUARTERS)),
+                (compute, (descriptors, rings, barriers, ptrs, record_strides, sizes, 0, CAUSAL, GROUP, BLOCK_Q, STAGES, False, HAS_SUBTILES)),
+                (compute, (descriptors, rings, barriers, ptrs, record_strides, sizes, 1, CAUSAL, GROUP, BLOCK_Q, STAGES, False, HAS_SUBTILES)),
+                (move, (descriptors, rings, barriers, ptrs, record_strides, sizes, None, CAUSAL, GROUP, BLOCK_Q, STAGES, HAS_SUBTILES)),
             ],
             [4, 1],
             [REGISTERS, MOVER_REGISTERS],
@@ -636,11 +631,11 @@ class Prepared(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def prepare(
     specs: TensorSpecs,
-    walked: PlanSpecs,
+    lists: PlanSpecs,
     split: Split,
     service: Service | None,
     is_separate: bool,
-    is_quartered: bool,
+    has_subtiles: bool,
     options: Options,
 ) -> Prepared:
     """How a call on such tensors is launched.
@@ -649,7 +644,7 @@ def prepare(
     options      out is the first of the others
     service      of the sum of dq
     is_separate  whether dq is left to a launch of its own, of the portable backward
-    is_quartered whether tiles made of whole quarters are listed
+    has_subtiles whether tiles made of whole quarters are listed
     """
     q, k, v, dout = specs.tensors
     out_written = options.others[0]
@@ -659,17 +654,17 @@ def prepare(
     chosen = config(max(dim, dim_v))
     rows, scale = chosen.block_q, options.scale
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
-    n_lines, n_axes = -(-kv_len // TILE_SIDE), batch * kv_heads
+    n_lines, n_batch_heads = -(-kv_len // TILE_SIDE), batch * kv_heads
     rest = {
-        "items_strides": walk_strides(walked[0]),
+        "record_strides": strides_of_records(lists[0]),
         "n_heads": kv_heads,
-        "n_axes": n_axes,
+        "n_batch_heads": n_batch_heads,
         "n_lines": n_lines,
         "q_len": q_len,
         "kv_len": kv_len,
         "n_padded": n_padded,
-        "n_split": split.n_lines,
-        "n_parts": split.parts,
+        "n_split_lines": split.n_lines,
+        "num_splits": split.parts,
         # there is no maximum to be found: the scale may be negative or 0
         "scale_log2": scale * LOG2_E,
         "scale": scale,
@@ -685,11 +680,11 @@ def prepare(
         "SETS": chosen.sets,
         "REGISTERS": chosen.registers,
         "MOVER_REGISTERS": chosen.mover_registers,
-        "QUARTERS": is_quartered and FITS,
+        "HAS_SUBTILES": has_subtiles and BEFORE_TRITON_3_9,
         "num_warps": 4,
     }
     # the memory is of whole rows, its first columns are what is seen
-    dq, dk, dv = (writable(each.dtype, each.shape) for each in (q, k, v))
+    dq, dk, dv = (tma_storable(each.dtype, each.shape) for each in (q, k, v))
     dk_seen, dv_seen = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
     line = contiguous(torch.float32, batch * heads * n_padded).spec
     descriptor_factories = {
@@ -702,7 +697,7 @@ def prepare(
         "dk_desc": DescriptorFactory(dk_seen, (1, 1, TILE_SIDE, dim)),
         "dv_desc": DescriptorFactory(dv_seen, (1, 1, TILE_SIDE, dim_v)),
     }
-    n_sms, n_cols = num_sms(options.device), split.n_programs(n_lines, n_axes)
+    n_sms, n_cols = num_sms(options.device), split.n_programs(n_lines, n_batch_heads)
     scaled = dq_sum = pairs = None
     if is_separate:
         dq, pairs = contiguous(q.dtype, *q.shape), contiguous(torch.float32, batch * heads * n_padded, 2)
@@ -718,19 +713,21 @@ def prepare(
         first = 0 if service is None else service.n_converted * n_steps
         shape = {"n_padded": n_padded, "q_len": q_len, "n_eighths": dq.shape[3] // 8, "DIM": dim}
         scaled = Launch(
-            scale_kernel, ((n_axes * n_steps - first) // 4,), {"scale": scale, "first": first, **shape, "num_warps": 4}
+            scale_kernel,
+            ((n_batch_heads * n_steps - first) // 4,),
+            {"scale": scale, "first": first, **shape, "num_warps": 4},
         )
     overlapped = {} if service is None else service._asdict()
-    counts = int(n_cols > n_sms) if service is None else n_counts(n_axes)
+    counts = int(n_cols > n_sms) if service is None else n_counts(n_batch_heads)
     n_cleared = batch * heads if service is None else service.n_cleared * (heads // kv_heads)
     preprocess_is_overlapped = (
-        are_statistics_overlapped(service, n_axes, n_lines, v_dim)
+        are_statistics_overlapped(service, n_batch_heads, n_lines, v_dim)
         and out_written[1]
         # the launch before, which tells the rest, clears no more counts than it has queries
         and counts <= n_cleared * n_padded
     )
     queue = contiguous(torch.int32, counts) if counts else None
-    parts = contiguous(torch.float32, split.floats(dim + dim_v, n_axes)) if split.parts > 1 else None
+    parts = contiguous(torch.float32, split.floats(dim + dim_v, n_batch_heads)) if split.parts > 1 else None
     return Prepared(
         prepare_statistics(
             dout,
@@ -740,7 +737,7 @@ def prepare(
             n_cleared if preprocess_is_overlapped else batch * heads,
         ),
         Launch(hopper_backward_kernel, (min(n_cols, n_sms),), {**rest, **overlapped}, descriptor_factories),
-        sum_cols(split, walked[0], dk_seen, dv_seen, rest, (dim, dim_v)),
+        sum_cols(split, lists[0], dk_seen, dv_seen, rest, (dim, dim_v)),
         scaled,
         (dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         (dq_sum, pairs, queue, parts),
@@ -773,16 +770,16 @@ def backward(
     if widest > MAX_HEAD_DIM:
         return portable.backward(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, scale, causal, dropout_p)
     # what autograd hands on may have strides of 0
-    (q, k, v, dout), specs = readable(q, k, v, dout)
+    (q, k, v, dout), specs = tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
-    by_cols, empty, n_sms = walk(plan, 3), allocator(q), num_sms(options.device)
+    by_cols, empty, n_sms = tile_lists(plan, 3), allocator(q), num_sms(options.device)
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
     split = split_of(plan, 3, q_shape, k_shape, causal, n_sms)
     is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
     service = None if is_separate else service_of(plan, q_shape, k_shape, split, n_sms)
-    is_quartered = bool(plan) and has_quarters(plan[4].shape[0], plan[5].shape[0])
-    ready = prepare(specs, plan_specs_of(by_cols), split, service, is_separate, is_quartered, options)
+    has_subtiles = bool(plan) and has_subtiles_of(plan[4].shape[0], plan[5].shape[0])
+    ready = prepare(specs, plan_specs_of(by_cols), split, service, is_separate, has_subtiles, options)
     dq, dk, dv, lines = [empty(*memory) for memory in ready.outputs]
     dq_sum, pairs, queue, parts = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lines.unbind()
@@ -814,7 +811,7 @@ def backward(
     if ready.scale is not None:
         ready.scale(dq_sum, dq)
     else:
-        by_rows = walk(plan, 0)
+        by_rows = tile_lists(plan, 0)
         other = portable.prepare(specs, plan_specs_of(by_rows), plan_specs_of(by_cols), options)
         assert other.queries is not None
         # neither slopes nor tables, and no sums for them

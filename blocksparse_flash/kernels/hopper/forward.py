@@ -38,31 +38,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...plan_format import has_subtiles_of
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import TILE as TILE_SIDE
-from ..arguments import PlanSpecs, plan_specs_of, scaling, walk, walk_strides
-from ..schedule import Split, has_quarters, padded_dim, split_of
+from ..arguments import PlanSpecs, plan_specs_of, scaling, strides_of_records, tile_lists
+from ..schedule import Split, padded_dim, split_of
 from ..triton.combine_splits import merge_rows
 from ..triton.tile import LN_2, TILE
-from .device_functions import (
-    FITS,
-    HALF,
-    DescriptorFactory,
-    accumulator,
-    clear_tail,
-    keep_halves,
-    keep_part,
-    key_limit,
-    new_barriers,
-    pin,
-    ping_pong_finish,
-    ping_pong_next,
-    ping_pong_start,
-    ping_pong_wait,
-    readable,
-    store_async,
-)
+from .barriers import allocate_mbarriers, ping_pong_finish, ping_pong_next, ping_pong_start, ping_pong_wait
+from .bitmask import mask_subtiles
 from .forward_producer import (
     K_EMPTY,
     K_FULL,
@@ -76,6 +61,7 @@ from .forward_producer import (
     read_row_work_tile,
     row_ints,
 )
+from .registers import BEFORE_TRITON_3_9, WARPGROUP_ROWS, accumulator, clamped_kv_len, pin, store_split, zero_tail
 from .softmax import (
     MINUS_INFINITY,
     mask_quarters,
@@ -86,6 +72,7 @@ from .softmax import (
     rescale,
     row_parts,
 )
+from .tma import DescriptorFactory, tma_loadable, tma_store
 
 
 @dataclass(frozen=True)
@@ -97,7 +84,7 @@ class Config:
     overlap    p v of a step runs during the softmax of the next one
     ping_pong  the warpgroups issue in turn
     pin        keep ptxas from ending the overlap early, see hopper.pin
-    warpgroups that compute; 3 want neither a layout, whose rows have 128 queries, nor lengths: clear_tail is for 2
+    warpgroups that compute; 3 want neither a layout, whose rows have 128 queries, nor lengths: zero_tail is for 2
     queries    sets of them in flight, one a row
     slack      by how much, in base 2, a maximum may grow before out is rescaled
     out_in_q   out takes the place of q in shared memory
@@ -124,7 +111,7 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
     """The launch table: dim is the larger padded head dimension, is_wide says that rows of 192 queries are possible
     and pay.
 
-    TFLOP/s of stored tiles, H200, 16,384 tokens, hidden size 2048, bf16, one run. Rows of 192 queries have no layout.
+    TFLOP/s of stored tiles, H200, 16,384 tokens, opaque size 2048, bf16, one run. Rows of 192 queries have no layout.
 
                                                    dense causal  local butterfly random bigbird
         64   3 warpgroups                            545    490                                   without a layout
@@ -193,19 +180,25 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
     """
     if dim == 256:
         # out takes 128 registers, and there is no room for it beside q
-        return Config(block_kv=64, out_in_q=True, early_words=FITS)
-    if dim == 64 and is_wide and FITS:
+        return Config(block_kv=64, out_in_q=True, early_words=BEFORE_TRITON_3_9)
+    if dim == 64 and is_wide and BEFORE_TRITON_3_9:
         return Config(stages=4, warpgroups=3, registers=160, mover_registers=32)
     slack = 8.0 if dim == 128 and has_layout and not has_lengths else 0.0
-    return Config(stages=2 if dim == 128 else 4, queries=2, slack=slack, pin=FITS, early_words=FITS or dim == 64)
+    return Config(
+        stages=2 if dim == 128 else 4,
+        queries=2,
+        slack=slack,
+        pin=BEFORE_TRITON_3_9,
+        early_words=BEFORE_TRITON_3_9 or dim == 64,
+    )
 
 
-def wide_pays(q_len: int, n_axes: int, n_programs: int) -> bool:
+def wide_pays(q_len: int, n_batch_heads: int, n_programs: int) -> bool:
     """Whether rows of 192 queries are done no later than rows of 128: few of them leave SMs idle.
 
     One takes 1.30 (dense) to 1.42 (causal) times as long, by the table of `config`.
     """
-    wide, narrow = (-(-(-(-q_len // side) * n_axes) // n_programs) for side in (192, 128))
+    wide, narrow = (-(-(-(-q_len // side) * n_batch_heads) // n_programs) for side in (192, 128))
     return 4 * wide <= 3 * narrow
 
 
@@ -219,7 +212,7 @@ def clear_values(rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP: gl
     _, indices_ptr, _, _, kv_lengths_ptr, _, _, _ = ptrs
     if kv_lengths_ptr is not None:
         v_tile = wait_for_values(rings, barriers, n_now, STAGES)
-        clear_tail(v_tile, key_start(indices_ptr, row, i_step, v_tile.shape[0]), limit, WARPGROUP)
+        zero_tail(v_tile, key_start(indices_ptr, row, i_step, v_tile.shape[0]), limit, WARPGROUP)
 
 
 @gluon.jit
@@ -234,7 +227,7 @@ def wait_for_values(rings, barriers, n_now, STAGES: gl.constexpr):
 @gluon.jit
 def attend(
     state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WARPGROUP: gl.constexpr, MASKED: gl.constexpr,
-    QUARTERED: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, OVERLAP: gl.constexpr,
+    IS_SUBTILED: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, OVERLAP: gl.constexpr,
     PIN: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
 ):  # fmt: skip
     """The scores of step i_step and, where it is not the FIRST with OVERLAP, meanwhile the output of the step before.
@@ -260,19 +253,19 @@ def attend(
         # not of a full tile, which would wait for two loads, one after the other: 1 to 2 % of its rate
         if row[5] > 0:
             words = mask_words(ptrs, row, i_step, WARPGROUP, BLOCK_KV)
-    if QUARTERED:
+    if IS_SUBTILED:
         quarters = mask_quarters(ptrs, row, i_step, WARPGROUP, BLOCK_KV)
     mbarrier.wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1)
     if BEFORE:
         clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WARPGROUP, STAGES)
     ping_pong_wait(WARPGROUP, PING_PONG, WARPGROUPS)
-    b_zero = gl.zeros([HALF, BLOCK_KV], gl.float32, score_layout)
+    b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_KV], gl.float32, score_layout)
     k_tile = k_ring.index(stage).reshape([BLOCK_KV, k_ring.shape[4]]).permute((1, 0))
-    # [HALF, BLOCK_KV]
+    # [WARPGROUP_ROWS, BLOCK_KV]
     scores_token = warpgroup_mma(q_tile, k_tile, b_zero, use_acc=False, is_async=True)
     if BEFORE:
         v_tile = wait_for_values(rings, barriers, n_now - 1, STAGES)
-        # [HALF, DIM_V]
+        # [WARPGROUP_ROWS, DIM_V]
         out_token = warpgroup_mma(b_p, v_tile, b_out, is_async=True)
     ping_pong_next(WARPGROUP, PING_PONG, WARPGROUPS)
     b_scores = warpgroup_mma_wait(1 if BEFORE else 0, deps=(scores_token,))
@@ -287,8 +280,8 @@ def attend(
             b_scores = mask_scores(b_scores, None, ptrs, sizes, row, i_step, limit, WARPGROUP, False, CAUSAL, BLOCK_KV)
     else:
         b_scores = mask_scores(b_scores, words, ptrs, sizes, row, i_step, limit, WARPGROUP, MASKED, CAUSAL, BLOCK_KV)
-    if QUARTERED:
-        b_scores = keep_halves(b_scores, quarters, 1, MINUS_INFINITY)
+    if IS_SUBTILED:
+        b_scores = mask_subtiles(b_scores, quarters, 1, MINUS_INFINITY)
     b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, b_max, b_sum, sizes[5], SLACK)
     if BEFORE:
         # with lengths to look at it would spill more
@@ -312,7 +305,7 @@ def attend(
 def add_values(
     b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr
 ):
-    """out + p v of one step: [HALF, DIM_V]."""
+    """out + p v of one step: [WARPGROUP_ROWS, DIM_V]."""
     clear_values(rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP, STAGES)
     v_tile = wait_for_values(rings, barriers, n_now, STAGES)
     out_token = warpgroup_mma(b_p, v_tile, b_out, is_async=True)
@@ -329,18 +322,24 @@ def epilogue(
     _, _, _, out_desc = descriptors
     _, k_ring, _, out_ring, _ = rings
     n_heads, _, _, q_len, _, _, _, _ = sizes
-    i_axis, q_start, _, _, _, _, _ = row
-    o_q = q_start + WARPGROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(k_ring.shape[3])))
+    batch_head, q_start, _, _, _, _, _ = row
+    o_q = (
+        q_start
+        + WARPGROUP * WARPGROUP_ROWS
+        + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, accumulator(k_ring.shape[3])))
+    )
     # unsigned: else the sign of q_len is kept from the kernel's beginning on, and spilled
-    p_lse = ptrs[5] + i_axis.to(gl.uint32).to(gl.uint64) * gl.cast(q_len, gl.uint32) + o_q
+    p_lse = ptrs[5] + batch_head.to(gl.uint32).to(gl.uint64) * gl.cast(q_len, gl.uint32) + o_q
     gl.store(p_lse, b_lse * LN_2, mask=o_q < q_len)
     if not OUT_IN_Q:
         # the row before has left the buffer
         tma.store_wait(0)
     out_tile = out_ring.index(i_query if OUT_IN_Q else WARPGROUP)
-    out_tile.reshape([HALF, b_out.shape[1]]).store(b_out.to(out_ring.dtype))
+    out_tile.reshape([WARPGROUP_ROWS, b_out.shape[1]]).store(b_out.to(out_ring.dtype))
     fence_async_shared()
-    store_async(out_desc, [i_axis // n_heads, i_axis % n_heads, q_start + WARPGROUP * HALF, 0], out_tile)
+    tma_store(
+        out_desc, [batch_head // n_heads, batch_head % n_heads, q_start + WARPGROUP * WARPGROUP_ROWS, 0], out_tile
+    )
     if OUT_IN_Q:
         tma.store_wait(0)
 
@@ -349,11 +348,11 @@ def epilogue(
 def compute(
     descriptors, rings, barriers, ptrs, sizes, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr, PING_PONG: gl.constexpr,
-    OUT_IN_Q: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr, QUARTERS: gl.constexpr,
+    OUT_IN_Q: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr, HAS_SUBTILES: gl.constexpr,
 ):  # fmt: skip
     q_ring, k_ring, v_ring, _, row_ring = rings
-    _, _, _, _, kv_lengths_ptr, _, _, parts_ptr = ptrs
-    n_heads, n_axes, _, _, kv_len, _, _, _ = sizes
+    _, _, _, _, kv_lengths_ptr, _, _, splits_ptr = ptrs
+    n_heads, n_batch_heads, _, _, kv_len, _, _, _ = sizes
     BLOCK_KV: gl.constexpr = k_ring.shape[3]
     DIM: gl.constexpr = q_ring.shape[4]
     DIM_V: gl.constexpr = v_ring.shape[4]
@@ -364,36 +363,36 @@ def compute(
     i_row = 0
     n_done = 0
     ping_pong_start(WARPGROUP, PING_PONG, WARPGROUPS)
-    row = read_row_work_tile(row_ring, barriers, i_row, QUARTERS)
+    row = read_row_work_tile(row_ring, barriers, i_row, HAS_SUBTILES)
     while row[0] >= 0:
-        i_axis, _, _, n_steps, n_partial, n_mixed, _ = row
-        if parts_ptr is not None:
-            i_axis = i_axis % n_axes
-        limit = key_limit(kv_lengths_ptr, i_axis // n_heads, kv_len)
-        b_zero = gl.zeros([HALF, BLOCK_KV], gl.float32, score_layout)
+        batch_head, _, _, n_steps, n_partial, n_bitmask, _ = row
+        if splits_ptr is not None:
+            batch_head = batch_head % n_batch_heads
+        limit = clamped_kv_len(kv_lengths_ptr, batch_head // n_heads, kv_len)
+        b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_KV], gl.float32, score_layout)
         b_p = gl.convert_layout(b_zero.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
         # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
-        b_max = gl.full([HALF], -3.0e38, gl.float32, query_layout)
-        b_sum = gl.full([HALF, 4], 0.0, gl.float32, row_parts())
-        state = (gl.zeros([HALF, DIM_V], gl.float32, out_layout), b_max, b_sum, b_p)
+        b_max = gl.full([WARPGROUP_ROWS], -3.0e38, gl.float32, query_layout)
+        b_sum = gl.full([WARPGROUP_ROWS, 4], 0.0, gl.float32, row_parts())
+        state = (gl.zeros([WARPGROUP_ROWS, DIM_V], gl.float32, out_layout), b_max, b_sum, b_p)
         i_query, phase = query_place(i_row, WARPGROUP, q_ring, WARPGROUPS)
         mbarrier.wait(barriers[Q_FULL].index(i_query), phase)
-        # [HALF, DIM]
-        q_tile = q_ring.index(i_query).reshape([HALF, DIM])
+        # [WARPGROUP_ROWS, DIM]
+        q_tile = q_ring.index(i_query).reshape([WARPGROUP_ROWS, DIM])
         # one is known when compiling, the other is not
         if OVERLAP:  # noqa: SIM102
             if n_steps > 0:
                 state = attend(
-                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, 0, limit, WARPGROUP, False, QUARTERS, SIGN, CAUSAL, STAGES,
+                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, 0, limit, WARPGROUP, False, HAS_SUBTILES, SIGN, CAUSAL, STAGES,
                     True, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
                 )  # fmt: skip
-        for i_step in range(1 if OVERLAP else 0, n_mixed):
+        for i_step in range(1 if OVERLAP else 0, n_bitmask):
             state = attend(
                 state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WARPGROUP, True, False, SIGN, CAUSAL, STAGES,
                 False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
             )  # fmt: skip
-        if QUARTERS:
-            for i_step in range(gl.maximum(n_mixed, 1) if OVERLAP else n_mixed, n_partial):
+        if HAS_SUBTILES:
+            for i_step in range(gl.maximum(n_bitmask, 1) if OVERLAP else n_bitmask, n_partial):
                 state = attend(
                     state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WARPGROUP, False, True, SIGN, CAUSAL,
                     STAGES, False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
@@ -420,67 +419,74 @@ def compute(
         b_lse = gl.where(m_empty, float("-inf"), b_max + gl.log2(b_sum))
         b_out = b_out * gl.expand_dims(gl.convert_layout(1.0 / b_sum, gl.SliceLayout(1, out_layout)), 1)
         # one is known when compiling, the other is not
-        if parts_ptr is None:  # noqa: SIM114
+        if splits_ptr is None:  # noqa: SIM114
             epilogue(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WARPGROUP, OUT_IN_Q)
-        elif row[0] < n_axes:
+        elif row[0] < n_batch_heads:
             epilogue(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WARPGROUP, OUT_IN_Q)
         else:
-            p_part = parts_ptr + (row[0] - n_axes).to(gl.int64) * (TILE * (DIM_V + 1))
-            keep_part(p_part, b_out, WARPGROUP)
-            gl.store(p_part + TILE * DIM_V + WARPGROUP * HALF + gl.arange(0, HALF, layout=query_layout), b_lse)
+            p_part = splits_ptr + (row[0] - n_batch_heads).to(gl.int64) * (TILE * (DIM_V + 1))
+            store_split(p_part, b_out, WARPGROUP)
+            gl.store(
+                p_part + TILE * DIM_V + WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=query_layout),
+                b_lse,
+            )
         if OUT_IN_Q:
             mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)
         i_row += 1
-        row = read_row_work_tile(row_ring, barriers, i_row, QUARTERS)
+        row = read_row_work_tile(row_ring, barriers, i_row, HAS_SUBTILES)
     ping_pong_finish(WARPGROUP, PING_PONG, WARPGROUPS)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "group", "n_split", "n_parts"])
+@gluon.jit(
+    do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "group", "n_split_lines", "num_splits"]
+)
 def hopper_forward_kernel(
     # inputs; a queue, None: there is a program for each row
-    q_desc, k_desc, v_desc, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, queue_ptr,
+    q_desc, k_desc, v_desc, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, tile_counter_ptr,
     # outputs; what parts of rows write, None: there are none
-    out_desc, lse_ptr, parts_ptr,
+    out_desc, lse_ptr, splits_ptr,
     # strides in elements: (batch, head)
-    items_strides,
-    # sizes: n_axes = batch * heads, n_lines = tile rows, group = query heads of a key head; the first n_split lines of
+    record_strides,
+    # sizes: n_batch_heads = batch * heads, n_lines = tile rows, group = query heads of a key head; the first n_split_lines lines of
     # each
-    # head have n_parts programs each
-    n_heads, n_axes, n_lines, q_len, kv_len, group, n_split, n_parts, scale_log2,
-    # compile time; QUARTERS: tiles made of whole quarters are listed
+    # head have num_splits programs each
+    n_heads, n_batch_heads, n_lines, q_len, kv_len, group, n_split_lines, num_splits, scale_log2,
+    # compile time; HAS_SUBTILES: tiles made of whole quarters are listed
     BLOCK_KV: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr,
     PING_PONG: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
     MOVER_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr, QUERIES: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
-    QUARTERS: gl.constexpr,
+    HAS_SUBTILES: gl.constexpr,
 ):  # fmt: skip
     DIM: gl.constexpr = q_desc.block_type.shape[3]
     DIM_V: gl.constexpr = out_desc.block_type.shape[3]
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [QUERIES * WARPGROUPS, 1, 1, HALF, DIM], q_desc.layout)
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [QUERIES * WARPGROUPS, 1, 1, WARPGROUP_ROWS, DIM], q_desc.layout)
     # of a block of the descriptor, which may be smaller, they have the layout too
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM_V], v_desc.layout)
     if OUT_IN_Q:
         out_ring = q_ring
     else:
-        out_ring = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS, 1, 1, HALF, DIM_V], out_desc.layout)
-    row_ring = gl.allocate_shared_memory(gl.int32, [2 * row_ints(QUARTERS), 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        out_ring = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS, 1, 1, WARPGROUP_ROWS, DIM_V], out_desc.layout)
+    row_ring = gl.allocate_shared_memory(
+        gl.int32, [2 * row_ints(HAS_SUBTILES), 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     barriers = (
-        new_barriers(2, 1), new_barriers(2, WARPGROUPS),
-        new_barriers(QUERIES * WARPGROUPS, 1), new_barriers(QUERIES * WARPGROUPS, 1),
-        new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS), new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS),
+        allocate_mbarriers(2, 1), allocate_mbarriers(2, WARPGROUPS),
+        allocate_mbarriers(QUERIES * WARPGROUPS, 1), allocate_mbarriers(QUERIES * WARPGROUPS, 1),
+        allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, WARPGROUPS), allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, WARPGROUPS),
     )  # fmt: skip
     fence_async_shared()
     descriptors = (q_desc, k_desc, v_desc, out_desc)
     rings = (q_ring, k_ring, v_ring, out_ring, row_ring)
-    ptrs = (items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, lse_ptr, queue_ptr, parts_ptr)
-    sizes = (n_heads, n_axes, n_lines, q_len, kv_len, scale_log2, n_split, n_parts)
+    ptrs = (records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, lse_ptr, tile_counter_ptr, splits_ptr)
+    sizes = (n_heads, n_batch_heads, n_lines, q_len, kv_len, scale_log2, n_split_lines, num_splits)
     gl.warp_specialize(
         [
             (compute, (descriptors, rings, barriers, ptrs, sizes, who, SIGN, CAUSAL, STAGES, OVERLAP, PIN, PING_PONG,
-                       OUT_IN_Q, WARPGROUPS, SLACK, EARLY_WORDS, QUARTERS))
+                       OUT_IN_Q, WARPGROUPS, SLACK, EARLY_WORDS, HAS_SUBTILES))
             if who < WARPGROUPS else
-            (move, (descriptors, rings, barriers, ptrs, items_strides, sizes, group, CAUSAL, BLOCK_KV, STAGES, WARPGROUPS, QUARTERS))
+            (move, (descriptors, rings, barriers, ptrs, record_strides, sizes, group, CAUSAL, BLOCK_KV, STAGES, WARPGROUPS, HAS_SUBTILES))
             for who in ((0, 1, 2) if WARPGROUPS == 2 else (0, 1, 2, 3))
         ],
         [4, 1] if WARPGROUPS == 2 else [4, 4, 1],
@@ -509,10 +515,10 @@ class Prepared(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def prepare(
     specs: TensorSpecs,
-    walked: PlanSpecs,
+    lists: PlanSpecs,
     lengths: tuple[torch.dtype, bool] | None,
     split: Split,
-    is_quartered: bool,
+    has_subtiles: bool,
     scale: float,
     causal: bool,
     index: int | None,
@@ -521,12 +527,12 @@ def prepare(
 
     kind     of q, k and v
     lengths  what is written of kv_lengths
-    is_quartered  whether tiles made of whole quarters are listed
+    has_subtiles  whether tiles made of whole quarters are listed
     index    of the device
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    items, _ = walked
+    items, _ = lists
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
     n_sms = num_sms(index)
     has_layout, has_lengths = items is not None, lengths is not None
@@ -536,18 +542,18 @@ def prepare(
     assert is_wide or chosen.warpgroups == 2, "a row of a layout has 128 queries, and two warpgroups clear values"
     if chosen.out_in_q:
         dim = dim_v = max(dim, dim_v)
-    half = HALF.value
+    half = WARPGROUP_ROWS.value
     n_lines = -(-q_len // (half * chosen.warpgroups))
     rest = {
-        "items_strides": walk_strides(items),
+        "record_strides": strides_of_records(items),
         "n_heads": heads,
-        "n_axes": batch * heads,
+        "n_batch_heads": batch * heads,
         "n_lines": n_lines,
         "q_len": q_len,
         "kv_len": kv_len,
         "group": heads // kv_heads,
-        "n_split": split.n_lines,
-        "n_parts": split.parts,
+        "n_split_lines": split.n_lines,
+        "num_splits": split.parts,
         **scaling(scale),
         "BLOCK_KV": chosen.block_kv,
         "CAUSAL": causal,
@@ -562,11 +568,11 @@ def prepare(
         "QUERIES": chosen.queries,
         "SLACK": chosen.slack,
         "EARLY_WORDS": chosen.early_words,
-        "QUARTERS": is_quartered and FITS,
+        "HAS_SUBTILES": has_subtiles and BEFORE_TRITON_3_9,
         "num_warps": 4,
     }
     # 64 keys and columns at a time, since a step may be of halves of two tiles
-    by_halves = is_quartered and FITS and chosen.block_kv == TILE_SIDE
+    by_halves = has_subtiles and BEFORE_TRITON_3_9 and chosen.block_kv == TILE_SIDE
     # rows padded so that TMA can write them
     out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
     descriptor_factories = {
@@ -607,18 +613,18 @@ def forward(
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
     if specs is None or not specs.is_tma_loadable:
-        (q, k, v), specs = readable(q, k, v)
+        (q, k, v), specs = tma_loadable(q, k, v)
     q_seen, k_seen, _ = specs.tensors
-    device, walked, empty = q.device, walk(plan, 0), allocator(q)
+    device, lists, empty = q.device, tile_lists(plan, 0), allocator(q)
     index = device.index
     split = split_of(plan, 0, q_seen.shape, k_seen.shape, causal, num_sms(index))
-    is_quartered = bool(plan) and has_quarters(plan[1].shape[0], plan[2].shape[0])
-    ready = prepare(specs, plan_specs_of(walked), cache_key_of(kv_lengths), split, is_quartered, scale, causal, index)
+    has_subtiles = bool(plan) and has_subtiles_of(plan[1].shape[0], plan[2].shape[0])
+    ready = prepare(specs, plan_specs_of(lists), cache_key_of(kv_lengths), split, has_subtiles, scale, causal, index)
     out, lse = empty(*ready.out), empty(*ready.lse)
     # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
     queue = torch.zeros(1, dtype=torch.int32, device=device) if ready.is_queued else None
     parts = None if ready.merge is None else lse.new_empty(ready.n_floats)
-    ready.launch(q, k, v, *walked, kv_lengths, queue, out, lse, parts)
+    ready.launch(q, k, v, *lists, kv_lengths, queue, out, lse, parts)
     if ready.merge is not None:
-        ready.merge(parts, walked[0], out, lse)
+        ready.merge(parts, lists[0], out, lse)
     return out.contiguous(), lse

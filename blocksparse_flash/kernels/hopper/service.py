@@ -13,7 +13,7 @@ converted by a launch
 behind, since no column is left beside which it could be done. Where long columns of all sections come first, all are
 prepared before.
 Counted in global memory, at counts_ptr:
-    0 columns taken, 1 items taken, 2 + s pieces of section s prepared, 2 + n_axes + s columns of section s computed
+    0 columns taken, 1 items taken, 2 + s pieces of section s prepared, 2 + n_batch_heads + s columns of section s computed
 The warp that moves data waits for a section to be prepared before anything but the number of its columns comes. A
 warp of its own
 counts a column when its last sum is in memory, so that who computes waits for no fence.
@@ -28,7 +28,7 @@ of those of any later one, or wait for nothing, all being prepared before. So th
 prepare, columns,
 convert of the sections can always be done.
 
-Sums stand in the order in which threads hold them (hopper.in_order), so that they are added without a copy in shared
+Sums stand in the order in which threads hold them (hopper.in_register_order), so that they are added without a copy in shared
 memory.
 """
 
@@ -36,10 +36,15 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from ..service import FRONT as COUNTED
 from ..triton.tile import LOG2_E
-from .device_functions import copy_async, copy_wait, count_in, fence_engine, seen_as, wait_for_count
+from .barriers import fence_proxy_async, increment_counter, wait_for_counter
+from .registers import reinterpret
+
+# Triton 3.8 renamed the copy
+load_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 # values that are converted for an item, those of one or two tiles of 64 queries: enough that a queue is no bottleneck,
 # so few that
@@ -60,15 +65,31 @@ def wait_for_section(service, i_section):
     """Until TMA may read the statistics of a section, and its sums may be added to."""
     counts_ptr, _, _, _, _, n_cleared, _, _, n_chunks, _, _, _, _ = service
     if i_section >= n_cleared:
-        wait_for_count(counts_ptr + FRONT + i_section, gl.cdiv(n_chunks, PIECE), 0)
-        fence_engine()
+        wait_for_counter(counts_ptr + FRONT + i_section, gl.cdiv(n_chunks, PIECE), 0)
+        fence_proxy_async()
 
 
 @gluon.jit
 def count_column(service, i_section):
     """Of a section a column more is done, whose sums are in memory."""
-    counts_ptr, _, _, n_axes, _, _, _, _, _, _, _, _, _ = service
-    count_in(counts_ptr + FRONT + n_axes + i_section)
+    counts_ptr, _, _, n_batch_heads, _, _, _, _, _, _, _, _, _ = service
+    increment_counter(counts_ptr + FRONT + n_batch_heads + i_section)
+
+
+# ---- cp.async ----
+
+
+@gluon.jit
+def cp_async(tile, pointers, mask=None):
+    """Copies from global to shared memory past L1, 16 bytes a thread at a time; zeros where masked."""
+    load_rows(tile, pointers, mask=mask, cache_modifier=".cg")
+
+
+@gluon.jit
+def cp_async_wait():
+    """Waits for all copies of this warp."""
+    async_copy.commit_group()
+    async_copy.wait_group(0)
 
 
 # ---- to prepare ----
@@ -95,25 +116,25 @@ def tell(written, place, i_chunk, n_padded, q_len, DIM: gl.constexpr, DIM_V: gl.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [AT_ONCE, 32 // AT_ONCE], [1, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
-    tiles = seen_as(place, [2 * PIECES, AT_ONCE, DIM_V], plain, out_ptr.dtype.element_ty)
+    tiles = reinterpret(place, [2 * PIECES, AT_ONCE, DIM_V], plain, out_ptr.dtype.element_ty)
     line = i_chunk.to(gl.int64) * ROWS
-    i_axis, q_start = (line // n_padded).to(gl.int32), (line % n_padded).to(gl.int32)
-    i_query = i_axis.to(gl.int64) * q_len + q_start
+    batch_head, q_start = (line // n_padded).to(gl.int32), (line % n_padded).to(gl.int32)
+    i_query = batch_head.to(gl.int64) * q_len + q_start
     n_rows = q_len - q_start
     o_q = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     b_lse = gl.load(lse_ptr + i_query + o_q, mask=o_q < n_rows, other=float("-inf"))
     gl.store(lines_ptr + line + o_q, gl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E))
     o_dim = gl.expand_dims(gl.arange(0, DIM_V, layout=gl.SliceLayout(0, layout)), 0)
     p_out = out_ptr + i_query * (8 * n_v_eighths)
-    i_dout = i_axis // n_heads * dout_eighths[0] + i_axis % n_heads * dout_eighths[1]
+    i_dout = batch_head // n_heads * dout_eighths[0] + batch_head % n_heads * dout_eighths[1]
     p_dout = dout_ptr + (i_dout + q_start.to(gl.int64) * dout_eighths[2]) * 8
     for first in range(0, ROWS, PIECES * AT_ONCE):
         for i_piece in gl.static_range(PIECES):
             o_row = first + i_piece * AT_ONCE + gl.expand_dims(gl.arange(0, AT_ONCE, layout=row_layout), 1)
             m_piece = (o_row < n_rows) & (o_dim < 8 * n_v_eighths)
-            copy_async(tiles.index(i_piece), p_out + (o_row * (8 * n_v_eighths) + o_dim), m_piece)
-            copy_async(tiles.index(PIECES + i_piece), p_dout + (o_row * (8 * dout_eighths[2]) + o_dim), m_piece)
-        copy_wait()
+            cp_async(tiles.index(i_piece), p_out + (o_row * (8 * n_v_eighths) + o_dim), m_piece)
+            cp_async(tiles.index(PIECES + i_piece), p_dout + (o_row * (8 * dout_eighths[2]) + o_dim), m_piece)
+        cp_async_wait()
         for i_piece in gl.static_range(PIECES):
             b_out = tiles.index(i_piece).load(layout).to(gl.float32)
             b_delta = gl.sum(b_out * tiles.index(PIECES + i_piece).load(layout).to(gl.float32), 1)
@@ -148,7 +169,7 @@ def convert(b_sum, p_dq, n_rows, n_eighths, i_step, scale, DIM: gl.constexpr):
     WARPS: gl.constexpr = gl.num_warps()
     PIECES: gl.constexpr = DIM // 32
     layout: gl.constexpr = eights(WARPS)
-    # as in hopper.in_order
+    # as in hopper.in_register_order
     b_dq = (
         (b_sum * scale)
         .to(p_dq.dtype.element_ty)
@@ -169,12 +190,12 @@ def convert(b_sum, p_dq, n_rows, n_eighths, i_step, scale, DIM: gl.constexpr):
 @gluon.jit
 def serve(service, written, fetch_ring, WARPGROUP: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr):
     """A warp that prepares and converts."""
-    counts_ptr, sum_ptr, dq_ptr, n_axes, n_work, n_cleared, n_ahead, n_converted, n_chunks, _, _, _, _ = service
+    counts_ptr, sum_ptr, dq_ptr, n_batch_heads, n_work, n_cleared, n_ahead, n_converted, n_chunks, _, _, _, _ = service
     _, _, _, _, _, _, _, _, _, n_padded, q_len, n_eighths, scale = service
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     o_value = gl.arange(0, STEP, layout=layout)
     place = fetch_ring.index(WARPGROUP)
-    sums = seen_as(place, [FETCHED // STEP // 4, STEP], gl.SwizzledSharedLayout(4, 1, 1, [0]), gl.float32)
+    sums = reinterpret(place, [FETCHED // STEP // 4, STEP], gl.SwizzledSharedLayout(4, 1, 1, [0]), gl.float32)
     n_pieces = gl.cdiv(n_chunks, PIECE)
     n_before = (n_ahead - n_cleared) * n_pieces
     # in a round a section is converted, then another one prepared
@@ -187,22 +208,22 @@ def serve(service, written, fetch_ring, WARPGROUP: gl.constexpr, DIM: gl.constex
             i_chunk = i_round * n_chunks + i_turn
             p_sum = sum_ptr + i_chunk.to(gl.int64) * CHUNK
             p_dq, n_rows = rows_of(dq_ptr, i_chunk, n_padded, q_len, n_eighths, DIM)
-            wait_for_count(counts_ptr + FRONT + n_axes + i_round, n_work, 500)
+            wait_for_counter(counts_ptr + FRONT + n_batch_heads + i_round, n_work, 500)
             for first in range(0, CHUNK // STEP, FETCHED // STEP // 4):
                 for i_step in gl.static_range(FETCHED // STEP // 4):
-                    copy_async(sums.index(i_step), p_sum + ((first + i_step) * STEP + o_value))
-                copy_wait()
+                    cp_async(sums.index(i_step), p_sum + ((first + i_step) * STEP + o_value))
+                cp_async_wait()
                 for i_step in gl.static_range(FETCHED // STEP // 4):
                     convert(sums.index(i_step).load(layout), p_dq, n_rows, n_eighths, first + i_step, scale, DIM)
         else:
             i_section = gl.where(i_item < n_before, n_cleared + i_item // n_pieces, n_ahead + i_round)
             first = gl.where(i_item < n_before, i_item % n_pieces, i_turn - n_chunks) * PIECE
-            if i_section < n_axes:
+            if i_section < n_batch_heads:
                 for i_chunk in range(first, gl.minimum(first + PIECE, n_chunks)):
                     clear(sum_ptr + (i_section * n_chunks + i_chunk).to(gl.int64) * CHUNK)
                     if written[0] is not None:
                         tell(written, place, i_section * n_chunks + i_chunk, n_padded, q_len, DIM, DIM_V)
-                count_in(counts_ptr + FRONT + i_section)
+                increment_counter(counts_ptr + FRONT + i_section)
         i_item = gl.atomic_add(counts_ptr + 1, 1, sem="relaxed")
 
 

@@ -9,8 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..triton.tile import TILE
-from .device_functions import HALF, QUARTERS_BIT, accumulator, bit_words, keep_columns
+from .bitmask import SUBTILES_BIT, load_mask_words, mask_columns
 from .forward_producer import entries_of, key_start
+from .registers import WARPGROUP_ROWS, accumulator
 
 # the bits of a float32
 MINUS_INFINITY = gl.constexpr(0xFF800000)
@@ -23,14 +24,14 @@ def mask_words(ptrs, row, i_step, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexp
     _, _, begin, _, _, _, _ = row
     STEPS: gl.constexpr = TILE // BLOCK_KV
     i_bitmask = gl.load(ids_ptr + (begin + i_step // STEPS))
-    o_q = WARPGROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
-    return bit_words(words_ptr, i_bitmask, i_step % STEPS * (BLOCK_KV // 32), o_q, BLOCK_KV)
+    o_q = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
+    return load_mask_words(words_ptr, i_bitmask, i_step % STEPS * (BLOCK_KV // 32), o_q, BLOCK_KV)
 
 
 @gluon.jit
 def no_words(BLOCK_KV: gl.constexpr):
     """As many words as `mask_words` loads, of no pair."""
-    none = gl.zeros([HALF], gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV)))
+    none = gl.zeros([WARPGROUP_ROWS], gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV)))
     if BLOCK_KV == 128:
         return none, none, none, none
     else:
@@ -47,13 +48,13 @@ def mask_quarters(ptrs, row, i_step, WARPGROUP: gl.constexpr, BLOCK_KV: gl.const
         i_entry, is_pair, has_second = entries_of(row, i_step)
         entry = gl.load(indices_ptr + i_entry)
         other = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))
-        quarters, others = entry >> (QUARTERS_BIT + 2 * WARPGROUP), other >> (QUARTERS_BIT + 2 * WARPGROUP)
+        quarters, others = entry >> (SUBTILES_BIT + 2 * WARPGROUP), other >> (SUBTILES_BIT + 2 * WARPGROUP)
         # of either tile of a pair one half of the keys is there
         first, second = ((quarters & 3) != 0).to(gl.int32), ((others & 3) != 0).to(gl.int32)
         quarters = gl.where(is_pair, first + 2 * second * has_second.to(gl.int32), quarters)
     else:
         entry = gl.load(indices_ptr + (begin + i_step // STEPS))
-        quarters = entry >> (QUARTERS_BIT + 2 * WARPGROUP + i_step % STEPS)
+        quarters = entry >> (SUBTILES_BIT + 2 * WARPGROUP + i_step % STEPS)
     # a full tile's says nothing
     return gl.where(entry < 0, quarters, -1)
 
@@ -73,17 +74,17 @@ def mask_scores(
     _, q_start, _, _, _, _, _ = row
     if MASKED or kv_lengths_ptr is not None:
         kv_start = key_start(indices_ptr, row, i_step, BLOCK_KV)
-        o_q = WARPGROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
+        o_q = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
         o_kv = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, accumulator(BLOCK_KV)))
     if indices_ptr is not None:
         if MASKED:
             if words is None:
                 words = mask_words(ptrs, row, i_step, WARPGROUP, BLOCK_KV)
-            b_scores = keep_columns(b_scores, words, o_kv)
+            b_scores = mask_columns(b_scores, words, o_kv)
         if kv_lengths_ptr is not None:
             b_scores = gl.where(gl.expand_dims(kv_start + o_kv < limit, 0), b_scores, float("-inf"))
     elif MASKED:
-        last = gl.full([HALF], 0, gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV))) + limit
+        last = gl.full([WARPGROUP_ROWS], 0, gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV))) + limit
         if CAUSAL:
             last = gl.minimum(last, q_start + o_q + (kv_len - q_len) + 1)
         b_scores = gl.where(gl.expand_dims(kv_start + o_kv, 0) < gl.expand_dims(last, 1), b_scores, float("-inf"))
@@ -116,7 +117,7 @@ def online_softmax(b_scores, b_max, b_sum, scale_log2, SLACK: gl.constexpr):
     b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_new_max, 1))
     b_decay = gl.exp2(b_max - b_new_max)
     # a thread holds two of every eight columns
-    b_parts = gl.sum(gl.sum(b_p.reshape([HALF, b_p.shape[1] // 8, 4, 2]), 3), 1)
+    b_parts = gl.sum(gl.sum(b_p.reshape([WARPGROUP_ROWS, b_p.shape[1] // 8, 4, 2]), 3), 1)
     b_parts = gl.convert_layout(b_parts, row_parts(), assert_trivial=True)
     b_part_decay = gl.convert_layout(b_decay, gl.SliceLayout(1, row_parts()), assert_trivial=True)
     return b_p, b_decay, b_new_max, b_sum * gl.expand_dims(b_part_decay, 1) + b_parts

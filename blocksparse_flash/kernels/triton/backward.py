@@ -32,8 +32,8 @@ from ..arguments import (
     plan_specs_of,
     score_arguments,
     score_specs_of,
-    walk,
-    walk_strides,
+    strides_of_records,
+    tile_lists,
     wants_descriptors,
 )
 from ..arguments import TILE as TILE_SIDE
@@ -174,10 +174,10 @@ def bias_sums_shape(
     return sums_shape(shared, tables.shape[2], scores.pieces, (chosen.block_q, chosen.block_kv))
 
 
-def lines_and_programs(items: Shape | None, length: int, block: int, n_axes: int) -> tuple[int, int]:
-    """(tile rows or columns per head, programs of all n_axes heads); blocks instead of tiles without a plan."""
+def lines_and_programs(items: Shape | None, length: int, block: int, n_batch_heads: int) -> tuple[int, int]:
+    """(tile rows or columns per head, programs of all n_batch_heads heads); blocks instead of tiles without a plan."""
     n_lines = items[2] if items else -(-length // block)
-    return n_lines, n_lines * (TILE_SIDE // block if items else 1) * n_axes
+    return n_lines, n_lines * (TILE_SIDE // block if items else 1) * n_batch_heads
 
 
 def descriptor_factories_of(specs: TensorSpecs, chosen: Config, dim: int, dim_v: int) -> dict[str, DescriptorFactory]:
@@ -232,9 +232,9 @@ def prepare(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Optio
         n_lines, n_programs = lines_and_programs(items, length, block, batch * heads)
         rest = {
             **common,
-            "items_strides": walk_strides(items),
+            "record_strides": strides_of_records(items),
             "n_heads": heads,
-            "n_axes": batch * heads,
+            "n_batch_heads": batch * heads,
             "n_lines": n_lines,
             **added,
             **chosen.arguments,
@@ -262,7 +262,7 @@ def prepare(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Optio
 
 def prepare_joint(
     specs: TensorSpecs,
-    walked: tuple[Shape | None, Shape | None],
+    lists: tuple[Shape | None, Shape | None],
     common: dict[str, Any],
     options: Options,
     *,
@@ -270,7 +270,7 @@ def prepare_joint(
 ) -> Launch | None:
     """The launch of joint_kernel, for calls without lengths; None where two launches are faster.
 
-    walked  shapes of the records of tile rows and tile columns
+    lists  shapes of the records of tile rows and tile columns
     common  arguments shared by the kernels
     """
     q, k, _, _ = specs.tensors
@@ -287,17 +287,17 @@ def prepare_joint(
     )
     if chosen is None:
         return None
-    (of_keys, of_queries), (rows, cols) = chosen, walked
+    (of_keys, of_queries), (rows, cols) = chosen, lists
     n_cols, n_keys = lines_and_programs(cols, kv_len, of_keys.block_kv, batch * heads)
     n_rows, n_queries = lines_and_programs(rows, q_len, of_queries.block_q, batch * heads)
     if not joint_pays(n_keys + n_queries, max(dim, dim_v), tma, options, has_layout=rows is not None):
         return None
     rest = {
         **{name: value for name, value in common.items() if name in joint_kernel.arg_names},
-        "col_items_strides": walk_strides(cols),
-        "row_items_strides": walk_strides(rows),
+        "col_items_strides": strides_of_records(cols),
+        "row_items_strides": strides_of_records(rows),
         "n_heads": heads,
-        "n_axes": batch * heads,
+        "n_batch_heads": batch * heads,
         "n_cols": n_cols,
         "n_rows": n_rows,
         "n_keys": n_keys,
@@ -341,7 +341,7 @@ def backward(
     if scores is not None:
         slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)
         options = options._replace(scores=score_specs_of(scores, rows, cols, wanted=wanted))
-    by_rows, by_cols = walk(plan, 0), walk(plan, 3)
+    by_rows, by_cols = tile_lists(plan, 0), tile_lists(plan, 3)
     ready = prepare(specs_of(q, k, v, dout), plan_specs_of(by_rows), plan_specs_of(by_cols), options)
     if scores is not None:
         dslopes = torch.empty_like(lse) if wanted[1] else None

@@ -13,10 +13,10 @@ from .tile import (
     WITHOUT_SIGN,
     add_product,
     attending_pairs,
-    dense_keys,
-    dense_queries,
-    find_line,
-    find_record,
+    dense_kv_steps,
+    dense_q_steps,
+    find_line_record,
+    find_work_record,
     kept_pairs,
     load_tile,
     product,
@@ -32,33 +32,33 @@ def keys_program(
     pid,
     # inputs
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
-    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous
     dk_ptr, dv_ptr,
     # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
-    # sizes: n_heads key heads, n_axes = batch * n_heads, n_lines = tile columns (blocks of keys without a layout)
-    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+    q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides,
+    # sizes: n_heads key heads, n_batch_heads = batch * n_heads, n_lines = tile columns (key blocks without a layout)
+    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
     # compile time
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
     """dk and dv of a block of keys of a key head: iterates over its tile column for each query head of the group."""
-    HAS_LAYOUT: tl.constexpr = items_ptr is not None
+    HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_Q
     if HAS_LAYOUT:
-        i_axis, p_record, i_part = find_record(
-            items_ptr, items_strides, pid, n_lines, n_heads, n_axes, TILE // BLOCK_KV, GROUP
+        batch_head, p_record, i_split = find_work_record(
+            records_ptr, record_strides, pid, n_lines, n_heads, n_batch_heads, TILE // BLOCK_KV, GROUP
         )
-        kv_start = tl.load(p_record) * TILE + i_part * BLOCK_KV
+        kv_start = tl.load(p_record) * TILE + i_split * BLOCK_KV
     else:
-        i_axis = pid // n_lines
+        batch_head = pid // n_lines
         kv_start = pid % n_lines * BLOCK_KV
-    i_batch = i_axis // n_heads
-    i_kv_head = i_axis % n_heads
+    i_batch = batch_head // n_heads
+    i_kv_head = batch_head % n_heads
     limit = kv_len
     if LIMITED:
         limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
@@ -84,12 +84,12 @@ def keys_program(
             p_member = p_record
             if GROUP > 1:
                 # heads of a group may have different layouts, hence launch orders
-                p_member = find_line(items_ptr, items_strides, i_batch, i_head, kv_start // TILE)
+                p_member = find_line_record(records_ptr, record_strides, i_batch, i_head, kv_start // TILE)
             first = tl.load(p_member + 1) * STEPS
             end = first + tl.load(p_member + 2) * STEPS
             q_next = tile_start(indices_ptr, first, BLOCK_Q, STEPS)
         else:
-            first, full, end = dense_queries(kv_start, q_len, kv_len, CAUSAL, BLOCK_Q, BLOCK_KV)
+            first, full, end = dense_q_steps(kv_start, q_len, kv_len, CAUSAL, BLOCK_Q, BLOCK_KV)
             n_full = q_len // BLOCK_Q
             q_next = first * BLOCK_Q
         for i_step in tl.range(first, end):
@@ -144,7 +144,7 @@ def keys_program(
             b_dk, b_dk_lost = add_product(b_ds.to(b_q.dtype), b_q, b_dk, b_dk_lost, PRECISION)
 
     b_dk = b_dk * scale
-    o_axis = i_axis.to(tl.int64) * kv_len
+    o_axis = batch_head.to(tl.int64) * kv_len
     store_tile(dk_ptr + o_axis * HEAD_DIM, kv_start, kv_len, b_dk, HEAD_DIM, BLOCK_KV, DIM)
     store_tile(dv_ptr + o_axis * V_DIM, kv_start, kv_len, b_dv, V_DIM, BLOCK_KV, DIM_V)
 
@@ -155,33 +155,33 @@ def queries_program(
     pid,
     # inputs
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
-    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous; sums_ptr: bias sums of ds; dslopes_ptr: sum of -ds * distance per query
     dq_ptr, sums_ptr, dslopes_ptr,
     # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
-    # sizes: n_axes = batch * heads, n_lines = tile rows (blocks of queries without a layout)
-    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+    q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides, sums_strides,
+    # sizes: n_batch_heads = batch * heads, n_lines = tile rows (blocks of queries without a layout)
+    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
     # compile time
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
     """dq of a block of queries of a head: iterates over its tile row."""
-    HAS_LAYOUT: tl.constexpr = items_ptr is not None
+    HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_KV
     if HAS_LAYOUT:
-        i_axis, p_record, i_part = find_record(
-            items_ptr, items_strides, pid, n_lines, n_heads, n_axes, TILE // BLOCK_Q, 1
+        batch_head, p_record, i_split = find_work_record(
+            records_ptr, record_strides, pid, n_lines, n_heads, n_batch_heads, TILE // BLOCK_Q, 1
         )
-        q_start = tl.load(p_record) * TILE + i_part * BLOCK_Q
+        q_start = tl.load(p_record) * TILE + i_split * BLOCK_Q
     else:
-        i_axis = pid // n_lines
+        batch_head = pid // n_lines
         q_start = (n_lines - 1 - pid % n_lines) * BLOCK_Q
-    i_batch = i_axis // n_heads
-    i_head = i_axis % n_heads
+    i_batch = batch_head // n_heads
+    i_head = batch_head % n_heads
     i_kv_head = i_head // GROUP
     limit = kv_len
     if LIMITED:
@@ -189,7 +189,7 @@ def queries_program(
 
     b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
     b_dout = load_tile(dout_ref, dout_strides, i_batch, i_head, q_start, q_len, V_DIM, BLOCK_Q, DIM_V, TMA, True, False)
-    b_lse, b_delta = load_lse_delta(lse_delta_ptr, i_axis, q_start, n_padded, BLOCK_Q)
+    b_lse, b_delta = load_lse_delta(lse_delta_ptr, batch_head, q_start, n_padded, BLOCK_Q)
     b_dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
     b_dq_lost = tl.zeros([BLOCK_Q, DIM], tl.float32)
     factor = scale_log2
@@ -207,7 +207,7 @@ def queries_program(
         end = first + tl.load(p_record + 2) * STEPS
         kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
     else:
-        n_full, end = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
+        n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
         first = 0
         kv_next = 0
     for i_step in tl.range(first, end):
@@ -261,56 +261,56 @@ def queries_program(
         if cap is not None:
             b_ds = b_ds * (1.0 - b_tanh * b_tanh)
         b_dq, b_dq_lost = add_product(b_ds.to(b_k.dtype), b_k, b_dq, b_dq_lost, PRECISION)
-    o_axis = i_axis.to(tl.int64) * q_len
+    o_axis = batch_head.to(tl.int64) * q_len
     store_tile(dq_ptr + o_axis * HEAD_DIM, q_start, q_len, b_dq * scale, HEAD_DIM, BLOCK_Q, DIM)
     if dslopes_ptr is not None:
         o_q = q_start + tl.arange(0, BLOCK_Q)
         tl.store(dslopes_ptr + o_axis + o_q, b_dslope, mask=o_q < q_len)
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
+@triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
 def keys_kernel(
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
-    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
     dk_ptr, dv_ptr,
-    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
-    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+    q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides,
+    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
     """One program per block of keys; arguments as in `keys_program`."""
     keys_program(
-        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, items_ptr, indices_ptr, ids_ptr, words_ptr,
+        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, records_ptr, indices_ptr, ids_ptr, words_ptr,
         kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dk_ptr, dv_ptr,
-        q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides,
-        n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+        q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides,
+        n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
         GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
     )
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
+@triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
 def queries_kernel(
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
-    items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
     dq_ptr, sums_ptr, dslopes_ptr,
-    q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
-    n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+    q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides, sums_strides,
+    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
     """One program per block of queries; arguments as in `queries_program`."""
     queries_program(
-        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, items_ptr, indices_ptr, ids_ptr, words_ptr,
+        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, records_ptr, indices_ptr, ids_ptr, words_ptr,
         kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dq_ptr, sums_ptr, dslopes_ptr,
-        q_strides, k_strides, v_strides, dout_strides, items_strides, tables_strides, sums_strides,
-        n_heads, n_axes, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+        q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides, sums_strides,
+        n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
         GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
     )
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_cols", "n_rows", "n_keys", "q_len", "kv_len", "n_padded"])
+@triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_cols", "n_rows", "n_keys", "q_len", "kv_len", "n_padded"])
 def joint_kernel(
     # inputs
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr,
@@ -319,8 +319,8 @@ def joint_kernel(
     dq_ptr, dk_ptr, dv_ptr,
     # strides in elements: (batch, head, row)
     q_strides, k_strides, v_strides, dout_strides, col_items_strides, row_items_strides,
-    # sizes: n_axes = batch * heads; the first n_keys programs compute dk and dv, the others dq
-    n_heads, n_axes, n_cols, n_rows, n_keys, q_len, kv_len, n_padded, scale_log2, scale,
+    # sizes: n_batch_heads = batch * heads; the first n_keys programs compute dk and dv, the others dq
+    n_heads, n_batch_heads, n_cols, n_rows, n_keys, q_len, kv_len, n_padded, scale_log2, scale,
     # compile time
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
@@ -334,7 +334,7 @@ def joint_kernel(
             pid, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr, words_ptr,
             None, None, None, None, dk_ptr, dv_ptr,
             q_strides, k_strides, v_strides, dout_strides, col_items_strides, None,
-            n_heads, n_axes, n_cols, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
+            n_heads, n_batch_heads, n_cols, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
             1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, KEYS_BLOCK_Q, KEYS_BLOCK_KV,
         )
     else:
@@ -342,7 +342,7 @@ def joint_kernel(
             pid - n_keys, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, row_items_ptr, row_indices_ptr, row_ids_ptr,
             words_ptr, None, None, None, None, dq_ptr, None, None,
             q_strides, k_strides, v_strides, dout_strides, row_items_strides, None, None,
-            n_heads, n_axes, n_rows, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
+            n_heads, n_batch_heads, n_rows, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
             1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, QUERIES_BLOCK_Q, QUERIES_BLOCK_KV,
         )
 # fmt: on

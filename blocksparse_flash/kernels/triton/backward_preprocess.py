@@ -15,10 +15,10 @@ PREPROCESS_ROWS = 32
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["n_heads", "n_axes", "q_len", "n_padded", "n_cleared", "n_counts"])
+@triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "q_len", "n_padded", "n_cleared", "n_counts"])
 def preprocess_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, queue_ptr,
-    dout_strides, n_heads, n_axes, q_len, n_padded, n_cleared, n_counts,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, tile_counter_ptr,
+    dout_strides, n_heads, n_batch_heads, q_len, n_padded, n_cleared, n_counts,
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
     """lse and delta of each query, padded to n_padded queries per head so that no backward step needs bounds checks.
@@ -26,40 +26,40 @@ def preprocess_kernel(
     lse    in base 2; +inf past q_len and for a row without keys, so that p is 0
     delta  rowsum(dout * out) - dlse, ignoring dlse for a row without keys; 0 past q_len
 
-    pairs_ptr    (n_axes, n_padded, 2): lse and delta interleaved, or None
-    lines_ptr    (2, n_axes, n_padded): all lse, then all delta, or None
+    pairs_ptr    (n_batch_heads, n_padded, 2): lse and delta interleaved, or None
+    lines_ptr    (2, n_batch_heads, n_padded): all lse, then all delta, or None
     cleared_ptr  CLEARED values of each query of the first n_cleared heads, set to 0, or None
-    queue_ptr    n_counts counters, at most ROWS per program, set to 0, or None
+    tile_counter_ptr    n_counts counters, at most ROWS per program, set to 0, or None
 
-    The grid may have fewer heads than n_axes.
+    The grid may have fewer heads than n_batch_heads.
     """
-    i_axis = tl.program_id(1)
-    if queue_ptr is not None:
-        i_count = (i_axis * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
-        tl.store(queue_ptr + i_count, tl.zeros([ROWS], tl.int32), mask=i_count < n_counts)
+    batch_head = tl.program_id(1)
+    if tile_counter_ptr is not None:
+        i_count = (batch_head * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+        tl.store(tile_counter_ptr + i_count, tl.zeros([ROWS], tl.int32), mask=i_count < n_counts)
     o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if cleared_ptr is not None:
         o_cleared = tl.arange(0, CLEARED)
-        p_cleared = cleared_ptr + (i_axis.to(tl.int64) * n_padded + o_q.to(tl.int64)[:, None]) * CLEARED
+        p_cleared = cleared_ptr + (batch_head.to(tl.int64) * n_padded + o_q.to(tl.int64)[:, None]) * CLEARED
         p_cleared += o_cleared[None, :]
-        tl.store(p_cleared, tl.zeros([ROWS, CLEARED], tl.float32), mask=i_axis < n_cleared)
+        tl.store(p_cleared, tl.zeros([ROWS, CLEARED], tl.float32), mask=batch_head < n_cleared)
     o_dim = tl.arange(0, DIM_V)
     m_q = o_q < q_len
     m_tile = m_q[:, None] & (o_dim < V_DIM)[None, :]
     # [ROWS, DIM_V]
-    p_out = out_ptr + i_axis.to(tl.int64) * q_len * V_DIM + o_q.to(tl.int64)[:, None] * V_DIM + o_dim[None, :]
-    p_dout = head_base(dout_ptr, dout_strides, i_axis // n_heads, i_axis % n_heads)
+    p_out = out_ptr + batch_head.to(tl.int64) * q_len * V_DIM + o_q.to(tl.int64)[:, None] * V_DIM + o_dim[None, :]
+    p_dout = head_base(dout_ptr, dout_strides, batch_head // n_heads, batch_head % n_heads)
     p_dout += o_q.to(tl.int64)[:, None] * dout_strides[2] + o_dim[None, :]
     b_out = tl.load(p_out, mask=m_tile, other=0.0).to(tl.float32)
     b_dout = tl.load(p_dout, mask=m_tile, other=0.0).to(tl.float32)
     b_delta = tl.sum(b_out * b_dout, 1)
-    o_line = i_axis.to(tl.int64) * q_len + o_q
+    o_line = batch_head.to(tl.int64) * q_len + o_q
     b_lse = tl.load(lse_ptr + o_line, mask=m_q, other=float("-inf"))
     if dlse_ptr is not None:
         # the lse of a row without keys is constant: its gradient is ignored
         b_dlse = tl.load(dlse_ptr + o_line, mask=m_q, other=0.0)
         b_delta -= tl.where(b_lse == float("-inf"), 0.0, b_dlse)
-    o_line = i_axis.to(tl.int64) * n_padded + o_q
+    o_line = batch_head.to(tl.int64) * n_padded + o_q
     m_padded = o_q < n_padded
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
     if pairs_ptr is not None:
@@ -68,18 +68,18 @@ def preprocess_kernel(
         tl.store(pairs_ptr + o_pair, tl.join(b_lse, b_delta), mask=m_padded[:, None])
     if lines_ptr is not None:
         tl.store(lines_ptr + o_line, b_lse, mask=m_padded)
-        o_line += n_axes.to(tl.int64) * n_padded
+        o_line += n_batch_heads.to(tl.int64) * n_padded
         tl.store(lines_ptr + o_line, b_delta, mask=m_padded)
 
 
 @triton.jit
-def load_lse_delta(pairs_ptr, i_axis, q_start, n_padded, ROWS: tl.constexpr):
+def load_lse_delta(pairs_ptr, batch_head, q_start, n_padded, ROWS: tl.constexpr):
     """lse in base 2 and delta of ROWS queries: [ROWS] each.
 
     One load of interleaved pairs: two loads smaller than the number of threads would get a layout in which many threads
     hold the same value (Triton 3.6: 70 copies per thread instead of 8).
     """
-    o_line = i_axis.to(tl.int64) * n_padded + q_start + tl.arange(0, ROWS)
+    o_line = batch_head.to(tl.int64) * n_padded + q_start + tl.arange(0, ROWS)
     return tl.split(tl.load(pairs_ptr + o_line[:, None] * 2 + tl.arange(0, 2)[None, :]))
 # fmt: on
 
@@ -104,7 +104,7 @@ def prepare_preprocess(
         {
             "dout_strides": dout.strides[:3],
             "n_heads": heads,
-            "n_axes": batch * heads,
+            "n_batch_heads": batch * heads,
             "q_len": q_len,
             "n_padded": n_padded,
             "n_cleared": cleared[1],

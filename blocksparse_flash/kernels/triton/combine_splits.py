@@ -1,8 +1,8 @@
 """Combining splits: out and lse of split tile rows by their lse, dk and dv of split tile columns by sums.
 
-Split p of a tile row is block (p * n_split + i) * n_axes + axis of a float32 workspace, where i counts the split tile
-rows of a head and axis = batch * heads + head: (128, DIM_V) values of out, then 128 of lse in base 2; for tile columns
-(128, DIM) values of dk, then (128, DIM_V) of dv. Splits are combined in order, so results are bitwise reproducible.
+Split p of a tile row is block (p * n_split_lines + i) * n_batch_heads + batch_head of a float32 workspace, where i
+counts the split tile rows of a head: (128, DIM_V) values of out, then 128 of lse in base 2; for tile columns (128, DIM)
+values of dk, then (128, DIM_V) of dv. Splits are combined in order, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import triton.language as tl
 from ...runtime.launch import Launch
 from ...runtime.tensor_spec import TensorSpec
 from ..arguments import TILE as TILE_SIDE
-from ..arguments import Shape, walk_strides
+from ..arguments import Shape, strides_of_records
 from ..schedule import MAX_PARTS, Split
-from .tile import TILE, head_base, log_sum, record_of
+from .tile import TILE, head_base, log_sum, record_pointer
 
 # rows per program of sum_cols_kernel
 SUM_ROWS = 16
@@ -43,33 +43,33 @@ def combine_end(b_out, b_max, b_sum):
     return b_out / b_sum, tl.where(m_empty, float("-inf"), log_sum(b_max, b_sum))
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "n_split", "n_parts", "q_len"])
+@triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "n_split_lines", "num_splits", "q_len"])
 def merge_rows_kernel(
-    # inputs; without records (items_ptr None) the last tile rows come first
-    splits_ptr, items_ptr,
+    # inputs; without records (records_ptr None) the last tile rows come first
+    splits_ptr, records_ptr,
     # outputs
     out_ptr, lse_ptr,
     # strides in elements: (batch, head), (batch, head, row)
-    items_strides, out_strides,
+    record_strides, out_strides,
     # sizes, as in the kernel that wrote the splits
-    n_heads, n_axes, n_lines, n_split, n_parts, q_len,
+    n_heads, n_batch_heads, n_lines, n_split_lines, num_splits, q_len,
     # compile time
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, SPLITS: tl.constexpr,
 ):
     # one query
     i_row = tl.program_id(0) % TILE
     i_line = tl.program_id(0) // TILE
-    i_axis = i_line % n_axes
-    if items_ptr is not None:
-        i_tile = tl.load(record_of(items_ptr, items_strides, i_axis, n_heads, i_line // n_axes, 1))
+    batch_head = i_line % n_batch_heads
+    if records_ptr is not None:
+        i_tile = tl.load(record_pointer(records_ptr, record_strides, batch_head, n_heads, i_line // n_batch_heads, 1))
     else:
-        i_tile = n_lines - 1 - i_line // n_axes
+        i_tile = n_lines - 1 - i_line // n_batch_heads
     q = i_tile * TILE + i_row
     if q < q_len:
         o_split = tl.arange(0, SPLITS)
         o_dim = tl.arange(0, DIM_V)
-        m_split = o_split < n_parts
-        p_split = splits_ptr + (o_split.to(tl.int64) * (n_split * n_axes) + i_line) * (TILE * (DIM_V + 1))
+        m_split = o_split < num_splits
+        p_split = splits_ptr + (o_split.to(tl.int64) * (n_split_lines * n_batch_heads) + i_line) * (TILE * (DIM_V + 1))
         b_lse = tl.load(p_split + TILE * DIM_V + i_row, mask=m_split, other=float("-inf"))
         # [SPLITS, DIM_V]
         b_split = tl.load((p_split + i_row * DIM_V)[:, None] + o_dim[None, :], mask=m_split[:, None], other=0.0)
@@ -78,21 +78,22 @@ def merge_rows_kernel(
         # splits are already divided by their sum
         b_out, b_max, b_sum = combine_step(b_none, b_max, b_zero, b_lse, 1.0, b_split)
         b_out, b_lse = combine_end(b_out, b_max, b_sum)
-        p_out = head_base(out_ptr, out_strides, i_axis // n_heads, i_axis % n_heads) + q.to(tl.int64) * out_strides[2]
+        p_head = head_base(out_ptr, out_strides, batch_head // n_heads, batch_head % n_heads)
+        p_out = p_head + q.to(tl.int64) * out_strides[2]
         tl.store(p_out + o_dim, b_out.to(out_ptr.dtype.element_ty), mask=o_dim < V_DIM)
-        tl.store(lse_ptr + i_axis.to(tl.int64) * q_len + q + tl.arange(0, 1), b_lse)
+        tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + q + tl.arange(0, 1), b_lse)
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_split", "n_parts", "kv_len"])
+@triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_split_lines", "num_splits", "kv_len"])
 def sum_cols_kernel(
-    # inputs; without records (items_ptr None) the tile columns are in order
-    splits_ptr, items_ptr,
+    # inputs; without records (records_ptr None) the tile columns are in order
+    splits_ptr, records_ptr,
     # outputs
     dk_ptr, dv_ptr,
     # strides in elements: (batch, head), (batch, head, row)
-    items_strides, dk_strides, dv_strides,
+    record_strides, dk_strides, dv_strides,
     # sizes, as in the kernel that wrote the splits; n_heads counts key heads
-    n_heads, n_axes, n_split, n_parts, kv_len, scale,
+    n_heads, n_batch_heads, n_split_lines, num_splits, kv_len, scale,
     # compile time; GROUP: query heads per key head
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     ROWS: tl.constexpr,
@@ -100,20 +101,22 @@ def sum_cols_kernel(
     BLOCKS: tl.constexpr = TILE // ROWS
     o_row = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
     i_line = tl.program_id(0) // BLOCKS
-    i_axis = i_line % n_axes
-    if items_ptr is not None:
-        i_tile = tl.load(record_of(items_ptr, items_strides, i_axis, n_heads, i_line // n_axes, GROUP))
+    batch_head = i_line % n_batch_heads
+    if records_ptr is not None:
+        i_launch = i_line // n_batch_heads
+        i_tile = tl.load(record_pointer(records_ptr, record_strides, batch_head, n_heads, i_launch, GROUP))
     else:
-        i_tile = i_line // n_axes
+        i_tile = i_line // n_batch_heads
     o_k, o_v = tl.arange(0, DIM), tl.arange(0, DIM_V)
     # [ROWS, DIM], [ROWS, DIM_V]
     b_dk, b_dv = tl.zeros([ROWS, DIM], tl.float32), tl.zeros([ROWS, DIM_V], tl.float32)
-    for i_split in tl.range(0, n_parts):
-        p_split = splits_ptr + ((i_split * n_split) * n_axes + i_line).to(tl.int64) * (TILE * (DIM + DIM_V))
+    for i_split in tl.range(0, num_splits):
+        i_block = (i_split * n_split_lines) * n_batch_heads + i_line
+        p_split = splits_ptr + i_block.to(tl.int64) * (TILE * (DIM + DIM_V))
         b_dk += tl.load(p_split + o_row[:, None] * DIM + o_k[None, :])
         b_dv += tl.load(p_split + TILE * DIM + o_row[:, None] * DIM_V + o_v[None, :])
     o_kv = i_tile.to(tl.int64) * TILE + o_row
-    i_batch, i_head = i_axis // n_heads, i_axis % n_heads
+    i_batch, i_head = batch_head // n_heads, batch_head % n_heads
     m_kv = (o_kv < kv_len)[:, None]
     p_dk = head_base(dk_ptr, dk_strides, i_batch, i_head) + o_kv[:, None] * dk_strides[2] + o_k[None, :]
     p_dv = head_base(dv_ptr, dv_strides, i_batch, i_head) + o_kv[:, None] * dv_strides[2] + o_v[None, :]
@@ -126,10 +129,12 @@ def merge_rows(split: Split, items: Shape | None, out: TensorSpec, rest: dict[st
     """The launch (splits, items, out, lse) that combines split tile rows; rest: the arguments of the forward kernel."""
     if split.parts == 1:
         return None
-    sizes = {name: rest[name] for name in ("n_heads", "n_axes", "n_lines", "n_split", "n_parts", "q_len")}
+    sizes = {
+        name: rest[name] for name in ("n_heads", "n_batch_heads", "n_lines", "n_split_lines", "num_splits", "q_len")
+    }
     dims = {"V_DIM": out.shape[3], "DIM_V": dim_v, "SPLITS": MAX_PARTS}
-    strides = {"items_strides": walk_strides(items), "out_strides": out.strides[:3]}
-    n_programs = split.n_lines * rest["n_axes"] * TILE_SIDE
+    strides = {"record_strides": strides_of_records(items), "out_strides": out.strides[:3]}
+    n_programs = split.n_lines * rest["n_batch_heads"] * TILE_SIDE
     return Launch(merge_rows_kernel, (n_programs,), {**sizes, **dims, **strides, "num_warps": 4})
 
 
@@ -139,8 +144,11 @@ def sum_cols(
     """The launch (splits, items, dk, dv) that sums split tile columns; dims: columns of dk and dv in a split."""
     if split.parts == 1:
         return None
-    sizes = {name: rest[name] for name in ("n_heads", "n_axes", "n_split", "n_parts", "kv_len", "scale", "GROUP")}
+    sizes = {
+        name: rest[name]
+        for name in ("n_heads", "n_batch_heads", "n_split_lines", "num_splits", "kv_len", "scale", "GROUP")
+    }
     fixed = {"HEAD_DIM": dk.shape[3], "V_DIM": dv.shape[3], "DIM": dims[0], "DIM_V": dims[1], "ROWS": SUM_ROWS}
-    strides = {"items_strides": walk_strides(items), "dk_strides": dk.strides[:3], "dv_strides": dv.strides[:3]}
-    n_programs = split.n_lines * rest["n_axes"] * (TILE_SIDE // SUM_ROWS)
+    strides = {"record_strides": strides_of_records(items), "dk_strides": dk.strides[:3], "dv_strides": dv.strides[:3]}
+    n_programs = split.n_lines * rest["n_batch_heads"] * (TILE_SIDE // SUM_ROWS)
     return Launch(sum_cols_kernel, (n_programs,), {**sizes, **fixed, **strides, "num_warps": 4})

@@ -32,8 +32,8 @@ from ..arguments import (
     scaling,
     score_arguments,
     score_specs_of,
-    walk,
-    walk_strides,
+    strides_of_records,
+    tile_lists,
     wants_descriptors,
 )
 from . import split_kv
@@ -45,8 +45,8 @@ from .tile import (
     WITHOUT_SIGN,
     add_product,
     attending_pairs,
-    dense_keys,
-    find_record,
+    dense_kv_steps,
+    find_work_record,
     kept_pairs,
     load_tile,
     product,
@@ -93,47 +93,50 @@ def config(
     return Config(64, 32, 4, 1) if small else Config(128, 64, 8, 2)
 
 
-def narrow_pays(q_len: int, n_axes: int, options: Options, *, has_layout: bool) -> bool:
+def narrow_pays(q_len: int, n_batch_heads: int, options: Options, *, has_layout: bool) -> bool:
     """Whether blocks of 64 queries beat blocks of 128: if those leave SMs idle, and on a dense causal diagonal.
 
     512 dense tokens at head_dim 128 on an H200: 14.2 instead of 20.6 microseconds, see TUNING.md.
     """
-    n_blocks, per_sm = -(-q_len // TILE_SIDE) * n_axes, TRIANGLE_BLOCKS if options.causal and not has_layout else 1
+    n_blocks, per_sm = (
+        -(-q_len // TILE_SIDE) * n_batch_heads,
+        TRIANGLE_BLOCKS if options.causal and not has_layout else 1,
+    )
     return n_blocks <= per_sm * num_sms(options.device)
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["n_heads", "n_axes", "n_lines", "q_len", "kv_len", "threshold"])
+@triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "threshold"])
 def forward_kernel(
     # inputs
-    q_ref, k_ref, v_ref, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr,
+    q_ref, k_ref, v_ref, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr,
     sinks_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous
     out_ptr, lse_ptr,
     # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, items_strides, tables_strides,
-    # sizes: n_axes = batch * heads, n_lines = tile rows (blocks of queries without a layout)
-    n_heads, n_axes, n_lines, q_len, kv_len, scale_log2, threshold, keep_scale, cap,
+    q_strides, k_strides, v_strides, record_strides, tables_strides,
+    # sizes: n_batch_heads = batch * heads, n_lines = tile rows (blocks of queries without a layout)
+    n_heads, n_batch_heads, n_lines, q_len, kv_len, scale_log2, threshold, keep_scale, cap,
     # compile time
     SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
-    HAS_LAYOUT: tl.constexpr = items_ptr is not None
+    HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_KV
     if HAS_LAYOUT:
-        i_axis, p_record, i_part = find_record(
-            items_ptr, items_strides, tl.program_id(0), n_lines, n_heads, n_axes, TILE // BLOCK_Q, 1
+        batch_head, p_record, i_split = find_work_record(
+            records_ptr, record_strides, tl.program_id(0), n_lines, n_heads, n_batch_heads, TILE // BLOCK_Q, 1
         )
-        q_start = tl.load(p_record) * TILE + i_part * BLOCK_Q
+        q_start = tl.load(p_record) * TILE + i_split * BLOCK_Q
     else:
         # last rows first: with CAUSAL they are the longest
-        i_axis = tl.program_id(0) // n_lines
+        batch_head = tl.program_id(0) // n_lines
         q_start = (n_lines - 1 - tl.program_id(0) % n_lines) * BLOCK_Q
-    i_batch = i_axis // n_heads
-    i_head = i_axis % n_heads
+    i_batch = batch_head // n_heads
+    i_head = batch_head % n_heads
     i_kv_head = i_head // GROUP
     limit = kv_len
     if LIMITED:
@@ -165,7 +168,7 @@ def forward_kernel(
         end = first + tl.load(p_record + 2) * STEPS
         kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
     else:
-        n_full, end = dense_keys(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
+        n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
         first = 0
         kv_next = 0
     for i_step in tl.range(first, end):
@@ -218,23 +221,23 @@ def forward_kernel(
         b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
     # recomputed: kept over the loop it would cost a register
-    i_axis = i_batch * n_heads + i_head
+    batch_head = i_batch * n_heads + i_head
     m_empty = b_sum == 0.0
     b_sum = tl.where(m_empty, 1.0, b_sum)
     b_out = b_out * (keep_scale / b_sum)[:, None]
-    store_tile(out_ptr + i_axis.to(tl.int64) * q_len * V_DIM, q_start, q_len, b_out, V_DIM, BLOCK_Q, DIM_V)
+    store_tile(out_ptr + batch_head.to(tl.int64) * q_len * V_DIM, q_start, q_len, b_out, V_DIM, BLOCK_Q, DIM_V)
     b_lse = tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2)
     o_q = q_start + tl.arange(0, BLOCK_Q)
-    tl.store(lse_ptr + i_axis.to(tl.int64) * q_len + o_q, b_lse, mask=o_q < q_len)
+    tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + o_q, b_lse, mask=o_q < q_len)
 # fmt: on
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, walked: PlanSpecs, options: Options) -> tuple[Memory, Memory, Launch]:
+def prepare(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tuple[Memory, Memory, Launch]:
     """Memory of out and lse, and the launch, for calls with these specs and options."""
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    items, _ = walked
+    items, _ = lists
     tma = wants_descriptors(options.major, q, k, v)
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
     dim = fixed["DIM"]
@@ -255,9 +258,9 @@ def prepare(specs: TensorSpecs, walked: PlanSpecs, options: Options) -> tuple[Me
         "q_strides": q.strides[:3],
         "k_strides": k.strides[:3],
         "v_strides": v.strides[:3],
-        "items_strides": walk_strides(items),
+        "record_strides": strides_of_records(items),
         "n_heads": heads,
-        "n_axes": batch * heads,
+        "n_batch_heads": batch * heads,
         "n_lines": n_lines,
         "q_len": q_len,
         "kv_len": kv_len,
@@ -305,9 +308,9 @@ def forward(
     if scores is not None:
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
         options = options._replace(scores=score_specs_of(scores, added[2]))
-    walked = walk(plan, 0)
-    out_memory, lse_memory, launch = prepare(specs or specs_of(q, k, v), plan_specs_of(walked), options)
+    lists = tile_lists(plan, 0)
+    out_memory, lse_memory, launch = prepare(specs or specs_of(q, k, v), plan_specs_of(lists), options)
     empty = allocator(q)
     out, lse = empty(*out_memory), empty(*lse_memory)
-    launch(q, k, v, *walked, kv_lengths, seed, *added, out, lse)
+    launch(q, k, v, *lists, kv_lengths, seed, *added, out, lse)
     return out, lse

@@ -50,9 +50,9 @@ def store_rows(ptr, strides, i_batch, i_head, o_row, m_row, b_rows, FEATURES: tl
 @triton.jit
 def locate(n_rows, n_blocks, n_heads, ROWS: tl.constexpr):
     """(batch, head, rows, row mask) of a program."""
-    i_axis = tl.program_id(0) // n_blocks
+    batch_head = tl.program_id(0) // n_blocks
     o_row = (tl.program_id(0) % n_blocks) * ROWS + tl.arange(0, ROWS)
-    return i_axis // n_heads, i_axis % n_heads, o_row, o_row < n_rows
+    return batch_head // n_heads, batch_head % n_heads, o_row, o_row < n_rows
 
 
 @triton.jit

@@ -66,7 +66,7 @@ class Grid(NamedTuple):
         return self.n_patterns * 4 * (3 if self.causal else 1)
 
     @property
-    def has_quarters(self) -> bool:
+    def has_subtiles(self) -> bool:
         """Whether tiles of whole 64 x 64 subtiles are listed as such: the shorter side of a block is 64."""
         return max(self.parts) == 2
 
@@ -84,7 +84,7 @@ class Grid(NamedTuple):
             "kv_tiles": kv_tiles,
             **dict(zip(("PARTS_Q", "PARTS_KV", "TILES_Q", "TILES_KV"), (*self.parts, *self.tiles), strict=True)),
             "CAUSAL": self.causal,
-            "QUARTERS": self.has_quarters,
+            "HAS_SUBTILES": self.has_subtiles,
         }
 
 
@@ -123,12 +123,12 @@ def is_single(b_quarters, OF_ROWS: tl.constexpr):
 
 @triton.jit
 def tile_kinds(
-    bits_ptr, i_axis, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
 ):
     """int32 (is stored, is full, bitmask id, subtile bits) of the tiles (o_row, o_col), which broadcast."""
-    p_bits = bits_ptr + i_axis.to(tl.int64) * n_rows * n_words
+    p_bits = bits_ptr + batch_head.to(tl.int64) * n_rows * n_words
     m_tile = (o_row < q_tiles) & (o_col < kv_tiles)
     b_pattern = tl.where(m_tile, 0, 0)
     b_left = b_pattern
@@ -157,16 +157,16 @@ def tile_kinds(
     N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
     b_id = b_pattern + b_kind * N_PATTERNS
     b_quarters = b_pattern * 0 + ALL_SUBTILES
-    if QUARTERS:
+    if HAS_SUBTILES:
         b_quarters = quarters(b_pattern, o_row * TILE, o_col * TILE, q_len, kv_len, PARTS_Q, PARTS_KV, CAUSAL)
     return (b_left != 0).to(tl.int32), (b_id == N_PATTERNS - 1).to(tl.int32), b_id, b_quarters
 
 
 @triton.jit
 def tile_kinds_along(
-    bits_ptr, i_axis, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    bits_ptr, batch_head, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
 ):
     """`tile_kinds` as [lines, minors]: tile rows and tile columns if OF_ROWS, else the reverse."""
     if OF_ROWS:
@@ -174,8 +174,8 @@ def tile_kinds_along(
     else:
         o_row, o_col = o_minor[None, :], o_line[:, None]
     return tile_kinds(
-        bits_ptr, i_axis, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-        PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
+        bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+        PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES,
     )
 
 
@@ -184,27 +184,27 @@ def count_lines(
     bits_ptr, counts_ptr, i_program, n_major, n_minor,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
 ):
     """Counts of some lines: (4, axes, n_major) tiles, partial ones, those of whole subtiles, single ones."""
     n_groups = tl.cdiv(n_major, LINES)
-    i_axis = i_program // n_groups
+    batch_head = i_program // n_groups
     o_line = (i_program % n_groups) * LINES + tl.arange(0, LINES)
     b_tiles, b_partial = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
     b_quartered, b_single = b_tiles, b_tiles
     for first in range(0, n_minor, MINORS):
         b_there, b_full, _, b_quarters = tile_kinds_along(
-            bits_ptr, i_axis, o_line, first + tl.arange(0, MINORS),
+            bits_ptr, batch_head, o_line, first + tl.arange(0, MINORS),
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
+            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES,
         )
         b_tiles += tl.sum(b_there, 1)
         b_partial += tl.sum(b_there & (1 - b_full), 1)
-        if QUARTERS:
+        if HAS_SUBTILES:
             b_quartered += tl.sum(b_there & (b_quarters < ALL_SUBTILES).to(tl.int32), 1)
             b_single += tl.sum(b_there & is_single(b_quarters, OF_ROWS), 1)
-    p_count = counts_ptr + i_axis * n_major + o_line
+    p_count = counts_ptr + batch_head * n_major + o_line
     tl.store(p_count, b_tiles, mask=o_line < n_major)
     tl.store(p_count + axes * n_major, b_partial, mask=o_line < n_major)
     tl.store(p_count + 2 * axes * n_major, b_quartered, mask=o_line < n_major)
@@ -248,7 +248,7 @@ def count_kernel(
     counts_ptr, words_ptr,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, n_words_of_all,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, WORDS: tl.constexpr,
 ):
     i_program = tl.program_id(0)
@@ -257,13 +257,13 @@ def count_kernel(
         count_lines(
             bits_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS,
+            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, LINES, MINORS,
         )
     elif i_program < n_of_rows + n_of_cols:
         count_lines(
             bits_ptr, counts_ptr + 4 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS,
+            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, LINES, MINORS,
         )
     else:
         write_bitmasks(
@@ -289,24 +289,24 @@ def most_long(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.c
 
 @triton.jit
 def list_lines(
-    bits_ptr, counts_ptr, items_ptr, indices_ptr, ids_ptr, i_program, n_programs, n_major, n_minor, n_indices, n_ids,
+    bits_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_programs, n_major, n_minor, n_indices, n_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Writes the records and tiles of some lines of one direction, and a share of the padding zeros."""
     n_groups = tl.cdiv(n_major, LINES)
-    i_axis = i_program // n_groups
+    batch_head = i_program // n_groups
     first_line = (i_program % n_groups) * LINES
     o_line = first_line + tl.arange(0, LINES)
     m_line = o_line < n_major
-    n_tiles, before = sums_before(counts_ptr, axes * n_major, i_axis * n_major + first_line, CHUNK)
+    n_tiles, before = sums_before(counts_ptr, axes * n_major, batch_head * n_major + first_line, CHUNK)
     # twice the mean
     limit = ((2 * n_tiles.to(tl.int64)) // (axes * n_major)).to(tl.int32)
     n_long = most_long(counts_ptr, axes, n_major, limit, AXES, MINORS)
 
-    p_tiles = counts_ptr + i_axis * n_major
+    p_tiles = counts_ptr + batch_head * n_major
     b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
     b_partial = tl.load(p_tiles + axes * n_major + o_line, mask=m_line, other=0)
     b_quartered = tl.load(p_tiles + 2 * axes * n_major + o_line, mask=m_line, other=0)
@@ -319,7 +319,7 @@ def list_lines(
         b_other = tl.load(p_tiles + o_other, mask=o_other < n_major, other=-1)[None, :]
         b_sooner = (b_other > b_tiles[:, None]) | ((b_other == b_tiles[:, None]) & (o_other[None, :] < o_line[:, None]))
         b_position += tl.sum(b_sooner.to(tl.int32), 1)
-    p_items = items_ptr + i_axis.to(tl.int64) * n_major * RECORD
+    p_items = records_ptr + batch_head.to(tl.int64) * n_major * RECORD
     p_record = p_items + b_position * RECORD
     tl.store(p_record, o_line, mask=m_line)
     tl.store(p_record + 1, b_begin, mask=m_line)
@@ -328,7 +328,7 @@ def list_lines(
     tl.store(p_items + o_line * RECORD + 4, b_position, mask=m_line)
     tl.store(p_record + 5, b_quartered, mask=m_line)
     tl.store(p_record + 6, b_single, mask=m_line)
-    # never all lines: see find_record
+    # never all lines: see find_work_record
     tl.store(p_record + 7, o_line * 0 + tl.minimum(n_long, n_major - 1), mask=m_line)
 
     b_next_mixed, b_next_full = b_begin, b_begin + b_partial
@@ -337,9 +337,9 @@ def list_lines(
     for first in range(0, n_minor, MINORS):
         o_minor = first + tl.arange(0, MINORS)
         b_there, b_full, b_id, b_quarters = tile_kinds_along(
-            bits_ptr, i_axis, o_line, o_minor,
+            bits_ptr, batch_head, o_line, o_minor,
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS,
+            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES,
         )
         b_is_full, b_is_partial = b_there & b_full, b_there & (1 - b_full)
         b_is_quartered = b_is_partial & (b_quarters < ALL_SUBTILES).to(tl.int32)
@@ -349,7 +349,7 @@ def list_lines(
             b_next_full[:, None] + tl.cumsum(b_is_full, 1),
             b_next_mixed[:, None] + tl.cumsum(b_is_mixed, 1),
         )
-        if QUARTERS:
+        if HAS_SUBTILES:
             b_is_single = b_is_quartered & is_single(b_quarters, OF_ROWS)
             b_is_both = b_is_quartered - b_is_single
             b_place = tl.where(b_is_both == 1, b_next_both[:, None] + tl.cumsum(b_is_both, 1), b_place)
@@ -375,7 +375,7 @@ def list_kernel(
     n_indices, n_row_ids, n_col_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, QUARTERS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     i_program = tl.program_id(0)
@@ -385,14 +385,14 @@ def list_kernel(
             bits_ptr, counts_ptr, row_items_ptr, row_indices_ptr, row_ids_ptr, i_program, n_of_rows,
             q_tiles, kv_tiles, n_indices, n_row_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS, AXES, CHUNK,
+            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, LINES, MINORS, AXES, CHUNK,
         )
     else:
         list_lines(
             bits_ptr, counts_ptr + 4 * axes * q_tiles, col_items_ptr, col_indices_ptr, col_ids_ptr,
             i_program - n_of_rows, n_of_cols, kv_tiles, q_tiles, n_indices, n_col_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, QUARTERS, LINES, MINORS, AXES, CHUNK,
+            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, LINES, MINORS, AXES, CHUNK,
         )
 # fmt: on
 

@@ -35,8 +35,8 @@ from ..arguments import (
     scaling,
     score_arguments,
     score_specs_of,
-    walk,
-    walk_strides,
+    strides_of_records,
+    tile_lists,
     wants_descriptors,
 )
 from .combine_splits import combine_end, combine_step
@@ -47,7 +47,7 @@ from .tile import (
     TILE,
     WITHOUT_SIGN,
     add_product,
-    dense_keys,
+    dense_kv_steps,
     head_base,
     load_tile,
     product,
@@ -124,11 +124,12 @@ def with_sink(b_max, b_sum, sinks_ptr, o_head):
 @triton.jit(do_not_specialize=["n_heads", "n_rows", "n_blocks", "n_splits", "q_len", "kv_len"])
 def split_kv_kernel(
     # inputs; sinks_ptr only with a single split
-    q_ptr, k_ref, v_ref, items_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, sinks_ptr, slopes_ptr, tables_ptr,
+    q_ptr, k_ref, v_ref, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
+    sinks_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous: out and lse, or with IS_SPLIT (n_splits, n_rows, V_DIM) and max and sum (n_splits, n_rows, 2)
     out_ptr, lse_ptr,
     # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, items_strides, tables_strides,
+    q_strides, k_strides, v_strides, record_strides, tables_strides,
     # sizes: n_rows = batch * heads * q_len; n_blocks programs share the PACKED * q_len rows of a split
     n_heads, n_rows, n_blocks, n_splits, q_len, kv_len, scale_log2, cap,
     # compile time: PACKED query heads share their keys; IS_SPLIT: n_splits > 1
@@ -137,16 +138,16 @@ def split_kv_kernel(
     DIM: tl.constexpr, DIM_V: tl.constexpr, MAX_Q: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
-    HAS_LAYOUT: tl.constexpr = items_ptr is not None
+    HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_KV
     # blocks of one split are neighbours, so that they share keys in L2
     i_block = tl.program_id(0) % n_blocks
     i_split = tl.program_id(0) // n_blocks % n_splits
-    i_axis = tl.program_id(0) // n_blocks // n_splits * PACKED
-    i_batch = i_axis // n_heads
-    i_head = i_axis % n_heads
+    batch_head = tl.program_id(0) // n_blocks // n_splits * PACKED
+    i_batch = batch_head // n_heads
+    i_head = batch_head % n_heads
     limit = kv_len
     if LIMITED:
         # a length on the GPU is never read on the host: out of range is clamped here
@@ -182,11 +183,11 @@ def split_kv_kernel(
     # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones
     n_full = 0
     if HAS_LAYOUT:
-        p_record = head_base(items_ptr, items_strides, i_batch, i_head)
+        p_record = head_base(records_ptr, record_strides, i_batch, i_head)
         first = tl.load(p_record + 1) * STEPS
         end = first + tl.load(p_record + 2) * STEPS
     else:
-        n_full, end = dense_keys(0, q_len, kv_len, limit, CAUSAL, MAX_Q, BLOCK_KV)
+        n_full, end = dense_kv_steps(0, q_len, kv_len, limit, CAUSAL, MAX_Q, BLOCK_KV)
         first = 0
     first, end = split_range(first, end, i_split, n_splits)
     kv_next = first * BLOCK_KV
@@ -240,7 +241,7 @@ def split_kv_kernel(
         b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
     # heads of a program are neighbours, hence its rows too
-    row = i_split.to(tl.int64) * n_rows + i_axis.to(tl.int64) * q_len
+    row = i_split.to(tl.int64) * n_rows + batch_head.to(tl.int64) * q_len
     m_row = o_row < PACKED * q_len
     if IS_SPLIT:
         # max and sum instead of out and lse: rounded less often
@@ -298,14 +299,14 @@ class Prepared(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, walked: PlanSpecs, n_listed: int, options: Options) -> Prepared:
+def prepare(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, options: Options) -> Prepared:
     """Prepares the launches of calls with these specs and options.
 
     n_listed  length of the plan's list of tiles
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    items, _ = walked
+    items, _ = lists
     assert items is None or items[2] == 1, items
     is_shared = items is None or items[1] == 1
     packed = heads // kv_heads if is_shared else 1
@@ -332,7 +333,7 @@ def prepare(specs: TensorSpecs, walked: PlanSpecs, n_listed: int, options: Optio
         "q_strides": q.strides[:3],
         "k_strides": k.strides[:3],
         "v_strides": v.strides[:3],
-        "items_strides": walk_strides(items),
+        "record_strides": strides_of_records(items),
         "n_heads": heads,
         "n_rows": n_rows,
         "n_blocks": n_blocks,
@@ -387,9 +388,9 @@ def forward(
         sinks, slopes, tables = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
         options = options._replace(scores=score_specs_of(scores, tables))
     n_listed = plan[1].shape[0] if plan else 0
-    walked = walk(plan, 0)
-    ready = prepare(specs or specs_of(q, k, v), plan_specs_of(walked), n_listed, options)
-    inputs = (q, k, v, *walked, kv_lengths)
+    lists = tile_lists(plan, 0)
+    ready = prepare(specs or specs_of(q, k, v), plan_specs_of(lists), n_listed, options)
+    inputs = (q, k, v, *lists, kv_lengths)
     if ready.combine is None:
         ready.split(*inputs, sinks, slopes, tables, out, lse)
         return out, lse

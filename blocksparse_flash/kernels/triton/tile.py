@@ -115,49 +115,55 @@ def with_sign(b_scores, SIGN: tl.constexpr):
 
 
 @triton.jit
-def record_of(items_ptr, items_strides, i_axis, n_heads, i_launch, GROUP: tl.constexpr):
+def record_pointer(records_ptr, record_strides, batch_head, n_heads, i_launch, GROUP: tl.constexpr):
     """Pointer to a record by its position in the launch order of a head; with GROUP, of the first head of the group."""
-    p_record = items_ptr + (i_axis // n_heads).to(tl.int64) * items_strides[0]
-    return p_record + (i_axis % n_heads * GROUP).to(tl.int64) * items_strides[1] + i_launch * RECORD
+    p_record = records_ptr + (batch_head // n_heads).to(tl.int64) * record_strides[0]
+    return p_record + (batch_head % n_heads * GROUP).to(tl.int64) * record_strides[1] + i_launch * RECORD
 
 
 @triton.jit
-def find_record(items_ptr, items_strides, pid, n_lines, n_heads, n_axes, SPLIT: tl.constexpr, GROUP: tl.constexpr):
+def find_work_record(
+    records_ptr, record_strides, pid, n_lines, n_heads, n_batch_heads, SPLIT: tl.constexpr, GROUP: tl.constexpr
+):
     """Tile scheduler: (batch * n_heads + head, record pointer, block within the tile row or column) of program `pid`.
 
     SPLIT programs share a tile row or column. The `n_long` longest of every head come first, head by head within a
     length, so that none starts last; then head after head, so that the inputs of a head stay in L2.
     """
-    n_long = tl.load(items_ptr + 7) * SPLIT
+    n_long = tl.load(records_ptr + 7) * SPLIT
     n_rest = n_lines * SPLIT - n_long
-    n_first = n_long * n_axes
+    n_first = n_long * n_batch_heads
     is_long = pid < n_first
-    i_axis = tl.where(is_long, pid % n_axes, (pid - n_first) // n_rest)
-    i_launch = tl.where(is_long, pid // n_axes, n_long + (pid - n_first) % n_rest)
-    p_record = record_of(items_ptr, items_strides, i_axis, n_heads, i_launch // SPLIT, GROUP)
-    return i_axis, p_record, i_launch % SPLIT
+    batch_head = tl.where(is_long, pid % n_batch_heads, (pid - n_first) // n_rest)
+    i_launch = tl.where(is_long, pid // n_batch_heads, n_long + (pid - n_first) % n_rest)
+    p_record = record_pointer(records_ptr, record_strides, batch_head, n_heads, i_launch // SPLIT, GROUP)
+    return batch_head, p_record, i_launch % SPLIT
 
 
 @triton.jit
-def find_part(items_ptr, pid, n_lines, n_axes, n_split, n_parts):
+def find_split(records_ptr, pid, n_lines, n_batch_heads, n_split_lines, num_splits):
     """Tile scheduler with split-KV: (batch * n_heads + head, position in the launch order, split) of program `pid`.
 
-    The split is -1 for a tile row (or column) that is not split. n_parts programs share each of the first n_split tile
-    rows of every head. The order is that of find_record; the splits of a tile row are neighbours.
+    The split is -1 for a tile row (or column) that is not split. num_splits programs share each of the first
+    n_split_lines tile rows of every head. The order is that of find_work_record; splits of a tile row are neighbours.
     """
-    n_more = n_split * (n_parts - 1)
-    if items_ptr is not None:
+    n_more = n_split_lines * (num_splits - 1)
+    if records_ptr is not None:
         # split tile rows are long
-        n_long = tl.maximum(tl.load(items_ptr + 7), n_split) + n_more
+        n_long = tl.maximum(tl.load(records_ptr + 7), n_split_lines) + n_more
         n_rest = tl.maximum(n_lines + n_more - n_long, 1)
-        is_long = pid < n_long * n_axes
-        i_axis = tl.where(is_long, pid % n_axes, (pid - n_long * n_axes) // n_rest)
-        i_work = tl.where(is_long, pid // n_axes, n_long + (pid - n_long * n_axes) % n_rest)
+        is_long = pid < n_long * n_batch_heads
+        batch_head = tl.where(is_long, pid % n_batch_heads, (pid - n_long * n_batch_heads) // n_rest)
+        i_work = tl.where(is_long, pid // n_batch_heads, n_long + (pid - n_long * n_batch_heads) % n_rest)
     else:
-        i_axis = pid // (n_lines + n_more)
+        batch_head = pid // (n_lines + n_more)
         i_work = pid % (n_lines + n_more)
-    is_split = i_work < n_split * n_parts
-    return i_axis, tl.where(is_split, i_work // n_parts, i_work - n_more), tl.where(is_split, i_work % n_parts, -1)
+    is_split = i_work < n_split_lines * num_splits
+    return (
+        batch_head,
+        tl.where(is_split, i_work // num_splits, i_work - n_more),
+        tl.where(is_split, i_work % num_splits, -1),
+    )
 
 
 @triton.jit
@@ -170,22 +176,22 @@ def split_range(first, end, i_split, n_splits):
 
 
 @triton.jit
-def part_of(n_steps, n_front, i_part, n_parts):
-    """(first step, steps, steps below n_front) of split i_part of n_steps; i_part = -1 is all of them."""
-    begin, end = split_range(0, n_steps, tl.maximum(i_part, 0), tl.where(i_part < 0, 1, n_parts))
+def split_steps(n_steps, n_front, i_split, num_splits):
+    """(first step, steps, steps below n_front) of split i_split of n_steps; i_split = -1 is all of them."""
+    begin, end = split_range(0, n_steps, tl.maximum(i_split, 0), tl.where(i_split < 0, 1, num_splits))
     return begin, end - begin, tl.minimum(tl.maximum(n_front - begin, 0), end - begin)
 
 
 @triton.jit
-def block_of(i_axis, i_launch, i_part, n_axes, n_split):
+def split_index(batch_head, i_launch, i_split, n_batch_heads, n_split_lines):
     """Workspace block of a split, see combine_splits.py; -1 if the tile row is not split."""
-    return tl.where(i_part < 0, -1, (i_part * n_split + i_launch) * n_axes + i_axis)
+    return tl.where(i_split < 0, -1, (i_split * n_split_lines + i_launch) * n_batch_heads + batch_head)
 
 
 @triton.jit
-def find_line(items_ptr, items_strides, i_batch, i_head, i_line):
+def find_line_record(records_ptr, record_strides, i_batch, i_head, i_line):
     """Pointer to the record of a tile row (or column) of a head."""
-    p_items = items_ptr + i_batch.to(tl.int64) * items_strides[0] + i_head.to(tl.int64) * items_strides[1]
+    p_items = records_ptr + i_batch.to(tl.int64) * record_strides[0] + i_head.to(tl.int64) * record_strides[1]
     return p_items + tl.load(p_items + i_line * RECORD + 4) * RECORD
 
 
@@ -281,7 +287,7 @@ def kept_pairs(
 
 # fmt: off
 @triton.jit
-def dense_keys(q_start, q_len, kv_len, limit, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+def dense_kv_steps(q_start, q_len, kv_len, limit, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
     """(n_full, n_any) without a layout: key steps that a block of queries sees wholly, and at least in part."""
     if CAUSAL:
         diagonal = q_start + (kv_len - q_len) + 1
@@ -294,7 +300,7 @@ def dense_keys(q_start, q_len, kv_len, limit, CAUSAL: tl.constexpr, BLOCK_Q: tl.
 
 
 @triton.jit
-def dense_queries(kv_start, q_len, kv_len, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+def dense_q_steps(kv_start, q_len, kv_len, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
     """(first, full, end) without a layout: steps first .. end - 1 see a block of keys, from `full` on all of it."""
     end = tl.cdiv(q_len, BLOCK_Q)
     first = 0

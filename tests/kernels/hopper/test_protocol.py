@@ -113,10 +113,10 @@ def test_deterministic(check, layout, call):
     check(Simulation(seed=2), layout, call, deterministic=True)
 
 
-def split(simulation: Simulation, n_parts: int, n_lines: int) -> Simulation:
+def split(simulation: Simulation, num_splits: int, n_lines: int) -> Simulation:
     """The same, which splits so many lines of a layout, and all without one."""
     for module in (simulation.hopper_forward, simulation.hopper_backward):
-        module.split_of = test_combine_splits.forced(n_parts, n_lines)
+        module.split_of = test_combine_splits.forced(num_splits, n_lines)
     return simulation
 
 
@@ -291,7 +291,7 @@ def mixed() -> BlockLayout:
 
 
 MIXED = cases.Case("mixed", mixed)
-(QUARTERED,) = [case for case in cases.LAYOUTS if case.name == "quarters"]
+(IS_SUBTILED,) = [case for case in cases.LAYOUTS if case.name == "quarters"]
 # one query head to a key head, and four
 QUARTER_CALLS = [zoo.Call(head_dim=64, dtype=torch.float16), PARTED]
 SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
@@ -304,11 +304,13 @@ PART_FAULTS = {
         "triton.tile", "tl.minimum(tl.maximum(n_front - begin, 0), end - begin)", "n_front"
     ),
     "parts of one line in the place of another": Change(
-        "triton.tile", "(i_part * n_split + i_launch) * n_axes + i_axis", "(i_part * n_split + i_launch) * n_axes"
+        "triton.tile",
+        "(i_split * n_split_lines + i_launch) * n_batch_heads + batch_head",
+        "(i_split * n_split_lines + i_launch) * n_batch_heads",
     ),
     "long lines twice": Change("triton.tile", "i_work - n_more), tl", "i_work), tl"),
     "a part handed in as a whole row": Change(
-        FORWARD, "        elif row[0] < n_axes:\n", "        elif row[0] >= 0:\n"
+        FORWARD, "        elif row[0] < n_batch_heads:\n", "        elif row[0] >= 0:\n"
     ),
     "a part handed in as a whole column": Change(
         BACKWARD, "        elif i_block < 0:\n", "        elif i_block >= -1:\n"
@@ -326,8 +328,8 @@ FAULTS = {
     ),
     "keys released by one warpgroup": Change(
         FORWARD,
-        "new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS), new_barriers(STAGES, 1), new",
-        "new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1), new",
+        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, WARPGROUPS), allocate_mbarriers(STAGES, 1), new",
+        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 1), new",
     ),
     "values not waited for": Change(
         FORWARD, "mbarrier.wait(barriers[V_FULL].index(stage), (n_now // STAGES) & 1)", "stage = n_now % STAGES"
@@ -352,7 +354,7 @@ FAULTS = {
         clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WARPGROUP, STAGES)""",
     ),
     "out stored without a fence": Change(
-        FORWARD, "    fence_async_shared()\n    store_async(out_desc", "    store_async(out_desc"
+        FORWARD, "    fence_async_shared()\n    tma_store(out_desc", "    tma_store(out_desc"
     ),
     "out overwritten while it leaves": Change(
         FORWARD,
@@ -360,15 +362,17 @@ FAULTS = {
         "        pass\n",
     ),
     "a row overwritten before it was taken": Change(
-        FORWARD, "new_barriers(2, 1), new_barriers(2, WARPGROUPS),", "new_barriers(2, 1), new_barriers(2, 1),"
+        FORWARD,
+        "allocate_mbarriers(2, 1), allocate_mbarriers(2, WARPGROUPS),",
+        "allocate_mbarriers(2, 1), allocate_mbarriers(2, 1),",
     ),
     "the decay forgotten": Change(FORWARD, "    if not (OVERLAP and FIRST):", "    if False:"),
     "a step left out": Change(
-        FORWARD, "for i_step in range(1 if OVERLAP else 0, n_mixed)", "for i_step in range(2, n_mixed)"
+        FORWARD, "for i_step in range(1 if OVERLAP else 0, n_bitmask)", "for i_step in range(2, n_bitmask)"
     ),
     "queries not waited for": Change(FORWARD, "        mbarrier.wait(barriers[Q_FULL].index(i_query), phase)\n", ""),
     "the tail of the values not cleared": Change(
-        "hopper.device_functions", "gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0)", "b_tile"
+        "hopper.registers", "gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0)", "b_tile"
     ),
     "ds read before the other half is there": Change(
         BACKWARD, '        named_barrier("sync", 9)\n        if BY_ROWS:', "        if BY_ROWS:"
@@ -409,8 +413,8 @@ FAULTS = {
     ),
     "ds over dk of the other warpgroup": Change(
         BACKWARD,
-        '            wait_for_writes(1)\n        named_barrier("sync", 9)\n        if OVERLAPPED and',
-        "            wait_for_writes(1)\n\n        if OVERLAPPED and",
+        '            tma_store_wait_writes(1)\n        named_barrier("sync", 9)\n        if OVERLAPPED and',
+        "            tma_store_wait_writes(1)\n\n        if OVERLAPPED and",
     ),
     "keys released before they are read": Change(
         BACKWARD,
@@ -419,14 +423,14 @@ FAULTS = {
     ),
     "a column's keys released by one warpgroup": Change(
         BACKWARD,
-        "new_barriers(SETS, 1), new_barriers(SETS, 2),",
-        "new_barriers(SETS, 1), new_barriers(SETS, 1),",
+        "allocate_mbarriers(SETS, 1), allocate_mbarriers(SETS, 2),",
+        "allocate_mbarriers(SETS, 1), allocate_mbarriers(SETS, 1),",
     ),
     "a column's keys waited for in the wrong phase": Change(COLS, "((i_col // SETS) & 1) ^ 1", "(i_col // SETS) & 1"),
     "a column overwritten before both took it": Change(
         BACKWARD,
-        "new_barriers(2, 3 if OVERLAPPED else 2)",
-        "new_barriers(2, 2 if OVERLAPPED else 1)",
+        "allocate_mbarriers(2, 3 if OVERLAPPED else 2)",
+        "allocate_mbarriers(2, 2 if OVERLAPPED else 1)",
     ),
     "dp waited for too little": Change(
         BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
@@ -440,7 +444,7 @@ QUARTER_FAULTS = {
     "quartered rows as full ones": Change(FORWARD, "WARPGROUP, False, True, SIGN", "WARPGROUP, False, False, SIGN"),
     "quartered rows as part of a mask": Change(ROWS, "n_partial - gl.load(p_record + 5)", "n_partial - 1"),
     "quarters of the first step forgotten": Change(
-        FORWARD, "    if QUARTERED:\n        b_scores =", "    if QUARTERED and not FIRST:\n        b_scores ="
+        FORWARD, "    if IS_SUBTILED:\n        b_scores =", "    if IS_SUBTILED and not FIRST:\n        b_scores ="
     ),
     "a full first step by quarters": Change(
         SOFTMAX,
@@ -449,71 +453,75 @@ QUARTER_FAULTS = {
     ),
     "the other queries' quarters": Change(
         SOFTMAX,
-        "quarters, others = entry >> (QUARTERS_BIT + 2 * WARPGROUP)",
-        "quarters, others = entry >> (QUARTERS_BIT + 2 - 2 * WARPGROUP)",
+        "quarters, others = entry >> (SUBTILES_BIT + 2 * WARPGROUP)",
+        "quarters, others = entry >> (SUBTILES_BIT + 2 - 2 * WARPGROUP)",
     ),
     "the other queries' quarters of a second half": Change(
-        SOFTMAX, "other >> (QUARTERS_BIT + 2 * WARPGROUP)", "other >> (QUARTERS_BIT + 2 - 2 * WARPGROUP)"
+        SOFTMAX, "other >> (SUBTILES_BIT + 2 * WARPGROUP)", "other >> (SUBTILES_BIT + 2 - 2 * WARPGROUP)"
     ),
     "a pair of one tile": Change(
         ROWS, "other = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))", "other = entry"
     ),
     "the other keys of a first half": Change(
         ROWS,
-        "(is_pair & (((entry >> QUARTERS_BIT) & 5) == 0), HALF, 0)",
-        "(is_pair & (((entry >> QUARTERS_BIT) & 5) != 0), HALF, 0)",
+        "(is_pair & (((entry >> SUBTILES_BIT) & 5) == 0), WARPGROUP_ROWS, 0)",
+        "(is_pair & (((entry >> SUBTILES_BIT) & 5) != 0), WARPGROUP_ROWS, 0)",
     ),
     "the other keys of a second half": Change(
-        ROWS, "((other >> QUARTERS_BIT) & 5) != 0)", "((other >> QUARTERS_BIT) & 5) == 0)"
+        ROWS, "((other >> SUBTILES_BIT) & 5) != 0)", "((other >> SUBTILES_BIT) & 5) == 0)"
     ),
     "a half without a second one twice": Change(
         SOFTMAX, "first + 2 * second * has_second.to(gl.int32)", "first + 2 * second"
     ),
-    "the tiles of pairs as full ones": Change(ROWS, "gl.where(i_pair >= 0, n_single // 2, 0)", "0"),
-    "halves one by one": Change(ROWS, "n_partial - n_single // 2\n", "n_partial\n"),
+    "the tiles of pairs as full ones": Change(ROWS, "gl.where(i_pair >= 0, n_half // 2, 0)", "0"),
+    "halves one by one": Change(ROWS, "n_partial - n_half // 2\n", "n_partial\n"),
     "quartered columns as full ones": Change(
         BACKWARD, "n_done + i_step, WARPGROUP, False, True,", "n_done + i_step, WARPGROUP, False, False,"
     ),
-    "the other keys' quarters": Change(BACKWARD, "QUARTERS_BIT + WARPGROUP +", "QUARTERS_BIT + 1 - WARPGROUP +"),
+    "the other keys' quarters": Change(BACKWARD, "SUBTILES_BIT + WARPGROUP +", "SUBTILES_BIT + 1 - WARPGROUP +"),
     "the first queries' quarters alone": Change(BACKWARD, "WARPGROUP + step % STEPS * 2", "WARPGROUP"),
     "steps left out by those who compute alone": Change(
         COLS,
-        "                if is_left_out(indices_ptr, first + i_step, BLOCK_Q, QUARTERS) == 0:\n",
+        "                if is_left_out(indices_ptr, first + i_step, BLOCK_Q, HAS_SUBTILES) == 0:\n",
         "                if True:\n",
     ),
     "steps left out but counted": Change(BACKWARD, "n_done -= n_left_out", "n_done -= 0"),
     "the last queries left out with the first": Change(
-        COLS, "(QUARTERS_BIT + step % (TILE // BLOCK_Q) * 2)", "(QUARTERS_BIT + 0)"
+        COLS, "(SUBTILES_BIT + step % (TILE // BLOCK_Q) * 2)", "(SUBTILES_BIT + 0)"
     ),
     "steps of full tiles left out": Change(COLS, "(entry < 0) & ((bits & 3) == 0)", "(bits & 3) == 0"),
     "quarters of the heads of the first": Change(
         COLS,
-        "            n_mixed = n_partial - gl.load(p_member + 5) if QUARTERS else n_partial\n",
+        "            n_bitmask = n_partial - gl.load(p_member + 5) if HAS_SUBTILES else n_partial\n",
         "            pass\n",
     ),
 }
 WIDE_FAULTS = {
     "the first turn not given": FAULTS["the first turn not given"],
     "the last turn not taken": FAULTS["the last turn not taken"],
-    "the last turn not given on": Change("hopper.device_functions", "range(WARPGROUP + 1, WARPGROUPS - 1)", "range(0)"),
+    "the last turn not given on": Change("hopper.barriers", "range(WARPGROUP + 1, WARPGROUPS - 1)", "range(0)"),
     "turns given to the next alone": Change(
-        "hopper.device_functions", "if other != WARPGROUP:", "if other == (WARPGROUP + 1) % WARPGROUPS:"
+        "hopper.barriers", "if other != WARPGROUP:", "if other == (WARPGROUP + 1) % WARPGROUPS:"
     ),
     "keys released by two": Change(
         FORWARD,
-        "new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS), new_barriers(STAGES, 1), new",
-        "new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(STAGES, 1), new",
+        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, WARPGROUPS), allocate_mbarriers(STAGES, 1), new",
+        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 2), allocate_mbarriers(STAGES, 1), new",
     ),
     "values released by two": Change(
         FORWARD,
-        "new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS),\n",
-        "new_barriers(STAGES, 1), new_barriers(STAGES, 2),\n",
+        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, WARPGROUPS),\n",
+        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 2),\n",
     ),
     "a row overwritten before all took it": Change(
-        FORWARD, "new_barriers(2, 1), new_barriers(2, WARPGROUPS),", "new_barriers(2, 1), new_barriers(2, 2),"
+        FORWARD,
+        "allocate_mbarriers(2, 1), allocate_mbarriers(2, WARPGROUPS),",
+        "allocate_mbarriers(2, 1), allocate_mbarriers(2, 2),",
     ),
-    "rows of 128 queries": Change(ROWS, "i_launch) * (WARPGROUPS * HALF)", "i_launch) * TILE"),
-    "keys of rows of 128 queries": Change(ROWS, "CAUSAL, WARPGROUPS * HALF, BLOCK_KV)", "CAUSAL, TILE, BLOCK_KV)"),
+    "rows of 128 queries": Change(ROWS, "i_launch) * (WARPGROUPS * WARPGROUP_ROWS)", "i_launch) * TILE"),
+    "keys of rows of 128 queries": Change(
+        ROWS, "CAUSAL, WARPGROUPS * WARPGROUP_ROWS, BLOCK_KV)", "CAUSAL, TILE, BLOCK_KV)"
+    ),
 }
 SET_FAULTS = {
     "queries waited for in the wrong phase": Change(ROWS, "(i_row // SETS) & 1", "i_row & 1"),
@@ -538,12 +546,12 @@ DQ_FAULTS = {
         SERVICE, "counts_ptr + FRONT + i_section, gl.cdiv", "counts_ptr + FRONT + (i_section - 1), gl.cdiv"
     ),
     "columns not waited for": Change(
-        SERVICE, "            wait_for_count(counts_ptr + FRONT + n_axes + i_round, n_work, 500)\n", ""
+        SERVICE, "            wait_for_counter(counts_ptr + FRONT + n_batch_heads + i_round, n_work, 500)\n", ""
     ),
     "a column too few waited for": Change(SERVICE, "i_round, n_work, 500)", "i_round, n_work - 1, 500)"),
     "a column counted before its sums are in memory": Change(
         BACKWARD,
-        "            # its sums of dq are in memory, all but what was sent last: dk or dv\n            wait_for_writes(1)\n",
+        "            # its sums of dq are in memory, all but what was sent last: dk or dv\n            tma_store_wait_writes(1)\n",
         "            pass\n\n",
     ),
     "a column counted by one warpgroup": Change(
@@ -578,7 +586,7 @@ DQ_FAULTS = {
         COLS, "        i_col += 1\n        mbarrier.wait(barriers[COL_DONE]", "        mbarrier.wait(barriers[COL_DONE]"
     ),
     "columns handed on before they are counted": Change(
-        BACKWARD, "new_barriers(2, 3 if OVERLAPPED else 2)", "new_barriers(2, 2)"
+        BACKWARD, "allocate_mbarriers(2, 3 if OVERLAPPED else 2)", "allocate_mbarriers(2, 2)"
     ),
     "a chunk left out": Change(
         SERVICE, "gl.minimum(first + PIECE, n_chunks)", "gl.minimum(first + PIECE - 1, n_chunks)"
@@ -590,7 +598,7 @@ DQ_FAULTS = {
     ),
     "the first column not from the queue": Change(
         COLS,
-        'pid = gl.atomic_add(queue_ptr, 1, sem="relaxed")\n        n_before_queue = 0',
+        'pid = gl.atomic_add(tile_counter_ptr, 1, sem="relaxed")\n        n_before_queue = 0',
         "pid = gl.program_id(0)\n        n_before_queue = gl.num_programs(0)",
     ),
     "a column twice": Change(COLS, "        n_before_queue = 0\n", "        n_before_queue = -1\n"),
@@ -598,14 +606,16 @@ DQ_FAULTS = {
         SERVICE, "tell(written, place, i_section * n_chunks + i_chunk,", "tell(written, place, i_section * n_chunks,"
     ),
     "statistics of what has not come": Change(
-        SERVICE, "        copy_wait()\n        for i_piece", "        for i_piece"
+        SERVICE, "        cp_async_wait()\n        for i_piece", "        for i_piece"
     ),
-    "sums converted before they come": Change(SERVICE, "                copy_wait()\n", ""),
+    "sums converted before they come": Change(SERVICE, "                cp_async_wait()\n", ""),
     "a column's data before its section is prepared": Change(
-        COLS, "            wait_for_section(service, i_axis)\n        i_batch", "            pass\n        i_batch"
+        COLS, "            wait_for_section(service, batch_head)\n        i_batch", "            pass\n        i_batch"
     ),
     "columns out of order": Change(
-        COLS, "pid // n_lines, pid % n_lines\n        if", "n_axes - 1 - pid // n_lines, pid % n_lines\n        if"
+        COLS,
+        "pid // n_lines, pid % n_lines\n        if",
+        "n_batch_heads - 1 - pid // n_lines, pid % n_lines\n        if",
     ),
 }
 
@@ -668,13 +678,13 @@ def test_without_a_fault_of_parts_none_is_seen(check, tight, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_without_a_fault_of_quarters_none_is_seen(check, tight, seed):
     config = ForwardConfig(stages=2, block_kv=64) if seed % 2 else None
-    check(tight(seed, config=config), QUARTERED, QUARTER_CALLS[seed // 2])
+    check(tight(seed, config=config), IS_SUBTILED, QUARTER_CALLS[seed // 2])
 
 
 # none are made of parts of rows, nor where keys end somewhere
 UNPAIRED = {
-    "parts": Change(ROWS, "if parts_ptr is None and kv", "if kv"),
-    "lengths": Change(ROWS, " and kv_lengths_ptr is None:\n                n_single", ":\n                n_single"),
+    "parts": Change(ROWS, "if splits_ptr is None and kv", "if kv"),
+    "lengths": Change(ROWS, " and kv_lengths_ptr is None:\n                n_half", ":\n                n_half"),
 }
 
 
@@ -683,7 +693,7 @@ UNPAIRED = {
 def test_quarters_with_parts_or_lengths(check, tight, what, seed):
     call = dataclasses.replace(PARTED, has_kv_lengths=what == "lengths")
     simulation = tight(seed)
-    check(split(simulation, 2, 2) if what == "parts" else simulation, QUARTERED, call)
+    check(split(simulation, 2, 2) if what == "parts" else simulation, IS_SUBTILED, call)
 
 
 @pytest.mark.parametrize("what", UNPAIRED)
@@ -692,7 +702,7 @@ def test_pairs_with_parts_or_lengths_are_seen(check, tight, what):
     with pytest.raises((ProtocolError, AssertionError)):
         for seed in range(4):
             simulation = tight(seed, UNPAIRED[what])
-            check(split(simulation, 2, 2) if what == "parts" else simulation, QUARTERED, call, backward=False)
+            check(split(simulation, 2, 2) if what == "parts" else simulation, IS_SUBTILED, call, backward=False)
 
 
 @pytest.mark.parametrize("fault", QUARTER_FAULTS)
@@ -700,7 +710,7 @@ def test_a_seeded_fault_of_quarters_is_seen(check, tight, fault):
     change = QUARTER_FAULTS[fault]
     with pytest.raises((ProtocolError, AssertionError)):
         for seed in range(4):
-            check(tight(seed, change), QUARTERED, QUARTER_CALLS[seed % 2], backward=change.module in (BACKWARD, COLS))
+            check(tight(seed, change), IS_SUBTILED, QUARTER_CALLS[seed % 2], backward=change.module in (BACKWARD, COLS))
 
 
 # of the sections of dq one is cleared before, and one converted behind
@@ -743,7 +753,7 @@ def test_without_a_fault_sums_are_added_without_the_copy_engine(check, tight, se
 DIRECT_FAULTS = {
     "columns not waited for": DQ_FAULTS["columns not waited for"],
     "dv over dk": Change(BACKWARD, "place_of(ds_ring, dv_desc, bytes_of(", "place_of(ds_ring, dv_desc, 0 * bytes_of("),
-    "all of dq to one half": Change(BACKWARD, "i_line * DIM + WARPGROUP * HALF * DQ_DIM", "i_line * DIM"),
+    "all of dq to one half": Change(BACKWARD, "i_line * DIM + WARPGROUP * WARPGROUP_ROWS * DQ_DIM", "i_line * DIM"),
 }
 
 

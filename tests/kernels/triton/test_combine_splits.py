@@ -24,12 +24,12 @@ TILE = 128
 needs_hopper = pytest.mark.skipif(not zoo.HAS_HOPPER, reason="needs compute capability 9.0")
 
 
-def forced(n_parts: int, n_lines: int) -> Any:
+def forced(num_splits: int, n_lines: int) -> Any:
     """A choice of so many parts: of so many lines of each head with a layout, of all lines without."""
 
     def choose(plan: list[Tensor], first: int, q_shape: torch.Size, k_shape: torch.Size, *_: Any) -> Split:
         lines = -(-(k_shape if first else q_shape)[2] // TILE)
-        return Split(min(n_lines, lines) if plan else lines, n_parts)
+        return Split(min(n_lines, lines) if plan else lines, num_splits)
 
     return choose
 
@@ -50,29 +50,29 @@ def records(batch: int, heads: int, n_lines: int, seed: int) -> Tensor:
 def test_rows_are_merged_by_their_weight(kind: str, device: torch.device) -> None:
     """Splits without keys, rows without any, lse so far apart that only the largest counts, a ragged last tile."""
     batch, heads, q_len, v_dim, dim_v, split = 2, 2, 300, 24, 64, Split(2, 5)
-    n_lines, n_axes = 3, batch * heads
+    n_lines, n_batch_heads = 3, batch * heads
     items = {"layout": records(batch, heads, n_lines, 0), "shared": records(1, 1, n_lines, 1), "dense": None}[kind]
     generator = torch.Generator().manual_seed(2)
-    outs = torch.randn(split.parts, split.n_lines, n_axes, TILE, dim_v, generator=generator)
-    lses = 3 * torch.randn(split.parts, split.n_lines, n_axes, TILE, generator=generator)
+    outs = torch.randn(split.parts, split.n_lines, n_batch_heads, TILE, dim_v, generator=generator)
+    lses = 3 * torch.randn(split.parts, split.n_lines, n_batch_heads, TILE, generator=generator)
     lses[::2, :, :, 5::7] = -torch.inf
     lses[:, :, :, 3::11] = -torch.inf
     lses[-1, :, :, 4::13] = 10_000.0
     outs[lses.isneginf()] = 0.0
     blocks = torch.cat([outs.flatten(3), lses], dim=3)
-    assert blocks.numel() == split.floats(dim_v + 1, n_axes)
+    assert blocks.numel() == split.floats(dim_v + 1, n_batch_heads)
     # padded rows, as TMA requires
     out = torch.full((batch, heads, q_len, 32), 7.0, device=device)[..., :v_dim]
     lse = torch.full((batch, heads, q_len), 7.0, device=device)
-    rest = {"n_heads": heads, "n_axes": n_axes, "n_lines": n_lines, "q_len": q_len}
-    rest |= {"n_split": split.n_lines, "n_parts": split.parts}
+    rest = {"n_heads": heads, "n_batch_heads": n_batch_heads, "n_lines": n_lines, "q_len": q_len}
+    rest |= {"n_split_lines": split.n_lines, "num_splits": split.parts}
     launch = combine_splits.merge_rows(split, items if items is None else items.shape, spec_of(out), rest, dim_v)
     assert launch is not None
     launch(blocks.to(device).flatten(), None if items is None else items.to(device), out, lse)
     out, lse = out.cpu(), lse.cpu()
 
     met = 0
-    for axis, i in itertools.product(range(n_axes), range(n_lines)):
+    for axis, i in itertools.product(range(n_batch_heads), range(n_lines)):
         b, h = divmod(axis, heads)
         # without a layout the last lines come first
         line = n_lines - 1 - i if items is None else int(items[b % items.shape[0], h % items.shape[1], i, 0])
@@ -95,20 +95,20 @@ def test_columns_are_added_up(kind: str, device: torch.device) -> None:
     """Of 4 query heads on 2 key heads: the first head of a group names the lines, in its own order."""
     batch, heads, group, kv_len, split = 2, 4, 2, 300, Split(2, 3)
     n_lines, kv_heads, dims, padded, scale = 3, heads // group, (40, 24), (64, 128), 0.3
-    n_axes = batch * kv_heads
+    n_batch_heads = batch * kv_heads
     items = records(batch, heads, n_lines, 3) if kind == "layout" else None
-    blocks = torch.randn(split.parts, split.n_lines, n_axes, TILE * sum(padded))
-    assert blocks.numel() == split.floats(sum(padded), n_axes)
+    blocks = torch.randn(split.parts, split.n_lines, n_batch_heads, TILE * sum(padded))
+    assert blocks.numel() == split.floats(sum(padded), n_batch_heads)
     dk, dv = (torch.full((batch, kv_heads, kv_len, dim + 8), 7.0, device=device)[..., :dim] for dim in dims)
-    rest = {"n_heads": kv_heads, "n_axes": n_axes, "kv_len": kv_len, "scale": scale, "GROUP": group}
-    rest |= {"n_split": split.n_lines, "n_parts": split.parts}
+    rest = {"n_heads": kv_heads, "n_batch_heads": n_batch_heads, "kv_len": kv_len, "scale": scale, "GROUP": group}
+    rest |= {"n_split_lines": split.n_lines, "num_splits": split.parts}
     launch = combine_splits.sum_cols(
         split, items if items is None else items.shape, spec_of(dk), spec_of(dv), rest, padded
     )
     assert launch is not None
     launch(blocks.to(device).flatten(), None if items is None else items.to(device), dk, dv)
 
-    for axis, i in itertools.product(range(n_axes), range(n_lines)):
+    for axis, i in itertools.product(range(n_batch_heads), range(n_lines)):
         b, h = divmod(axis, kv_heads)
         line = i if items is None else int(items[b, h * group, i, 0])
         rows = slice(line * TILE, min((line + 1) * TILE, kv_len))
@@ -153,9 +153,9 @@ def test_split_lines_are_as_accurate_as_the_reference(
 
 @needs_hopper
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize(("n_parts", "n_lines"), [(5, 2), (16, 99)])
+@pytest.mark.parametrize(("num_splits", "n_lines"), [(5, 2), (16, 99)])
 def test_split_lines_give_equal_bits(
-    n_parts: int, n_lines: int, deterministic: bool, split_lines: Any, device: torch.device
+    num_splits: int, n_lines: int, deterministic: bool, split_lines: Any, device: torch.device
 ) -> None:
     """Three times; dq only where equal bits are asked for."""
     length = 2000
@@ -163,7 +163,7 @@ def test_split_lines_give_equal_bits(
     torch.manual_seed(0)
     q, dout = (torch.randn(2, 8, length, 128, device=device, dtype=torch.bfloat16) for _ in "qo")
     k, v = (torch.randn(2, 2, length, 128, device=device, dtype=torch.bfloat16) for _ in "kv")
-    split_lines(forced(n_parts, n_lines))
+    split_lines(forced(num_splits, n_lines))
 
     def run() -> list[Tensor]:
         inputs = [t.clone().requires_grad_() for t in (q, k, v)]

@@ -1,0 +1,90 @@
+"""TMA of the Hopper kernels: operations that some Triton versions do not name, waits, and descriptors of tensors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...runtime import launch
+from ...runtime.tensor_spec import TensorSpec, TensorSpecs, specs_of
+
+# Triton 3.8 renamed the copies
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+GLUON_TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+@builtin
+def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
+    """Add shared memory to global memory; Triton 3.6 and 3.7 have the operation but no name for it."""
+    if hasattr(tma, "async_atomic_add"):
+        return tma.async_atomic_add(descriptor, coordinates, source, _semantic=_semantic)
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    return _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+@gluon.jit
+def tma_store_wait_writes(PENDING: gl.constexpr):
+    """Until what a warpgroup has sent by TMA is in memory, but the last PENDING stores or additions.
+
+    tma.store_wait waits until it has been read from shared memory.
+    """
+    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    text: gl.constexpr = _writes_assembly(PENDING)
+    gl.inline_asm_elementwise(text, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _writes_assembly(pending):
+    return f"cp.async.bulk.wait_group {pending}; mov.b32 $0, $1;"
+
+
+def tma_storable(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:
+    """Memory for (batch, heads, length, head_dim), whose rows are padded so that TMA can write them.
+
+    Padding included, also that of the last row: the first head_dim columns are what is asked for.
+    """
+    return launch.contiguous(dtype, *shape[:-1], -(-shape[-1] // 8) * 8)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy which TMA can read."""
+    made = launch.allocator(tensor)(*tma_storable(tensor.dtype, tensor.shape))
+    return made[..., : tensor.shape[-1]].copy_(tensor)
+
+
+def tma_loadable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], TensorSpecs]:
+    """(the tensors, each as it is where TMA can read it, else as a copy; their specs)."""
+    # asked of all at once, which saves the host questions
+    specs = specs_of(*tensors)
+    if specs.is_tma_loadable:
+        return tensors, specs
+    tensors = tuple(tensor if specs_of(tensor).is_tma_loadable else _copy(tensor) for tensor in tensors)
+    return tensors, specs_of(*tensors)
+
+
+@functools.cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """How a block lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])
+
+
+class DescriptorFactory(launch.DescriptorFactory):
+    """The same for Gluon, where a descriptor says how its block lies in shared memory."""
+
+    def __init__(self, seen: TensorSpec, block: tuple[int, ...]) -> None:
+        super().__init__(seen, block)
+        self._layout = shared_layout(block, seen.dtype)
+
+    def make(self, tensor: torch.Tensor) -> TensorDescriptor:
+        return TensorDescriptor(tensor, *self._arguments, self._layout)
