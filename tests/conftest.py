@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.support.interpreter import patch_once_a_launch
+from tests.support.interpreter import speed_up_interpreter
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -22,7 +22,7 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 if not HAS_CUDA:
-    patch_once_a_launch()
+    speed_up_interpreter()
 
 # no deadline: shared CI machines may stall for seconds
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)

@@ -75,7 +75,7 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.support import context_cases, interpreter
 
-    interpreter.patch_once_a_launch()
+    interpreter.speed_up_interpreter()
 
     n_ranks = int(sys.argv[1])
     only = sys.argv[2] if len(sys.argv) > 2 and sys.argv[2] != "-v" else ""
