@@ -1,5 +1,6 @@
 # make demo      train a block-sparse Transformer on ListOps, on a GPU if there is one
-# make test      all checks that need no GPU: lint, types, tests, every kernel compiled ahead of time
+# make test      lint, types, all tests on the CPU, and the tuned kernels compiled for sm90 under the installed Triton
+# make test-compilers  kernels compiled for the other Tritons, which it installs, and the other architectures
 # make lint      ruff and mypy
 # make mutants   break a copy of the code, one line at a time; each time a test must fail. Many minutes, no GPU
 # make docs      reference of every public name, as pages in out/api
@@ -12,7 +13,7 @@ JOBS ?= 2
 VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
-# Triton versions for which kernels are compiled in addition to the pinned one; Triton exists on Linux only
+# versions for which test-compilers compiles kernels beside the pinned one; Triton exists on Linux only
 TRITONS = 3.6.0 3.8.0 3.9.0
 ifeq ($(shell uname -s),Linux)
 OTHER_TRITONS = $(TRITONS:%=$(VENV)/triton-%)
@@ -22,7 +23,7 @@ endif
 DOCUMENTED = blocksparse_flash $(patsubst %,blocksparse_flash.%,nn interop distributed huggingface) \
 	masks masks.deepspeed '!masks\.(?!deepspeed)'
 
-.PHONY: demo docs test test-gpu mutants lint clean
+.PHONY: demo docs test test-compilers test-gpu mutants lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.lra.demo
@@ -30,10 +31,17 @@ demo: $(VENV)/.demo
 docs: $(VENV)/.docs
 	$(BIN)/python -m pdoc --template-directory docs/reference --output-directory out/api $(DOCUMENTED)
 
-# lint runs while the other Tritons are installed
-test:
-	$(MAKE) --no-print-directory --jobs=$(JOBS) lint $(OTHER_TRITONS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 900
+# the limit finds tests that hang; no test comes near it, even on a machine with other work
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 3600
+
+test: lint
+	@echo "tests: about 10,500 on $(JOBS) processes, about 15 minutes on two idle cores"
+	$(PYTEST) -m "not compilers"
+
+test-compilers: $(VENV)/.test
+	@echo "compilers: installs Triton $(TRITONS), then compiles about 1,000 kernels: 12 minutes on two idle cores"
+	$(MAKE) --no-print-directory --jobs=$(JOBS) $(OTHER_TRITONS)
+	$(PYTEST) -m compilers tests/kernels/test_compile.py tests/runtime/test_launcher.py
 
 test-gpu:
 	$(PYTHON) -m pytest tests/test_zoo.py tests/test_zoo_masks.py tests/kernels/test_gpu.py \
@@ -43,6 +51,7 @@ mutants: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants --jobs $(JOBS)
 
 lint: $(VENV)/.test
+	@echo "lint: ruff and mypy, about a minute"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -1,6 +1,7 @@
 """Every kernel compiles for every architecture without a GPU, without spills and serialised wgmma (compile_kernels.py).
 
-Each pair of a Triton version and an architecture runs in its own process: the test process interprets kernels.
+One test per kernel, target and Triton. `make test` compiles the tuned configurations for sm90 under the installed
+Triton, `make test-compilers` all others. A process per Triton compiles, because the test process interprets kernels.
 """
 
 from __future__ import annotations
@@ -11,25 +12,49 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ARCHS = (80, 86, 90, 100)
 ROOT = Path(__file__).resolve().parents[2]
-# Tritons beside the pinned one, installed by `make test` beside the environment's packages: the one before, and those
-# after, where Gluon has other names
+# Tritons beside the installed one, which `make test-compilers` installs: the one before, and those after, where Gluon
+# has other names
 BEFORE, *AFTER = OTHERS = ("3.6.0", "3.8.0", "3.9.0")
-# What can fall short with one Triton and one architecture alone? Spills, registers and shared memory of a row of the
-# launch tables: each row is compiled with both Tritons for each architecture. What an option or an odd head_dim makes
-# of a row is code, which a Triton either takes or not: the pinned one compiles all of it for all, the one before for
-# sm90
-WHOLE = [*((arch, None) for arch in ARCHS), (90, BEFORE)]
-TABLES = [(arch, BEFORE) for arch in ARCHS if arch != 90]
-TARGETS = [*((str(arch), version) for arch, version in WHOLE), *((f"{arch}-few", version) for arch, version in TABLES)]
-# BEFORE compiles every row, every scale and every pair of options once; AFTER compile the tuned calls of `hopper`
-HOPPER_TARGETS = [("hopper", None), ("hopper-once", BEFORE), *(("hopper-few", version) for version in AFTER)]
+# Launches of the tuned configurations, and of every option
+TABLES = ("forward_kernel", "keys_kernel", "queries_kernel", "split_kv_kernel", "preprocess_kernel", "combine_kernel")
+SELECTION = ("mark_scores_kernel", "mark_indices_kernel", "mark_rows_kernel", "list_rows_kernel")
+ROWS = ("move_kernel", "add_kernel", "merge_kernel")
+OPTIONS = (*TABLES, *ROWS, *SELECTION, "count_kernel", "list_kernel")
+HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", "scale_kernel")
+# beside them one launch each of the portable kernels that backend `hopper` uses
+HOPPER_TABLES = (*HOPPER, "preprocess_kernel", "keys_kernel", "queries_kernel", "merge_rows_kernel", "sum_cols_kernel")
+# (target, Triton, None for the installed one): kernels.
+# Registers, spills and shared memory of a tuned configuration depend on Triton and architecture: each is compiled with
+# the installed Triton and the one before for each architecture. Other options and head dimensions are code that a
+# Triton accepts or rejects: the installed one compiles all for all architectures but sm86, the one before for sm90.
+# Of `hopper` the one before compiles every configuration, scale and pair of options once, those after the tuned ones
+TARGETS: dict[tuple[str, str | None], tuple[str, ...]] = {
+    ("hopper-few", None): HOPPER_TABLES,
+    ("hopper-rest", None): (*HOPPER, "queries_kernel"),
+    ("hopper-once", BEFORE): HOPPER_TABLES,
+    **{("hopper-few", version): HOPPER_TABLES for version in AFTER},
+    ("90-few", None): (*TABLES, "joint_kernel"),
+    ("90-rest", None): (*OPTIONS, "joint_kernel"),
+    ("90", BEFORE): (*OPTIONS, "joint_kernel"),
+    ("80", None): OPTIONS,
+    ("86", None): TABLES,
+    ("100", None): OPTIONS,
+    **{(f"{arch}-few", BEFORE): TABLES for arch in (80, 86, 100)},
+}
+# what `make test` compiles
+INSTALLED = (("hopper-few", None), ("90-few", None))
+# tests among which the launches of a kernel are divided, where they take minutes
+PARTS = {"hopper_backward_kernel": 4, "hopper_forward_kernel": 4, "forward_kernel": 2}
+# kernels that multiply matrices
+PRODUCTS = {*TABLES[:4], "joint_kernel", *HOPPER[:2]}
 
 # what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths, whether lines are
 # split). Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
@@ -60,20 +85,23 @@ GROUPED_SPILLS = 32
 Record = dict[str, Any]
 
 
-def run_under(version: str | None, cache: Path, module: str, *arguments: str) -> str:
-    """What `python -m tests.<module>` prints under a version of Triton, None for the environment's own."""
+def environment_of(version: str | None, cache: Path) -> dict[str, str]:
+    """Environment variables of a process with a version of Triton, None for the installed one."""
     folder = "" if version is None else Path(sys.prefix) / f"triton-{version}"
     if folder and not folder.is_dir():
-        pytest.skip(f"needs Triton {version} in {folder.name} of the environment, where `make test` installs it")
+        pytest.skip(f"needs Triton {version} in {folder.name} of the environment: `make test-compilers` installs it")
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(cache)
-    env["PYTHONPATH"] = str(folder)
+    return env | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(folder)}
+
+
+def run_under(version: str | None, cache: Path, module: str, *arguments: str) -> str:
+    """What `python -m tests.support.<module>` prints under a version of Triton, None for the installed one."""
     said = subprocess.run(
         [sys.executable, "-m", f"tests.support.{module}", *arguments],
         cwd=ROOT,
-        env=env,
+        env=environment_of(version, cache),
         capture_output=True,
         text=True,
         check=False,
@@ -82,11 +110,56 @@ def run_under(version: str | None, cache: Path, module: str, *arguments: str) ->
     return said.stdout
 
 
-def compile_all(target: str, version: str | None, cache: Path) -> list[Record]:
-    """What tests/support/compile_kernels.py prints."""
-    records = [json.loads(line) for line in run_under(version, cache, "compile_kernels", target).splitlines()]
-    assert version is None or {record["triton"] for record in records} == {version}
-    return records
+class Compiler:
+    """A process of tests/support/compile_kernels.py under one version of Triton."""
+
+    def __init__(self, version: str | None, folder: Path) -> None:
+        self.log = folder / "stderr.txt"
+        command = [sys.executable, "-m", "tests.support.compile_kernels", "-"]
+        with self.log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment_of(version, folder / "cache"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+
+    def ask(self, *words: object) -> list[Record]:
+        """The answer to a request, see compile_kernels.answer_requests."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            print(*words, file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        assert answer, f"the compiling process ended: {self.log.read_text()}"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Callable[[str | None], Compiler]]:
+    """The process for a version of Triton; one at a time, started at the first request."""
+    running: dict[str | None, Compiler] = {}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def start(version: str | None) -> Compiler:
+            if version not in running or running[version].process.poll() is not None:
+                while running:
+                    running.popitem()[1].close()
+                own = Path(tempfile.mkdtemp(dir=folder))
+                running[version] = Compiler(version, own)
+            return running[version]
+
+        yield start
+        for each in running.values():
+            each.close()
 
 
 def faults(record: Record) -> list[str]:
@@ -135,32 +208,58 @@ def faults(record: Record) -> list[str]:
     return [f"{record['kernel']} {call}: {sentence}" for sentence in said]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "version"), TARGETS)
-def test_kernels_compile_well(target: str, version: str | None, tmp_path: Path) -> None:
-    records = compile_all(target, version, tmp_path)
-    assert sum(record["products"] > 0 for record in records) >= 3
-    assert {record["arch"] for record in records} == {int(target.removesuffix("-few"))}
+def marks_of(target: str, version: str | None) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if (target, version) in INSTALLED else [pytest.mark.slow, pytest.mark.compilers]
+
+
+# the longest first, each target's in turn, so that a worker starts few processes
+CASES = [
+    pytest.param(
+        target,
+        version,
+        kernel,
+        part,
+        id=f"{target}-{version or 'installed'}-{kernel}-{part}",
+        marks=marks_of(target, version),
+    )
+    for (target, version), kernels in TARGETS.items()
+    for kernel in kernels
+    for part in range(PARTS.get(kernel, 1))
+]
+
+
+@pytest.mark.parametrize(("target", "version", "kernel", "part"), CASES)
+def test_a_kernel_compiles_well(
+    target: str, version: str | None, kernel: str, part: int, compiler: Callable[[str | None], Compiler]
+) -> None:
+    records = compiler(version).ask("compile", target, kernel, part, PARTS.get(kernel, 1))
+    for record in records:
+        assert record["kernel"] == kernel
+        assert record["arch"] == (90 if target.startswith("hopper") else int(target.partition("-")[0]))
+        assert version in (None, record["triton"])
+        assert (record["products"] > 0) == (kernel in PRODUCTS)
     found = "\n".join(fault for record in records for fault in faults(record))
     assert not found, f"\n{found}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "version"), HOPPER_TARGETS)
-def test_hopper_kernels_compile_well(target: str, version: str | None, tmp_path: Path) -> None:
-    records = compile_all(target, version, tmp_path)
-    assert {record["kernel"] for record in records} >= {"hopper_forward_kernel", "hopper_backward_kernel"}
+@pytest.mark.parametrize(
+    ("target", "version"),
+    [pytest.param(*target, marks=[] if target[1] is None else pytest.mark.compilers) for target in TARGETS],
+)
+def test_every_launch_has_a_test(target: str, version: str | None, compiler: Callable[[str | None], Compiler]) -> None:
+    launches = compiler(version).ask("list", target)
+    assert {launch["kernel"] for launch in launches} == set(TARGETS[target, version])
+    for kernel, parts in PARTS.items():
+        assert kernel not in TARGETS[target, version] or parts <= sum(each["kernel"] == kernel for each in launches)
+    if not target.startswith("hopper") or target.endswith("-rest"):
+        return
     # of the tuned head dimensions every kind of pattern, with and without lengths, with and without splits
-    calls = [record["call"] for record in records if record["kernel"] == "hopper_forward_kernel"]
+    calls = [call for launch in launches if launch["kernel"] == "hopper_forward_kernel" for call in launch["calls"]]
     for head_dim in (64, 128):
         of_dim = [call for call in calls if call["head_dim"] == head_dim]
-        # under Triton 3.9 quarters have no loops of their own, and so no other kernel
-        quarters = set() if version == "3.9.0" else {"quarters"}
-        assert {call.get("mode", "layout") for call in of_dim} == {"layout", "dense", "causal"} | quarters
+        assert {call.get("mode", "layout") for call in of_dim} == {"layout", "quarters", "dense", "causal"}
         assert {call.get("limited", False) for call in of_dim} == {False, True}
         assert {call.get("parts", 1) > 1 for call in of_dim} == {False, True}
-    found = "\n".join(fault for record in records for fault in faults(record))
-    assert not found, f"\n{found}"
 
 
 def test_make_installs_the_other_tritons() -> None:

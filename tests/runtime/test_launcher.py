@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 
 # 3.6 compiles a function for each kernel, 3.7 has one for all, 3.8 expands descriptors elsewhere
-@pytest.mark.parametrize("version", [None, *OTHERS])
+@pytest.mark.parametrize("version", [None, *(pytest.param(each, marks=pytest.mark.compilers) for each in OTHERS)])
 def test_compiled_functions_are_handed_what_triton_hands_them(version: str | None, tmp_path: Path) -> None:
     said = run_under(version, tmp_path, "launch_again")
     assert said.rstrip().endswith("every launch is handed on alike")

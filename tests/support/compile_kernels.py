@@ -1,7 +1,7 @@
 """Compiles every kernel without a GPU: `python -m tests.support.compile_kernels 90` prints a JSON line per launch.
 
-`hopper` instead of an architecture selects the Gluon kernels, on sm90. `90-few` and `hopper-few` select fewer calls:
-only tuned configurations.
+`hopper` instead of an architecture selects the Gluon kernels, on sm90. `90-few` and `hopper-few` select the tuned
+configurations, `90-rest` and `hopper-rest` all others. With `-` it answers requests on standard input.
 
 Runs the launchers on CPU tensors, catches each launch and compiles it ahead of time for that architecture with the
 ptxas that ships inside Triton. Must run in a process of its own: the test process interprets the kernels.
@@ -10,6 +10,8 @@ ptxas that ships inside Triton. Must run in a process of its own: the test proce
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -17,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -524,35 +527,91 @@ def each_option_once(chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel to compile, and the calls that launch it."""
+
+    kernel: JITFunction
+    source: ASTSource
+    options: dict[str, Any]
+    calls: list[dict[str, Any]]
+
+
+def launches_of_calls(arch: int, chosen: list[dict[str, Any]], *, is_hopper: bool) -> dict[str, Launch]:
+    """The distinct launches of some calls. Calls share kernels, above all the small ones before and after the loops."""
+    found: dict[str, Launch] = {}
+    portable: set[str] = set()
+    for call in chosen:
+        named = {**call, "dtype": str(call["dtype"]).removeprefix("torch.")}
+        for kernel, kwargs in launches(arch, **call):
+            # the portable kernels that backend hopper launches are compiled for every architecture: here one of each
+            if is_hopper and not kernel.is_gluon():
+                if kernel.fn.__name__ in portable:
+                    continue
+                portable.add(kernel.fn.__name__)
+            source, options = source_of(kernel, kwargs, arch)
+            key = f"{source.hash()} {sorted(options.items(), key=str)}"
+            found.setdefault(key, Launch(kernel, source, options, [])).calls.append(named)
+    return found
+
+
+@functools.cache
+def launches_of(target: str) -> list[Launch]:
+    """The distinct launches of a target: "80", "86", "90", "100" or "hopper".
+
+    A suffix selects: "-few" the tuned configurations, "-rest" all others, "-once" (hopper) what each_option_once keeps.
+    """
+    name, _, which = target.partition("-")
+    is_hopper = name == "hopper"
+    arch = 90 if is_hopper else int(name)
+    whole = hopper_calls() if is_hopper else calls(arch)
+    if which == "once":
+        return [*launches_of_calls(arch, each_option_once(whole), is_hopper=is_hopper).values()]
+    few = launches_of_calls(arch, few_hopper_calls() if is_hopper else table_calls(arch), is_hopper=is_hopper)
+    every = few | launches_of_calls(arch, whole, is_hopper=is_hopper)
+    return [launch for key, launch in every.items() if not which or (key in few) == (which == "few")]
+
+
+def listed(target: str) -> list[dict[str, Any]]:
+    """Name and calls of each launch of a target, without compiling."""
+    return [{"kernel": launch.kernel.fn.__name__, "calls": launch.calls} for launch in launches_of(target)]
+
+
+def records(target: str, kernel: str | None = None, part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
+    """What compiling finds, for each launch of a target and each of its calls.
+
+    kernel       compile the launches of this kernel only
+    part, parts  compile every `parts`-th of them, from number `part` on
+    """
+    chosen = [launch for launch in launches_of(target) if kernel in (None, launch.kernel.fn.__name__)]
+    for launch in chosen[part::parts]:
+        arch = 90 if target.startswith("hopper") else int(target.partition("-")[0])
+        record = compile_launch(launch.kernel, launch.source, launch.options, arch)
+        for call in launch.calls:
+            yield {**record, "call": call}
+
+
+def answer_requests() -> None:
+    """Answer each line of standard input, `list TARGET` or `compile TARGET KERNEL PART PARTS`, with a line of JSON."""
+    for line in sys.stdin:
+        verb, target, *arguments = line.split()
+        if verb == "list":
+            answer = listed(target)
+        else:
+            kernel, part, parts = arguments
+            answer = list(records(target, kernel, int(part), int(parts)))
+        print(json.dumps(answer), flush=True)
+
+
 def main(targets: list[str]) -> None:
     if triton.knobs.runtime.interpret:
         raise SystemExit("TRITON_INTERPRET=1 interprets the kernels; unset it to compile them")
+    if targets == ["-"]:
+        answer_requests()
+        return
     for target in targets:
-        name, _, which = target.partition("-")
-        is_hopper = name == "hopper"
-        arch = 90 if is_hopper else int(name)
-        if is_hopper:
-            chosen = few_hopper_calls() if which == "few" else hopper_calls()
-            chosen = each_option_once(chosen) if which == "once" else chosen
-        else:
-            chosen = table_calls(arch) if which == "few" else calls(arch)
-        met: set[str] = set()
-        # calls share kernels, above all the small ones before and after the loops
-        records: dict[str, dict[str, Any]] = {}
-        for call in chosen:
-            named = {**call, "dtype": str(call["dtype"]).removeprefix("torch.")}
-            for kernel, kwargs in launches(arch, **call):
-                source, options = source_of(kernel, kwargs, arch)
-                # the portable kernels that backend hopper launches are compiled for every architecture: here one of
-                # each
-                key = source.hash() if kernel.is_gluon() else kernel.fn.__name__
-                if is_hopper and key in met:
-                    continue
-                met.add(key)
-                record_key = f"{source.hash()} {sorted(options.items(), key=str)}"
-                if record_key not in records:
-                    records[record_key] = compile_launch(kernel, source, options, arch)
-                print(json.dumps({**records[record_key], "call": named}), flush=True)
+        for record in records(target):
+            print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":
