@@ -26,7 +26,7 @@ DOCUMENTED = blocksparse_flash $(patsubst %,blocksparse_flash.%,nn interop distr
 .PHONY: demo docs test test-compilers test-gpu mutants lint clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m benchmarks.lra.demo
+	$(BIN)/python -m benchmarks.lra.first_result
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m pdoc --template-directory docs/reference --output-directory out/api $(DOCUMENTED)

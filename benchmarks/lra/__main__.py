@@ -2,6 +2,7 @@
 
 generate   makes the sets of a task by its rules, with many workers; resumes after an interruption
 floors     accuracy of a task's shortcut on its generated test set
+recipe     trains a configuration of ours and the stages it begins with (path256, pathx), then tests it; resumes
 fit, validate, test   train and test a model: --config benchmarks/lra/configs/ours/pathx.yaml
 speed      times training steps of the tasks, and attention alone at 128 to 65,536 tokens, with several implementations
 report     tables and plots of the results of `test` and `speed`
@@ -9,6 +10,7 @@ report     tables and plots of the results of `test` and `speed`
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import warnings
@@ -16,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jsonargparse
-
+# what the extra [lra] installs
+PACKAGES = ("jsonargparse", "lightning", "matplotlib", "numba", "PIL", "torchmetrics", "tqdm", "yaml")
 ROOT = Path("out/lra")
 
 
@@ -139,6 +141,17 @@ def speed(
     print("", *tables.speed_sections(found), sep="\n\n")
 
 
+def recipe(name: str) -> None:
+    """Train a configuration of configs/ours and the stages it begins with, then test it. Run it again to resume.
+
+    Args:
+        name: pathx, path256, or any other configuration of configs/ours
+    """
+    from . import recipe as module
+
+    module.run(name)
+
+
 def report(
     *,
     runs: Path = ROOT / "runs",
@@ -218,14 +231,21 @@ def experiment(arguments: Sequence[str] | None) -> None:
     )
 
 
-OWN: dict[str, Callable[..., Any]] = {"generate": generate, "floors": floors, "speed": speed, "report": report}
+OWN: dict[str, Callable[..., Any]] = {
+    command.__name__: command for command in (generate, floors, recipe, speed, report)
+}
 
 
 def main(given: Sequence[str] | None = None) -> None:
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            sys.exit(f"python -m benchmarks.lra needs {package}: pip install '.[lra]'")
     arguments = sys.argv[1:] if given is None else given
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
     elif arguments[0] in OWN:
+        import jsonargparse
+
         command = OWN[arguments[0]]
         try:
             jsonargparse.auto_cli(command, args=list(arguments[1:]), prog=f"python -m benchmarks.lra {arguments[0]}")

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("lightning", reason="needs the extra [demo]")
 
-from benchmarks.lra import demo, listops
+from benchmarks.lra import demo, first_result, listops
 
 # 6 steps of 4 expressions through one layer of 16 features: it learns nothing, in a second
 TINY = "--steps 6 --steps-per-epoch 3 --batch-size 4 --n-validation 8 --n-test 40 --embed-dim 16"
@@ -30,7 +30,7 @@ def lightning_leaves_no_trace() -> Iterator[None]:
 
 
 def run(out: Path, *more: str) -> int:
-    return demo.main([*TINY.split(), "--out", str(out), *more])
+    return demo.main([*TINY.split(), "--out", str(out), *more], agree=True)
 
 
 def results(out: Path) -> dict:
@@ -50,7 +50,43 @@ def test_it_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found["density"] <= 0.5
     printed = capsys.readouterr().out
     assert f"density {found['density']:.3f}" in printed
-    assert f"the root operator alone is worth {found['floor']:.1%}" in printed
+    *_, last = printed.splitlines()
+    assert last.startswith("FAILED: " if exit_code else "PASSED: ")
+    assert f"the root operator alone is worth {found['floor']:.1%}" in last
+
+
+def test_a_first_result_comes_before_the_training(capsys: pytest.CaptureFixture[str]) -> None:
+    assert first_result.first_result(256)
+    printed = capsys.readouterr().out
+    assert "local | global_tokens on 256 tokens" in printed
+    assert "######" in printed
+    assert "gradients agree" in printed
+
+
+def test_wrong_gradients_fail_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = first_result.attention
+
+    def attention(*leaves: torch.Tensor, backend: str = "auto", **options: object) -> torch.Tensor:
+        return right(*leaves, backend=backend, **options) * (1.0 if backend == "reference" else 1.01)
+
+    monkeypatch.setattr(first_result, "attention", attention)
+    assert not first_result.first_result(256)
+    assert "gradients DIFFER" in capsys.readouterr().out
+    monkeypatch.setattr(demo, "MARGIN", -1.0)
+    assert demo.main([*TINY.split(), "--out", str(tmp_path)], agree=False) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("; gradients differ from plain PyTorch")
+
+
+def test_a_slow_machine_is_warned_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "seconds_of", lambda call, n_calls=3: 1000.0)
+    run(tmp_path)
+    printed = capsys.readouterr().out
+    assert "training: 6 steps, about 6000 s; it stops after 220 s" in printed
+    assert printed.index("warning: this machine is slow or busy") < printed.index("samples in")
 
 
 def test_the_floor_is_that_of_the_test_set(tmp_path: Path) -> None:
