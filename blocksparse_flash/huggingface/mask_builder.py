@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import layout_crops
 from ..layout import BlockLayout
-from . import layout_crops
 from .mask import Mask
 from .names import KEY, owner_of
 

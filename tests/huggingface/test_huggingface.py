@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import masks
-from blocksparse_flash import BlockLayout, huggingface
-from blocksparse_flash.huggingface import attention, layout_crops, mask_builder, model_hooks
+from blocksparse_flash import BlockLayout, huggingface, layout_crops
+from blocksparse_flash.huggingface import attention, mask_builder, model_hooks
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 

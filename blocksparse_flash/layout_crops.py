@@ -1,4 +1,4 @@
-"""Layouts of one forward: built once from a specification, bounded by a window, cropped, planned, and cached."""
+"""Cached crops of a layout for decoding: built from a specification, bounded by a window, cropped and planned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import BlockLayout, number_of, numbered
+from .layout import BlockLayout, number_of, numbered
 
 # block size of layouts built from a window alone
 BLOCK = 128
@@ -52,7 +52,7 @@ def built(full: FullLayout) -> BlockLayout:
     """The layout; equal arguments give the same object."""
     layout, length, left, right = full
     if isinstance(layout, str):
-        from .. import masks
+        from . import masks
 
         layout = masks.build(layout, length)
     if layout is None:
