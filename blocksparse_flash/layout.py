@@ -682,6 +682,14 @@ class BlockLayout:
     def __repr__(self) -> str:
         return drawing.text(self._block_list(), self._frame)
 
+    def _repr_svg_(self) -> str:
+        """The first head as SVG: dark blocks are full, orange ones partial."""
+        return drawing.svg(self._block_list(), self._frame)
+
+    def _repr_html_(self) -> str:
+        """The sizes, a drawing of the first head and a legend; notebooks show it for a layout at the end of a cell."""
+        return drawing.html(self._block_list(), self._frame)
+
     def __reduce__(self) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
         state = self._state(self._tensors._asdict())
         # the class is named only for subclasses: allowing a class in torch.load also allows unchecked objects of it
