@@ -8,6 +8,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+# imports the compiler at the first call; torch.compiler.disable would import it here, which takes seconds
+from torch._compile import _disable_dynamo
+
 from ..functional import attention
 from ..layout import BlockLayout
 from ..validation import MAX_HEAD_DIM, checked_softcap
@@ -171,20 +174,31 @@ class SelfAttention(HoldsLayout):
         q, k, v     (batch, heads, length, head_dim), from `project`
         kv_lengths, cache  as forward
         """
-        dropout_p = self.dropout_p if self.training else 0.0
         if cache is None:
-            layout, causal = self.layout_for(q.shape[2]), self.causal
-        else:
-            if kv_lengths is not None:
-                raise ValueError(
-                    "kv_lengths must be None with a cache, whose sequences all have the same number of tokens: decode "
-                    "prompts of different lengths in batches of one length"
-                )
-            cache.check(k, v)
-            layout = self.layout_for(cache.max_length)
-            layout, causal = layout_of_step(layout, cache, q.shape[2], q.device, causal=self.causal)
-            cache.claim(self)
-            k, v = cache.append(k, v)
+            return self._attention(q, k, v, self.layout_for(q.shape[2]), self.causal, kv_lengths)
+        if kv_lengths is not None:
+            raise ValueError(
+                "kv_lengths must be None with a cache, whose sequences all have the same number of tokens: decode "
+                "prompts of different lengths in batches of one length"
+            )
+        if torch.compiler.is_compiling():
+            return self._attend_outside_graphs(q, k, v, cache)
+        return self._attend_to_cache(q, k, v, cache)
+
+    def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
+        """Appends k and v to the cache, and attends to all of it."""
+        cache.check(k, v)
+        layout = self.layout_for(cache.max_length)
+        layout, causal = layout_of_step(layout, cache, q.shape[2], q.device, causal=self.causal)
+        cache.claim(self)
+        return self._attention(q, *cache.append(k, v), layout, causal, None)
+
+    # each step has another length and another layout, which the host makes: a graph would fit one step only
+    _attend_outside_graphs = _disable_dynamo(_attend_to_cache)
+
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | None, causal: bool, kv_lengths: Tensor | None
+    ) -> Tensor:
         return attention(
             q,
             k,
@@ -192,7 +206,7 @@ class SelfAttention(HoldsLayout):
             layout,
             causal=causal,
             kv_lengths=kv_lengths,
-            dropout_p=dropout_p,
+            dropout_p=self.dropout_p if self.training else 0.0,
             sinks=self.sinks,
             softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,
@@ -240,7 +254,7 @@ class SelfAttention(HoldsLayout):
                     unit; or their rotary_table, which layers can share; None means 0, 1, 2, ..., with a cache
                     continued from the tokens in it
         cache       KVCache of this layer: x are the tokens after those in it, which attend to those too. Needs a
-                    causal layer, and no gradients
+                    causal layer, and no gradients. torch.compile leaves the attention out of its graphs
         """
         if cache is None:
             return self.unite(self.attend(*self.project(x, positions), kv_lengths))

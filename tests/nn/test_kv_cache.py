@@ -161,6 +161,22 @@ def test_autocast_needs_a_cache_of_its_type() -> None:
         torch.testing.assert_close(outs, made(x), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize(
+    "layout", [None, LAYOUTS["sinks"](LENGTH), LayoutByLength("local(window=20)")], ids=["dense", "layout", "spec"]
+)
+def test_a_compiled_layer_decodes_with_few_graphs(layout: Any) -> None:
+    """Not one graph for each step."""
+    made, x = layer(layout), tokens()
+    expected = made(x)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled, cache = torch.compile(made, backend="eager"), made.new_cache(2, LENGTH)
+    with torch.no_grad():
+        outs = [compiled(part, cache=cache) for part in x.split([60, *[1] * 30], dim=1)]
+    torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=1e-10, atol=1e-10)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] < 10
+
+
 # ---- what is refused ----
 
 
