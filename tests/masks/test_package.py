@@ -46,7 +46,7 @@ print(deepspeed.DenseSparsityConfig(num_heads=1).layout(64).density)
 
 def test_huggingface_builds_specifications_behind_another_masks(tmp_path: Path) -> None:
     code = """
-from blocksparse_flash.huggingface.layout_crops import FullLayout, built
+from blocksparse_flash.layout_crops import FullLayout, built
 print(built(FullLayout("causal", 256)).density)
 """
     assert output_behind_another_masks(tmp_path, code).split() == ["0.75"]

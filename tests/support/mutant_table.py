@@ -45,6 +45,11 @@ SCORED = "tests/kernels/triton/test_block_selection.py -k 'test_selected_by_scor
 OPERATIONS = "tests/plan/test_block_selection.py -k 'host and not triton or bitmasks or scores'"
 DENSE = _zoo("dense-113x203-float32-gqa-16", "dense-203x113")
 DIAGONAL = "tests/test_zoo.py -k a_diagonal_about"
+CACHED = "tests/nn/test_kv_cache.py"
+DECODER = "tests/nn/test_decoder.py"
+BY_LENGTH = "tests/nn/test_layout_by_length.py"
+GATES = 'tests/plan/test_block_bias.py -k "gather or gate or scores"'
+LAYERS = 'tests/huggingface/test_huggingface.py -k "layer and (own_layout or checked or saved or token_by_token)"'
 LENGTHS, DECODED = _zoo("causal-tall"), _zoo("dense-7x300-float32-gqa")
 
 MUTANTS: dict[str, list[Mutant]] = {
@@ -878,6 +883,100 @@ MUTANTS: dict[str, list[Mutant]] = {
             "x.view(len(x), n_ranks, heads, n_local, dim).permute(1, 3, 0, 2, 4)",
             "x.view(len(x), heads, n_ranks, n_local, dim).permute(2, 3, 0, 1, 4)",
             RANKS,
+        ),
+    ),
+    "models": _of(
+        OURS,
+        (
+            "plan/block_bias.py",
+            "of_head = axis % heads if leads[1] > 1 else torch.zeros_like(axis)",
+            "of_head = axis % heads",
+            GATES,
+        ),
+        (
+            "plan/block_bias.py",
+            "of_batch = axis // heads if leads[0] > 1",
+            "of_batch = axis // batch if leads[0] > 1",
+            GATES,
+        ),
+        ("layout.py", "return values if is_used is None else values.masked_fill(~is_used, 0)", "return values", GATES),
+        ("nn/kv_cache.py", "None, 0 if causal else None", "None, None", CACHED),
+        (
+            "nn/kv_cache.py",
+            "layout_crops.Crop(cache.length, n_tokens, 0, stop, device)",
+            "layout_crops.Crop(cache.length - cache.length % 2, n_tokens, 0, stop, device)",
+            CACHED,
+        ),
+        (
+            "nn/kv_cache.py",
+            "if self._length + k.shape[2] > max_length:",
+            "if self._length + k.shape[2] > max_length + 1:",
+            CACHED,
+        ),
+        ("nn/kv_cache.py", "self._v[:, :, self._length : stop] = v", "self._v[:, :, self._length : stop] = k", CACHED),
+        (
+            "nn/kv_cache.py",
+            "if self._length and owner is not None and owner is not layer:",
+            "if self._length and owner is None:",
+            CACHED,
+        ),
+        (
+            "nn/kv_cache.py",
+            "if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):",
+            "if torch.is_grad_enabled() and k.is_cuda:",
+            CACHED,
+        ),
+        ("nn/layers.py", "self.project(x, positions, first=cache.length)", "self.project(x, positions)", CACHED),
+        (
+            "nn/layers.py",
+            "layout = self.layout_for(cache.max_length)",
+            "layout = self.layout_for(cache.length + q.shape[2])",
+            CACHED,
+        ),
+        ("nn/decoder.py", "gate, up = self.gate_up", "up, gate = self.gate_up", DECODER),
+        (
+            "nn/decoder.py",
+            "x = block(x, kv_lengths, positions, cache=cache)",
+            "x = block(x, kv_lengths, cache=cache)",
+            DECODER,
+        ),
+        (
+            "nn/layout_by_length.py",
+            "functools.lru_cache(maxsize=maxsize)",
+            "functools.lru_cache(maxsize=None)",
+            BY_LENGTH,
+        ),
+        (
+            "nn/layout_by_length.py",
+            "masks.build(self.spec, length, block_size=self.block_size)",
+            "masks.build(self.spec, length)",
+            BY_LENGTH,
+        ),
+        (
+            "huggingface/config_layouts.py",
+            "tuple(given[kind] for kind in types)",
+            "tuple(given[kind] for kind in reversed(types))",
+            LAYERS,
+        ),
+        ("huggingface/config_layouts.py", "if len(given) != n_layers:", "if len(given) < n_layers:", LAYERS),
+        ("huggingface/attention.py", "mask = mask.of_layers[index_of(module)]", "mask = mask.of_layers[0]", LAYERS),
+        (
+            "blocks/drawing.py",
+            "(end - begin).tolist()",
+            "(end - begin + 1).tolist()",
+            "tests/blocks/test_notebook_drawing.py",
+        ),
+        (
+            "dispatch.py",
+            "_log(backend, chosen, device, dtype, unfit_for_hopper)",
+            "_log.__wrapped__(backend, chosen, device, dtype, unfit_for_hopper)",
+            "tests/test_dispatch_log.py",
+        ),
+        (
+            "dispatch.py",
+            "chosen, is_named = _chosen(backend, device, dtype, unfit), ",
+            "chosen, is_named = choose(backend, device, dtype, unfit), ",
+            "tests/test_dispatch_log.py",
         ),
     ),
 }
