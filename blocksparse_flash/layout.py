@@ -120,7 +120,7 @@ class BlockLayout:
     # ---- constructors
 
     @classmethod
-    def from_dense(cls, mask: torch.Tensor | Array, *, block_size: int | Size) -> BlockLayout:
+    def from_dense(cls, mask: torch.Tensor | Array, *, block_size: int | Size = 128) -> BlockLayout:
         """The layout of a bool mask, True attends. Time and memory O(mask); built on the host.
 
         mask     (q_len, kv_len), (heads, q_len, kv_len) or (batch, heads, q_len, kv_len)
@@ -139,7 +139,7 @@ class BlockLayout:
         q_len: int,
         kv_len: int,
         *,
-        block_size: int | Size,
+        block_size: int | Size = 128,
         within: BlockLayout | None = None,
         dedup_key: predicates.DedupKey | None = None,
         heads: int | None = None,
@@ -185,7 +185,7 @@ class BlockLayout:
 
     @classmethod
     def from_blocks(
-        cls, rows: Integers, cols: Integers, q_len: int, kv_len: int, *, block_size: int | Size
+        cls, rows: Integers, cols: Integers, q_len: int, kv_len: int, *, block_size: int | Size = 128
     ) -> BlockLayout:
         """The layout of full blocks (rows[i], cols[i]), in any order. A block named twice is refused.
 
@@ -200,7 +200,7 @@ class BlockLayout:
 
     @classmethod
     def from_ranges(
-        cls, first: Integers, stop: Integers, q_len: int, kv_len: int, *, block_size: int | Size
+        cls, first: Integers, stop: Integers, q_len: int, kv_len: int, *, block_size: int | Size = 128
     ) -> BlockLayout:
         """The layout of full blocks first[row] <= col < stop[row] of every row; stop <= first is an empty row.
 
@@ -215,7 +215,7 @@ class BlockLayout:
 
     @classmethod
     def from_block_mask(
-        cls, mask: torch.Tensor | Array, q_len: int, kv_len: int, *, block_size: int | Size
+        cls, mask: torch.Tensor | Array, q_len: int, kv_len: int, *, block_size: int | Size = 128
     ) -> BlockLayout:
         """The layout whose full blocks are the True entries of mask, bool ([[batch,] heads,] n_rows, n_cols).
 
@@ -225,7 +225,7 @@ class BlockLayout:
         return cls._of_full(*constructors.by_mask(mask, checks.frame(q_len, kv_len, block_size)))
 
     @classmethod
-    def from_scipy(cls, matrix: Any, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
+    def from_scipy(cls, matrix: Any, q_len: int, kv_len: int, *, block_size: int | Size = 128) -> BlockLayout:
         """The layout whose full blocks are the nonzeros of a scipy.sparse matrix (n_rows, n_cols).
 
         A value 2 is refused: in `to_scipy` it marks a partial block, whose pairs are not in the matrix.
@@ -237,7 +237,7 @@ class BlockLayout:
         return cls._of_full(constructors.by_matrix(matrix, frame), frame)
 
     @classmethod
-    def from_topk(cls, indices: torch.Tensor, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
+    def from_topk(cls, indices: torch.Tensor, q_len: int, kv_len: int, *, block_size: int | Size = 128) -> BlockLayout:
         """The layout of full blocks that a model selects, made on the device of `indices` without waiting for it.
 
         indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order; -1 is none, and
@@ -262,7 +262,14 @@ class BlockLayout:
 
     @classmethod
     def from_scores(
-        cls, scores: torch.Tensor, q_len: int, kv_len: int, *, k: int, causal: bool = False, block_size: int | Size
+        cls,
+        scores: torch.Tensor,
+        q_len: int,
+        kv_len: int,
+        *,
+        k: int,
+        causal: bool = False,
+        block_size: int | Size = 128,
     ) -> BlockLayout:
         """`from_topk` of the k cols with the highest scores in each row; ties in no particular order.
 

@@ -19,7 +19,7 @@ import scipy.sparse
 import torch
 from hypothesis import given
 
-from blocksparse_flash import BlockLayout
+from blocksparse_flash import BlockLayout, interop
 from blocksparse_flash.layout import number_of, numbered
 from tests.support import cases
 from tests.support.dense_masks import Problem, problems
@@ -446,6 +446,11 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"mask must end in .* = \(3, 3\), got",
     ),
+    "block-mask-of-tokens": (
+        lambda: BlockLayout.from_block_mask(_ONES, **_FAR),
+        ValueError,
+        r"mask must end in .*; BlockLayout.from_dense\(mask\) takes a mask of tokens",
+    ),
     "block-mask-float": (
         lambda: BlockLayout.from_block_mask(torch.ones(3, 3), **_FAR),
         ValueError,
@@ -453,6 +458,11 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "scipy-array": (lambda: _sparse(np.eye(3)), TypeError, "matrix must be a scipy.sparse"),
     "scipy-shape": (lambda: _sparse(_eye(size=4)), ValueError, r"matrix must have shape .* \(3, 3\), got \(4, 4\)"),
+    "scipy-of-tokens": (
+        lambda: _sparse(_eye(size=40)),
+        ValueError,
+        r"matrix must have shape .*; blocksparse_flash.interop.from_scipy_csr\(matrix\) takes a matrix of tokens",
+    ),
     "scipy-2": (lambda: _sparse(_eye(2.0)), ValueError, "matrix has a value 2"),
     "scipy-1-twice": (lambda: _sparse(_twice()), ValueError, "matrix has a value 2"),
     "scipy-of-partial": (lambda: _sparse(_GOOD.to_scipy()), ValueError, "matrix has a value 2"),
@@ -532,6 +542,28 @@ def test_bad_block_sizes_are_refused_by_every_constructor(block_size: Any, error
     for call in calls:
         with pytest.raises(error, match="block_size must be"):
             call()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_blocks_have_128_tokens_by_default() -> None:
+    mask = torch.ones(256, 256, dtype=torch.bool).tril()
+    scores = torch.zeros(1, 1, 2, 2)
+    made = [
+        BlockLayout.from_dense(mask),
+        BlockLayout.from_predicate(lambda q_pos, kv_pos: q_pos >= kv_pos, 256, 256),
+        BlockLayout.from_blocks([0], [0], 256, 256),
+        BlockLayout.from_ranges([0, 0], [1, 2], 256, 256),
+        BlockLayout.from_block_mask(torch.ones(2, 2, dtype=torch.bool), 256, 256),
+        BlockLayout.from_scipy(scipy.sparse.eye_array(2), 256, 256),
+        BlockLayout.from_topk(torch.zeros(1, 1, 2, 1, dtype=torch.int64), 256, 256),
+        BlockLayout.from_scores(scores, 256, 256, k=1),
+        interop.from_huggingface(mask[None, None]),
+        interop.from_scipy_csr(scipy.sparse.csr_array(mask.numpy())),
+        interop.from_torch_sparse(mask.to_sparse_csr()),
+        interop.from_magi([[0, 256]], [[0, 256]], None, 256, 256),
+        interop.from_flashmask(torch.full((1, 1, 256, 1), 256), 256, causal=True),
+    ]
+    assert {layout.block_size for layout in made} == {(128, 128)}
 
 
 def test_more_blocks_than_int32_counts_are_refused_before_they_are_made() -> None:
