@@ -157,6 +157,9 @@ class BlockLayout:
         heads, batch  None: one layout shared by all
         looks    the old name of dedup_key, deprecated
 
+        Without `within` and dedup_key it warns above 10^8 pairs, and shows a progress bar, or without tqdm logs
+        progress (logger "blocksparse_flash", level INFO).
+
         >>> window = lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 64
         >>> BlockLayout.from_predicate(window, 256, 256, block_size=64).density
         0.625
@@ -168,9 +171,18 @@ class BlockLayout:
             dedup_key = looks
         predicates.check(fn, dedup_key)
         n_blocks = frame.n_rows * frame.n_cols
+        is_long = False
         if within is None:
             checks.check_nnz(frame.leads * n_blocks)
             keys = np.arange(frame.leads * n_blocks)
+            n_pairs = frame.leads * q_len * kv_len
+            is_long = dedup_key is None and n_pairs > predicates.MANY_PAIRS
+            if is_long:
+                warnings.warn(
+                    f"from_predicate evaluates fn for {n_pairs:,} pairs; a builder of blocksparse_flash.masks, within= "
+                    "or dedup_key= takes a small part of that time",
+                    stacklevel=2,
+                )
         else:
             if not isinstance(within, BlockLayout):
                 raise TypeError(f"within must be a BlockLayout, got {type(within).__name__}")
@@ -178,7 +190,15 @@ class BlockLayout:
             checks.joint(frame[:2], within.shape[:2], "within")
             keys = set_operations.keys_over(within._block_list().keys, within.shape[:2], frame[:2], n_blocks)
         by_head = heads is not None or batch is not None
-        found = predicates.evaluate(fn, keys, heads=frame.heads, by_head=by_head, dedup_key=dedup_key, **frame.sizes)
+        found = predicates.evaluate(
+            fn,
+            keys,
+            heads=frame.heads,
+            by_head=by_head,
+            dedup_key=dedup_key,
+            shows_progress=is_long,
+            **frame.sizes,
+        )
         if within is None:
             return cls._from_block_list(found, frame)
         return cls._from_block_list(found, frame, within.device) & within

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import logging
 import operator
 import pickle
 import subprocess
@@ -20,6 +22,7 @@ import torch
 from hypothesis import given
 
 from blocksparse_flash import BlockLayout, interop
+from blocksparse_flash.blocks import predicates
 from blocksparse_flash.layout import number_of, numbered
 from tests.support import cases
 from tests.support.dense_masks import Problem, problems
@@ -366,7 +369,38 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dense-no-heads": (lambda: BlockLayout.from_dense(_ONES.expand(0, 40, 40), block_size=16), ValueError, "one head"),
     "predicate-none": (lambda: _predicate(None), TypeError, "fn must be a function"),
     "predicate-python-bool": (lambda: _predicate(lambda q_pos, kv_pos: True), TypeError, "fn must give a bool tensor"),
-    "predicate-int": (
+    **{
+        f"predicate-{name}": (functools.partial(_predicate, fn), ValueError, message)
+        for name, fn, message in (
+            ("and", lambda q_pos, kv_pos: q_pos >= kv_pos and kv_pos < 3, r"fn .* and, or, not, if.*use \(a\) & \(b\)"),
+            ("if", lambda q_pos, kv_pos: q_pos < 3 if kv_pos < 3 else q_pos > 3, "fn .* torch.where"),
+            ("chain", lambda q_pos, kv_pos: 0 <= q_pos - kv_pos < 5, r"fn .* \(0 <= d\) & \(d < 5\)"),
+            ("max", lambda q_pos, kv_pos: max(q_pos, kv_pos) < 5, "fn .* torch.maximum"),
+            ("int", lambda q_pos, kv_pos: int(q_pos) > 5, r"fn .* int\(\), float\(\)"),
+            ("list", lambda q_pos, kv_pos: [True][q_pos], r"fn .* torch.as_tensor\(table\)"),
+        )
+    },
+    "predicate-array": (
+        lambda: _predicate(lambda q_pos, kv_pos: np.ones((40, 40), np.bool_)[q_pos, kv_pos]),
+        TypeError,
+        r"fn must give a bool tensor, got ndarray: .*torch.as_tensor\(table\)",
+    ),
+    "predicate-mask-mod": (
+        lambda: _predicate(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx),
+        TypeError,
+        r"fn must take \(q_pos, kv_pos\), but <lambda> takes 4 arguments, as FlexAttention's mask_mod.*give heads=1",
+    ),
+    "predicate-2-of-4": (
+        lambda: _predicate(heads=2),
+        TypeError,
+        r"fn must take \(batch, head, q_pos, kv_pos\), since heads= or batch= was given, but <lambda> takes 2",
+    ),
+    "predicate-1-argument": (
+        lambda: _predicate(lambda q_pos: q_pos >= 0),
+        TypeError,
+        r"fn must take \(q_pos, kv_pos\): <lambda>",
+    ),
+    "predicate-int-tensor": (
         lambda: _predicate(lambda q_pos, kv_pos: q_pos * kv_pos),
         ValueError,
         "fn must give a bool tensor",
@@ -542,6 +576,47 @@ def test_bad_block_sizes_are_refused_by_every_constructor(block_size: Any, error
     for call in calls:
         with pytest.raises(error, match="block_size must be"):
             call()
+
+
+def test_errors_of_a_predicate_are_its_own() -> None:
+    def broken(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a fault of its own")
+
+    with pytest.raises(RuntimeError, match=r"^a fault of its own$"):
+        _predicate(broken)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        _predicate(lambda q_pos, kv_pos: q_pos + None)
+
+
+@pytest.mark.parametrize("has_tqdm", [True, False])
+def test_a_long_evaluation_warns_and_shows_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any, has_tqdm: bool
+) -> None:
+    if has_tqdm:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(predicates, "MANY_PAIRS", 1000)
+    monkeypatch.setattr(predicates, "_PAIRS_AT_ONCE", 256)
+    caplog.set_level(logging.INFO, "blocksparse_flash")
+    expected = (
+        "from_predicate evaluates fn for 1,600 pairs; a builder of blocksparse_flash.masks, within= or dedup_key="
+    )
+    with pytest.warns(UserWarning, match=expected) as warned:
+        layout = _predicate()
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert layout == BlockLayout.from_dense(_ONES.tril(), block_size=16)
+    assert ("from_predicate" in capsys.readouterr().err) == has_tqdm
+    assert ("from_predicate: 77 % of the pairs evaluated" in caplog.messages) == (not has_tqdm)
+
+
+def test_an_evaluation_with_help_or_few_pairs_does_not_warn(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    _predicate()
+    monkeypatch.setattr(predicates, "MANY_PAIRS", 1000)
+    _predicate(within=_GOOD)
+    _predicate(dedup_key=lambda row, col: row - col)
+    _predicate(q_len=20)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
