@@ -1,9 +1,14 @@
-"""The choice of a backend: which one runs a call, and why."""
+"""The choice of a backend: which one runs a call, and why.
+
+At debug level the logger "blocksparse_flash" writes each distinct decision once, where it is made: on a GPU that is the
+first call with tensors of new shapes, strides or types.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +34,8 @@ NO_TRITON = "Triton is not installed"
 # also where q is a fake CUDA tensor
 NO_GPU = "this machine has no CUDA device"
 SMALL = "a call this small, or of few queries, ends sooner without it"
+
+_LOGGER = logging.getLogger("blocksparse_flash")
 
 
 class CallSpec(NamedTuple):
@@ -156,6 +163,13 @@ def _too_small(q: Tensor | TensorSpec, k: Tensor | TensorSpec) -> str | None:
 
 def choose(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None = None) -> str:
     """The backend of a call; TypeError or ValueError for one that does not exist or cannot run it."""
+    chosen = _chosen(backend, device, dtype, unfit_for_hopper)
+    if _LOGGER.isEnabledFor(logging.DEBUG):
+        _log(backend, chosen, device, dtype, unfit_for_hopper)
+    return chosen
+
+
+def _chosen(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None) -> str:
     if backend == "auto":
         if device.type != "cuda":
             return "eager"
@@ -163,11 +177,11 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hop
     if not isinstance(backend, str):
         raise TypeError(f'backend must be a str, one of {BACKENDS}, got {backend!r}; "auto" chooses')
     if backend not in BACKENDS:
-        instead = choose("auto", device, dtype, unfit_for_hopper)
+        instead = _chosen("auto", device, dtype, unfit_for_hopper)
         raise ValueError(f'backend must be one of {BACKENDS}, got "{backend}"; "auto" would use "{instead}"')
     why_not = _unfit(backend, device, dtype, unfit_for_hopper)
     if why_not is not None:
-        instead = choose("auto", device, dtype, unfit_for_hopper)
+        instead = _chosen("auto", device, dtype, unfit_for_hopper)
         raise ValueError(f'backend="{backend}" cannot run this call: {why_not}. backend="auto" would use "{instead}"')
     return backend
 
@@ -219,7 +233,11 @@ def decide(
 
 def resolve(q: Tensor, k: Tensor, v: Tensor) -> str:
     """The backend of a traced call with backend "auto" on a Hopper GPU, once there are addresses and sizes."""
-    return "hopper" if _too_small(q, k) is None and not misaligned((q, k, v), q.dtype) else "triton"
+    unfit = _too_small(q, k) or unfit_for_hopper((q, k, v), q.dtype)
+    chosen = "hopper" if unfit is None else "triton"
+    if _LOGGER.isEnabledFor(logging.DEBUG):
+        _log("auto", chosen, q.device, q.dtype, unfit)
+    return chosen
 
 
 def is_deterministic(deterministic: bool | None) -> bool:
@@ -238,9 +256,20 @@ def explained_choice(
     unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_score_mods) if device.type == "cuda" else None
     if backend == "auto" and unfit is None:
         unfit = _too_small(*tensors[:2])
-    chosen, is_named = choose(backend, device, dtype, unfit), backend != "auto"
+    chosen, is_named = _chosen(backend, device, dtype, unfit), backend != "auto"
     others = ((name, _why_not(name, device, dtype, is_named, unfit)) for name in BACKENDS[1:] if name != chosen)
     return Choice(chosen, "asked for by name" if is_named else _why(chosen, device), tuple(others))
+
+
+@functools.lru_cache(maxsize=4096)
+def _log(backend: str, chosen: str, device: torch.device, dtype: torch.dtype, unfit: str | None) -> None:
+    """Writes a decision to the log, the first time it is made."""
+    reasons = "asked for by name"
+    if backend == "auto":
+        faster = AUTO_ON_GPU[: AUTO_ON_GPU.index(chosen)] if chosen in AUTO_ON_GPU else AUTO_ON_GPU
+        others = [f"not {name}: {_why_not(name, device, dtype, False, unfit)}" for name in faster]
+        reasons = "; ".join([_why(chosen, device), *others])
+    _LOGGER.debug('backend="%s" runs calls of %s on %s as backend "%s": %s', backend, dtype, device, chosen, reasons)
 
 
 def _why(backend: str, device: torch.device) -> str:

@@ -238,7 +238,9 @@ def attention(
     deterministic  True gives equal bits in every run, forward and backward; None follows
                torch.are_deterministic_algorithms_enabled(). With False backend "hopper" sums dq in any order, which is
                faster, and the last bits of dq change from run to run; everything else has equal bits anyway
-    backend    "auto", "hopper", "triton", "eager" or "reference"; a named one is obeyed or refused, see `explain`
+    backend    "auto", "hopper", "triton", "eager" or "reference"; a named one is obeyed or refused, see `explain`.
+               At debug level logging.getLogger("blocksparse_flash") says once for each new kind of call which backend
+               runs it, and why
     returns    (batch, heads, q_len, v_head_dim) in q's dtype, or autocast's; a row without keys is 0
 
     Score mods change the scores s = scale q k^T, in the order below. Tensors are on q's device, of any floating dtype;

@@ -60,8 +60,9 @@ class BlockLayout:
     """A token-exact attention mask, stored as blocks. Immutable.
 
     indptr       int32 (batch | 1, heads | 1, n_rows + 1): offsets into indices; an axis of size 1 is shared by all
-    indices      int32 (nnz,): col of each stored block, ascending in a row
-    bitmask_ids  int32 (nnz,): -1 if every existing pair of the block attends, otherwise index of its bitmask
+    indices      int32 (capacity,): col of each stored block, ascending in a row; capacity is nnz, or more for a layout
+                 that `from_topk` or `from_scores` selected, whose last entries are then unused
+    bitmask_ids  int32 (capacity,): -1 if every existing pair of the block attends, otherwise index of its bitmask
     bitmasks     int32 (distinct, block_q, ceil(block_kv / 32)): bit j of word w of row i is the pair (query i, key
                  32 w + j) of the block, True attends; no two are equal
     q_len, kv_len  tokens; a ragged last block is allowed
@@ -368,7 +369,7 @@ class BlockLayout:
 
     @property
     def capacity(self) -> int:
-        """Entries of indices; at least nnz."""
+        """Length of indices and bitmask_ids: nnz, and for a layout of `from_topk` or `from_scores` at least nnz."""
         return self._tensors.indices.shape[0]
 
     @property
@@ -514,6 +515,62 @@ class BlockLayout:
         """The batch at index, as a layout (1, heads | 1, q_len, kv_len)."""
         return self._picked("batch", index)
 
+    # ---- scores of blocks
+
+    def gather(self, block_scores: torch.Tensor) -> torch.Tensor:
+        """The scores of the stored blocks, in the order of `indices`: the `block_bias` of `attention`. Differentiable.
+
+        block_scores  a number for every block, of any dtype and device: (batch | 1, heads | 1, n_rows, n_cols). Its
+                 batches and heads are those of the layout, or 1, shared by all; for a layout without batches and
+                 heads they are free
+        returns  (capacity,) for a layout with batches or heads, otherwise (batch | 1, heads | 1, capacity), on the
+                 device of block_scores. Entries behind the last block of a selected layout are 0, without a gradient
+        raises   TypeError, ValueError
+
+        Selecting blocks has no gradient. A gate learns if its scores also are the bias of the blocks it selected:
+
+        >>> q = k = v = torch.randn(1, 2, 256, 16)
+        >>> gate = torch.nn.Linear(16, 16)
+        >>> pooled = q.unflatten(2, (-1, 64)).mean(3)  # (1, 2, 4 rows, 16)
+        >>> block_scores = gate(pooled) @ pooled.mT  # (1, 2, n_rows, n_cols)
+        >>> layout = BlockLayout.from_scores(block_scores.detach(), 256, 256, k=2, block_size=64)
+        >>> block_bias = layout.gather(block_scores)
+        >>> block_bias.shape == (layout.capacity,)
+        True
+
+        Then `attention(q, k, v, layout, block_bias=block_bias)` has gradients for q, k, v and gate.
+        """
+        block_bias.check_scores(block_scores, self.shape[:2], (self.n_rows, self.n_cols))
+        is_shared = self.shape[:2] == (1, 1)
+        leads = (1, 1) if is_shared else (block_scores.shape[0], block_scores.shape[1])
+        index, is_used = self._entries(block_scores, leads)
+        if not block_scores.numel():
+            # no blocks, but perhaps unused entries: a sum of nothing, which has a gradient
+            values = block_scores.sum().expand(self.capacity)
+        elif is_shared:
+            values = block_scores.flatten(2).index_select(2, index)
+        else:
+            values = block_scores.flatten().index_select(0, index)
+        return values if is_used is None else values.masked_fill(~is_used, 0)
+
+    def _entries(self, block_scores: torch.Tensor, leads: Size) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(index, whether an entry is used) of `gather` on the device of block_scores; None if all are used."""
+        device, is_selected = block_scores.device, "selection" in self._cache
+        if torch.compiler.is_compiling():
+            index, is_used = block_bias.index_of_entries(*self._tensors[:2], self.n_cols, leads)
+            return index.to(device), is_used.to(device) if is_selected else None
+        found: dict[Any, tuple[torch.Tensor, torch.Tensor]] = self._cache["gather_indices"]
+        entries = found.get((device, leads))
+        if entries is None:
+            with tracing.outside_transforms(self._tensors.indptr):
+                index, is_used = block_bias.index_of_entries(*self._tensors[:2], self.n_cols, leads)
+                entries = index.to(device), is_used.to(device)
+            # a CUDA graph may change the tensors of a selection
+            if not is_selected:
+                found[device, leads] = entries
+        index, is_used = tracing.as_graph_constants(entries, block_scores)
+        return index, is_used if is_selected else None
+
     # ---- inspection
 
     def assert_causal(self) -> None:
@@ -652,6 +709,14 @@ class BlockLayout:
     def __repr__(self) -> str:
         return drawing.text(self._block_list(), self._frame)
 
+    def _repr_svg_(self) -> str:
+        """The first head as SVG: dark blocks are full, orange ones partial."""
+        return drawing.svg(self._block_list(), self._frame)
+
+    def _repr_html_(self) -> str:
+        """The sizes, a drawing of the first head and a legend; notebooks show it for a layout at the end of a cell."""
+        return drawing.html(self._block_list(), self._frame)
+
     def __reduce__(self) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
         state = self._state(self._tensors._asdict())
         # the class is named only for subclasses: allowing a class in torch.load also allows unchecked objects of it
@@ -668,7 +733,8 @@ class BlockLayout:
         axes = tensors.indptr.shape[0], tensors.indptr.shape[1]
         # no number while torch.compile traces: it cannot follow weak references
         number = -1 if torch.compiler.is_compiling() else next(_NUMBERS_OF_LAYOUTS)
-        cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "axes": axes, "rows": None, "number": number}
+        cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "gather_indices": {}}
+        cache.update(axes=axes, rows=None, number=number)
         object.__setattr__(self, "_cache", cache)
         if number >= 0:
             _NUMBERED[number] = self

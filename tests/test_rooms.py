@@ -24,6 +24,7 @@ ROOMS = [
     ["merging"],
     ["functional"],
     ["interop", "masks"],
+    ["layout_crops"],
     ["nn"],
     ["distributed", "huggingface"],
 ]

@@ -1,4 +1,4 @@
-"""Drawings of a layout: as text, and by matplotlib, which is imported when needed."""
+"""Drawings of a layout: as text, as SVG and HTML, and by matplotlib, which is imported when needed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _COLOURS = ("#f3f3f3", "#e69f00", "#0072b2")
 _BORDER = "#d55e00"
 _NAMES = ("empty", "partial", "full")
 
-# most cells down and across, in text and in pictures
-_LETTERS, _DOTS = 32, 512
+# most cells down and across, in text, in SVG and in pictures
+_LETTERS, _SQUARES, _DOTS = 32, 64, 512
+# longer side of an SVG, in pixels
+_PIXELS = 320
 # most tokens of a picture of pairs
 _MOST_TOKENS = 1024
 _MOST_HEADS = 64
@@ -50,17 +52,22 @@ def _cells(found: BlockList, frame: Frame, most: int) -> tuple[Array, Size]:
 # ----------------------------------------------------------------------------------------------------------------- text
 
 
-def text(found: BlockList, frame: Frame) -> str:
-    """The sizes of a layout, and its first head drawn in letters."""
+def _sizes(found: BlockList, frame: Frame) -> list[str]:
+    """Two lines with the sizes of a layout."""
     batch, heads, q_len, kv_len, block_size = frame
     n_rows, n_cols, n_distinct = frame.n_rows, frame.n_cols, len(found.bitmasks)
     n_blocks = frame.leads * n_rows * n_cols
     density = len(found.keys) / n_blocks if n_blocks else 0.0
-    lines = [
+    return [
         f"BlockLayout({q_len} x {kv_len} tokens, {block_size=}, {batch=}, {heads=})",
         f"{n_rows} x {n_cols} blocks, nnz={len(found.keys)}, density={density:.4g}, {n_distinct} distinct bitmasks",
     ]
-    if n_rows * n_cols == 0:
+
+
+def text(found: BlockList, frame: Frame) -> str:
+    """The sizes of a layout, and its first head drawn in letters."""
+    lines = _sizes(found, frame)
+    if frame.n_rows * frame.n_cols == 0:
         return "\n".join(lines)
     cells, (down, across) = _cells(found, frame, _LETTERS)
     key = "# full, + partial, . empty"
@@ -69,6 +76,52 @@ def text(found: BlockList, frame: Frame) -> str:
     if frame.leads > 1:
         key += "; batch 0, head 0"
     return "\n".join([*lines, key, *("".join(row) for row in np.array(list(".+#"))[cells])])
+
+
+# ------------------------------------------------------------------------------------------------------------ notebooks
+
+
+def svg(found: BlockList, frame: Frame) -> str:
+    """The first head of a layout as SVG, at most 64 x 64 squares. A few kilobytes."""
+    cells, _ = _cells(found, frame, _SQUARES)
+    height, width = cells.shape
+    ratio = _ratio(frame.q_len, frame.kv_len)
+    size = _PIXELS * min(1, 1 / ratio), _PIXELS * min(1, ratio)
+    parts = [
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]:.0f}" height="{size[1]:.0f}" '
+            f'viewBox="0 0 {max(width, 1)} {max(height, 1)}" preserveAspectRatio="none" shape-rendering="crispEdges">'
+        ),
+        f"<title>{_sizes(found, frame)[1]}</title>",
+        f'<rect width="100%" height="100%" fill="{_COLOURS[_EMPTY]}"/>',
+    ]
+    for kind in (_PARTIAL, _FULL):
+        # 0 around each row, so that every run has a begin and an end
+        steps = np.diff((cells == kind).astype(np.int8), axis=1, prepend=0, append=0)
+        (row, begin), (_, end) = np.nonzero(steps == 1), np.nonzero(steps == -1)
+        runs = zip(row.tolist(), begin.tolist(), (end - begin).tolist(), strict=True)
+        path = "".join(f"M{left} {top}h{n}v1h-{n}z" for top, left, n in runs)
+        if path:
+            parts.append(f'<path fill="{_COLOURS[kind]}" d="{path}"/>')
+    return "".join([*parts, "</svg>"])
+
+
+def html(found: BlockList, frame: Frame) -> str:
+    """The sizes of a layout and its `svg`, with a legend, for notebooks."""
+    lines = _sizes(found, frame)
+    if frame.n_rows * frame.n_cols == 0:
+        return f"<div>{'<br>'.join(lines)}</div>"
+    down, across = _blocks_a_cell(frame, _SQUARES)
+    legend = ", ".join(
+        f'<span style="color:{_COLOURS[kind]};background:{_COLOURS[kind]};border:1px solid #888">&#9632;</span> '
+        f"{_NAMES[kind]}"
+        for kind in (_FULL, _PARTIAL, _EMPTY)
+    )
+    if down * across > 1:
+        legend += f"; a square is {down} x {across} blocks: full or empty if all of them are, else partial"
+    if frame.leads > 1:
+        legend += "; batch 0, head 0"
+    return f"<div>{'<br>'.join(lines)}<br>{svg(found, frame)}<br>{legend}</div>"
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..functional import attention
+from .config_layouts import index_of
 from .mask import Mask
 from .mask_builder import mask_of_layer
 from .model_hooks import record_attention
@@ -111,6 +112,8 @@ def attention_function(
     mask = attention_mask
     if mask is None:
         mask = mask_of_layer(module, query.shape[2], key.shape[2], is_causal, query.device)
+    if isinstance(mask, Mask) and mask.of_layers is not None:
+        mask = mask.of_layers[index_of(module)]
     _check(mask, query.shape[2], key.shape[2], is_causal, sliding_window)
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(

@@ -23,6 +23,7 @@ class _Fields(NamedTuple):
     back: Tensor | None = None
     owner: str | None = None
     shape: tuple[int, ...] | None = None
+    of_layers: tuple[Any, ...] | None = None
 
 
 class Mask(_Fields):
@@ -37,6 +38,7 @@ class Mask(_Fields):
     back        int64 (batch, q_len): inverse of `order`, if it also applies to the queries; otherwise None
     owner       class name of the config that holds the layout
     shape       (batch, 1, q_len, kv_len), the shape of the dense mask it replaces
+    of_layers   the Mask of each layer, if their layouts differ; None means that all layers share this one
 
     A model that receives the mask from another accepts it as a dense mask, by `ndim` and `shape`. A model that computes
     with it gets an error that names the layer, from tensor attributes, torch functions and operators alike.

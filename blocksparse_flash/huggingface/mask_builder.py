@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import BlockLayout
-from . import layout_crops
+from .. import layout_crops
+from ..layout import BlockLayout, number_of
+from .config_layouts import Layout, index_of, layouts_of
 from .mask import Mask
 from .names import KEY, owner_of
 
@@ -72,31 +73,6 @@ def _meaning(mask_function: MaskFunction, local_size: int | None, batch: int, q_
     return "other", None
 
 
-def _layout_of(config: Any) -> BlockLayout | str | None:
-    """The layout or specification of a config, checked."""
-    layout = getattr(config, KEY, None)
-    if layout is None:
-        return None
-    if not isinstance(layout, BlockLayout | str):
-        raise TypeError(
-            f"config.{KEY} must be a BlockLayout, a specification such as 'butterfly | local(window=512)', or None for "
-            f"attention to all, got {type(layout).__name__}"
-        )
-    if isinstance(layout, BlockLayout) and (layout.q_len != layout.kv_len or layout.shape[0] != 1):
-        raise ValueError(
-            f"config.{KEY} must have shape (1, heads | 1, length, length), of which each forward takes what it needs, "
-            "got "
-            f"{layout.shape}"
-        )
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise ValueError(
-            f"config.{KEY} cannot say for which attentions of a model with cross-attention it is: set it to None, and "
-            "all "
-            "of them are dense"
-        )
-    return layout
-
-
 class _Request(NamedTuple):
     """The mask that transformers requests, without padding; `crop` counts slots."""
 
@@ -105,6 +81,7 @@ class _Request(NamedTuple):
     config: Any
     batch: int
     crop: layout_crops.Crop
+    layout: Layout
 
     @property
     def q_stop(self) -> int:
@@ -120,7 +97,7 @@ class _Request(NamedTuple):
 
     def full_layout(self) -> layout_crops.FullLayout | None:
         """The layout to build; None if there is neither a layout nor a window."""
-        layout = _layout_of(self.config)
+        layout = self.layout
         if layout is None and self.window is None:
             return None
         length = self._length(layout)
@@ -274,7 +251,8 @@ def attention_mask(
     mask_function   mask_function(batch, head, q_slot, kv_slot) -> bool: the mask of the model, applied together with
                     the layout
     attention_mask  bool (batch, slots), True for a token, False for padding anywhere; None means no padding
-    config          of the model; its `attention_layout` is a BlockLayout, a specification, or None
+    config          of the model; its `attention_layout` is a BlockLayout, a specification, or None, or a list or dict
+                    of these for different layers
     device          of the queries
     local_size      window size in tokens if mask_function has one
     use_vmap        True: mask_function takes one pair at a time
@@ -293,7 +271,8 @@ def attention_mask(
     elif function is bidirectional_mask_function:
         kind = "bidirectional"
     crop = layout_crops.Crop(q_offset, q_length, kv_offset, kv_length, torch.device(device))
-    request = _Request(kind, None, config, batch_size, crop)
+    layouts = layouts_of(config)
+    request = _Request(kind, None, config, batch_size, crop, None)
     shape = (batch_size, 1, q_length, kv_length)
     if isinstance(attention_mask, Mask):
         if attention_mask.shape != shape:
@@ -315,10 +294,19 @@ def attention_mask(
         is_token = torch.nn.functional.pad(is_token, (0, missing))[:, : request.kv_stop]
         if not torch.compiler.is_compiling() and bool(is_token.all()):
             is_token = None
-    mask = _by_rule(request, is_token)
-    if mask is None:
-        mask = _on_the_host(request, is_token, mask_function, local_size, use_vmap)
-    return mask._replace(owner=owner_of(config), shape=shape)
+    owner, made = owner_of(config), {}
+    listed = layouts if isinstance(layouts, tuple) else (layouts,)
+    for layout in listed:
+        # layers with one layout share its mask
+        key = number_of(layout) if isinstance(layout, BlockLayout) else layout
+        if key not in made:
+            one = request._replace(layout=layout)
+            mask = _by_rule(one, is_token)
+            if mask is None:
+                mask = _on_the_host(one, is_token, mask_function, local_size, use_vmap)
+            made[key] = mask._replace(owner=owner, shape=shape)
+    of_layers = [made[number_of(layout) if isinstance(layout, BlockLayout) else layout] for layout in listed]
+    return of_layers[0]._replace(of_layers=tuple(of_layers)) if isinstance(layouts, tuple) else of_layers[0]
 
 
 def mask_of_layer(
@@ -331,7 +319,9 @@ def mask_of_layer(
     kind = "causal" if is_causal else "bidirectional"
     crop = layout_crops.Crop(0, q_len, 0, kv_len, device)
     config = getattr(module, "config", None)
-    request, owner = _Request(kind, None, config, 1, crop), owner_of(config)
+    layouts, owner = layouts_of(config), owner_of(config)
+    layout = layouts[index_of(module)] if isinstance(layouts, tuple) else layouts
+    request = _Request(kind, None, config, 1, crop, layout)
     full = request.full_layout()
     if full is None:
         return Mask(None, is_causal, kind, owner=owner)

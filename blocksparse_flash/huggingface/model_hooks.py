@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .config_layouts import layouts_of
 from .names import KEY, NAME, WAY_OUT, owner_of
 
 # attributes of a watched model: whether it has hooks, and the attn_implementation that its hooks have checked
@@ -182,6 +183,8 @@ def _watch(module: Any, _: str, child: Any) -> None:
         if isinstance(model, PreTrainedModel) and not hasattr(model, _WATCHED):
             setattr(model, _WATCHED, True)
             _refuse_tables(model)
+            if isinstance(getattr(model.config, KEY, None), list | tuple | dict):
+                layouts_of(model.config)
             model.register_forward_pre_hook(_before)
             model.register_forward_hook(_after, always_call=True)
 

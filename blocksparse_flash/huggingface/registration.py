@@ -16,6 +16,10 @@ def register() -> None:
     positions 0 .. length - 1, and each forward uses the part it needs; a specification is built for
     config.max_position_embeddings if the config has it. The causality, windows and padding of the model apply as well.
 
+    Layers may differ: a list has a layout for each layer (config.num_hidden_layers), a dict one for each type in
+    config.layer_types, such as {"full_attention": "butterfly", "sliding_attention": None}. Either is checked when the
+    model is created, and saved with the config if its layouts are specifications.
+
     Call it before models are created or loaded. Models created later, or put into another module, report a layout that
     they would ignore: ValueError, at creation or at the first forward, if the model computes its own attention;
     UserWarning at the first forward, if its attn_implementation is another one, such as "sdpa".

@@ -22,6 +22,7 @@ from .arguments import (
     positive_int,
     rotary_base,
 )
+from .kv_cache import KVCache, check_layout, layout_of_step
 from .layout_buffers import HoldsLayout
 from .positions import RotaryTable, alibi_slopes, rotary_table, rotate
 
@@ -31,8 +32,8 @@ class SelfAttention(HoldsLayout):
 
     embed_dim  features per token, a multiple of num_heads unless head_dim is given
     num_heads  query heads
-    layout     BlockLayout of length x length; a function from a length to one, which should cache its results, for
-               inputs of several lengths; or None: every token attends to every token
+    layout     BlockLayout of length x length; a function from a length to one for inputs of several lengths, such as
+               LayoutByLength, which caches its results; or None: every token attends to every token
     kv_heads   key and value heads, each shared by neighbouring query heads; None means num_heads
     causal     True keeps only kv_pos <= q_pos
     rope       base of rotary positions, such as 10000.0, for an even head_dim; None adds no positions. The position of
@@ -51,6 +52,9 @@ class SelfAttention(HoldsLayout):
     or length. Copies, pickles and `torch.save(module)` keep the layout. The constructor and `module.to(device)` move it
     to the weights' device and plan it there, so the module can be compiled; a function should return planned layouts,
     `layout.to(device)`.
+
+    A causal layer decodes with a KVCache: make `cache = layer.new_cache(batch, max_length)` and call
+    `layer(x, cache=cache)` for the prompt and each step. Together the outputs equal those of one call with all tokens.
 
     >>> SelfAttention(64, 4, kv_heads=2, rope=10000.0)(torch.zeros(2, 256, 64)).shape
     torch.Size([2, 256, 64])
@@ -112,7 +116,7 @@ class SelfAttention(HoldsLayout):
         if self.alibi and device.type != "meta":
             self.alibi_slopes = alibi_slopes(self.num_heads).to(device)
 
-    def _table(self, rope: float, positions: Tensor | RotaryTable | None, x: Tensor) -> RotaryTable:
+    def _table(self, rope: float, positions: Tensor | RotaryTable | None, x: Tensor, first: int) -> RotaryTable:
         """The rotary table of the input, after checks."""
         length = x.shape[1]
         if isinstance(positions, RotaryTable):
@@ -123,7 +127,7 @@ class SelfAttention(HoldsLayout):
                 )
             return positions
         if positions is None:
-            return rotary_table(torch.arange(length, device=x.device), rope, self.head_dim)
+            return rotary_table(torch.arange(first, first + length, device=x.device), rope, self.head_dim)
         check_positions(positions)
         if positions.dim() not in (1, 2) or positions.shape[0] != length:
             raise ValueError(
@@ -137,11 +141,14 @@ class SelfAttention(HoldsLayout):
             )
         return rotary_table(positions, rope, self.head_dim)
 
-    def project(self, x: Tensor, positions: Tensor | RotaryTable | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, positions: Tensor | RotaryTable | None = None, *, first: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """First step of forward: queries, keys and values, (batch, heads, length, head_dim).
 
         x          (batch, length, embed_dim)
         positions  as forward
+        first      position of the first token if positions is None
         """
         if positions is not None and self.rope is None:
             raise ValueError("positions were given, but rope is None and would not use them: rope=10000.0 does")
@@ -153,23 +160,37 @@ class SelfAttention(HoldsLayout):
         q, k, v = heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
         if self.rope is None:
             return q, k, v
-        table = self._table(self.rope, positions, x)
+        table = self._table(self.rope, positions, x, first)
         return rotate(q, table), rotate(k, table), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv_lengths: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv_lengths: Tensor | None = None, *, cache: KVCache | None = None
+    ) -> Tensor:
         """Second step of forward: attention, (batch, heads, length, head_dim).
 
         q, k, v     (batch, heads, length, head_dim), from `project`
-        kv_lengths  as forward
+        kv_lengths, cache  as forward
         """
         dropout_p = self.dropout_p if self.training else 0.0
-        layout = self.layout_for(q.shape[2])
+        if cache is None:
+            layout, causal = self.layout_for(q.shape[2]), self.causal
+        else:
+            if kv_lengths is not None:
+                raise ValueError(
+                    "kv_lengths must be None with a cache, whose sequences all have the same number of tokens: decode "
+                    "prompts of different lengths in batches of one length"
+                )
+            cache.check(k, v)
+            layout = self.layout_for(cache.max_length)
+            layout, causal = layout_of_step(layout, cache, q.shape[2], q.device, causal=self.causal)
+            cache.claim(self)
+            k, v = cache.append(k, v)
         return attention(
             q,
             k,
             v,
             layout,
-            causal=self.causal,
+            causal=causal,
             kv_lengths=kv_lengths,
             dropout_p=dropout_p,
             sinks=self.sinks,
@@ -181,17 +202,54 @@ class SelfAttention(HoldsLayout):
         """Third step of forward: heads (batch, heads, length, head_dim) to (batch, length, embed_dim)."""
         return self.out(rearrange(heads, "batch heads length d -> batch length (heads d)"))
 
+    def new_cache(self, batch: int, max_length: int, *, dtype: torch.dtype | None = None) -> KVCache:
+        """An empty KVCache for this layer, on the device of its weights.
+
+        batch       sequences
+        max_length  tokens that fit; at most the length of the layout, if that is a BlockLayout. A function as layout
+                    is called with max_length, and each step uses a part of that layout
+        dtype       None is that of the weights; under autocast give its dtype
+        raises      ValueError if the layer is not causal, or the layout is too short
+        """
+        weight = self.qkv.weight
+        cache = KVCache(
+            batch,
+            max_length,
+            self.kv_heads,
+            self.head_dim,
+            device=weight.device,
+            dtype=weight.dtype if dtype is None else dtype,
+        )
+        if self.layout is None or isinstance(self.layout, BlockLayout):
+            check_layout(self.layout, cache, causal=self.causal)
+        return cache
+
     def forward(
-        self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None
+        self,
+        x: Tensor,
+        kv_lengths: Tensor | None = None,
+        positions: Tensor | RotaryTable | None = None,
+        *,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """x (batch, length, embed_dim) to the same shape.
 
         kv_lengths  int32 or int64 (batch,): tokens from kv_lengths[b] on are padding: no token attends to them, and
                     their outputs are meaningless
         positions   positions for rope: numbers (length,) or (length, axes), such as rows and columns of pixels, in any
-                    unit; or their rotary_table, which layers can share; None means 0, 1, 2, ...
+                    unit; or their rotary_table, which layers can share; None means 0, 1, 2, ..., with a cache
+                    continued from the tokens in it
+        cache       KVCache of this layer: x are the tokens after those in it, which attend to those too. Needs a
+                    causal layer, and no gradients
         """
-        return self.unite(self.attend(*self.project(x, positions), kv_lengths))
+        if cache is None:
+            return self.unite(self.attend(*self.project(x, positions), kv_lengths))
+        if not isinstance(cache, KVCache):
+            raise TypeError(
+                f"cache must be a KVCache, as layer.new_cache(batch, max_length) makes it, got {type(cache).__name__}"
+            )
+        q, k, v = self.project(x, positions, first=cache.length)
+        return self.unite(self.attend(q, k, v, kv_lengths, cache=cache))
 
     def extra_repr(self) -> str:
         if isinstance(self.layout, BlockLayout):

@@ -1,4 +1,4 @@
-"""Index that maps each stored block to its pieces of the plan's tiles, for `block_bias`; and the bias as a dense mask.
+"""Index that maps each stored block to its pieces of the plan's tiles, for `block_bias`; biases from and to dense form.
 
 A bias has one number per stored block, in the order of the layout's `indices`. Tiles are cut into pieces of
 gcd(128, side) tokens per side, so that each piece lies in one block, whatever the block size. Everything is computed on
@@ -108,6 +108,35 @@ def _tokens(axis: Tensor, row: Tensor, col: Tensor, sides: Size, pieces: Size) -
     q_pos = (row * sides[0])[:, None, None] + down[:, None]
     kv_pos = (col * sides[1])[:, None, None] + across
     return axis[:, None, None], q_pos, kv_pos
+
+
+def check_scores(scores: Tensor, axes: Size, grid: Size) -> None:
+    """Refuses `block_scores` of a layout with these (batch, heads) and (n_rows, n_cols)."""
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"block_scores must be a torch.Tensor, got {type(scores).__name__}")
+    has_axes = axes != (1, 1)
+    fits = scores.ndim == 4 and tuple(scores.shape[2:]) == grid and 0 not in scores.shape[:2]
+    if not fits or (has_axes and any(a not in (1, b) for a, b in zip(scores.shape[:2], axes, strict=True))):
+        batch, heads = (f"{axes[0]} or 1", f"{axes[1]} or 1") if has_axes else ("batch", "heads")
+        raise ValueError(
+            f"block_scores must have shape ({batch}, {heads}, n_rows = {grid[0]}, n_cols = {grid[1]}), got "
+            f"{tuple(scores.shape)}"
+        )
+
+
+def index_of_entries(indptr: Tensor, indices: Tensor, n_cols: int, leads: Size) -> tuple[Tensor, Tensor]:
+    """Where the entries of a layout's `indices` lie in scores (*leads, n_rows, n_cols), without waiting for a device.
+
+    leads    axes of the scores, 1 where all batches or heads of the layout share them; (1, 1) for a layout with (1, 1)
+    returns  int64 (capacity,) flat index, 0 for unused entries; bool (capacity,), whether an entry is used
+    """
+    (batch, heads), n_rows = indptr.shape[:2], indptr.shape[2] - 1
+    axis, row, col = _blocks(indptr, indices, n_rows)
+    of_batch = axis // heads if leads[0] > 1 else torch.zeros_like(axis)
+    of_head = axis % heads if leads[1] > 1 else torch.zeros_like(axis)
+    is_used = axis < batch * heads
+    index = ((of_batch * leads[1] + of_head) * n_rows + row) * n_cols + col
+    return index.where(is_used, torch.zeros_like(index)), is_used
 
 
 def dense(bias: Tensor, indptr: Tensor, indices: Tensor, *, q_len: int, kv_len: int, block_size: Size) -> Tensor:

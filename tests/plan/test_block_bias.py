@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocksparse_flash import BlockLayout
+from blocksparse_flash import BlockLayout, attention
 from blocksparse_flash.plan.block_bias import dense, piece_of
 from blocksparse_flash.plan_format import PARTIAL, TILE
 
@@ -87,3 +87,94 @@ def test_it_is_made_once_for_a_device_and_causality() -> None:
     layout = some(64)
     assert layout.bias_index("cpu") is layout.bias_index(torch.device("cpu"))
     assert layout.bias_index("cpu", causal=True) is not layout.bias_index("cpu")
+
+
+# ---- gather: scores of a grid of blocks -> one number for each stored block ----
+
+
+@pytest.mark.parametrize("leads", [(1, 1), (1, 3), (2, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("axes", [(1, 1), (1, 3), (2, 1), (2, 3)], ids=str)
+def test_gathered_scores_are_those_of_the_stored_blocks(axes: tuple[int, int], leads: tuple[int, int]) -> None:
+    """Block by block; a layout without batches and heads keeps the axes of the scores."""
+    draw = torch.Generator().manual_seed(0)
+    layout = BlockLayout.from_dense(torch.rand(*axes, 300, 270, generator=draw) < 0.0005, block_size=(32, 64))
+    scores = torch.randn(*leads, layout.n_rows, layout.n_cols, generator=draw, requires_grad=True)
+    if axes != (1, 1) and any(lead > axis for lead, axis in zip(leads, axes, strict=True)):
+        with pytest.raises(ValueError, match="block_scores must have shape"):
+            layout.gather(scores)
+        return
+    found = layout.gather(scores)
+    blocks = blocks_of(layout)
+    assert 0 < len(blocks) == layout.nnz < layout.n_rows * layout.n_cols * axes[0] * axes[1]
+    assert found.shape == ((*leads, layout.nnz) if axes == (1, 1) else (layout.nnz,))
+    counts = torch.zeros(scores.shape)
+    for (axis, row, col), place in blocks.items():
+        if axes == (1, 1):
+            assert torch.equal(found[..., place], scores[..., row, col])
+            counts[..., row, col] += 1
+        else:
+            batch, head = (axis // axes[1]) % leads[0], axis % axes[1] % leads[1]
+            assert found[place] == scores[batch, head, row, col]
+            counts[batch, head, row, col] += 1
+    found.sum().backward()
+    assert scores.grad is not None and torch.equal(scores.grad, counts)
+    # from the cache
+    assert torch.equal(layout.gather(scores), found)
+
+
+def test_unused_entries_of_a_selection_gather_nothing() -> None:
+    chosen = torch.tensor([[[[2, -1], [-1, -1], [0, 0]], [[-1, -1], [1, 0], [2, 1]]]])
+    layout = BlockLayout.from_topk(chosen, 48, 48, block_size=16)
+    scores = torch.arange(1.0, 19.0).reshape(1, 2, 3, 3)
+    # also where block 0, in whose place unused entries read, has no finite score
+    scores[0, 0, 0, 0] = torch.nan
+    scores.requires_grad_()
+    found = layout.gather(scores)
+    # head 0: (0, 2), (2, 0); head 1: (1, 0), (1, 1), (2, 1), (2, 2)
+    assert layout.capacity == 12 and found.tolist() == [3, 7, 13, 14, 17, 18, 0, 0, 0, 0, 0, 0]
+    found.sum().backward()
+    assert scores.grad is not None and scores.grad.flatten().nonzero().flatten().tolist() == [2, 6, 12, 13, 16, 17]
+
+
+def test_a_gate_learns_through_the_blocks_it_selected() -> None:
+    """The gradient of the scores is that of a dense attention with the same bias on the same blocks."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 64, 16, generator=draw, dtype=torch.float64) for _ in range(3))
+    scores = torch.randn(2, 2, 4, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    layout = BlockLayout.from_scores(scores.detach(), 64, 64, k=2, block_size=16)
+    attention(q, k, v, layout, block_bias=layout.gather(scores)).square().sum().backward()
+    gradient, scores.grad = scores.grad, None
+    bias = scores.repeat_interleave(16, dim=2).repeat_interleave(16, dim=3)
+    weights = (q @ k.mT / 4 + bias).masked_fill(~layout.to_dense(), -torch.inf).softmax(dim=-1)
+    (weights @ v).square().sum().backward()
+    assert gradient is not None and scores.grad is not None
+    torch.testing.assert_close(gradient, scores.grad)
+    assert (gradient != 0).sum() == layout.nnz
+
+
+def test_gather_compiles_and_is_mapped() -> None:
+    layout = some(64)
+    scores = torch.randn(3, 1, 2, layout.n_rows, layout.n_cols)
+    expected = torch.stack([layout.gather(each) for each in scores])
+    assert torch.equal(torch.func.vmap(layout.gather)(scores), expected)
+    assert torch.equal(torch.compile(layout.gather, backend="eager", fullgraph=True)(scores[0]), expected[0])
+
+
+def test_gathered_scores_of_no_blocks_are_none() -> None:
+    layout = BlockLayout.from_dense(torch.zeros(0, 5, dtype=torch.bool), block_size=16)
+    assert layout.gather(torch.zeros(2, 1, 0, 1)).shape[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("scores", "error", "message"),
+    [
+        ([[0.0]], TypeError, "block_scores must be a torch.Tensor, got list"),
+        (torch.zeros(5, 5), ValueError, r"\(1 or 1, 2 or 1, n_rows = 5, n_cols = 5\), got \(5, 5\)"),
+        (torch.zeros(1, 2, 5, 4), ValueError, "got \\(1, 2, 5, 4\\)"),
+        (torch.zeros(1, 3, 5, 5), ValueError, "got \\(1, 3, 5, 5\\)"),
+        (torch.zeros(0, 2, 5, 5), ValueError, "got \\(0, 2, 5, 5\\)"),
+    ],
+)
+def test_scores_of_other_blocks_are_refused(scores: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        some(64).gather(scores)

@@ -1,4 +1,4 @@
-"""Layouts of one forward: built once from a specification, bounded by a window, cropped, planned, and cached."""
+"""Cached crops of a layout for decoding: built from a specification, bounded by a window, cropped and planned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import BlockLayout, number_of, numbered
+from .layout import BlockLayout, number_of, numbered
 
 # block size of layouts built from a window alone
 BLOCK = 128
@@ -47,12 +47,13 @@ def _near(length: int, left: int | None, right: int | None) -> BlockLayout:
     return BlockLayout.from_ranges(first, stop, length, length, block_size=BLOCK)
 
 
-@functools.lru_cache(maxsize=16)
+# layers may differ in layout and window
+@functools.lru_cache(maxsize=128)
 def built(full: FullLayout) -> BlockLayout:
     """The layout; equal arguments give the same object."""
     layout, length, left, right = full
     if isinstance(layout, str):
-        from .. import masks
+        from . import masks
 
         layout = masks.build(layout, length)
     if layout is None:
@@ -84,8 +85,14 @@ def _cropped(full: FullLayout, crop: Crop) -> BlockLayout:
     return layout
 
 
-# crops in compiled graphs, by id: torch.compile can read a dict, but not an lru_cache
-_COMPILED: dict[int, BlockLayout] = {}
+class _Compiled:
+    """Crops in compiled graphs, as attributes.
+
+    torch.compile cannot read an lru_cache, and of a dict it sees what was there when a graph first read it.
+    """
+
+
+_COMPILED = _Compiled()
 
 
 def _compiled(
@@ -98,15 +105,16 @@ def _compiled(
     kv_start: int,
     kv_len: int,
     device: torch.device,
-) -> int:
-    """The key of a crop in _COMPILED. Layouts come by number: torch 2.11 has no constants of type BlockLayout."""
+) -> str:
+    """The name of a crop in _COMPILED. Layouts come by number: torch 2.11 has no constants of type BlockLayout."""
     given = numbered(layout) if isinstance(layout, int) else layout
     crop = _cropped(FullLayout(given, length, left, right), Crop(q_start, q_len, kv_start, kv_len, device))
-    _COMPILED[id(crop)] = crop
-    return id(crop)
+    name = f"crop_{id(crop)}"
+    setattr(_COMPILED, name, crop)
+    return name
 
 
-# makes the key a constant of the graph; otherwise torch.compile would trace the construction of the layout
+# makes the name a constant of the graph; otherwise torch.compile would trace the construction of the layout
 _compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -115,7 +123,8 @@ def cropped(full: FullLayout, crop: Crop) -> BlockLayout:
     if torch.compiler.is_compiling():
         layout, length, left, right = full
         known = number_of(layout) if isinstance(layout, BlockLayout) else layout
-        return _COMPILED[_compiled(known, length, left, right, *crop[:4], crop.device)]
+        found: BlockLayout = getattr(_COMPILED, _compiled(known, length, left, right, *crop[:4], crop.device))
+        return found
     return _cropped(full, crop)
 
 

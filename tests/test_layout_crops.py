@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import masks
-from blocksparse_flash import BlockLayout
-from blocksparse_flash.huggingface import layout_crops
+from blocksparse_flash import BlockLayout, layout_crops
 
 CPU = torch.device("cpu")
 LENGTH = 150

@@ -1,0 +1,105 @@
+"""DecoderBlock and Decoder, spelled out, and with caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+import masks
+from blocksparse_flash.nn import Decoder, DecoderBlock, LayoutByLength, SelfAttention
+
+LENGTH, WIDTH = 70, 32
+LAYOUTS = [masks.sink_window(LENGTH, sinks=2, window=15, block_size=16), None, LayoutByLength("local(window=9)")]
+
+
+def decoder(dropout_p: float = 0.0) -> Decoder:
+    torch.manual_seed(0)
+    attentions = [SelfAttention(WIDTH, 4, layout, kv_heads=2, rope=100.0, causal=True) for layout in LAYOUTS]
+    return Decoder(DecoderBlock(each, hidden_dim=48, dropout_p=dropout_p) for each in attentions).double()
+
+
+def tokens() -> Tensor:
+    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def test_a_decoder_is_its_blocks_spelled_out() -> None:
+    made, x = decoder(), tokens()
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    expected = x
+    for block in made.blocks:
+        eps = torch.finfo(torch.float64).eps
+        expected = expected + block.attention(rms_norm(expected, (WIDTH,), block.attention_norm.weight, eps))
+        hidden = rms_norm(expected, (WIDTH,), block.dense_norm.weight, eps) @ block.gate_up.weight.T
+        expected = expected + (silu(hidden[..., :48]) * hidden[..., 48:]) @ block.down.weight.T
+    torch.testing.assert_close(made(x), rms_norm(expected, (WIDTH,), made.norm.weight, eps))
+
+
+@pytest.mark.parametrize("parts", [[50, *[1] * 20], [1, 30, 39]], ids=str)
+def test_decoding_is_one_forward(parts: list[int]) -> None:
+    made, x = decoder(), tokens()
+    caches = made.new_caches(2, LENGTH)
+    with torch.no_grad():
+        outs = [made(part, caches=caches) for part in x.split(parts, dim=1)]
+    torch.testing.assert_close(torch.cat(outs, dim=1), made(x), rtol=1e-10, atol=1e-10)
+    assert [cache.length for cache in caches] == [LENGTH] * 3
+
+
+def test_padding_and_positions_reach_every_block() -> None:
+    made, x = decoder(), tokens()
+    lengths, positions = torch.tensor([LENGTH, 40]), 2 * torch.arange(LENGTH)
+    expected = x
+    for block in made.blocks:
+        expected = block(expected, lengths, positions)
+    assert torch.equal(made(x, lengths, positions), made.norm(expected))
+    assert not torch.equal(made(x), made(x, positions=positions))
+
+
+def test_dropout_is_for_training() -> None:
+    made, x = decoder(dropout_p=0.5), tokens()
+    assert not torch.equal(made(x), made(x)) and torch.equal(made.eval()(x), made(x))
+    torch.testing.assert_close(made(x), decoder()(x))
+
+
+def test_gradients_reach_every_weight() -> None:
+    made = decoder()
+    made(tokens()).square().sum().backward()
+    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in made.parameters())
+
+
+def test_each_block_needs_a_cache_of_its_own() -> None:
+    made, x = decoder(), tokens()
+    caches = made.new_caches(2, LENGTH)
+    with torch.no_grad(), pytest.raises(ValueError, match="holds the keys of another layer"):
+        made(x[:, :9], caches=caches[:1] * 3)
+    with torch.no_grad(), pytest.raises(ValueError, match="one for each of the 3 blocks, got 2"):
+        made(x, caches=caches[:2])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: DecoderBlock(torch.nn.Linear(4, 4)), TypeError, "attention must be a SelfAttention, got Linear"),
+        (lambda: DecoderBlock(SelfAttention(8, 2)), ValueError, "attention must be causal in a decoder"),
+        (
+            lambda: DecoderBlock(SelfAttention(8, 2, masks.local(50, window=3))),
+            ValueError,
+            "query 0 attends to key 1",
+        ),
+        (lambda: DecoderBlock(SelfAttention(8, 2, causal=True), hidden_dim=0), ValueError, "hidden_dim must be 1"),
+        (lambda: DecoderBlock(SelfAttention(8, 2, causal=True), dropout_p=2.0), ValueError, "dropout_p must be from 0"),
+        (lambda: Decoder([]), ValueError, "blocks must be one or more"),
+        (lambda: Decoder([torch.nn.Linear(4, 4)]), TypeError, "blocks must be DecoderBlocks, got Linear"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_causal_layout_makes_a_decoder() -> None:
+    DecoderBlock(SelfAttention(8, 2, masks.sink_window(50, sinks=2, window=3)))
