@@ -32,8 +32,9 @@ class SelfAttention(HoldsLayout):
 
     embed_dim  features per token, a multiple of num_heads unless head_dim is given
     num_heads  query heads
-    layout     BlockLayout of length x length; a function from a length to one for inputs of several lengths, such as
-               LayoutByLength, which caches its results; or None: every token attends to every token
+    layout     BlockLayout of length x length; a specification such as "local(window=256)", from which a LayoutByLength
+               builds the layout of each length; another function from a length to a layout; or None: every token
+               attends to every token
     kv_heads   key and value heads, each shared by neighbouring query heads; None means num_heads
     causal     True keeps only kv_pos <= q_pos
     rope       base of rotary positions, such as 10000.0, for an even head_dim; None adds no positions. The position of
@@ -173,7 +174,8 @@ class SelfAttention(HoldsLayout):
         """
         dropout_p = self.dropout_p if self.training else 0.0
         if cache is None:
-            layout, causal = self.layout_for(q.shape[2]), self.causal
+            swapped = "looks like (length, batch, embed_dim); use x.transpose(0, 1)"
+            layout, causal = self.layout_for(q.shape[2], q.shape[0], swapped), self.causal
         else:
             if kv_lengths is not None:
                 raise ValueError(

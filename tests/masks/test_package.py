@@ -79,6 +79,7 @@ print(masks is blocksparse_flash.masks)
 
 BEHIND_ANOTHER = """
 import pickle
+import torch
 import blocksparse_flash
 print(blocksparse_flash.masks.local(256, window=3).nnz)
 from blocksparse_flash import masks as ours
@@ -92,12 +93,14 @@ assert butterfly is ours.butterfly
 for thing in (ours.local, ours.causal(256), deepspeed.DenseSparsityConfig):
     again = pickle.loads(pickle.dumps(thing))
     assert again is thing or again == thing
+from blocksparse_flash import nn
+print(nn.SelfAttention(16, 2, "local(window=2)")(torch.randn(1, 256, 16)).shape[1])
 """
 
 
 @pytest.mark.parametrize("kind", OTHER_MASKS)
 def test_builders_are_found_behind_another_masks(kind: str, tmp_path: Path) -> None:
-    assert output(BEHIND_ANOTHER, behind(kind, tmp_path)).split() == ["4", "True", "1.0"]
+    assert output(BEHIND_ANOTHER, behind(kind, tmp_path)).split() == ["4", "True", "1.0", "256"]
 
 
 def test_the_command_line_is_found_behind_another_masks(tmp_path: Path) -> None:
