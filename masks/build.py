@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Length, read_canvas
 from .checks import specs_of
@@ -178,6 +179,7 @@ def _evaluate(spec: Specification, node: ast.expr, depth: int = 0) -> BlockLayou
         raise spec.wrong(node, str(error)) from error
 
 
+@untraced
 def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
     """The layout of a mask written as text, for configuration files and command lines.
 

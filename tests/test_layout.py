@@ -21,7 +21,8 @@ import scipy.sparse
 import torch
 from hypothesis import given
 
-from blocksparse_flash import BlockLayout, interop
+import masks
+from blocksparse_flash import BlockLayout, attention, interop
 from blocksparse_flash.blocks import predicates
 from blocksparse_flash.layout import number_of, numbered
 from tests.support import cases
@@ -617,6 +618,39 @@ def test_an_evaluation_with_help_or_few_pairs_does_not_warn(monkeypatch: pytest.
     _predicate(dedup_key=lambda row, col: row - col)
     _predicate(q_len=20)
     assert capsys.readouterr().err == ""
+
+
+_IN_COMPILED_CODE: dict[str, Callable[[], BlockLayout]] = {
+    "masks.local": lambda: masks.local(40, window=3, block_size=16),
+    "masks.build": lambda: masks.build("butterfly | local(3)", 40, block_size=16),
+    "from_predicate": _predicate,
+    "from_dense": lambda: BlockLayout.from_dense(_ONES, block_size=16),
+    "from_ranges": lambda: BlockLayout.from_ranges([0, 0, 0], [1, 2, 3], **_FAR),
+    "|": lambda: _GOOD | masks.local(40, window=3, block_size=16),
+    "T": lambda: _GOOD.T,
+    "stack_heads": lambda: BlockLayout.stack_heads([_GOOD, _GOOD]),
+}
+
+
+@pytest.mark.parametrize("name", _IN_COMPILED_CODE)
+def test_layouts_made_in_compiled_code_are_not_traced(name: str) -> None:
+    """torch.compile leaves its graph for them; in one graph it says where to build them instead."""
+    torch.compiler.reset()
+    q = torch.randn(1, 2, 40, 16)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return attention(2 * q, q, q, _IN_COMPILED_CODE[name]()) + 1
+
+    torch.testing.assert_close(torch.compile(call, backend="eager")(q), call(q))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="build this one outside the compiled function, once, and pass it in"):
+        torch.compile(call, backend="eager", fullgraph=True)(q)
+
+
+def test_every_mask_is_kept_from_tracing() -> None:
+    for name in masks.__all__:
+        assert getattr(masks, name)._torchdynamo_disable, name
+        assert pickle.loads(pickle.dumps(getattr(masks, name))) is getattr(masks, name)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
