@@ -1,9 +1,34 @@
 """Dense and block-sparse attention, with masks exact to the token."""
 
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from .explanation import Explanation
 from .functional import attention, attention_with_lse, explain
 from .layout import BlockLayout
 from .merging import merge
+
+if TYPE_CHECKING:
+    from . import distributed as distributed
+    from . import huggingface as huggingface
+    from . import interop as interop
+    from . import masks as masks
+    from . import nn as nn
+else:
+    # imported when they are first used
+    _LAZY = ("distributed", "huggingface", "interop", "masks", "nn")
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in _LAZY:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY})
+
 
 __all__ = ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain", "merge"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -187,6 +187,12 @@ def _for_reference(scores: ScoreOptions | None, layout: BlockLayout | None) -> d
 
 # ---- the public names ----
 
+# the keywords of all three; `**unknown` is for those of other libraries, which the error translates
+_OPTIONS = (
+    *("layout", "causal", "scale", "kv_lengths", "dropout_p", "seed", "deterministic", "backend"),
+    *("sinks", "softcap", "alibi_slopes", "block_bias"),
+)
+
 
 def attention(
     q: Tensor,
@@ -205,6 +211,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     block_bias: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """softmax(scale * q k^T restricted to the layout) v: dense and block-sparse attention, differentiable.
 
@@ -276,6 +283,8 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     torch.Size([1, 2, 512, 64])
     """
+    if unknown:
+        validation.refuse_keywords("attention", unknown, _OPTIONS)
     scores = _score_options(sinks, softcap, alibi_slopes, block_bias)
     return _attend(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend, scores)[0]
 
@@ -297,6 +306,7 @@ def attention_with_lse(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     block_bias: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each row's scaled scores, which is differentiable too.
 
@@ -310,6 +320,8 @@ def attention_with_lse(
     >>> attention_with_lse(q, k, v, causal=True)[1].exp()
     tensor([[[1., 2., 3., 4.]]])
     """
+    if unknown:
+        validation.refuse_keywords("attention_with_lse", unknown, _OPTIONS)
     scores = _score_options(sinks, softcap, alibi_slopes, block_bias)
     return _attend(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend, scores)
 
@@ -331,6 +343,7 @@ def explain(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     block_bias: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Explanation:
     """What `attention` would do with these arguments: backend, tiles, bytes, balance, predicted time, and advice.
 
@@ -344,6 +357,8 @@ def explain(
     >>> explain(q, k, v, causal=True).tile_density
     0.75
     """
+    if unknown:
+        validation.refuse_keywords("explain", unknown, _OPTIONS)
     autocast = validation.autocast_dtype(q)
     dtype, _ = validation.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast)
     scores = _score_options(sinks, softcap, alibi_slopes, block_bias)

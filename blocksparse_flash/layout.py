@@ -121,7 +121,8 @@ class BlockLayout:
     # ---- constructors
 
     @classmethod
-    def from_dense(cls, mask: torch.Tensor | Array, *, block_size: int | Size) -> BlockLayout:
+    @tracing.untraced
+    def from_dense(cls, mask: torch.Tensor | Array, *, block_size: int | Size = 128) -> BlockLayout:
         """The layout of a bool mask, True attends. Time and memory O(mask); built on the host.
 
         mask     (q_len, kv_len), (heads, q_len, kv_len) or (batch, heads, q_len, kv_len)
@@ -140,7 +141,7 @@ class BlockLayout:
         q_len: int,
         kv_len: int,
         *,
-        block_size: int | Size,
+        block_size: int | Size = 128,
         within: BlockLayout | None = None,
         dedup_key: predicates.DedupKey | None = None,
         heads: int | None = None,
@@ -158,6 +159,9 @@ class BlockLayout:
         heads, batch  None: one layout shared by all
         looks    the old name of dedup_key, deprecated
 
+        Without `within` and dedup_key it warns above 10^8 pairs, and shows a progress bar, or without tqdm logs
+        progress (logger "blocksparse_flash", level INFO).
+
         >>> window = lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 64
         >>> BlockLayout.from_predicate(window, 256, 256, block_size=64).density
         0.625
@@ -168,25 +172,24 @@ class BlockLayout:
             warnings.warn("looks= is deprecated, use dedup_key=", DeprecationWarning, stacklevel=2)
             dedup_key = looks
         predicates.check(fn, dedup_key)
-        n_blocks = frame.n_rows * frame.n_cols
+        is_long = False
         if within is None:
-            checks.check_nnz(frame.leads * n_blocks)
-            keys = np.arange(frame.leads * n_blocks)
-        else:
-            if not isinstance(within, BlockLayout):
-                raise TypeError(f"within must be a BlockLayout, got {type(within).__name__}")
-            checks.check_same(frame, within._frame, "within")
-            checks.joint(frame[:2], within.shape[:2], "within")
-            keys = set_operations.keys_over(within._block_list().keys, within.shape[:2], frame[:2], n_blocks)
+            checks.check_nnz(frame.leads * frame.n_rows * frame.n_cols)
+            n_pairs = frame.leads * q_len * kv_len
+            is_long = dedup_key is None and n_pairs > predicates.MANY_PAIRS
+            if is_long:
+                warnings.warn(
+                    f"from_predicate evaluates fn for {n_pairs:,} pairs; a builder of blocksparse_flash.masks, within= "
+                    "or dedup_key= takes a small part of that time",
+                    stacklevel=2,
+                )
         by_head = heads is not None or batch is not None
-        found = predicates.evaluate(fn, keys, heads=frame.heads, by_head=by_head, dedup_key=dedup_key, **frame.sizes)
-        if within is None:
-            return cls._from_block_list(found, frame)
-        return cls._from_block_list(found, frame, within.device) & within
+        return cls._evaluated(fn, frame, within, dedup_key, by_head=by_head, shows_progress=is_long)
 
     @classmethod
+    @tracing.untraced
     def from_blocks(
-        cls, rows: Integers, cols: Integers, q_len: int, kv_len: int, *, block_size: int | Size
+        cls, rows: Integers, cols: Integers, q_len: int, kv_len: int, *, block_size: int | Size = 128
     ) -> BlockLayout:
         """The layout of full blocks (rows[i], cols[i]), in any order. A block named twice is refused.
 
@@ -200,8 +203,9 @@ class BlockLayout:
         return cls._of_full(constructors.by_index(rows, cols, frame), frame)
 
     @classmethod
+    @tracing.untraced
     def from_ranges(
-        cls, first: Integers, stop: Integers, q_len: int, kv_len: int, *, block_size: int | Size
+        cls, first: Integers, stop: Integers, q_len: int, kv_len: int, *, block_size: int | Size = 128
     ) -> BlockLayout:
         """The layout of full blocks first[row] <= col < stop[row] of every row; stop <= first is an empty row.
 
@@ -215,8 +219,9 @@ class BlockLayout:
         return cls._of_full(constructors.by_ranges(first, stop, frame), frame)
 
     @classmethod
+    @tracing.untraced
     def from_block_mask(
-        cls, mask: torch.Tensor | Array, q_len: int, kv_len: int, *, block_size: int | Size
+        cls, mask: torch.Tensor | Array, q_len: int, kv_len: int, *, block_size: int | Size = 128
     ) -> BlockLayout:
         """The layout whose full blocks are the True entries of mask, bool ([[batch,] heads,] n_rows, n_cols).
 
@@ -226,7 +231,8 @@ class BlockLayout:
         return cls._of_full(*constructors.by_mask(mask, checks.frame(q_len, kv_len, block_size)))
 
     @classmethod
-    def from_scipy(cls, matrix: Any, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
+    @tracing.untraced
+    def from_scipy(cls, matrix: Any, q_len: int, kv_len: int, *, block_size: int | Size = 128) -> BlockLayout:
         """The layout whose full blocks are the nonzeros of a scipy.sparse matrix (n_rows, n_cols).
 
         A value 2 is refused: in `to_scipy` it marks a partial block, whose pairs are not in the matrix.
@@ -238,7 +244,7 @@ class BlockLayout:
         return cls._of_full(constructors.by_matrix(matrix, frame), frame)
 
     @classmethod
-    def from_topk(cls, indices: torch.Tensor, q_len: int, kv_len: int, *, block_size: int | Size) -> BlockLayout:
+    def from_topk(cls, indices: torch.Tensor, q_len: int, kv_len: int, *, block_size: int | Size = 128) -> BlockLayout:
         """The layout of full blocks that a model selects, made on the device of `indices` without waiting for it.
 
         indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order; -1 is none, and
@@ -263,7 +269,14 @@ class BlockLayout:
 
     @classmethod
     def from_scores(
-        cls, scores: torch.Tensor, q_len: int, kv_len: int, *, k: int, causal: bool = False, block_size: int | Size
+        cls,
+        scores: torch.Tensor,
+        q_len: int,
+        kv_len: int,
+        *,
+        k: int,
+        causal: bool = False,
+        block_size: int | Size = 128,
     ) -> BlockLayout:
         """`from_topk` of the k cols with the highest scores in each row; ties in no particular order.
 
@@ -359,6 +372,7 @@ class BlockLayout:
     # ---- algebra
 
     @property
+    @tracing.untraced
     def T(self) -> BlockLayout:
         """Queries and keys exchanged: shape (batch, heads, kv_len, q_len), block size (block_kv, block_q)."""
         found = set_operations.transpose(*self._block_list(), **self._frame.sizes)
@@ -376,6 +390,7 @@ class BlockLayout:
     def __xor__(self, other: BlockLayout) -> BlockLayout:
         return self._with(other, "^")
 
+    @tracing.untraced
     def __invert__(self) -> BlockLayout:
         frame, found = self._frame, self._block_list()
         checks.check_nnz(frame.leads * frame.n_rows * frame.n_cols - int((found.ids == FULL).sum()))
@@ -440,6 +455,7 @@ class BlockLayout:
             token_orders.selected(self.kv_len, block_kv, cols, "cols"),
         )
 
+    @tracing.untraced
     def crop(
         self, q_start: int = 0, q_stop: int | None = None, kv_start: int = 0, kv_stop: int | None = None
     ) -> BlockLayout:
@@ -462,6 +478,7 @@ class BlockLayout:
         """Adds q = (before, after) queries and kv = (before, after) keys, without pairs."""
         return self._gathered(token_orders.padded(self.q_len, q, "q"), token_orders.padded(self.kv_len, kv, "kv"))
 
+    @tracing.untraced
     def with_block_size(self, block_size: int | Size) -> BlockLayout:
         """The same pairs in blocks of another block_size; any two sizes work."""
         sides, (q_len, kv_len, old) = checks.sides(block_size), self._frame[2:]
@@ -766,6 +783,7 @@ class BlockLayout:
                 f"{name}: both must be on one device, got {self.device} and {other.device}: use .to(device)"
             )
 
+    @tracing.untraced
     def _with(self, other: BlockLayout, op: set_operations.Operation) -> BlockLayout:
         if not isinstance(other, BlockLayout):
             return NotImplemented
@@ -776,6 +794,42 @@ class BlockLayout:
         return self._like(found, batch=axes[0], heads=axes[1])
 
     @classmethod
+    @tracing.untraced
+    def _evaluated(
+        cls,
+        fn: predicates.Predicate,
+        frame: Frame,
+        within: BlockLayout | None,
+        dedup_key: predicates.DedupKey | None,
+        *,
+        by_head: bool,
+        shows_progress: bool,
+    ) -> BlockLayout:
+        """`from_predicate`, with checked arguments; by_head: whether fn takes the batch and the head."""
+        n_blocks = frame.n_rows * frame.n_cols
+        if within is None:
+            keys = np.arange(frame.leads * n_blocks)
+        else:
+            if not isinstance(within, BlockLayout):
+                raise TypeError(f"within must be a BlockLayout, got {type(within).__name__}")
+            checks.check_same(frame, within._frame, "within")
+            checks.joint(frame[:2], within.shape[:2], "within")
+            keys = set_operations.keys_over(within._block_list().keys, within.shape[:2], frame[:2], n_blocks)
+        found = predicates.evaluate(
+            fn,
+            keys,
+            heads=frame.heads,
+            by_head=by_head,
+            dedup_key=dedup_key,
+            shows_progress=shows_progress,
+            **frame.sizes,
+        )
+        if within is None:
+            return cls._from_block_list(found, frame)
+        return cls._from_block_list(found, frame, within.device) & within
+
+    @classmethod
+    @tracing.untraced
     def _stacked(cls, layouts: Iterable[BlockLayout], axis: Axis) -> BlockLayout:
         parts = checks.listed(layouts, BlockLayout, "layouts")
         for part in parts:
@@ -785,10 +839,12 @@ class BlockLayout:
         found, frame = set_operations.stack(lists, frames, axis)
         return cls._from_block_list(found, frame, parts[0].device)
 
+    @tracing.untraced
     def _picked(self, axis: Axis, index: int) -> BlockLayout:
         checks.position(index, getattr(self._frame, axis), "index", f"; the layout has shape {self.shape}")
         return self._like(set_operations.pick(self._block_list(), self._frame, axis, index), **{axis: 1})
 
+    @tracing.untraced
     def _gathered(self, q_order: Array, kv_order: Array) -> BlockLayout:
         found = gather(self._block_list(), self._frame, q_order, kv_order)
         return self._like(found, q_len=len(q_order), kv_len=len(kv_order))
@@ -809,6 +865,10 @@ class BlockLayout:
     def _new_plan(self, device: torch.device, causal: bool, non_blocking: bool = False) -> Plan:
         if "selection" in self._cache and device == self.device:
             return block_selection.plan_of_selection(self._cache["selection"], **self._frame.sizes, causal=causal)
+        return self._host_plan(device, causal, non_blocking)
+
+    @tracing.untraced
+    def _host_plan(self, device: torch.device, causal: bool, non_blocking: bool) -> Plan:
         if causal:
             restricted = self._causal()
             if restricted == self:

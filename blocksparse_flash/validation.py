@@ -5,10 +5,11 @@ Runs in every call, so each check is a plain comparison and a message is only fo
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -106,6 +107,18 @@ def _check_types(
     return q_dtype
 
 
+def _swapped(q_shape: Shape, k_shape: Shape) -> str | None:
+    """The way out if the heads do not fit but would with axes 1 and 2 swapped, as in other libraries; or None."""
+    (_, heads, q_len, _), (_, kv_heads, kv_len, _) = q_shape, k_shape
+    # a sequence is longer than there are heads
+    if kv_len and q_len % kv_len == 0 and kv_heads > kv_len:
+        return (
+            f"k of {kv_heads} heads and length {kv_len} looks like (batch, length, heads, head_dim): use transpose(1, "
+            f"2) of q, k and v, which makes {q_len} and {kv_len} heads, and lengths {heads} and {kv_heads}"
+        )
+    return None
+
+
 def _check_shapes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, int, int, int, int]:
     """batch, heads, q_len, kv_len, head_dim."""
     if not (len(q_shape) == len(k_shape) == len(v_shape) == 4):
@@ -130,10 +143,10 @@ def _check_shapes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, 
             "-1) does"
         )
     if heads % kv_heads if kv_heads else heads:
-        raise ValueError(
-            f"q's heads must be a multiple of k's heads, got {heads} and {kv_heads}; repeat k and v, or check that "
-            "the order is (batch, heads, length, head_dim)"
+        way_out = _swapped(q_shape, k_shape) or (
+            "repeat k and v, or check that the order is (batch, heads, length, head_dim)"
         )
+        raise ValueError(f"q's heads must be a multiple of k's heads, got {heads} and {kv_heads}; {way_out}")
     if head_dim != k_dim:
         raise ValueError(f"k must have q's head_dim {head_dim}, got {k_dim}; pad the smaller one with zeros")
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_dim <= MAX_HEAD_DIM):
@@ -171,17 +184,39 @@ def _agree_by_specs(specs: TensorSpecs, autocast: torch.dtype | None) -> Agreed:
     return _agree(q, k, v, autocast)
 
 
+def _as_layout(value: Any, q_len: int, kv_len: int) -> str:
+    """How to make a layout of what is none."""
+    lengths = str(q_len) if q_len == kv_len else f"({q_len}, {kv_len})"
+    if isinstance(value, str):
+        return f"blocksparse_flash.masks.build({value!r}, {lengths}) makes one of a specification"
+    if type(value).__name__ == "BlockMask":
+        return "blocksparse_flash.interop.from_flex_attention(block_mask) makes one of FlexAttention's"
+    if callable(value):
+        return (
+            f"BlockLayout.from_predicate(fn, {q_len}, {kv_len}) makes one of fn(q_pos, kv_pos), and a function that "
+            f"returns a layout must be called: layout=fn({lengths})"
+        )
+    if hasattr(value, "tocsr"):
+        return "blocksparse_flash.interop.from_scipy_csr(matrix) makes one of a SciPy matrix over tokens"
+    return "BlockLayout.from_dense(mask) makes one of a bool mask"
+
+
 def check_layout(layout: BlockLayout, batch: int, heads: int, q_len: int, kv_len: int) -> None:
     if not isinstance(layout, BlockLayout):
         raise TypeError(
-            f"layout must be a BlockLayout or None, got {type(layout).__name__}; BlockLayout.from_dense(mask, "
-            "block_size=...) makes one of a bool mask"
+            f"layout must be a BlockLayout or None, got {type(layout).__name__}; {_as_layout(layout, q_len, kv_len)}"
         )
     layout_batch, layout_heads, layout_q_len, layout_kv_len = layout.shape
     if layout_q_len != q_len or layout_kv_len != kv_len:
+        way_out = f"build it for ({q_len}, {kv_len})"
+        if heads == layout_q_len:
+            way_out = (
+                f"q of {heads} heads looks like (batch, length, heads, head_dim): use transpose(1, 2) of q, k and v, "
+                f"or {way_out}"
+            )
         raise ValueError(
             f"layout describes {layout_q_len} queries x {layout_kv_len} keys, but q has {q_len} and k has {kv_len}; "
-            f"build it for ({q_len}, {kv_len})"
+            f"{way_out}"
         )
     if layout_heads != 1 and layout_heads != heads:
         raise ValueError(
@@ -259,6 +294,59 @@ def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor) ->
             )
 
 
+# ---- keywords of other libraries ----
+
+_LOCAL = "layout=blocksparse_flash.masks.local(length, window=(left, right)) is a window, in tokens on each side"
+_PADDING = "kv_lengths=, the number of keys of each sequence, is the mask of padding at the end"
+_ALIGNED = "causal=True aligns the diagonal bottom-right, at the last query and the last key"
+_OF_PAIRS = "layout=BlockLayout.from_dense(mask), built once, is a bool mask of pairs, True attends"
+# what the keywords of scaled_dot_product_attention, FlexAttention, FlashAttention and transformers are called here
+_KEYWORDS = {
+    "attn_mask": f"{_OF_PAIRS}; {_PADDING}; numbers to add to scores are alibi_slopes= or block_bias=",
+    "attention_mask": f"{_PADDING}; {_OF_PAIRS}",
+    "mask": f"{_OF_PAIRS}; {_PADDING}",
+    "key_padding_mask": _PADDING,
+    "is_causal": _ALIGNED,
+    "window": _LOCAL,
+    "window_size": f"{_LOCAL}, and None for FlashAttention's -1",
+    "sliding_window": _LOCAL,
+    "block_mask": "layout=blocksparse_flash.interop.from_flex_attention(block_mask), built once, is the same mask",
+    "mask_mod": (
+        "layout=BlockLayout.from_predicate(mask_mod, q_len, kv_len, heads=1), built once, is the same mask; give more "
+        "heads if it depends on the head"
+    ),
+    "score_mod": "softcap=, alibi_slopes=, block_bias= and sinks= change scores; functions of scores are not supported",
+    "attn_bias": "alibi_slopes= and block_bias= add to scores; a mask is a layout, BlockLayout.from_dense(mask)",
+    "enable_gqa": "leave it out: k and v may have fewer heads than q, each of them shared by heads // kv_heads",
+    "dropout": "dropout_p= is the probability to drop",
+    "attn_dropout": "dropout_p= is the probability to drop",
+    "softmax_scale": "scale= is the factor on scores",
+    "scaling": "scale= is the factor on scores",
+    "sm_scale": "scale= is the factor on scores",
+    "logits_soft_cap": "softcap= caps scores",
+    "s_aux": "sinks= are the logits of sinks",
+    "return_lse": "attention_with_lse returns out and lse",
+    "return_attn_probs": "weights are never stored; attention_with_lse returns out and lse",
+    "kernel_options": "the tiles of kernels are chosen by the library; backend= names the kernels",
+    "cu_seqlens_q": "layout=blocksparse_flash.masks.documents(cu_seqlens) packs sequences",
+    "cu_seqlens_k": "layout=blocksparse_flash.masks.documents(cu_seqlens) packs sequences",
+    "block_size": "the layout has the block size: BlockLayout.from_predicate(..., block_size=64)",
+}
+
+
+def refuse_keywords(function: str, names: Iterable[str], known: Iterable[str]) -> NoReturn:
+    """TypeError for keywords that a function does not have, with what they are called here.
+
+    known  the function's own
+    """
+    name = next(iter(names))
+    way_out = _KEYWORDS.get(name)
+    if way_out is None:
+        close = difflib.get_close_matches(name, known)
+        way_out = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {way_out}")
+
+
 class ScoreOptions(NamedTuple):
     """The score mods of a call, as the arguments of `attention`."""
 
@@ -279,8 +367,11 @@ def _check_for_heads(name: str, value: Any, heads: int, q: Tensor) -> None:
     if not value.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {value.dtype}; {name}.float() is")
     if value.shape != (heads,):
+        way_out = "expand it"
+        if heads > q.shape[2] and value.shape == q.shape[2:3]:
+            way_out = "q looks like (batch, length, heads, head_dim): use transpose(1, 2) of q, k and v"
         raise ValueError(
-            f"{name} must have shape ({heads},), one for each of q's heads, got {tuple(value.shape)}; expand it"
+            f"{name} must have shape ({heads},), one for each of q's heads, got {tuple(value.shape)}; {way_out}"
         )
     if value.device != device:
         raise ValueError(f"{name} must be on q's device {device}, got {value.device}; {name}.to(q.device) moves it")

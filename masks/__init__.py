@@ -3,6 +3,10 @@
 Layouts compose with | & ^ ~ -, and `build` reads such an expression from text.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from .alibi_windows import alibi_windows
 from .block_diagonal import block_causal, block_diagonal
 from .block_diffusion import block_diffusion
@@ -20,6 +24,7 @@ from .local import causal, local
 from .longnet import longnet
 from .lsh import lsh
 from .orders import hilbert_order, morton_order, tile_order
+from .other_names import close_masks as _close_masks
 from .prefix import prefix_lm
 from .presets import bigbird, longformer, pixelfly
 from .random import random
@@ -72,3 +77,11 @@ __all__ = [
     "tri_shape",
     "vertical_slash",
 ]
+
+# hidden from type checkers, which would take any name
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """AttributeError that says what a mask is called here."""
+        meant = "" if name.startswith("_") else _close_masks(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{meant}")

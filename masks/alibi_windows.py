@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 from blocksparse_flash.score_mods import slopes_of
 
 from .canvas import BlockSize, Length
@@ -29,6 +30,7 @@ def _read_positive(name: str, value: object) -> float:
     return number
 
 
+@untraced
 def alibi_windows(
     length: Length,
     *,

@@ -6,7 +6,6 @@ Builders are called by name and check their own arguments; errors point at the w
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import operator
 import sys
@@ -14,9 +13,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Length, read_canvas
 from .checks import specs_of
+from .other_names import close_masks, close_names
 
 # no mask needs as much, and Python's own parser and stack can take far more
 MOST_CHARACTERS = 2000
@@ -79,16 +80,11 @@ def arguments_line(builder: Builder) -> str:
     )
 
 
-def _close_names(word: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(word, names)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
-
-
 def _builder(spec: Specification, name: ast.Name) -> Builder:
     known = exported()
     if name.id not in known:
         raise spec.wrong(
-            name, f"no mask is called {name.id}.{_close_names(name.id, list(known))} There are: {', '.join(known)}"
+            name, f"no mask is called {name.id}.{close_masks(name.id, known)} There are: {', '.join(known)}"
         )
     return known[name.id]
 
@@ -125,7 +121,7 @@ def _given(spec: Specification, name: str, builder: Builder, call: ast.Call) -> 
         if keyword.arg == "length":
             raise spec.wrong(keyword, f"{takes}: the length is that of the whole specification")
         if keyword.arg not in allowed:
-            raise spec.wrong(keyword, f"{takes}, not {keyword.arg}.{_close_names(keyword.arg, allowed)}")
+            raise spec.wrong(keyword, f"{takes}, not {keyword.arg}.{close_names(keyword.arg, allowed)}")
         if keyword.arg in given:
             raise spec.wrong(keyword, f"{takes}: {keyword.arg} is given twice")
         given[keyword.arg] = keyword.value
@@ -183,6 +179,7 @@ def _evaluate(spec: Specification, node: ast.expr, depth: int = 0) -> BlockLayou
         raise spec.wrong(node, str(error)) from error
 
 
+@untraced
 def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
     """The layout of a mask written as text, for configuration files and command lines.
 

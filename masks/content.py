@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, read_canvas
 from .checks import read_fraction, read_integer, read_switch, specs_of
@@ -61,6 +62,7 @@ def _layout_of(is_chosen: np.ndarray, canvas: Canvas, causal: bool) -> BlockLayo
     return past_of(layout) if causal else layout
 
 
+@untraced
 def top_k(
     scores: Scores, q_len: int, kv_len: int, *, k: int, block_size: BlockSize = 128, causal: bool = False
 ) -> BlockLayout:
@@ -102,6 +104,7 @@ def top_k(
     return _layout_of(is_chosen & (values > -np.inf), canvas, causal)
 
 
+@untraced
 def top_p(
     scores: Scores, q_len: int, kv_len: int, *, p: float, block_size: BlockSize = 128, causal: bool = False
 ) -> BlockLayout:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, check_nnz, read_canvas, spread
 from .checks import read_integers, read_switch
@@ -102,6 +103,7 @@ def _bitmasks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray
     return words.view(np.int32)
 
 
+@untraced
 def documents(
     cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, *, causal: bool = False, block_size: BlockSize = 128
 ) -> BlockLayout:

@@ -10,6 +10,7 @@ import math
 import numpy as np
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, check_nnz, read_canvas
 from .checks import read_fraction, read_integer
@@ -68,6 +69,7 @@ def _one_head(canvas: Canvas, density: float, seed: int, head: int) -> BlockLayo
     return canvas.from_blocks(np.concatenate(rows), np.concatenate(cols))
 
 
+@untraced
 def erdos_renyi(
     length: Length, *, density: float, seed: int, heads: int | None = None, block_size: BlockSize = 128
 ) -> BlockLayout:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .boxes import Axis, boxes
 from .canvas import BlockSize, Canvas, read_canvas
@@ -49,6 +50,7 @@ def _neighbourhood(side: int, *, kernel: int, dilation: int, stride: int, causal
     return Axis(low * dilation + group, high * dilation + group, dilation if kernel > 1 else 1)
 
 
+@untraced
 def neighborhood(
     grid: Grid,
     *,
@@ -109,6 +111,7 @@ def neighborhood(
     return boxes(canvas, grid, axes, token_order)
 
 
+@untraced
 def swin(
     grid: Grid, *, window: PerAxis, shift: PerAxis = 0, order: Order | None = None, block_size: BlockSize = 128
 ) -> BlockLayout:
@@ -157,6 +160,7 @@ def swin(
     return boxes(canvas, grid, axes, token_order)
 
 
+@untraced
 def sliding_tile(
     grid: Grid, *, kernel: PerAxis, tile: PerAxis, order: Order | None = None, block_size: BlockSize = 128
 ) -> BlockLayout:
@@ -207,6 +211,7 @@ def sliding_tile(
     return boxes(canvas, grid, axes, token_order)
 
 
+@untraced
 def axial(
     grid: Grid,
     *,

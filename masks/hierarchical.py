@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, blocks_between, read_canvas
 from .checks import read_integer, read_switch
@@ -65,6 +66,7 @@ def _read_levels(canvas: Canvas, size: int, levels: int | None) -> int:
     return all_levels if levels is None else read_integer("levels", levels, at_least=1, at_most=all_levels)
 
 
+@untraced
 def hierarchical(
     length: Length,
     *,

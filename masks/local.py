@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, check_rows, read_canvas
 from .checks import read_integer, specs_of
@@ -56,6 +57,7 @@ def _band(canvas: Canvas, *, left: int | None, right: int | None, within: BlockL
     return canvas.from_predicate(attends, within=within, dedup_key=dedup_key)
 
 
+@untraced
 def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the tokens at distance at most `window` on either side, itself included.
 
@@ -86,6 +88,7 @@ def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> Blo
     return _band(canvas, left=left, right=right)
 
 
+@untraced
 def causal(length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to itself and to every token before it.
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, distinct_blocks, read_canvas, spread
 from .checks import read_integer, read_integers, read_switch
@@ -101,6 +102,7 @@ def _one_head(canvas: Canvas, scales: Sequence[Scale], *, causal: bool) -> Block
     return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
+@untraced
 def longnet(
     length: Length,
     *,

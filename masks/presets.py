@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .butterfly import butterfly
 from .canvas import BlockSize, Length, read_canvas, read_square_canvas
@@ -46,6 +47,7 @@ def _blocks_of_bigbird(
     return np.concatenate(rows), np.concatenate(cols)
 
 
+@untraced
 def bigbird(
     length: Length,
     *,
@@ -124,6 +126,7 @@ def bigbird(
     return layout.pad(q=ahead, kv=ahead) | global_tokens_layout(length, tokens=extra_tokens, block_size=block_size)
 
 
+@untraced
 def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_size: BlockSize = 128) -> BlockLayout:
     """A sliding window, and global tokens.
 
@@ -154,6 +157,7 @@ def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_s
     return near | global_tokens_layout(length, tokens=global_tokens, block_size=block_size)
 
 
+@untraced
 def pixelfly(
     length: Length,
     *,

@@ -10,6 +10,7 @@ import math
 import numpy as np
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Length, check_nnz, read_canvas
 from .checks import read_fraction, read_integer
@@ -134,6 +135,7 @@ def draw_distinct(
     return np.append(places[~is_drawn], excluding[kept_rows]), np.append(numbers[~is_drawn], kept_numbers)
 
 
+@untraced
 def random(
     length: Length,
     *,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Length, check_nnz, read_square_canvas
 from .checks import read_fraction, read_integer
@@ -62,6 +63,7 @@ def _edges(n_blocks: int, n_side: int, rewire: float, seed: int) -> tuple[np.nda
     return near, far
 
 
+@untraced
 def small_world(
     length: Length, *, neighbors: int, rewire: float, seed: int, block_size: BlockSize = 128
 ) -> BlockLayout:

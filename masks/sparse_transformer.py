@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, blocks_between, distinct_blocks, read_canvas, spread
 from .checks import read_integer, read_switch
@@ -69,6 +70,7 @@ def _one_head(canvas: Canvas, fixed: Fixed, *, causal: bool) -> BlockLayout:
     return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
+@untraced
 def fixed(
     length: Length,
     *,

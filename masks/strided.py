@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, blocks_between, read_canvas
 from .checks import read_integer, read_switch
@@ -27,6 +28,7 @@ def _candidates(canvas: Canvas, *, stride: int, causal: bool) -> tuple[np.ndarra
     return blocks_between(canvas, first_key, last_key)
 
 
+@untraced
 def strided(length: Length, *, stride: int, causal: bool = False, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the tokens nearer than `stride`, itself included, and to every stride-th token beyond.
 

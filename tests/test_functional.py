@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -15,10 +16,13 @@ from typing import Any
 
 import hypothesis
 import pytest
+import scipy.sparse
 import torch
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
-from blocksparse_flash import BlockLayout, dispatch, ops, reference
+import masks
+from blocksparse_flash import BlockLayout, dispatch, functional, interop, ops, reference, validation
 from blocksparse_flash.functional import attention, attention_with_lse, explain
 from blocksparse_flash.runtime.tensor_spec import specs_of
 
@@ -197,6 +201,28 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
         ValueError,
         ("q's heads must be a multiple of k's heads", "4 and 0"),
     ),
+    "heads and length of k and v are swapped": (
+        resized(q=(2, 1, 8, 16), k=(2, 96, 8, 16), v=(2, 96, 8, 16)),
+        ValueError,
+        ("1 and 96", "looks like (batch, length, heads, head_dim): use transpose(1, 2)", "lengths 1 and 96"),
+    ),
+    "heads and length are swapped with a layout": (
+        lambda c: {**resized(q=(2, 32, 4, 16), k=(2, 32, 4, 16), v=(2, 32, 4, 16))(c), "layout": window(kv_len=32)},
+        ValueError,
+        (
+            "layout describes 32 queries x 32 keys, but q has 4",
+            "q of 32 heads looks like (batch, length, heads, head_dim): use transpose(1, 2)",
+        ),
+    ),
+    "heads and length are swapped with slopes": (
+        lambda c: {
+            **resized(q=(2, 32, 4, 16), k=(2, 32, 4, 16), v=(2, 32, 4, 16))(c),
+            "layout": None,
+            "alibi_slopes": torch.ones(4),
+        },
+        ValueError,
+        ("alibi_slopes must have shape (32,)", "q looks like (batch, length, heads, head_dim): use transpose(1, 2)"),
+    ),
     "k has another head_dim": (
         resized(k=(2, 2, 48, 32)),
         ValueError,
@@ -234,7 +260,26 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
         TypeError,
         ("layout must be a BlockLayout or None", "got Tensor", "BlockLayout.from_dense(mask"),
     ),
-    "layout is a name": (given(layout="causal"), TypeError, ("layout must be a BlockLayout or None", "got str")),
+    "layout is a specification": (
+        given(layout="causal | local(3)"),
+        TypeError,
+        ("layout must be a BlockLayout or None", "got str", "masks.build('causal | local(3)', (32, 48)) makes one"),
+    ),
+    "layout is a predicate": (
+        given(layout=lambda q_pos, kv_pos: q_pos >= kv_pos),
+        TypeError,
+        ("layout must be a BlockLayout or None", "got function", "BlockLayout.from_predicate(fn, 32, 48) makes one"),
+    ),
+    "layout is a SciPy matrix": (
+        given(layout=scipy.sparse.eye_array(32, 48)),
+        TypeError,
+        ("layout must be a BlockLayout or None", "interop.from_scipy_csr(matrix) makes one"),
+    ),
+    "layout is a BlockMask": (
+        lambda c: {"layout": create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 32, 48, device="cpu")},
+        TypeError,
+        ("layout must be a BlockLayout or None", "got BlockMask", "interop.from_flex_attention(block_mask)"),
+    ),
     "layout has other queries": (
         lambda c: {"layout": window(q_len=64)},
         ValueError,
@@ -417,10 +462,55 @@ def test_the_wrong_calls_are_wrong_for_one_reason_only():
     attention(**good_call(), layout=window())
 
 
-@pytest.mark.parametrize("name", ["mask", "attn_mask", "is_causal", "window", "softmax_scale"])
-def test_an_option_that_does_not_exist_is_refused(name):
-    with pytest.raises(TypeError, match=name):
-        attention(**good_call(), **{name: None})
+def test_other_shapes_do_not_look_swapped():
+    with pytest.raises(ValueError, match=r"got 6 and 4; repeat k and v"):
+        attention(**resized(q=(2, 6, 512, 16), k=(2, 4, 512, 16), v=(2, 4, 512, 16))({}))
+
+
+# keyword of another library: the way out
+OTHER_KEYWORDS = {
+    "attn_mask": r"layout=BlockLayout\.from_dense\(mask\).*kv_lengths=.*block_bias=",
+    "attention_mask": "kv_lengths=",
+    "is_causal": "causal=True aligns the diagonal bottom-right",
+    "window_size": r"masks\.local\(length, window=\(left, right\)\).*FlashAttention's -1",
+    "block_mask": r"interop\.from_flex_attention\(block_mask\)",
+    "mask_mod": r"from_predicate\(mask_mod, q_len, kv_len, heads=1\)",
+    "score_mod": "softcap=, alibi_slopes=, block_bias= and sinks=",
+    "enable_gqa": "leave it out: k and v may have fewer heads",
+    "dropout": "dropout_p= is the probability to drop",
+    "softmax_scale": "scale= is the factor",
+    "kv_length": "did you mean kv_lengths",
+    "zzz": "there are layout, causal, scale, kv_lengths, dropout_p",
+}
+
+
+@pytest.mark.parametrize("function", [attention, attention_with_lse, explain])
+@pytest.mark.parametrize("name", OTHER_KEYWORDS)
+def test_keywords_of_other_libraries_are_translated(name, function, nothing_is_computed):
+    start = rf"^{function.__name__}\(\) got an unexpected keyword argument '{name}'; .*"
+    with pytest.raises(TypeError, match=start + OTHER_KEYWORDS[name]):
+        function(**good_call(), **{name: None})
+
+
+def test_every_option_is_a_close_match():
+    named = {name for name, kind in inspect.signature(attention).parameters.items() if kind.kind is kind.KEYWORD_ONLY}
+    assert {*functional._OPTIONS} == {*named, "layout"}
+    for function in (attention_with_lse, explain):
+        assert inspect.signature(function).parameters.keys() == inspect.signature(attention).parameters.keys()
+    assert not named & validation._KEYWORDS.keys()
+
+
+def test_the_ways_out_work():
+    """What the errors advise gives the layout meant."""
+    attends = lambda b, h, q_pos, kv_pos: q_pos >= kv_pos  # noqa: E731
+    block_mask = create_block_mask(attends, None, None, 256, 256, device="cpu")
+    causal = BlockLayout.from_predicate(lambda q_pos, kv_pos: q_pos >= kv_pos, 256, 256)
+    assert interop.from_flex_attention(block_mask) == causal
+    assert BlockLayout.from_predicate(attends, 256, 256, heads=1) == causal
+    assert masks.build("causal", 256) == causal
+    assert masks.local(256, window=(None, 0)) == causal
+    matrix = scipy.sparse.csr_array(causal.to_dense()[0, 0].numpy())
+    assert interop.from_scipy_csr(matrix) == BlockLayout.from_dense(causal.to_dense()) == causal
 
 
 def test_options_are_keyword_only():

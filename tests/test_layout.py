@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import logging
 import operator
 import pickle
 import subprocess
@@ -19,7 +21,9 @@ import scipy.sparse
 import torch
 from hypothesis import given
 
-from blocksparse_flash import BlockLayout
+import masks
+from blocksparse_flash import BlockLayout, attention, interop
+from blocksparse_flash.blocks import predicates
 from blocksparse_flash.layout import number_of, numbered
 from tests.support import cases
 from tests.support.dense_masks import Problem, problems
@@ -366,7 +370,38 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dense-no-heads": (lambda: BlockLayout.from_dense(_ONES.expand(0, 40, 40), block_size=16), ValueError, "one head"),
     "predicate-none": (lambda: _predicate(None), TypeError, "fn must be a function"),
     "predicate-python-bool": (lambda: _predicate(lambda q_pos, kv_pos: True), TypeError, "fn must give a bool tensor"),
-    "predicate-int": (
+    **{
+        f"predicate-{name}": (functools.partial(_predicate, fn), ValueError, message)
+        for name, fn, message in (
+            ("and", lambda q_pos, kv_pos: q_pos >= kv_pos and kv_pos < 3, r"fn .* and, or, not, if.*use \(a\) & \(b\)"),
+            ("if", lambda q_pos, kv_pos: q_pos < 3 if kv_pos < 3 else q_pos > 3, "fn .* torch.where"),
+            ("chain", lambda q_pos, kv_pos: 0 <= q_pos - kv_pos < 5, r"fn .* \(0 <= d\) & \(d < 5\)"),
+            ("max", lambda q_pos, kv_pos: max(q_pos, kv_pos) < 5, "fn .* torch.maximum"),
+            ("int", lambda q_pos, kv_pos: int(q_pos) > 5, r"fn .* int\(\), float\(\)"),
+            ("list", lambda q_pos, kv_pos: [True][q_pos], r"fn .* torch.as_tensor\(table\)"),
+        )
+    },
+    "predicate-array": (
+        lambda: _predicate(lambda q_pos, kv_pos: np.ones((40, 40), np.bool_)[q_pos, kv_pos]),
+        TypeError,
+        r"fn must give a bool tensor, got ndarray: .*torch.as_tensor\(table\)",
+    ),
+    "predicate-mask-mod": (
+        lambda: _predicate(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx),
+        TypeError,
+        r"fn must take \(q_pos, kv_pos\), but <lambda> takes 4 arguments, as FlexAttention's mask_mod.*give heads=1",
+    ),
+    "predicate-2-of-4": (
+        lambda: _predicate(heads=2),
+        TypeError,
+        r"fn must take \(batch, head, q_pos, kv_pos\), since heads= or batch= was given, but <lambda> takes 2",
+    ),
+    "predicate-1-argument": (
+        lambda: _predicate(lambda q_pos: q_pos >= 0),
+        TypeError,
+        r"fn must take \(q_pos, kv_pos\): <lambda>",
+    ),
+    "predicate-int-tensor": (
         lambda: _predicate(lambda q_pos, kv_pos: q_pos * kv_pos),
         ValueError,
         "fn must give a bool tensor",
@@ -446,6 +481,11 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"mask must end in .* = \(3, 3\), got",
     ),
+    "block-mask-of-tokens": (
+        lambda: BlockLayout.from_block_mask(_ONES, **_FAR),
+        ValueError,
+        r"mask must end in .*; BlockLayout.from_dense\(mask\) takes a mask of tokens",
+    ),
     "block-mask-float": (
         lambda: BlockLayout.from_block_mask(torch.ones(3, 3), **_FAR),
         ValueError,
@@ -453,6 +493,11 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "scipy-array": (lambda: _sparse(np.eye(3)), TypeError, "matrix must be a scipy.sparse"),
     "scipy-shape": (lambda: _sparse(_eye(size=4)), ValueError, r"matrix must have shape .* \(3, 3\), got \(4, 4\)"),
+    "scipy-of-tokens": (
+        lambda: _sparse(_eye(size=40)),
+        ValueError,
+        r"matrix must have shape .*; blocksparse_flash.interop.from_scipy_csr\(matrix\) takes a matrix of tokens",
+    ),
     "scipy-2": (lambda: _sparse(_eye(2.0)), ValueError, "matrix has a value 2"),
     "scipy-1-twice": (lambda: _sparse(_twice()), ValueError, "matrix has a value 2"),
     "scipy-of-partial": (lambda: _sparse(_GOOD.to_scipy()), ValueError, "matrix has a value 2"),
@@ -532,6 +577,102 @@ def test_bad_block_sizes_are_refused_by_every_constructor(block_size: Any, error
     for call in calls:
         with pytest.raises(error, match="block_size must be"):
             call()
+
+
+def test_errors_of_a_predicate_are_its_own() -> None:
+    def broken(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a fault of its own")
+
+    with pytest.raises(RuntimeError, match=r"^a fault of its own$"):
+        _predicate(broken)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        _predicate(lambda q_pos, kv_pos: q_pos + None)
+
+
+@pytest.mark.parametrize("has_tqdm", [True, False])
+def test_a_long_evaluation_warns_and_shows_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any, has_tqdm: bool
+) -> None:
+    if has_tqdm:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(predicates, "MANY_PAIRS", 1000)
+    monkeypatch.setattr(predicates, "_PAIRS_AT_ONCE", 256)
+    caplog.set_level(logging.INFO, "blocksparse_flash")
+    expected = (
+        "from_predicate evaluates fn for 1,600 pairs; a builder of blocksparse_flash.masks, within= or dedup_key="
+    )
+    with pytest.warns(UserWarning, match=expected) as warned:
+        layout = _predicate()
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert layout == BlockLayout.from_dense(_ONES.tril(), block_size=16)
+    assert ("from_predicate" in capsys.readouterr().err) == has_tqdm
+    assert ("from_predicate: 77 % of the pairs evaluated" in caplog.messages) == (not has_tqdm)
+
+
+def test_an_evaluation_with_help_or_few_pairs_does_not_warn(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    _predicate()
+    monkeypatch.setattr(predicates, "MANY_PAIRS", 1000)
+    _predicate(within=_GOOD)
+    _predicate(dedup_key=lambda row, col: row - col)
+    _predicate(q_len=20)
+    assert capsys.readouterr().err == ""
+
+
+_IN_COMPILED_CODE: dict[str, Callable[[], BlockLayout]] = {
+    "masks.local": lambda: masks.local(40, window=3, block_size=16),
+    "masks.build": lambda: masks.build("butterfly | local(3)", 40, block_size=16),
+    "from_predicate": _predicate,
+    "from_dense": lambda: BlockLayout.from_dense(_ONES, block_size=16),
+    "from_ranges": lambda: BlockLayout.from_ranges([0, 0, 0], [1, 2, 3], **_FAR),
+    "|": lambda: _GOOD | masks.local(40, window=3, block_size=16),
+    "T": lambda: _GOOD.T,
+    "stack_heads": lambda: BlockLayout.stack_heads([_GOOD, _GOOD]),
+}
+
+
+@pytest.mark.parametrize("name", _IN_COMPILED_CODE)
+def test_layouts_made_in_compiled_code_are_not_traced(name: str) -> None:
+    """torch.compile leaves its graph for them; in one graph it says where to build them instead."""
+    torch.compiler.reset()
+    q = torch.randn(1, 2, 40, 16)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return attention(2 * q, q, q, _IN_COMPILED_CODE[name]()) + 1
+
+    torch.testing.assert_close(torch.compile(call, backend="eager")(q), call(q))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="build this one outside the compiled function, once, and pass it in"):
+        torch.compile(call, backend="eager", fullgraph=True)(q)
+
+
+def test_every_mask_is_kept_from_tracing() -> None:
+    for name in masks.__all__:
+        assert getattr(masks, name)._torchdynamo_disable, name
+        assert pickle.loads(pickle.dumps(getattr(masks, name))) is getattr(masks, name)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_blocks_have_128_tokens_by_default() -> None:
+    mask = torch.ones(256, 256, dtype=torch.bool).tril()
+    scores = torch.zeros(1, 1, 2, 2)
+    made = [
+        BlockLayout.from_dense(mask),
+        BlockLayout.from_predicate(lambda q_pos, kv_pos: q_pos >= kv_pos, 256, 256),
+        BlockLayout.from_blocks([0], [0], 256, 256),
+        BlockLayout.from_ranges([0, 0], [1, 2], 256, 256),
+        BlockLayout.from_block_mask(torch.ones(2, 2, dtype=torch.bool), 256, 256),
+        BlockLayout.from_scipy(scipy.sparse.eye_array(2), 256, 256),
+        BlockLayout.from_topk(torch.zeros(1, 1, 2, 1, dtype=torch.int64), 256, 256),
+        BlockLayout.from_scores(scores, 256, 256, k=1),
+        interop.from_huggingface(mask[None, None]),
+        interop.from_scipy_csr(scipy.sparse.csr_array(mask.numpy())),
+        interop.from_torch_sparse(mask.to_sparse_csr()),
+        interop.from_magi([[0, 256]], [[0, 256]], None, 256, 256),
+        interop.from_flashmask(torch.full((1, 1, 256, 1), 256), 256, causal=True),
+    ]
+    assert {layout.block_size for layout in made} == {(128, 128)}
 
 
 def test_more_blocks_than_int32_counts_are_refused_before_they_are_made() -> None:

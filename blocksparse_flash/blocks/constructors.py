@@ -44,8 +44,12 @@ def by_mask(mask: Any, frame: Frame) -> tuple[Array, Frame]:
     """(keys of the True entries of a bool mask ([[batch,] heads,] n_rows, n_cols), frame with its batch and heads)."""
     array = checks.bools(mask, "mask")
     if array.shape[2:] != (frame.n_rows, frame.n_cols):
+        way_out = ""
+        if array.shape[2:] == (frame.q_len, frame.kv_len):
+            way_out = "; BlockLayout.from_dense(mask) takes a mask of tokens"
         raise ValueError(
             f"mask must end in (n_rows, n_cols) = ({frame.n_rows}, {frame.n_cols}), got shape {tuple(mask.shape)}"
+            f"{way_out}"
         )
     # smaller masks cannot have too many
     if array.size > checks.MOST_BLOCKS:
@@ -65,7 +69,10 @@ def by_matrix(matrix: Any, frame: Frame) -> Array:
         )
     n_rows, n_cols = frame.n_rows, frame.n_cols
     if matrix.shape != (n_rows, n_cols):
-        raise ValueError(f"matrix must have shape (n_rows, n_cols) = ({n_rows}, {n_cols}), got {matrix.shape}")
+        way_out = ""
+        if matrix.shape == (frame.q_len, frame.kv_len):
+            way_out = "; blocksparse_flash.interop.from_scipy_csr(matrix) takes a matrix of tokens"
+        raise ValueError(f"matrix must have shape (n_rows, n_cols) = ({n_rows}, {n_cols}), got {matrix.shape}{way_out}")
     # a copy, since sum_duplicates works in place
     csr = matrix.tocsr(copy=True)
     csr.sum_duplicates()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,10 @@ from .block_list import Array, BlockList, Frame, Size
 
 # pairs evaluated at once: with 4 M positions the temporaries of a predicate take tens of megabytes
 _PAIRS_AT_ONCE = 1 << 22
+# a second or more on the host: from here on from_predicate warns and shows progress, unless it has help
+MANY_PAIRS = 10**8
+
+_LOGGER = logging.getLogger("blocksparse_flash")
 
 Predicate = Callable[..., torch.Tensor]
 DedupKey = Callable[[Array, Array], Any]
@@ -23,6 +29,82 @@ def check(fn: object, dedup_key: object) -> None:
         raise TypeError(f"fn must be a function of positions, got {type(fn).__name__}")
     if dedup_key is not None and not callable(dedup_key):
         raise TypeError(f"dedup_key must be a function of rows and cols, got {type(dedup_key).__name__}")
+
+
+def _is_taken(fn: Predicate, n_arguments: int) -> bool:
+    """Whether a function takes so many positional arguments; True if that is unknown."""
+    try:
+        inspect.signature(fn).bind(*range(n_arguments))
+    except TypeError:
+        return False
+    except ValueError:
+        # a function without a signature
+        return True
+    return True
+
+
+def _arity_error(fn: Predicate, n_given: int) -> TypeError:
+    """The error for a function that does not take its positions."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if n_given == 2 and _is_taken(fn, 4):
+        return TypeError(
+            f"fn must take (q_pos, kv_pos), but {name} takes 4 arguments, as FlexAttention's mask_mod(batch, head, "
+            "q_pos, kv_pos) does: give heads=1, or as many heads= and batch= as it depends on"
+        )
+    if n_given == 4 and _is_taken(fn, 2):
+        return TypeError(
+            f"fn must take (batch, head, q_pos, kv_pos), since heads= or batch= was given, but {name} takes 2 "
+            "arguments: leave out heads= and batch= for one layout that all share, or add the arguments"
+        )
+    return TypeError(f"fn must take {'(q_pos, kv_pos)' if n_given == 2 else '(batch, head, q_pos, kv_pos)'}: {name}")
+
+
+_TRUTH = (
+    "took one truth value of a tensor of many pairs, as Python's and, or, not, if, max, min and chained comparisons "
+    "do: use (a) & (b), (a) | (b), ~a, torch.where, torch.maximum, and (0 <= d) & (d < 5) for 0 <= d < 5"
+)
+_NUMBER = (
+    "made one number of a tensor of many pairs, as int(), float(), range() and indices of lists do: use operations on "
+    "tensors, and torch.as_tensor(table)[q_pos] for a table"
+)
+# a part of PyTorch's message: what the predicate did, and what to do instead
+_NOT_VECTORISED = {
+    "Boolean value of Tensor": _TRUTH,
+    "converted to Python scalars": _NUMBER,
+    "converted to Scalar": _NUMBER,
+    "converted to an index": _NUMBER,
+}
+
+
+def _evaluated(fn: Predicate, positions: list[torch.Tensor]) -> object:
+    """fn(*positions); errors of functions that were written for one pair say how to write them for many."""
+    try:
+        return fn(*positions)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, TypeError) and not _is_taken(fn, len(positions)):
+            raise _arity_error(fn, len(positions)) from error
+        for part, advice in _NOT_VECTORISED.items():
+            if part in str(error):
+                raise ValueError(f"fn must compute with tensors of many pairs, but it {advice}") from error
+        raise
+
+
+def _logged(starts: range) -> Iterator[int]:
+    """The starts, with a line in the log at each tenth."""
+    for number, start in enumerate(starts):
+        if number * 10 // len(starts) > (number - 1) * 10 // len(starts):
+            _LOGGER.info("from_predicate: %d %% of the pairs evaluated", number * 100 // len(starts))
+        yield start
+
+
+def _with_progress(starts: range) -> Iterable[int]:
+    """The starts with a progress bar of tqdm, or with lines in the log where tqdm is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _logged(starts)
+    bar: Iterable[int] = tqdm(starts, desc="from_predicate")
+    return bar
 
 
 def causal(frame: Frame) -> tuple[Predicate, DedupKey]:
@@ -46,6 +128,7 @@ def evaluate(
     q_len: int,
     kv_len: int,
     block_size: Size,
+    shows_progress: bool = False,
 ) -> BlockList:
     """The canonical list of the pairs for which fn is true, in the blocks `keys` (ascending).
 
@@ -54,6 +137,7 @@ def evaluate(
     heads    size of the head axis, to take the keys apart
     dedup_key  dedup_key(row, col) -> int64: blocks with equal keys and equal edge kinds have equal pairs, so fn is
              evaluated for one of them
+    shows_progress  a progress bar, or a log without tqdm
     """
     n_rows, n_cols = block_list.grid(q_len, kv_len, block_size)
     kinds = block_list.edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
@@ -66,7 +150,8 @@ def evaluate(
     step = max(1, _PAIRS_AT_ONCE // (block_size[0] * block_size[1]))
     # device named: the caller may have set another default device
     q_step, kv_step = (torch.arange(side, device="cpu") for side in block_size)
-    for start in range(0, len(chosen), step):
+    starts = range(0, len(chosen), step)
+    for start in _with_progress(starts) if shows_progress else starts:
         part = chosen[start : start + step]
         rows, cols, leads = part // n_cols % n_rows, part % n_cols, part // (n_rows * n_cols)
         q_pos = torch.from_numpy(rows)[:, None, None] * block_size[0] + q_step[:, None]
@@ -74,7 +159,7 @@ def evaluate(
         positions = [q_pos.clamp_(max=q_len - 1), kv_pos.clamp_(max=kv_len - 1)]
         if by_head:
             positions = [torch.from_numpy(axis)[:, None, None] for axis in np.divmod(leads, heads)] + positions
-        bits = _checked(fn(*positions), (len(part), *block_size))
+        bits = _checked(_evaluated(fn, positions), (len(part), *block_size))
         words = block_list.pack(bits.numpy()) & gathering.there[kinds[start : start + step]]
         gathering.add(words, kinds[start : start + step])
     found, words = gathering.ids()
@@ -111,7 +196,8 @@ def _checked(result: object, shape: tuple[int, ...]) -> torch.Tensor:
     """The result of a predicate as a bool tensor of this shape on the host."""
     if not isinstance(result, torch.Tensor):
         raise TypeError(
-            f"fn must give a bool tensor, got {type(result).__name__}: compute with the positions it is given"
+            f"fn must give a bool tensor, got {type(result).__name__}: compute with the positions it is given, and "
+            "make tables tensors, torch.as_tensor(table)[q_pos]"
         )
     if result.dtype != torch.bool:
         raise ValueError(f"fn must give a bool tensor, True where a query attends to a key, got {result.dtype}")

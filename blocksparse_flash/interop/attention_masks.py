@@ -13,7 +13,7 @@ from ..layout import BlockLayout
 from .block_arrays import check_layout
 
 
-def from_huggingface(attention_mask: torch.Tensor, *, block_size: int | Size) -> BlockLayout:
+def from_huggingface(attention_mask: torch.Tensor, *, block_size: int | Size = 128) -> BlockLayout:
     """The layout of a 4-D attention mask of transformers, exact, on the host.
 
     Outputs differ for queries without keys only: they are 0 here, while transformers' eager attention with an additive

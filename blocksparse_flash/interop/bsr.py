@@ -243,7 +243,7 @@ def to_scipy_csr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
     return scipy.sparse.csr_array((np.ones(len(cols), np.int8), cols, indptr), shape=single.shape[2:])
 
 
-def from_scipy_csr(matrix: Any, *, block_size: int | Size) -> BlockLayout:
+def from_scipy_csr(matrix: Any, *, block_size: int | Size = 128) -> BlockLayout:
     """The layout of a scipy.sparse matrix over tokens (q_len, kv_len), of any format, exact, in O(its entries).
 
     For a matrix over blocks use `BlockLayout.from_scipy`.
@@ -309,7 +309,7 @@ def from_torch_sparse(
     """The layout of a sparse tensor over tokens, of 0 and 1, exact, on the host.
 
     tensor         two axes, torch.sparse_bsr or torch.sparse_csr
-    block_size     tokens per side of a block of the layout; required for CSR, and for BSR that of the tensor
+    block_size     tokens per side of a block of the layout; None: 128 for CSR, that of the tensor for BSR
     q_len, kv_len  lengths, if the last block of a BSR tensor is ragged; None: the shape of the tensor
     returns        BlockLayout of shape (1, 1, q_len, kv_len)
     raises         ValueError for another format, values other than 0 and 1, or a 1 beyond the lengths
@@ -330,13 +330,12 @@ def from_torch_sparse(
         lengths = _lengths(tuple(tensor.shape), tuple(values.shape[1:]), q_len, kv_len)
         pairs = _checked_pairs(values, indptr, cols, *lengths, "tensor")
         return _from_bsr(indptr, cols, pairs, q_len=lengths[0], kv_len=lengths[1], block_size=lengths[2])
-    if block_size is None:
-        raise ValueError("block_size must be given for a CSR tensor, which has none of its own")
     for length, size, name in ((q_len, tensor.shape[0], "q_len"), (kv_len, tensor.shape[1], "kv_len")):
         if length is not None and length != size:
             raise ValueError(f"{name} must be the length of the CSR tensor, {size}, or None, got {length}")
     check_zeros_and_ones(values, "tensor")
-    return _from_csr(indptr, cols, values != 0, tuple(tensor.shape), checks.sides(block_size))
+    sides = checks.sides(128 if block_size is None else block_size)
+    return _from_csr(indptr, cols, values != 0, tuple(tensor.shape), sides)
 
 
 # ------------------------------------------------------------------------------------------------------ over tokens

@@ -30,7 +30,7 @@ def from_flashmask(
     q_len: int,
     *,
     causal: bool,
-    block_size: int | Size,
+    block_size: int | Size = 128,
     heads: int | None = None,
 ) -> BlockLayout:
     """The layout of FlashMask's column bounds, exact, on the host, in O(nnz).

@@ -43,7 +43,7 @@ def from_magi(
     q_len: int,
     kv_len: int,
     *,
-    block_size: int | Size,
+    block_size: int | Size = 128,
 ) -> BlockLayout:
     """The layout of MagiAttention's slices: their union, exact, on the host.
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..layout import BlockLayout
 
-Layout = BlockLayout | Callable[[int], BlockLayout] | None
+# what a module holds, and what it takes: a specification becomes a LayoutByLength
+HeldLayout = BlockLayout | Callable[[int], BlockLayout] | None
+Layout = HeldLayout | str
 
 
 def positive_int(name: str, number: Any) -> int:
@@ -61,10 +63,17 @@ def boolean(name: str, value: Any, way_out: str) -> bool:
     return value
 
 
-def checked_layout(layout: Any) -> Layout:
+def checked_layout(layout: Any) -> HeldLayout:
+    """The layout; a specification for `masks.build` as a LayoutByLength."""
+    if isinstance(layout, str):
+        # at the top it would be circular
+        from .layout_by_length import LayoutByLength
+
+        return LayoutByLength(layout)
     if layout is not None and not isinstance(layout, BlockLayout) and not callable(layout):
         raise TypeError(
-            f"layout must be a BlockLayout, a function from a length to one, or None, got {type(layout).__name__}"
+            "layout must be a BlockLayout, a specification such as 'local(window=256)', a function from a length to a "
+            f"BlockLayout, or None, got {type(layout).__name__}"
         )
     return layout
 

@@ -35,8 +35,9 @@ class SelfAttention(HoldsLayout):
 
     embed_dim  features per token, a multiple of num_heads unless head_dim is given
     num_heads  query heads
-    layout     BlockLayout of length x length; a function from a length to one for inputs of several lengths, such as
-               LayoutByLength, which caches its results; or None: every token attends to every token
+    layout     BlockLayout of length x length; a specification such as "local(window=256)", from which a LayoutByLength
+               builds the layout of each length; another function from a length to a layout; or None: every token
+               attends to every token
     kv_heads   key and value heads, each shared by neighbouring query heads; None means num_heads
     causal     True keeps only kv_pos <= q_pos
     rope       base of rotary positions, such as 10000.0, for an even head_dim; None adds no positions. The position of
@@ -175,7 +176,9 @@ class SelfAttention(HoldsLayout):
         kv_lengths, cache  as forward
         """
         if cache is None:
-            return self._attention(q, k, v, self.layout_for(q.shape[2]), self.causal, kv_lengths)
+            swapped = "looks like (length, batch, embed_dim); use x.transpose(0, 1)"
+            layout = self.layout_for(q.shape[2], q.shape[0], swapped)
+            return self._attention(q, k, v, layout, self.causal, kv_lengths)
         if kv_lengths is not None:
             raise ValueError(
                 "kv_lengths must be None with a cache, whose sequences all have the same number of tokens: decode "

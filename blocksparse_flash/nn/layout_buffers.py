@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..layout import BlockLayout
-from .arguments import Layout
+from .arguments import HeldLayout
 
 
 class HoldsLayout(nn.Module):
     """A module whose layout moves with its weights and is planned for `causal`, but is not part of the state dict."""
 
-    layout: Layout
+    layout: HeldLayout
     causal: bool
 
     def _place_layout(self) -> None:
@@ -29,10 +29,21 @@ class HoldsLayout(nn.Module):
         self._place_layout()
         return self
 
-    def layout_for(self, length: int) -> BlockLayout | None:
-        """The layout for `length` queries; TypeError if a function returns None, which would mean every pair."""
+    def layout_for(self, length: int, batch: int | None = None, way_out: str = "") -> BlockLayout | None:
+        """The layout for `length` queries; TypeError if a function returns None, which would mean every pair.
+
+        batch    of the input; None if batch and length cannot be confused
+        way_out  ends the message of the ValueError for an input whose batch is the length of the layout
+        """
         layout = self.layout
-        if layout is None or isinstance(layout, BlockLayout):
+        if layout is None:
+            return layout
+        if isinstance(layout, BlockLayout):
+            if layout.q_len != length and layout.q_len == batch:
+                raise ValueError(
+                    f"layout describes {layout.q_len} queries, but the input has a batch of {batch} and a length of "
+                    f"{length}: it {way_out}"
+                )
             return layout
         made: Any = layout(length)
         if not isinstance(made, BlockLayout):

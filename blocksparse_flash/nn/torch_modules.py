@@ -49,7 +49,9 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
 
     embed_dim, num_heads, dropout, bias, ...  as torch.nn.MultiheadAttention
     add_bias_kv, add_zero_attn  must be False: they add keys that are not in the layout
-    layout   BlockLayout of q_len x kv_len; a function from the number of queries to one; or None: every pair attends
+    layout   BlockLayout of q_len x kv_len; a specification such as "local(window=256)", from which a LayoutByLength
+             builds the layout of as many queries and keys; a function from the number of queries to a layout; or None:
+             every pair attends
     causal   True keeps only kv_pos <= q_pos + (kv_len - q_len)
     raises   TypeError, ValueError
 
@@ -147,11 +149,16 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         if key_padding_mask is not None:
             is_row = not is_batched and isinstance(key_padding_mask, Tensor)
             kv_lengths = _lengths(key_padding_mask[None] if is_row else key_padding_mask, q.shape[0], k.shape[2])
+        swapped = (
+            "looks like (length, batch, embed_dim); use transpose(0, 1), or batch_first=False"
+            if self.batch_first
+            else "looks like (batch, length, embed_dim); give batch_first=True to the constructor"
+        )
         out = attention(
             q,
             k,
             v,
-            self.layout_for(q.shape[2]),
+            self.layout_for(q.shape[2], q.shape[0] if is_batched else None, swapped),
             causal=self.causal or is_causal,
             kv_lengths=kv_lengths,
             dropout_p=self.dropout if self.training else 0.0,

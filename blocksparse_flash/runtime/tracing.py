@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -199,3 +199,29 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return _NOTHING
     return torch.cuda.device(device)
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_OUTSIDE = "layouts are built by NumPy on the host: build this one outside the compiled function, once, and pass it in"
+
+
+def untraced(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorator: torch.compile runs the function without tracing it, or with fullgraph=True says to call it outside.
+
+    As torch.compiler.disable, which imports the compiler: that takes seconds, and nothing is traced before.
+    """
+    disabled: list[Callable[_Arguments, _Result]] = []
+
+    @functools.wraps(function)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not disabled:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled.append(torch.compiler.disable(function, reason=_OUTSIDE))
+        return disabled[0](*args, **kwargs)
+
+    # what torch.compile reads of a function that is not to be traced
+    for name, value in (("_torchdynamo_disable", True), ("_torchdynamo_disable_msg", _OUTSIDE)):
+        setattr(run, name, value)
+    return run

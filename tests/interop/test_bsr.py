@@ -299,11 +299,6 @@ def rows(indptr: list[int], indices: list[int], **options: Any) -> BlockLayout:
             r"must be torch.sparse_bsr or torch.sparse_csr with two axes, got torch.strided",
         ),
         (
-            lambda: from_torch_sparse(torch.ones(4, 4).to_sparse_csr()),
-            ValueError,
-            "block_size must be given for a CSR tensor",
-        ),
-        (
             lambda: from_torch_sparse(torch.ones(4, 4).to_sparse_csr(), block_size=16, q_len=5),
             ValueError,
             "q_len must be the length of the CSR tensor, 4, or None, got 5",

@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import masks
 from blocksparse_flash import BlockLayout, attention
 from blocksparse_flash.nn import (
     Encoder,
     EncoderBlock,
+    LayoutByLength,
     LearnedPositions,
     RotaryTable,
     SelfAttention,
@@ -231,6 +234,29 @@ def test_a_function_gives_the_layout_of_each_length() -> None:
         torch.testing.assert_close(layer(x), spelled_out(layer, x, window(length)))
 
 
+def test_a_specification_gives_the_layout_of_each_length() -> None:
+    layer = module(layout="local(window=9)")
+    assert layer.layout == LayoutByLength("local(window=9)")
+    assert "layout=LayoutByLength('local(window=9)')" in repr(layer)
+    for length in (40, LENGTH):
+        x = tokens(length=length)
+        expected = spelled_out(layer, x, masks.local(length, window=9))
+        torch.testing.assert_close(layer(x), expected)
+    again = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(again(x), layer(x))
+    with pytest.raises(ValueError, match=r"no mask is called locl\. Did you mean local\?"):
+        module(layout="locl(3)")(x)
+
+
+def test_inputs_with_the_batch_second_are_refused() -> None:
+    message = (
+        f"layout describes {LENGTH} queries, but the input has a batch of {LENGTH} and a length of 2: it looks like "
+        r"\(length, batch, embed_dim\); use x.transpose\(0, 1\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        module()(tokens().transpose(0, 1))
+
+
 def test_dropout_is_for_training_and_follows_the_seed_of_torch() -> None:
     layer, x = module(dropout_p=0.5), tokens()
     torch.manual_seed(3)
@@ -335,7 +361,7 @@ def test_the_module_uses_what_attention_computes() -> None:
         ({"alibi": torch.ones(4)}, TypeError, "alibi must be True or False, got tensor"),
         ({"softcap": 0}, ValueError, "softcap must be above 0 and finite, got 0.0; softcap=None caps nothing"),
         ({"softcap": True}, TypeError, r"softcap must be a float or an int, got True \(bool\)"),
-        ({"layout": "local"}, TypeError, "layout must be a BlockLayout, a function from a length to one, or None"),
+        ({"layout": 3}, TypeError, r"layout must be a BlockLayout, a specification such as 'local\(window=256\)', a "),
     ],
     ids=str,
 )

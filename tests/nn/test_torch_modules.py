@@ -144,6 +144,35 @@ def test_it_compiles_into_one_graph() -> None:
     torch.testing.assert_close(compiled(x, x, x, kv_lengths=lengths)[0], ours(x, x, x, kv_lengths=lengths)[0])
 
 
+@pytest.mark.parametrize(
+    ("batch_first", "message"),
+    [
+        (False, r"looks like \(batch, length, embed_dim\); give batch_first=True to the constructor"),
+        (True, r"looks like \(length, batch, embed_dim\); use transpose\(0, 1\), or batch_first=False"),
+    ],
+)
+def test_inputs_in_the_other_order_are_refused(batch_first: bool, message: str) -> None:
+    attend = MultiheadAttention(24, 4, layout=LAYOUT, batch_first=batch_first)
+    layer = TransformerEncoderLayer(24, 4, layout=LAYOUT, batch_first=batch_first)
+    x = torch.randn(2, LENGTH, 24) if not batch_first else torch.randn(LENGTH, 2, 24)
+    for call in (lambda: attend(x, x, x), lambda: layer(x)):
+        with pytest.raises(
+            ValueError, match=f"{LENGTH} queries, but the input has a batch of {LENGTH}.*: it {message}"
+        ):
+            call()
+
+
+def test_a_specification_is_a_layout() -> None:
+    x = torch.randn(2, LENGTH, 24)
+    for kind in (MultiheadAttention, TransformerEncoderLayer):
+        made = []
+        for layout in ("local(window=9)", masks.local(LENGTH, window=9)):
+            torch.manual_seed(0)
+            made.append(kind(24, 4, layout=layout, batch_first=True).eval())
+        outs = [module(x, x, x)[0] if kind is MultiheadAttention else module(x) for module in made]
+        assert torch.equal(*outs)
+
+
 X = torch.zeros(2, LENGTH, 24)
 GAPS = torch.zeros(2, LENGTH, dtype=torch.bool).index_fill_(1, torch.tensor([3]), True)
 WRONG_CALLS: list[tuple[dict[str, Any], str]] = [
@@ -171,7 +200,7 @@ def test_keys_that_no_layout_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be False, got True"):
         MultiheadAttention(24, 3, **{name: True})
     with pytest.raises(TypeError, match="layout must be a BlockLayout"):
-        MultiheadAttention(24, 3, layout="causal")
+        MultiheadAttention(24, 3, layout=128)
 
 
 def test_layouts_of_other_lengths_are_refused() -> None:
