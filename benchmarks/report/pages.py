@@ -1,21 +1,20 @@
-"""Report: `python -m benchmarks.report` writes the tables of the two READMEs and of results/, and draws the pictures.
-It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, io.jsonl and
-context_parallel.jsonl, and the errors of explain's predictions. It replaces the sections between markers of README.md
-and of benchmarks/README.md, and writes every measurement to results/attention.md, small.md, io.md and
-context_parallel.md.
+"""Report: `python -m benchmarks.report` writes the tables of README.md, docs/, benchmarks/ and results/, and draws the
+plots. It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, decode.jsonl, io.jsonl
+and context_parallel.jsonl, and the errors of explain's predictions. It replaces the sections between markers of the
+pages in PAGES, and writes every measurement to results/attention.md, small.md, io.md and context_parallel.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blocksparse_flash.explanation import prediction
 
 from ..run import bounds
-from . import context_parallel, plots, small, summaries
+from . import context_parallel, decode, front_page, plots, small, summaries
 from . import lines as measurements
 from .lines import DIRECTIONS, Line, Setting, label, measured, provider_of, select
 from .markdown import table
@@ -23,14 +22,14 @@ from .summaries import Value, ranges
 
 BENCHMARKS = Path(__file__).parents[1]
 RESULTS = BENCHMARKS / "results"
-README = BENCHMARKS.parent / "README.md"
-PAGE = BENCHMARKS / "README.md"
+ROOT = BENCHMARKS.parent
 
 # result files -> the keys that identify a measurement
 FILES = {
     "attention": measurements.IDENTITY,
     "masks": measurements.IDENTITY,
     "small": small.IDENTITY,
+    "decode": decode.IDENTITY,
     "io": measurements.IDENTITY,
     "context_parallel": context_parallel.IDENTITY,
 }
@@ -401,33 +400,58 @@ def highlights(lines: dict[str, list[Line]]) -> str:
     ]
     changes = summaries.changes(select(attention, bench="change"))
     head = (
-        "Milliseconds that a new mask adds to a step (mask, forward, backward); `< x`: less than the steps' spread x:"
+        "Milliseconds that a new mask adds to a step (mask, forward and backward). `< x`: the steps vary by x, and the "
+        "mask adds less:"
     )
     return _joined(ranges(values, "measurement", "backend", "baseline"), *([head, changes] if changes else []))
 
 
-def sections(lines: dict[str, list[Line]]) -> dict[str, str]:
-    """The generated sections of README.md, by marker."""
-    picture = "![TFLOP/s by pattern, forward and backward](benchmarks/results/speed.png)"
+def _speed(lines: dict[str, list[Line]]) -> str:
+    shown = most(lines["attention"])
+    return front_page.section(*main_setting(shown), shown)
+
+
+# page -> marker -> text; links are relative to the top folder
+PAGES: dict[str, dict[str, Callable[[dict[str, list[Line]]], str]]] = {
+    "README.md": {"speed": _speed},
+    "docs/performance.md": {
+        "attention": lambda lines: speed_section(most(lines["attention"])),
+        "highlights": highlights,
+        "masks": lambda lines: masks_section(lines["masks"]),
+    },
+    "docs/cost.md": {"prediction": lambda _: prediction_section(prediction.calibrations())},
+    "docs/decoding.md": {"decode": lambda lines: decode.section(lines["decode"])},
+    "docs/distributed.md": {"context": lambda lines: context_parallel.summary(lines["context_parallel"])},
+    "benchmarks/README.md": {
+        "sweeps": lambda lines: sweeps_section(most(lines["attention"])),
+        "elsewhere": lambda lines: elsewhere_section(lines["attention"]),
+        "small": lambda lines: small.section(lines["small"]),
+        "context": lambda lines: context_parallel.section(lines["context_parallel"]),
+        "io": lambda lines: io_section(lines["io"]),
+    },
+}
+
+
+def linked_from(page: str, section: str) -> str:
+    """A section with its links into benchmarks/ relative to a page.
+
+    >>> linked_from("docs/performance.md", "![](benchmarks/results/speed.png)")
+    '![](../benchmarks/results/speed.png)'
+    """
+    folder = page.rpartition("/")[0]
+    prefix = {"": "benchmarks/", "benchmarks": ""}.get(folder, "../benchmarks/")
+    return section.replace("](benchmarks/", f"]({prefix}")
+
+
+def written(root: Path, lines: dict[str, list[Line]]) -> dict[str, str]:
+    """Page -> its text with every section as measured. root: the top folder of the pages."""
     return {
-        "prediction": prediction_section(prediction.calibrations()),
-        "context": context_parallel.summary(lines["context_parallel"]),
-        "attention": _joined(speed_section(most(lines["attention"])), picture),
-        "highlights": highlights(lines),
-        "masks": masks_section(lines["masks"]),
+        page: replaced(
+            (root / page).read_text(encoding="utf-8"),
+            {name: linked_from(page, write(lines)) for name, write in sections.items()},
+        )
+        for page, sections in PAGES.items()
     }
-
-
-def page_sections(lines: dict[str, list[Line]]) -> dict[str, str]:
-    """The generated sections of benchmarks/README.md, by marker, with links relative to that page."""
-    found = {
-        "sweeps": sweeps_section(most(lines["attention"])),
-        "elsewhere": elsewhere_section(lines["attention"]),
-        "small": small.section(lines["small"]),
-        "context": context_parallel.section(lines["context_parallel"]),
-        "io": io_section(lines["io"]),
-    }
-    return {name: section.replace("](benchmarks/", "](") for name, section in found.items()}
 
 
 def result_pages(lines: dict[str, list[Line]]) -> dict[str, str]:
@@ -444,16 +468,15 @@ def result_pages(lines: dict[str, list[Line]]) -> dict[str, str]:
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result lines, tables and pictures")
-    parser.add_argument("--readme", type=Path, default=README, help="page whose sections are written")
-    parser.add_argument("--page", type=Path, default=PAGE, help="second page whose sections are written")
+    parser.add_argument("--root", type=Path, default=ROOT, help="top folder of the pages whose sections are written")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     lines = read(options.results)
-    for path, written in ((options.readme, sections(lines)), (options.page, page_sections(lines))):
-        path.write_text(replaced(path.read_text(encoding="utf-8"), written), encoding="utf-8")
+    for page, text in written(options.root, lines).items():
+        (options.root / page).write_text(text, encoding="utf-8")
     for name, text in result_pages(lines).items():
         (options.results / name).write_text(text, encoding="utf-8")
     figures = plots.figures(most(lines["attention"]), lines["masks"], lines["context_parallel"])
