@@ -2,7 +2,7 @@
 # make test      all checks that need no GPU: lint, types, tests, every kernel compiled ahead of time
 # make lint      ruff and mypy
 # make mutants   break a copy of the code, one line at a time; each time a test must fail. Many minutes, no GPU
-# make docs      reference of every public name, as pages in out/api
+# make docs      documentation and API reference, a site in out/site
 # make test-gpu  tests that need a CUDA device (context parallelism: two or more), with the packages of $(PYTHON)
 #
 # PYTHON creates the environment and runs test-gpu; JOBS is the number of test processes.
@@ -18,17 +18,13 @@ ifeq ($(shell uname -s),Linux)
 OTHER_TRITONS = $(TRITONS:%=$(VENV)/triton-%)
 endif
 
-# modules with public names
-DOCUMENTED = blocksparse_flash $(patsubst %,blocksparse_flash.%,nn interop distributed huggingface) \
-	masks masks.deepspeed '!masks\.(?!deepspeed)'
-
 .PHONY: demo docs test test-gpu mutants lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.lra.demo
 
 docs: $(VENV)/.docs
-	$(BIN)/python -m pdoc --template-directory docs/reference --output-directory out/api $(DOCUMENTED)
+	$(BIN)/python -m mkdocs build --strict
 
 # lint runs while the other Tritons are installed
 test:
