@@ -113,7 +113,8 @@ def speed_section(lines: Sequence[Line]) -> str:
         f"{caption(setting, shown)} TFLOP/s of stored 128 x 128 blocks, forward / backward; `-`: unsupported or not "
         f"measured.{beside}",
         speed_table(shown),
-        "Speed-up: time of the baseline over ours, forwards and backwards, both head dimensions; mean: geometric.",
+        "Speed-up: time of the baseline divided by our time, over forward and backward and both head dimensions. The "
+        "mean is geometric; `slower` counts the cases in which ours takes longer.",
         ranges(summaries.speedups(shown), "backend", "baseline"),
     )
 
@@ -177,12 +178,12 @@ def change_table(lines: Sequence[Line]) -> str:
 
 def change_section(lines: Sequence[Line]) -> str:
     """The tables of each setting, under its caption."""
-    parts = ["`< x`: less than x, the spread of the steps (p20 to p80)."]
+    parts = ["`< x`: the steps vary by x (p20 to p80), and the change costs less."]
     if any(line["provider"] == "flex" for line in lines):
         parts.append(
-            "FlexAttention users make a mask with `create_block_mask`, which evaluates a mask function at every "
-            "pair. Its "
-            "other new masks here are `BlockMask.from_kv_blocks` of block lists prepared in advance."
+            "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at "
+            "every pair. The other new masks of FlexAttention are `BlockMask.from_kv_blocks` of block lists prepared in "
+            "advance."
         )
     for setting, found in measurements.settings(lines).items():
         parts.append(caption(setting, found))
@@ -282,8 +283,8 @@ def masks_section(lines: Sequence[Line]) -> str:
         f"blocks of "
         "128):",
         table(rows),
-        "In brackets: peak memory in MB; for the compiled one the milliseconds of the first call, which compiles. "
-        "`-`: not measured, as time and memory grow with the square of the length.",
+        "In brackets: peak memory in MB, or for the compiled function the milliseconds of the first call, which "
+        "compiles. `-`: not measured, since time and memory grow with the square of the length.",
         "![Time to build a mask against its length](benchmarks/results/masks.png)",
     )
 

@@ -54,7 +54,11 @@ def fields(lines: list[str], column: int) -> list[tuple[str, list[str]]]:
 def escaped(text: str) -> str:
     """Text whose characters outside of backticks mean nothing in Markdown: 2**-16, <library>, mesh["context"]."""
     parts = re.split(r"(`[^`]+`)", text)
-    return "".join(part if part.startswith("`") else re.sub(r"([*_<\[\]\\#])", r"\\\1", part) for part in parts)
+    return "".join(part if part.startswith("`") else _plain(part) for part in parts)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"([*_\[\]\\#])", r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;"))
 
 
 def fenced(language: str, lines: list[str]) -> str:
