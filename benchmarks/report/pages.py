@@ -1,7 +1,7 @@
 """Report: `python -m benchmarks.report` writes the tables of README.md, docs/, benchmarks/ and results/, and draws the
-plots. It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, decode.jsonl, io.jsonl
-and context_parallel.jsonl, and the errors of explain's predictions. It replaces the sections between markers of the
-pages in PAGES, and writes every measurement to results/attention.md, small.md, io.md and context_parallel.md.
+plots. It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, decode.jsonl, io.jsonl,
+context_parallel.jsonl and lra/, and the errors of explain's predictions. It replaces the sections between markers of
+the pages in PAGES, and writes every measurement to results/attention.md, small.md, io.md and context_parallel.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from blocksparse_flash.explanation import prediction
 
 from ..run import bounds
-from . import context_parallel, decode, front_page, plots, small, summaries
+from . import context_parallel, decode, front_page, long_range, plots, small, summaries
 from . import lines as measurements
 from .lines import DIRECTIONS, Line, Setting, label, measured, provider_of, select
 from .markdown import table
@@ -182,8 +182,8 @@ def change_section(lines: Sequence[Line]) -> str:
     if any(line["provider"] == "flex" for line in lines):
         parts.append(
             "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at "
-            "every pair. The other new masks of FlexAttention are `BlockMask.from_kv_blocks` of block lists prepared in "
-            "advance."
+            "every pair. The other new masks of FlexAttention are `BlockMask.from_kv_blocks` of block lists prepared "
+            "in advance."
         )
     for setting, found in measurements.settings(lines).items():
         parts.append(caption(setting, found))
@@ -385,6 +385,7 @@ def read(results: Path) -> dict[str, list[Line]]:
     for name, identity in FILES.items():
         path = results / f"{name}.jsonl"
         found[name] = measurements.read(path, identity) if path.exists() or name in ALWAYS else []
+    found["lra"] = long_range.read(results / "lra")
     return found
 
 
@@ -422,6 +423,7 @@ PAGES: dict[str, dict[str, Callable[[dict[str, list[Line]]], str]]] = {
     },
     "docs/cost.md": {"prediction": lambda _: prediction_section(prediction.calibrations())},
     "docs/decoding.md": {"decode": lambda lines: decode.section(lines["decode"])},
+    "docs/lra.md": {"lra": lambda lines: long_range.section(lines["lra"])},
     "docs/distributed.md": {"context": lambda lines: context_parallel.summary(lines["context_parallel"])},
     "benchmarks/README.md": {
         "sweeps": lambda lines: sweeps_section(most(lines["attention"])),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import decode, front_page, pages, plots, summaries
+from benchmarks.report import decode, front_page, long_range, pages, plots, summaries
 from benchmarks.report import lines as measurements
 from benchmarks.run import measure
 
@@ -126,6 +126,19 @@ def test_the_readme_has_a_chart_and_three_sentences() -> None:
     # without a measurement there is no sentence
     few = front_page.section(setting, [of(TRITON)], [of(TRITON)])
     assert few.count("\n- ") == 0 and "speed.png" in few
+
+
+def test_long_range_has_a_row_for_each_configuration(tmp_path: Path) -> None:
+    said = {"task": "pathx", "mask": "butterfly | local(window=5)", "n": 2000, "accuracy": 0.5, "standard_error": 0.011,
+            "floor": 0.25, "balanced": 0.375, "chance": 0.1, "device": "GPU"}  # fmt: skip
+    for name, tests in (("pathx", [{**said, "accuracy": 0.1}, said]), ("dense", [{**said, "mask": None}])):
+        (tmp_path / "ours" / name).mkdir(parents=True)
+        (tmp_path / "ours" / name / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tests))
+    assert rows_of(long_range.section(long_range.read(tmp_path))) == [
+        "| `ours/dense` | pathx | dense | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
+        "| `ours/pathx` | pathx | butterfly \\| local | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
+    ]
+    assert long_range.section(long_range.read(tmp_path / "missing")) == ""
 
 
 def test_decoding_has_a_row_for_each_case() -> None:
