@@ -252,6 +252,15 @@ def test_a_package_index_shows_the_pictures_of_the_readme() -> None:
     assert f"{home}/blob/main/docs/masks.md" in links and all(link.startswith("https://") for link in links)
 
 
+def test_the_source_distribution_has_the_files_that_its_build_reads() -> None:
+    """A readme made by a plugin is not included by itself."""
+    hatch = project()["tool"]["hatch"]
+    read = [fragment["path"] for fragment in hatch["metadata"]["hooks"]["fancy-pypi-readme"]["fragments"]]
+    included = [path.lstrip("/") for path in hatch["build"]["targets"]["sdist"]["include"]]
+    assert {*read, "mkdocs.yml", "CITATION.cff"} <= {*included}
+    assert [path for path in included if not (ROOT / path).exists()] == []
+
+
 def test_the_address_of_the_repository_is_the_same_everywhere() -> None:
     home = project()["project"]["urls"]["Homepage"]
     assert all(url.startswith(home) for url in project()["project"]["urls"].values())
