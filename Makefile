@@ -3,7 +3,7 @@
 # make test-compilers  kernels compiled for the other Tritons, which it installs, and the other architectures
 # make lint      ruff and mypy
 # make mutants   break a copy of the code, one line at a time; each time a test must fail. Many minutes, no GPU
-# make docs      reference of every public name, as pages in out/api
+# make docs      documentation and API reference, a site in out/site
 # make test-gpu  tests that need a CUDA device (context parallelism: two or more), with the packages of $(PYTHON)
 #
 # PYTHON creates the environment and runs test-gpu; JOBS is the number of test processes.
@@ -19,17 +19,13 @@ ifeq ($(shell uname -s),Linux)
 OTHER_TRITONS = $(TRITONS:%=$(VENV)/triton-%)
 endif
 
-# modules with public names
-DOCUMENTED = blocksparse_flash $(patsubst %,blocksparse_flash.%,nn interop distributed huggingface) \
-	masks masks.deepspeed '!masks\.(?!deepspeed)'
-
 .PHONY: demo docs test test-compilers test-gpu mutants lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.lra.first_result
 
 docs: $(VENV)/.docs
-	$(BIN)/python -m pdoc --template-directory docs/reference --output-directory out/api $(DOCUMENTED)
+	$(BIN)/python -m mkdocs build --strict
 
 # the limit finds tests that hang; no test comes near it, even on a machine with other work
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 3600

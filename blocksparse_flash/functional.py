@@ -218,7 +218,7 @@ def attention(
     q          (batch, heads, q_len, head_dim), any strides with a last one of 1; head_dim 1 to 256
     k          (batch, kv_heads, kv_len, head_dim), heads % kv_heads == 0; query head h reads kv head
                h // (heads // kv_heads)
-    v          (batch, kv_heads, kv_len, v_head_dim); v_head_dim 1 to 256, may differ from head_dim
+    v          (batch, kv_heads, kv_len, v_head_dim); v_head_dim 1 to 256, may differ from head_dim;
                all three float16, bfloat16 or float32 (float64 for backends reference and eager), on one device
     layout     BlockLayout of q_len x kv_len, with 1 or `heads` heads and 1 or `batch` batches; None attends everywhere
     causal     True also drops the keys with kv_pos > q_pos + (kv_len - q_len), aligned bottom-right:

@@ -304,4 +304,4 @@ def test_makefile_names_files_that_exist() -> None:
 
 def test_folders_at_the_top_are_fixed() -> None:
     folders = {name.split("/")[0] for name in tracked_text() if "/" in name}
-    assert folders <= {*CODE, "tests", "docs", ".ci"}
+    assert folders <= {*CODE, "tests", "docs", ".ci", ".github"}

@@ -103,11 +103,11 @@ def summary(lines: Sequence[Line]) -> str:
     return "\n\n".join(
         [
             (
-                "Times as fast as one GPU, forward and backward together: "
+                "Speed-up over one GPU, forward and backward together: "
                 f"{' / '.join(LABELS[name] for name in providers)}. "
                 f"{ranks} {setting.device}, head_dim {setting.head_dim}, {every[0]['dtype']}, "
                 f"{measurements.versions(every, 'torch', 'triton')}; "
-                "[what computing and the link allow, and two GPUs](benchmarks/README.md#one-sequence-on-several-gpus)."
+                "[upper bounds, and two GPUs](benchmarks/README.md#one-sequence-on-several-gpus)."
             ),
             table(rows),
             "![Speed-up over one GPU](benchmarks/results/context_parallel.png)",
@@ -131,9 +131,8 @@ def section(lines: Sequence[Line]) -> str:
         return ""
     parts = [
         (
-            "Times as fast as one GPU, forward and backward together. In brackets what the slower of computing and "
-            "receiving "
-            "allows, and which it is; `-`: cannot run, or was not measured. All measurements are in "
+            "Speed-up over one GPU, forward and backward together. In brackets: the upper bound set by computing or by "
+            "receiving, whichever is slower. `-`: cannot run, or was not measured. All measurements are in "
             "[results/context_parallel.md](benchmarks/results/context_parallel.md)."
         ),
         link(lines),

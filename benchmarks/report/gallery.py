@@ -1,8 +1,9 @@
-"""Pictures of all masks and of a union: `python -m benchmarks.report.gallery`."""
+"""Pictures of all masks and of a union, and the tables of docs/masks.md: `python -m benchmarks.report.gallery`."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,12 @@ import torch
 import masks
 from blocksparse_flash import BlockLayout
 
-RESULTS = Path(__file__).parents[1] / "results"
+from .markdown import table
+from .pages import replaced
+
+ROOT = Path(__file__).parents[2]
+# folder of the union, page with the tables, folder of the masks' pictures
+RESULTS, PAGE, PICTURES = "benchmarks/results", "docs/masks.md", "docs/pictures"
 LENGTH, BLOCK_SIZE = 1024, 32
 
 RANDOM = np.random.default_rng(0)
@@ -61,6 +67,21 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "vertical_slash": {"verticals": [0, 300, 310, 700], "slashes": [0, 64, 320]},
 }
 
+# headings of docs/masks.md -> masks
+FAMILIES = {
+    "Windows and global tokens": [
+        "causal", "local", "global_tokens", "longformer", "bigbird", "sink_window", "a_shape", "tri_shape", "strided",
+        "fixed", "dilated_window", "longnet", "alibi_windows", "prefix_lm",
+    ],
+    "Blocks and hierarchies": [
+        "butterfly", "pixelfly", "block_diagonal", "block_causal", "block_diffusion", "hierarchical",
+    ],
+    "Packed sequences and trees": ["documents", "shared_prefix", "tree"],
+    "Images and video": ["neighborhood", "swin", "sliding_tile", "axial"],
+    "Masks that depend on the input": ["top_k", "top_p", "vertical_slash", "lsh"],
+    "Random graphs": ["random", "erdos_renyi", "expander", "small_world"],
+}  # fmt: skip
+
 # legend of layout.plot -> explanation
 MEANINGS = {
     "full": "full block: every pair of its queries and keys attends",
@@ -94,9 +115,37 @@ def call(name: str) -> str:
     return f"{name}\n{textwrap.fill(said, 40)}"
 
 
-def panels() -> dict[str, BlockLayout]:
-    """Title -> layout of every mask."""
-    return {call(name): example(name) for name in sorted(EXAMPLES)}
+def signature(name: str) -> str:
+    """`local(length, *, window)`: without annotations, and without block_size, which every mask has."""
+    found = inspect.signature(getattr(masks, name))
+    shown = [
+        each.replace(annotation=inspect.Parameter.empty)
+        for each in found.parameters.values()
+        if each.name != "block_size"
+    ]
+    return f"{name}{inspect.Signature(shown)}"
+
+
+def paper(name: str) -> str:
+    """A Markdown link to the first paper that a docstring cites; "" if it has no arXiv number."""
+    for paragraph in (inspect.getdoc(getattr(masks, name)) or "").split("\n\n"):
+        found = re.match(r"(.*?),? arXiv:(\d{4}\.\d{5})", " ".join(paragraph.split()))
+        if found:
+            return f"[{found[1].rpartition('; as attention: ')[2]}](https://arxiv.org/abs/{found[2]})"
+    return ""
+
+
+def tables() -> str:
+    """The masks by family: picture, signature, first sentence of the docstring, paper."""
+    parts = []
+    for family, names in FAMILIES.items():
+        rows = [["example", "mask"]]
+        for name in names:
+            sentence = " ".join((inspect.getdoc(getattr(masks, name)) or "").split("\n\n")[0].split())
+            cell = "<br>".join(filter(None, [f"**`{signature(name)}`**", sentence, paper(name)]))
+            rows.append([f"![{name}]({Path(PICTURES).name}/{name}.png)", cell.replace("|", "\\|")])
+        parts += [f"## {family}", table(rows)]
+    return "\n\n".join(parts)
 
 
 def union() -> dict[str, BlockLayout]:
@@ -104,6 +153,18 @@ def union() -> dict[str, BlockLayout]:
     parts = {call(name): example(name) for name in ("butterfly", "local", "global_tokens")}
     butterfly, local, tokens = parts.values()
     return parts | {"butterfly | local | global_tokens\n": butterfly | local | tokens}
+
+
+def _small(layout: BlockLayout) -> bool:
+    return max(layout.q_len, layout.kv_len) <= PAIRS_UP_TO
+
+
+def _drawn(axis: Any, layout: BlockLayout) -> dict[str, Any]:
+    """Draws a layout, a small one pair by pair. Legend of what is shown: text -> handle."""
+    layout.plot(axis, tokens=((0, layout.q_len), (0, layout.kv_len)) if _small(layout) else None)
+    legend: Any = axis.get_legend()
+    legend.remove()
+    return dict(zip((text.get_text() for text in legend.get_texts()), legend.legend_handles, strict=True))
 
 
 def draw(layouts: Mapping[str, BlockLayout], *, across: int) -> Any:
@@ -116,25 +177,35 @@ def draw(layouts: Mapping[str, BlockLayout], *, across: int) -> Any:
     handles: dict[str, Any] = {}
     for index, (title, layout) in enumerate(layouts.items()):
         axis = figure.add_subplot(down, across, index + 1)
-        is_small = max(layout.q_len, layout.kv_len) <= PAIRS_UP_TO
-        layout.plot(axis, tokens=((0, layout.q_len), (0, layout.kv_len)) if is_small else None)
-        legend: Any = axis.get_legend()
-        legend.remove()
-        unit = "pairs of tokens" if is_small else "blocks stored"
-        share = float(layout.to_dense().float().mean()) if is_small else layout.density
+        handles |= _drawn(axis, layout)
+        unit = "pairs of tokens" if _small(layout) else "blocks stored"
+        share = float(layout.to_dense().float().mean()) if _small(layout) else layout.density
         axis.set_title(f"{title}\n{share:.0%} of the {unit}", fontsize=9)
-        handles |= dict(zip((text.get_text() for text in legend.get_texts()), legend.legend_handles, strict=True))
     shown = {said: handles[name] for name, said in MEANINGS.items() if name in handles}
     figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
+def draw_alone(layout: BlockLayout) -> Any:
+    """A matplotlib Figure of one layout: a square without axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.6, 1.6))
+    axis = figure.add_axes((0.01, 0.01, 0.98, 0.98))
+    _drawn(axis, layout)
+    axis.set(xticks=[], yticks=[], xlabel="", ylabel="", title="")
+    return figure
+
+
 def main() -> None:
-    for name, layouts, across in (("layouts", union(), 4), ("gallery", panels(), 4)):
-        path = RESULTS / f"{name}.png"
+    figures = {f"{RESULTS}/layouts.png": draw(union(), across=4)}
+    figures |= {f"{PICTURES}/{name}.png": draw_alone(example(name)) for name in EXAMPLES}
+    for path, figure in figures.items():
         # no date and no version: the same layouts give the same file
-        draw(layouts, across=across).savefig(path, dpi=80, metadata={"Software": None})
-        print(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+        figure.savefig(ROOT / path, dpi=80 if path.startswith(RESULTS) else 100, metadata={"Software": None})
+        print(path)
+    page = ROOT / PAGE
+    page.write_text(replaced(page.read_text(encoding="utf-8"), {"masks": tables()}), encoding="utf-8")
 
 
 if __name__ == "__main__":

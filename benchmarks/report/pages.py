@@ -1,21 +1,20 @@
-"""Report: `python -m benchmarks.report` writes the tables of the two READMEs and of results/, and draws the pictures.
-It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, io.jsonl and
-context_parallel.jsonl, and the errors of explain's predictions. It replaces the sections between markers of README.md
-and of benchmarks/README.md, and writes every measurement to results/attention.md, small.md, io.md and
-context_parallel.md.
+"""Report: `python -m benchmarks.report` writes the tables of README.md, docs/, benchmarks/ and results/, and draws the
+plots. It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, decode.jsonl, io.jsonl,
+context_parallel.jsonl and lra/, and the errors of explain's predictions. It replaces the sections between markers of
+the pages in PAGES, and writes every measurement to results/attention.md, small.md, io.md and context_parallel.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blocksparse_flash.explanation import prediction
 
 from ..run import bounds
-from . import context_parallel, plots, small, summaries
+from . import context_parallel, decode, front_page, long_range, plots, small, summaries
 from . import lines as measurements
 from .lines import DIRECTIONS, Line, Setting, label, measured, provider_of, select
 from .markdown import table
@@ -23,14 +22,14 @@ from .summaries import Value, ranges
 
 BENCHMARKS = Path(__file__).parents[1]
 RESULTS = BENCHMARKS / "results"
-README = BENCHMARKS.parent / "README.md"
-PAGE = BENCHMARKS / "README.md"
+ROOT = BENCHMARKS.parent
 
 # result files -> the keys that identify a measurement
 FILES = {
     "attention": measurements.IDENTITY,
     "masks": measurements.IDENTITY,
     "small": small.IDENTITY,
+    "decode": decode.IDENTITY,
     "io": measurements.IDENTITY,
     "context_parallel": context_parallel.IDENTITY,
 }
@@ -114,7 +113,8 @@ def speed_section(lines: Sequence[Line]) -> str:
         f"{caption(setting, shown)} TFLOP/s of stored 128 x 128 blocks, forward / backward; `-`: unsupported or not "
         f"measured.{beside}",
         speed_table(shown),
-        "Speed-up: time of the baseline over ours, forwards and backwards, both head dimensions; mean: geometric.",
+        "Speed-up: time of the baseline divided by our time, over forward and backward and both head dimensions. The "
+        "mean is geometric; `slower` counts the cases in which ours takes longer.",
         ranges(summaries.speedups(shown), "backend", "baseline"),
     )
 
@@ -178,12 +178,12 @@ def change_table(lines: Sequence[Line]) -> str:
 
 def change_section(lines: Sequence[Line]) -> str:
     """The tables of each setting, under its caption."""
-    parts = ["`< x`: less than x, the spread of the steps (p20 to p80)."]
+    parts = ["`< x`: the steps vary by x (p20 to p80), and the change costs less."]
     if any(line["provider"] == "flex" for line in lines):
         parts.append(
-            "FlexAttention users make a mask with `create_block_mask`, which evaluates a mask function at every "
-            "pair. Its "
-            "other new masks here are `BlockMask.from_kv_blocks` of block lists prepared in advance."
+            "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at "
+            "every pair. The other new masks of FlexAttention are `BlockMask.from_kv_blocks` of block lists prepared "
+            "in advance."
         )
     for setting, found in measurements.settings(lines).items():
         parts.append(caption(setting, found))
@@ -283,8 +283,8 @@ def masks_section(lines: Sequence[Line]) -> str:
         f"blocks of "
         "128):",
         table(rows),
-        "In brackets: peak memory in MB; for the compiled one the milliseconds of the first call, which compiles. "
-        "`-`: not measured, as time and memory grow with the square of the length.",
+        "In brackets: peak memory in MB, or for the compiled function the milliseconds of the first call, which "
+        "compiles. `-`: not measured, since time and memory grow with the square of the length.",
         "![Time to build a mask against its length](benchmarks/results/masks.png)",
     )
 
@@ -385,6 +385,7 @@ def read(results: Path) -> dict[str, list[Line]]:
     for name, identity in FILES.items():
         path = results / f"{name}.jsonl"
         found[name] = measurements.read(path, identity) if path.exists() or name in ALWAYS else []
+    found["lra"] = long_range.read(results / "lra")
     return found
 
 
@@ -401,33 +402,59 @@ def highlights(lines: dict[str, list[Line]]) -> str:
     ]
     changes = summaries.changes(select(attention, bench="change"))
     head = (
-        "Milliseconds that a new mask adds to a step (mask, forward, backward); `< x`: less than the steps' spread x:"
+        "Milliseconds that a new mask adds to a step (mask, forward and backward). `< x`: the steps vary by x, and the "
+        "mask adds less:"
     )
     return _joined(ranges(values, "measurement", "backend", "baseline"), *([head, changes] if changes else []))
 
 
-def sections(lines: dict[str, list[Line]]) -> dict[str, str]:
-    """The generated sections of README.md, by marker."""
-    picture = "![TFLOP/s by pattern, forward and backward](benchmarks/results/speed.png)"
+def _speed(lines: dict[str, list[Line]]) -> str:
+    shown = most(lines["attention"])
+    return front_page.section(*main_setting(shown), shown)
+
+
+# page -> marker -> text; links are relative to the top folder
+PAGES: dict[str, dict[str, Callable[[dict[str, list[Line]]], str]]] = {
+    "README.md": {"speed": _speed},
+    "docs/performance.md": {
+        "attention": lambda lines: speed_section(most(lines["attention"])),
+        "highlights": highlights,
+        "masks": lambda lines: masks_section(lines["masks"]),
+    },
+    "docs/cost.md": {"prediction": lambda _: prediction_section(prediction.calibrations())},
+    "docs/decoding.md": {"decode": lambda lines: decode.section(lines["decode"])},
+    "docs/lra.md": {"lra": lambda lines: long_range.section(lines["lra"])},
+    "docs/distributed.md": {"context": lambda lines: context_parallel.summary(lines["context_parallel"])},
+    "benchmarks/README.md": {
+        "sweeps": lambda lines: sweeps_section(most(lines["attention"])),
+        "elsewhere": lambda lines: elsewhere_section(lines["attention"]),
+        "small": lambda lines: small.section(lines["small"]),
+        "context": lambda lines: context_parallel.section(lines["context_parallel"]),
+        "io": lambda lines: io_section(lines["io"]),
+    },
+}
+
+
+def linked_from(page: str, section: str) -> str:
+    """A section with its links into benchmarks/ relative to a page.
+
+    >>> linked_from("docs/performance.md", "![](benchmarks/results/speed.png)")
+    '![](../benchmarks/results/speed.png)'
+    """
+    folder = page.rpartition("/")[0]
+    prefix = {"": "benchmarks/", "benchmarks": ""}.get(folder, "../benchmarks/")
+    return section.replace("](benchmarks/", f"]({prefix}")
+
+
+def written(root: Path, lines: dict[str, list[Line]]) -> dict[str, str]:
+    """Page -> its text with every section as measured. root: the top folder of the pages."""
     return {
-        "prediction": prediction_section(prediction.calibrations()),
-        "context": context_parallel.summary(lines["context_parallel"]),
-        "attention": _joined(speed_section(most(lines["attention"])), picture),
-        "highlights": highlights(lines),
-        "masks": masks_section(lines["masks"]),
+        page: replaced(
+            (root / page).read_text(encoding="utf-8"),
+            {name: linked_from(page, write(lines)) for name, write in sections.items()},
+        )
+        for page, sections in PAGES.items()
     }
-
-
-def page_sections(lines: dict[str, list[Line]]) -> dict[str, str]:
-    """The generated sections of benchmarks/README.md, by marker, with links relative to that page."""
-    found = {
-        "sweeps": sweeps_section(most(lines["attention"])),
-        "elsewhere": elsewhere_section(lines["attention"]),
-        "small": small.section(lines["small"]),
-        "context": context_parallel.section(lines["context_parallel"]),
-        "io": io_section(lines["io"]),
-    }
-    return {name: section.replace("](benchmarks/", "](") for name, section in found.items()}
 
 
 def result_pages(lines: dict[str, list[Line]]) -> dict[str, str]:
@@ -444,16 +471,15 @@ def result_pages(lines: dict[str, list[Line]]) -> dict[str, str]:
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result lines, tables and pictures")
-    parser.add_argument("--readme", type=Path, default=README, help="page whose sections are written")
-    parser.add_argument("--page", type=Path, default=PAGE, help="second page whose sections are written")
+    parser.add_argument("--root", type=Path, default=ROOT, help="top folder of the pages whose sections are written")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     lines = read(options.results)
-    for path, written in ((options.readme, sections(lines)), (options.page, page_sections(lines))):
-        path.write_text(replaced(path.read_text(encoding="utf-8"), written), encoding="utf-8")
+    for page, text in written(options.root, lines).items():
+        (options.root / page).write_text(text, encoding="utf-8")
     for name, text in result_pages(lines).items():
         (options.results / name).write_text(text, encoding="utf-8")
     figures = plots.figures(most(lines["attention"]), lines["masks"], lines["context_parallel"])

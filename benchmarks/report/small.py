@@ -39,7 +39,7 @@ def section(lines: Sequence[Line]) -> str:
     if not lines:
         return ""
     head = f"{caption(lines)} ([all of them](benchmarks/results/small.md))."
-    said = "Speed-up: time of the baseline over ours; slower: cases in which ours takes longer."
+    said = "Speed-up: time of the baseline divided by our time; `slower` counts the cases in which ours takes longer."
     return "\n\n".join([f"{head} {said}", ranges(values(lines), "measurement", "backend", "baseline")])
 
 

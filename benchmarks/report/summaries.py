@@ -42,6 +42,11 @@ class Value(NamedTuple):
     value: float
 
 
+def mean(values: Iterable[float]) -> float:
+    """The geometric mean."""
+    return statistics.geometric_mean(values)
+
+
 def ranges(values: Iterable[Value], *by: str) -> str:
     """A row per group of values: cases, min, geometric mean, max and, for speed-ups, cases slower; "" without values.
 
@@ -56,7 +61,7 @@ def ranges(values: Iterable[Value], *by: str) -> str:
     rows = [[*by, "cases", "min", "mean", "max", *(["slower"] if has_slower else [])]]
     for names, group in groups.items():
         found = [value.value for value in group]
-        cells = [f"{each:.2f}" for each in (min(found), statistics.geometric_mean(found), max(found))]
+        cells = [f"{each:.2f}" for each in (min(found), mean(found), max(found))]
         is_speedup = group[0].measurement.startswith(SPEEDUP)
         slower = [str(sum(each < 1 for each in found)) if is_speedup else "-"] if has_slower else []
         rows.append([*names, str(len(found)), *cells, *slower])

@@ -11,7 +11,7 @@ import torch
 NAME = "blocksparse"
 # the attribute of a model's config that holds its layout
 KEY = "attention_layout"
-# README.md lists tested models
+# docs/huggingface.md lists tested models
 WAY_OUT = (
     "use a model that attends through transformers' attention interface, such as Llama, GPT-2 or BERT, or keep this "
     "model's "

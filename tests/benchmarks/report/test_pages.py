@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.report import decode, front_page, long_range, pages, plots, summaries
 from benchmarks.report import lines as measurements
-from benchmarks.report import pages, plots, summaries
 from benchmarks.run import measure
 
 TRITON, FLEX, CUDNN = ("blocksparse_flash", "triton"), ("flex", "triton"), ("cudnn", "cudnn")
@@ -58,7 +58,7 @@ SWEPT = [
 ]  # fmt: skip
 
 
-# ---- the README ----
+# ---- pages ----
 
 
 def test_other_gpus_have_their_own_rows() -> None:
@@ -78,16 +78,84 @@ def test_other_gpus_have_their_own_rows() -> None:
     assert pages.elsewhere_section([*here, *swept]) == ""
 
 
-def test_the_readme_says_what_was_measured() -> None:
-    """If this fails, `python -m benchmarks.report` writes the README anew."""
-    lines = pages.read(pages.RESULTS)
-    text = pages.README.read_text(encoding="utf-8")
-    assert pages.replaced(text, pages.sections(lines)) == text
-    page = pages.PAGE.read_text(encoding="utf-8")
-    assert pages.replaced(page, pages.page_sections(lines)) == page
-    expected = pages.result_pages(lines)
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_pages_show_what_was_measured(page: str) -> None:
+    """If this fails, `python -m benchmarks.report` writes the pages anew."""
+    assert pages.written(pages.ROOT, pages.read(pages.RESULTS))[page] == (pages.ROOT / page).read_text(encoding="utf-8")
+
+
+def test_every_result_page_is_up_to_date() -> None:
+    expected = pages.result_pages(pages.read(pages.RESULTS))
     assert {name: (pages.RESULTS / name).read_text(encoding="utf-8") for name in expected} == expected
     assert sorted(path.name for path in pages.RESULTS.glob("*.md")) == sorted(expected)
+
+
+def test_links_are_relative_to_their_page() -> None:
+    text = "![a](benchmarks/results/a.png) [b](benchmarks/README.md#b)"
+    assert pages.linked_from("README.md", text) == text
+    assert pages.linked_from("docs/cost.md", text) == "![a](../benchmarks/results/a.png) [b](../benchmarks/README.md#b)"
+    assert pages.linked_from("benchmarks/README.md", text) == "![a](results/a.png) [b](README.md#b)"
+
+
+HOPPER = ("blocksparse_flash", "hopper")
+
+
+def test_the_readme_has_a_chart_and_three_sentences() -> None:
+    shown = [
+        of(by, pattern=pattern, direction=direction, ms=ms, density=density)
+        for by, pattern, ms, density in (
+            (HOPPER, "bigbird", 0.25, 0.125), (HOPPER, "dense", 2.0, 1.0), (FLEX, "bigbird", 0.5, 0.125),
+            (FLEX, "dense", 8.0, 1.0), (CUDNN, "dense", 3.0, 1.0),
+        )
+        for direction in ("fwd", "bwd")
+    ]  # fmt: skip
+    longer = [of(HOPPER, bench="length", n=n, ms=ms) for n, ms in ((16384, 1.0), (65536, 5.0))]
+    setting, _ = pages.main_setting(shown)
+    assert front_page.section(setting, shown, [*shown, *longer]).splitlines() == [
+        "![TFLOP/s by mask, forward and backward](benchmarks/results/speed.png)",
+        "",
+        "One GPU, bf16, 1,024 tokens, batch 1, hidden size 256, PyTorch 2.11, Triton 3.6:",
+        "",
+        "- `hopper` is 2.00 to 4.00 times as fast as compiled FlexAttention with the same masks (geometric mean 2.83).",
+        (
+            "- With a BigBird mask that stores 12.5% of the blocks, forward and backward take 0.5 ms together at head "
+            "dimension 64; dense attention with cuDNN takes 6.0 ms."
+        ),
+        "- With a fixed number of keys per query, 65,536 tokens take 5 to 5 times as long as 16,384 (4 times as many).",
+    ]
+    # without a measurement there is no sentence
+    few = front_page.section(setting, [of(TRITON)], [of(TRITON)])
+    assert few.count("\n- ") == 0 and "speed.png" in few
+
+
+def test_long_range_has_a_row_for_each_configuration(tmp_path: Path) -> None:
+    said = {"task": "pathx", "mask": "butterfly | local(window=5)", "n": 2000, "accuracy": 0.5, "standard_error": 0.011,
+            "floor": 0.25, "balanced": 0.375, "chance": 0.1, "device": "GPU"}  # fmt: skip
+    for name, tests in (("pathx", [{**said, "accuracy": 0.1}, said]), ("dense", [{**said, "mask": None}])):
+        (tmp_path / "ours" / name).mkdir(parents=True)
+        (tmp_path / "ours" / name / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tests))
+    assert rows_of(long_range.section(long_range.read(tmp_path))) == [
+        "| `ours/dense` | pathx | dense | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
+        "| `ours/pathx` | pathx | butterfly \\| local | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
+    ]
+    assert long_range.section(long_range.read(tmp_path / "missing")) == ""
+
+
+def test_decoding_has_a_row_for_each_case() -> None:
+    assert decode.section([]) == "" == decode.section([of(TRITON, direction="call", kv_heads=2)])
+    found = [
+        of(by, bench="decode", pattern=pattern, direction="graph", kv_heads=2, q_len=q_len, ms=ms)
+        for by, pattern, q_len, ms in (
+            (TRITON, "sparse", 1, 0.01),
+            (TRITON, "dense", 1, 0.5),
+            (CUDNN, "dense", 16, 2.0),
+        )
+    ]
+    section = decode.section(found)
+    assert "4 query heads on 2 key heads of 64" in section and "stores 10.0% to 10.0% of the blocks" in section
+    columns = ["keys", "batch", "queries", "blocksparse_flash, triton, sparse", "blocksparse_flash, triton, dense"]
+    assert section.splitlines()[2] == f"| {' | '.join([*columns, 'cuDNN, dense'])} |"
+    assert rows_of(section) == ["| 1,024 | 1 | 1 | 10 | 500 | - |", "| 1,024 | 1 | 16 | - | - | 2,000 |"]
 
 
 def test_what_was_never_measured_has_no_lines(tmp_path: Path) -> None:
@@ -255,7 +323,7 @@ def test_a_break_even_is_at_most_the_highest_density_measured() -> None:
     assert densities(dense) == []
 
 
-def test_the_readme_has_a_row_for_each_benchmark() -> None:
+def test_the_summary_has_a_row_for_each_benchmark() -> None:
     equal = [
         of(("blocksparse_flash", name), bench="deterministic", direction="bwd", ms=ms)
         for name, ms in (("triton", 1.0), ("triton, deterministic", 1.2))
