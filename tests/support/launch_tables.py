@@ -8,6 +8,7 @@ run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -169,13 +170,16 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
     rest, name = each._rest, each._kernel.fn.__name__.removesuffix("_kernel")
     names = [argument for argument in each._kernel.arg_names if argument not in rest]
     given = dict(zip(names, tensors, strict=True))
-    steps = tuple(rest[word] for word in ("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages") if word in rest)
-    dim = max(rest.get("DIM", 0), rest.get("DIM_V", 0))
+    steps = tuple(rest[word] for word in ("num_warps", "num_stages") if word in rest)
+    constants = rest.get("C", rest.get("KEYS"))
+    dim = 0 if constants is None else max(constants.DIM, constants.DIM_V)
+    if "C" in rest:
+        steps = (constants.BLOCK_Q, constants.BLOCK_KV, *steps)
     if name in ("forward", "keys", "queries"):
-        yield name, dim, given["q_ref"].element_size(), rest["TMA"], *steps
+        yield name, dim, given["q_ref"].element_size(), constants.TMA, *steps
     elif name == "joint":
-        blocks = (f"{of}_BLOCK_{side}" for of in ("KEYS", "QUERIES") for side in ("Q", "KV"))
-        yield name, dim, rest["TMA"], *(rest[word] for word in blocks), *steps
+        blocks = [side for word in ("KEYS", "QUERIES") for side in (rest[word].BLOCK_Q, rest[word].BLOCK_KV)]
+        yield name, dim, constants.TMA, *blocks, *steps
     elif name == "split_kv":
         yield name, dim, given["q_ptr"].element_size(), *steps
         yield name, dim, "split" if rest["IS_SPLIT"] else "whole"
@@ -315,10 +319,10 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
                     dim,
                     size,
                     tma,
-                    *forward.config(dim, size, **asked, **on, narrow=narrow).arguments.values(),
+                    *dataclasses.astuple(forward.config(dim, size, **asked, **on, narrow=narrow)),
                 )
-            yield "keys", dim, size, tma, *backward.config_keys(dim, size, **asked, **on).arguments.values()
-            yield "queries", dim, size, tma, *backward.config_queries(dim, size, **asked, **on).arguments.values()
+            yield "keys", dim, size, tma, *dataclasses.astuple(backward.config_keys(dim, size, **asked, **on))
+            yield "queries", dim, size, tma, *dataclasses.astuple(backward.config_queries(dim, size, **asked, **on))
             for group in (1, 2):
                 both = backward.config_joint(dim, size, major=gpu.major, group=group, **asked)
                 if both:
@@ -329,7 +333,7 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
             of_rows = split_kv.config(
                 n_rows, dim, size, shared_memory=gpu.shared_memory, major=gpu.major, changed=changed
             )
-            yield "split_kv", dim, size, *of_rows.config.arguments.values()
+            yield "split_kv", dim, size, *dataclasses.astuple(of_rows.config)
         yield from (("split_kv", dim, word) for word in ("split", "whole"))
         yield "combine", dim
     yield "preprocess", True, False, False, False

@@ -23,15 +23,19 @@ from ...runtime.tensor_spec import TensorSpecs, specs_of
 from ...score_mods import Scores, sums_shape
 from ..arguments import (
     LOG2_E,
+    Constants,
     Options,
     PlanSpecs,
     Shape,
+    Strides,
+    bias_arguments,
     constants,
     device_seed,
+    dropout_arguments,
     options_of,
     plan_specs_of,
-    score_arguments,
     score_specs_of,
+    softcap_arguments,
     strides_of_records,
     tile_lists,
     wants_descriptors,
@@ -167,12 +171,12 @@ def bias_sums_shape(
 ) -> tuple[int, ...] | None:
     """Shape of the sums of ds for the gradient of a bias, written by the dq launch; None if not wanted."""
     scores = options.scores
-    if scores is None or scores.pieces is None or items is None or not scores.wanted[2]:
+    if scores is None or scores.bias_cell is None or items is None or not scores.wanted[2]:
         return None
     shared = (batch if items[0] == 1 else 1, heads if items[1] == 1 else 1)
     tables = scores.tables[0]
     assert tables is not None
-    return sums_shape(shared, tables.shape[2], scores.pieces, (chosen.block_q, chosen.block_kv))
+    return sums_shape(shared, tables.shape[2], scores.bias_cell, (chosen.block_q, chosen.block_kv))
 
 
 def lines_and_programs(items: Shape | None, length: int, block: int, n_batch_heads: int) -> tuple[int, int]:
@@ -200,7 +204,7 @@ def prepare(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Optio
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     tma = wants_descriptors(options.major, q, k, v, dout)
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
-    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
+    dim, dim_v = fixed.DIM, fixed.DIM_V
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
     preprocess = prepare_preprocess(dout, n_padded)
     wanted: dict[str, Any] = {
@@ -213,51 +217,46 @@ def prepare(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Optio
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **wanted)
     queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **wanted)
 
+    strides = Strides(q.strides[:3], k.strides[:3], v.strides[:3], dout.strides[:3])
     common = {
-        "q_strides": q.strides[:3],
-        "k_strides": k.strides[:3],
-        "v_strides": v.strides[:3],
-        "dout_strides": dout.strides[:3],
         "q_len": q_len,
         "kv_len": kv_len,
         "n_padded": n_padded,
         # no maximum is taken, so the scale may be negative or 0
         "scale_log2": options.scale * LOG2_E,
         "scale": options.scale,
-        **fixed,
     }
 
-    def launch_over(
-        kernel: Any, chosen: Config, items: Shape | None, heads: int, length: int, block: int, **added: Any
-    ) -> Launch:
+    def launch_over(kernel: Any, chosen: Config, direction: int, heads: int, length: int, sums: Shape | None) -> Launch:
+        items, block = (rows[0], chosen.block_q) if direction == 0 else (cols[0], chosen.block_kv)
         n_lines, n_programs = lines_and_programs(items, length, block, batch * heads)
+        table_strides, (cell_q, cell_kv) = bias_arguments(options, direction)
         rest = {
             **common,
-            "record_strides": strides_of_records(items),
+            "strides": strides._replace(
+                records=strides_of_records(items), tables=table_strides, sums=sums and axis_strides(sums)
+            ),
             "n_heads": heads,
             "n_batch_heads": batch * heads,
             "n_lines": n_lines,
-            **added,
-            **chosen.arguments,
+            **dropout_arguments(options.dropout_p),
+            **softcap_arguments(options, options.scale),
+            "C": fixed._replace(CELL_Q=cell_q, CELL_KV=cell_kv).with_blocks(chosen),
+            **chosen.launch_options,
         }
         return Launch(kernel, (n_programs,), rest, descriptor_factories_of(specs, chosen, dim, dim_v) if tma else None)
 
     keys = queries = None
     shape = bias_sums_shape(batch, heads, rows[0], queries_config, options)
     if batch * kv_heads * kv_len:
-        added = score_arguments(options, 1, scale=options.scale)
-        keys = launch_over(keys_kernel, keys_config, cols[0], kv_heads, kv_len, keys_config.block_kv, **added)
+        keys = launch_over(keys_kernel, keys_config, 1, kv_heads, kv_len, None)
     if batch * heads * q_len:
-        added = {
-            **score_arguments(options, 0, scale=options.scale),
-            "sums_strides": shape and axis_strides(shape),
-        }
-        queries = launch_over(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
+        queries = launch_over(queries_kernel, queries_config, 0, heads, q_len, shape)
     memory = [contiguous(spec.dtype, *spec.shape) for spec in (q, k, v)]
     memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
     joint = None
     if keys is not None and queries is not None:
-        joint = prepare_joint(specs, (rows[0], cols[0]), common, options, tma=tma)
+        joint = prepare_joint(specs, (rows[0], cols[0]), common, strides, fixed, options)
     return Prepared(preprocess, keys, queries, joint, tuple(memory), shape)
 
 
@@ -265,9 +264,9 @@ def prepare_joint(
     specs: TensorSpecs,
     lists: tuple[Shape | None, Shape | None],
     common: dict[str, Any],
+    strides: Strides,
+    fixed: Constants,
     options: Options,
-    *,
-    tma: bool,
 ) -> Launch | None:
     """The launch of joint_kernel, for calls without lengths; None where two launches are faster.
 
@@ -276,7 +275,7 @@ def prepare_joint(
     """
     q, k, _, _ = specs.tensors
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q.shape, k.shape
-    dim, dim_v = common["DIM"], common["DIM_V"]
+    dim, dim_v, tma = fixed.DIM, fixed.DIM_V, fixed.TMA
     chosen = config_joint(
         max(dim, dim_v),
         q.dtype.itemsize,
@@ -294,20 +293,17 @@ def prepare_joint(
     if not joint_pays(n_keys + n_queries, max(dim, dim_v), tma, options, has_layout=rows is not None):
         return None
     rest = {
-        **{name: value for name, value in common.items() if name in joint_kernel.arg_names},
-        "col_items_strides": strides_of_records(cols),
-        "row_items_strides": strides_of_records(rows),
+        **common,
+        "strides": strides._replace(records=strides_of_records(cols)),
+        "row_record_strides": strides_of_records(rows),
         "n_heads": heads,
         "n_batch_heads": batch * heads,
         "n_cols": n_cols,
         "n_rows": n_rows,
         "n_keys": n_keys,
-        "KEYS_BLOCK_Q": of_keys.block_q,
-        "KEYS_BLOCK_KV": of_keys.block_kv,
-        "QUERIES_BLOCK_Q": of_queries.block_q,
-        "QUERIES_BLOCK_KV": of_queries.block_kv,
-        "num_warps": of_keys.num_warps,
-        "num_stages": of_keys.num_stages,
+        "KEYS": fixed.with_blocks(of_keys),
+        "QUERIES": fixed.with_blocks(of_queries),
+        **of_keys.launch_options,
     }
     descriptor_factories = descriptor_factories_of(specs, of_keys, dim, dim_v) if tma else None
     return Launch(joint_kernel, (n_keys + n_queries,), rest, descriptor_factories)

@@ -43,7 +43,8 @@ def launched(monkeypatch):
     made = launch.Launch.__call__
 
     def noted(self, *tensors):
-        names.append((self._kernel.fn.__name__, self._rest.get("BLOCK_Q")))
+        constants = self._rest.get("C")
+        names.append((self._kernel.fn.__name__, None if constants is None else constants.BLOCK_Q))
         made(self, *tensors)
 
     def ask(*, small: bool, described: bool) -> list[tuple[str, int | None]]:
