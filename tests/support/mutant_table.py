@@ -362,8 +362,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan_format.py",
-            "n_indices + 8 * n_split_lines +",
-            "n_indices + 8 * min(n_split_lines, 1) +",
+            "n_indices + 8 * n_split +",
+            "n_indices + 8 * min(n_split, 1) +",
             "tests/plan/test_host_builder.py",
         ),
         (
@@ -381,8 +381,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "kernels/triton/plan_builder.py",
-            "b_first_q + kv_len - q_len >= b_first_kv + WARPGROUP_ROWS - 1",
-            "b_first_q + kv_len - q_len > b_first_kv + WARPGROUP_ROWS - 1",
+            "b_first_q + kv_len - q_len >= b_first_kv + HALF - 1",
+            "b_first_q + kv_len - q_len > b_first_kv + HALF - 1",
             LISTED,
         ),
         ("kernels/triton/plan_builder.py", "4 * (behind < 0)", "4 * (behind <= 0)", LISTED),
