@@ -58,8 +58,14 @@ def launches(
         caught.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}))
 
     # launches prepared for another device or number of SMs must not be reused
-    for prepared in (forward, backward, split_kv, hopper_forward, hopper_backward):
-        prepared.prepare.cache_clear()
+    for launches_of in (
+        forward.forward_launch,
+        backward.backward_launches,
+        split_kv.split_kv_launches,
+        hopper_forward.prepare,
+        hopper_backward.prepare,
+    ):
+        launches_of.cache_clear()
     limits = (arch // 10, SHARED_MEMORY[arch])
     with (
         mock.patch.object(JITFunction, "run", catch),
@@ -175,7 +181,7 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     block_selection.of_scores(torch.empty(2, n, n, dtype=dtype), selected, 16, causal=side < 128)
     bits, *_ = block_selection.of_indices(torch.empty(2, n, 16, dtype=torch.int64), selected)
     block_selection.of_rows(torch.empty(2 * (n + 1 + n * n), dtype=torch.int32), selected)
-    plan_builder.build_plan(bits, plan_builder.Grid(selected, causal=side < 128), (1, 2), (33, 35, 37))
+    plan_builder.build_from_bits(bits, plan_builder.Grid(selected, causal=side < 128), (1, 2), (33, 35, 37))
 
 
 def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[ASTSource, dict[str, Any]]:

@@ -254,8 +254,14 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
     batch, heads, q_len, kv_len = call.shape
     variant, dim = call.variant, call.head_dim
     modules = (forward, backward, split_kv, hopper_forward, hopper_backward)
-    for module in modules:
-        module.prepare.cache_clear()
+    for launches_of in (
+        forward.forward_launch,
+        backward.backward_launches,
+        split_kv.split_kv_launches,
+        hopper_forward.prepare,
+        hopper_backward.prepare,
+    ):
+        launches_of.cache_clear()
     with contextlib.ExitStack() as stack, recorded(runs=False) as found:
         for module in modules:
             stack.enter_context(mock.patch.object(module, "num_sms", lambda _: gpu.n_sms))

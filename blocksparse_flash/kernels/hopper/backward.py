@@ -53,7 +53,7 @@ from ..schedule import Split, padded_dim, split_of
 from ..separate_dq import is_dq_separate
 from ..service import Service, are_statistics_overlapped, n_counts, service_of
 from ..triton import backward as portable
-from ..triton.backward_preprocess import prepare_statistics
+from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_cols
 from ..triton.tile import TILE
 from .backward_producer import (
@@ -730,7 +730,7 @@ def prepare(
     queue = contiguous(torch.int32, counts) if counts else None
     parts = contiguous(torch.float32, split.floats(dim + dim_v, n_batch_heads)) if split.parts > 1 else None
     return Prepared(
-        prepare_statistics(
+        preprocess_launch(
             dout,
             n_padded,
             (0 if is_separate else dim, n_cleared),
@@ -808,7 +808,7 @@ def backward(
         ready.scale(dq_sum, dq)
     else:
         by_rows = tile_lists(plan, 0)
-        other = portable.prepare(specs, plan_specs_of(by_rows), plan_specs_of(by_cols), options)
+        other = portable.backward_launches(specs, plan_specs_of(by_rows), plan_specs_of(by_cols), options)
         assert other.queries is not None
         # neither slopes nor tables, and no sums for them
         other.queries(q, k, v, dout, pairs, *by_rows, kv_lengths, seed, None, None, dq, None, None)

@@ -43,7 +43,7 @@ from ..arguments import (
 from ..arguments import TILE as TILE_SIDE
 from ..inputs import BackwardInputs
 from .backward_kernels import joint_kernel, keys_kernel, queries_kernel
-from .backward_preprocess import prepare_preprocess
+from .backward_preprocess import preprocess_launch
 
 # most programs per SM for which dk, dv and dq share a launch
 JOINT_PROGRAMS = 8
@@ -151,7 +151,7 @@ def joint_pays(n_programs: int, dim: int, tma: bool, options: Options, *, has_la
     return n_programs <= (TRIANGLE_PROGRAMS if is_triangle else JOINT_PROGRAMS) * num_sms(options.device)
 
 
-class Prepared(NamedTuple):
+class BackwardLaunches(NamedTuple):
     """The launches (None for a gradient without elements), and the memory of dq, dk, dv and lse and delta.
 
     joint  replaces keys and queries, without lengths, where that pays
@@ -198,7 +198,7 @@ def descriptor_factories_of(specs: TensorSpecs, chosen: Config, dim: int, dim_v:
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Options) -> Prepared:
+def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Options) -> BackwardLaunches:
     """Prepares the launches of calls with these specs and options."""
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -206,7 +206,7 @@ def prepare(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Optio
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
     dim, dim_v = fixed.DIM, fixed.DIM_V
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
-    preprocess = prepare_preprocess(dout, n_padded)
+    preprocess = preprocess_launch(dout, n_padded)
     wanted: dict[str, Any] = {
         "major": options.major,
         "tma": tma,
@@ -256,11 +256,11 @@ def prepare(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Optio
     memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
     joint = None
     if keys is not None and queries is not None:
-        joint = prepare_joint(specs, (rows[0], cols[0]), common, strides, fixed, options)
-    return Prepared(preprocess, keys, queries, joint, tuple(memory), shape)
+        joint = joint_launch(specs, (rows[0], cols[0]), common, strides, fixed, options)
+    return BackwardLaunches(preprocess, keys, queries, joint, tuple(memory), shape)
 
 
-def prepare_joint(
+def joint_launch(
     specs: TensorSpecs,
     lists: tuple[Shape | None, Shape | None],
     common: dict[str, Any],
@@ -334,22 +334,22 @@ def backward(
         slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)
         options = options._replace(scores=score_specs_of(scores, rows, cols, wanted=wanted))
     by_rows, by_cols = tile_lists(plan, 0), tile_lists(plan, 3)
-    ready = prepare(specs_of(q, k, v, dout), plan_specs_of(by_rows), plan_specs_of(by_cols), options)
+    launches = backward_launches(specs_of(q, k, v, dout), plan_specs_of(by_rows), plan_specs_of(by_cols), options)
     if scores is not None:
         dslopes = torch.empty_like(lse) if wanted[1] else None
-        sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)
+        sums = None if launches.bias_sums is None else scores.new_sums(launches.bias_sums)
     empty = allocator(q)
-    dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.memory]
+    dq, dk, dv, lse_delta = [empty(*memory) for memory in launches.memory]
     if lse.numel() > 0:
-        ready.preprocess(out, dout, lse, dlse, lse_delta, None, None, None)
+        launches.preprocess(out, dout, lse, dlse, lse_delta, None, None, None)
 
-    if ready.joint is not None and kv_lengths is None:
-        ready.joint(q, k, v, dout, lse_delta, *by_cols[:3], *by_rows, dq, dk, dv)
+    if launches.joint is not None and kv_lengths is None:
+        launches.joint(q, k, v, dout, lse_delta, *by_cols[:3], *by_rows, dq, dk, dv)
     else:
-        if ready.keys is not None:
-            ready.keys(q, k, v, dout, lse_delta, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
-        if ready.queries is not None:
-            ready.queries(q, k, v, dout, lse_delta, *by_rows, kv_lengths, seed, slopes, rows, dq, sums, dslopes)
+        if launches.keys is not None:
+            launches.keys(q, k, v, dout, lse_delta, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
+        if launches.queries is not None:
+            launches.queries(q, k, v, dout, lse_delta, *by_rows, kv_lengths, seed, slopes, rows, dq, sums, dslopes)
     if scores is None:
         return dq, dk, dv
     delta = lse_delta[:, :, : q.shape[2], 1]

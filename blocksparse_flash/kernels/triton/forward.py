@@ -243,7 +243,7 @@ def forward_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tuple[Memory, Memory, Launch]:
+def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tuple[Memory, Memory, Launch]:
     """Memory of out and lse, and the launch, for calls with these specs and options."""
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -317,7 +317,7 @@ def forward(
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
         options = options._replace(scores=score_specs_of(scores, added[2]))
     lists = tile_lists(plan, 0)
-    out_memory, lse_memory, launch = prepare(specs or specs_of(q, k, v), plan_specs_of(lists), options)
+    out_memory, lse_memory, launch = forward_launch(specs or specs_of(q, k, v), plan_specs_of(lists), options)
     empty = allocator(q)
     out, lse = empty(*out_memory), empty(*lse_memory)
     launch(q, k, v, *lists, kv_lengths, seed, *added, out, lse)

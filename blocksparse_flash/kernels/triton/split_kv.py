@@ -297,7 +297,7 @@ def combine_kernel(
 # fmt: on
 
 
-class Prepared(NamedTuple):
+class SplitKVLaunches(NamedTuple):
     """The launches of a call; combine is None with a single split."""
 
     split: Launch
@@ -306,7 +306,7 @@ class Prepared(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, options: Options) -> Prepared:
+def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, options: Options) -> SplitKVLaunches:
     """Prepares the launches of calls with these specs and options.
 
     n_listed  length of the plan's list of tiles
@@ -365,7 +365,7 @@ def prepare(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, options: Option
         sizes = {name: rest[name] for name in ("n_heads", "n_rows", "n_splits", "q_len")}
         widths = {"V_DIM": v_dim, "DIM_V": dim_v, "SPLITS": at_once}
         combine = Launch(combine_kernel, (n_rows,), {**sizes, **widths, "num_warps": 4})
-    return Prepared(split, combine, n_splits)
+    return SplitKVLaunches(split, combine, n_splits)
 
 
 def forward(
@@ -393,14 +393,14 @@ def forward(
         options = options._replace(scores=score_specs_of(scores, tables))
     n_listed = plan[1].shape[0] if plan else 0
     lists = tile_lists(plan, 0)
-    ready = prepare(specs or specs_of(q, k, v), plan_specs_of(lists), n_listed, options)
+    launches = split_kv_launches(specs or specs_of(q, k, v), plan_specs_of(lists), n_listed, options)
     inputs = (q, k, v, *lists, kv_lengths)
-    if ready.combine is None:
-        ready.split(*inputs, sinks, slopes, tables, out, lse)
+    if launches.combine is None:
+        launches.split(*inputs, sinks, slopes, tables, out, lse)
         return out, lse
-    splits = out.new_empty(ready.n_splits, *out.shape, dtype=torch.float32)
-    max_sum = lse.new_empty(ready.n_splits, *lse.shape, 2)
+    splits = out.new_empty(launches.n_splits, *out.shape, dtype=torch.float32)
+    max_sum = lse.new_empty(launches.n_splits, *lse.shape, 2)
     # a sink counts once per row, not once per split
-    ready.split(*inputs, None, slopes, tables, splits, max_sum)
-    ready.combine(splits, max_sum, sinks, out, lse)
+    launches.split(*inputs, None, slopes, tables, splits, max_sum)
+    launches.combine(splits, max_sum, sinks, out, lse)
     return out, lse
