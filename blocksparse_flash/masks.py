@@ -1,8 +1,7 @@
 """The mask builders of `import masks`, also reachable if another module named `masks` is in front of them.
 
 `blocksparse_flash.masks.butterfly` is the same function as `masks.butterfly`. If `masks` means something else, such
-as a
-masks.py in the working directory, the builders are loaded from their own folder under a private name.
+as a masks.py in the working directory, the builders are loaded from their own folder under a private name.
 """
 
 from __future__ import annotations

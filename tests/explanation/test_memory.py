@@ -124,9 +124,8 @@ def test_what_launchers_allocate(
     assert said.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *walked))
 
 
-# heads (query, key) and layout. 16 heads: overlapped; two query heads a key head: sections of twice as many rows; one:
-# no later column to
-# do it beside; bigbird: long columns, beside which nothing is prepared; few tiles a row: no sum at all
+# heads (query, key) and layout. 16 heads: overlapped; two query heads per key head: sections of twice as many rows;
+# one: no later column to overlap with; bigbird: long columns, with which nothing overlaps; few tiles per row: no sum
 SUMS = {
     "overlapped": (16, 16, masks.butterfly(4096)),
     "dense": (16, 16, None),

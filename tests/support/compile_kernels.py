@@ -283,15 +283,11 @@ def lost_operands(ptx: str, sass: str) -> int:
     """Products whose left operand a loop should keep in registers, and overwrites behind the product, in what
     `cuobjdump -sass` prints.
 
-    From the second round on such a product multiplies what the round before has written there. The ptxas of Triton
-    3.6 and 3.7
-    compiles so from PTX that is right, those of 3.8 and 3.9 do not: what is loaded (LDSM) or computed (LOP3) before
-    the loop is
-    kept in registers which exponentials (F2FP) of each round take. A loop that hands an operand to its next round
-    looks the same
-    in SASS; in PTX it writes the registers, so that nothing is counted unless a product in PTX has an operand which
-    its loop never
-    writes.
+    From the second round on such a product multiplies what the round before has written there. The ptxas of Triton 3.6
+    and 3.7 compiles correct PTX this way, those of 3.8 and 3.9 do not: values loaded (LDSM) or computed (LOP3) before
+    the loop are kept in registers that the exponentials (F2FP) of each round overwrite. A loop that passes an operand
+    to its next round looks the same in SASS; in PTX it writes the registers. So nothing is counted unless a product in
+    PTX has an operand that its loop never writes.
     """
     if not kept_operands(ptx):
         return 0
