@@ -203,9 +203,9 @@ def bias_arguments(options: Options, direction: int) -> tuple[Shape | None, tupl
     return axis_strides(tables.shape), scores.bias_cell
 
 
-def strides_of_records(items: Shape | None) -> tuple[int, int]:
+def strides_of_records(record_shape: Shape | None) -> tuple[int, int]:
     """(batch, head) strides of a plan's records; 0 along a broadcast dimension and without a plan."""
-    return (0, 0) if items is None else axis_strides(items)
+    return (0, 0) if record_shape is None else axis_strides(record_shape)
 
 
 def tile_lists(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...]:
@@ -215,12 +215,12 @@ def tile_lists(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | Non
 
 def plan_specs_of(tensors: tuple[torch.Tensor | None, ...]) -> PlanSpecs:
     """The cache key of one direction of a plan."""
-    items = tensors[0]
-    if items is None:
+    records = tensors[0]
+    if records is None:
         return None, ()
     addresses = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
     off = (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16
-    return items.shape, tuple([address % 16 == 0 for address in addresses]) if off else ()
+    return records.shape, tuple([address % 16 == 0 for address in addresses]) if off else ()
 
 
 def device_seed(seed: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

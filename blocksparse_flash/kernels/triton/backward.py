@@ -167,22 +167,22 @@ class BackwardLaunches(NamedTuple):
 
 
 def bias_sums_shape(
-    batch: int, heads: int, items: Shape | None, chosen: Config, options: Options
+    batch: int, heads: int, record_shape: Shape | None, chosen: Config, options: Options
 ) -> tuple[int, ...] | None:
     """Shape of the sums of ds for the gradient of a bias, written by the dq launch; None if not wanted."""
     scores = options.scores
-    if scores is None or scores.bias_cell is None or items is None or not scores.wanted[2]:
+    if scores is None or scores.bias_cell is None or record_shape is None or not scores.wanted[2]:
         return None
-    shared = (batch if items[0] == 1 else 1, heads if items[1] == 1 else 1)
+    shared = (batch if record_shape[0] == 1 else 1, heads if record_shape[1] == 1 else 1)
     tables = scores.tables[0]
     assert tables is not None
     return sums_shape(shared, tables.shape[2], scores.bias_cell, (chosen.block_q, chosen.block_kv))
 
 
-def lines_and_programs(items: Shape | None, length: int, block: int, n_batch_heads: int) -> tuple[int, int]:
+def lines_and_programs(record_shape: Shape | None, length: int, block: int, n_batch_heads: int) -> tuple[int, int]:
     """(tile rows or columns per head, programs of all n_batch_heads heads); blocks instead of tiles without a plan."""
-    n_lines = items[2] if items else -(-length // block)
-    return n_lines, n_lines * (TILE_SIDE // block if items else 1) * n_batch_heads
+    n_lines = record_shape[2] if record_shape else -(-length // block)
+    return n_lines, n_lines * (TILE_SIDE // block if record_shape else 1) * n_batch_heads
 
 
 def descriptor_factories_of(specs: TensorSpecs, chosen: Config, dim: int, dim_v: int) -> dict[str, DescriptorFactory]:
@@ -228,13 +228,13 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     }
 
     def launch_over(kernel: Any, chosen: Config, direction: int, heads: int, length: int, sums: Shape | None) -> Launch:
-        items, block = (rows[0], chosen.block_q) if direction == 0 else (cols[0], chosen.block_kv)
-        n_lines, n_programs = lines_and_programs(items, length, block, batch * heads)
+        record_shape, block = (rows[0], chosen.block_q) if direction == 0 else (cols[0], chosen.block_kv)
+        n_lines, n_programs = lines_and_programs(record_shape, length, block, batch * heads)
         table_strides, (cell_q, cell_kv) = bias_arguments(options, direction)
         rest = {
             **common,
             "strides": strides._replace(
-                records=strides_of_records(items), tables=table_strides, sums=sums and axis_strides(sums)
+                records=strides_of_records(record_shape), tables=table_strides, sums=sums and axis_strides(sums)
             ),
             "n_heads": heads,
             "n_batch_heads": batch * heads,

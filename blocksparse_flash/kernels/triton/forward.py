@@ -247,7 +247,7 @@ def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tu
     """Memory of out and lse, and the launch, for calls with these specs and options."""
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    items, _ = lists
+    record_shape, _ = lists
     tma = wants_descriptors(options.major, q, k, v)
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
     dim, dim_v = fixed.DIM, columns_of_values(fixed.DIM, fixed.DIM_V, q.dtype.itemsize, options.major)
@@ -259,13 +259,15 @@ def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tu
         dropout=options.dropout_p > 0,
         shared_memory=options.shared_memory,
         changed=options.changes_scores,
-        narrow=narrow_pays(q_len, batch * heads, options, has_layout=items is not None),
+        narrow=narrow_pays(q_len, batch * heads, options, has_layout=record_shape is not None),
     )
-    n_lines = items[2] if items else -(-q_len // chosen.block_q)
-    split = TILE_SIDE // chosen.block_q if items else 1
+    n_lines = record_shape[2] if record_shape else -(-q_len // chosen.block_q)
+    split = TILE_SIDE // chosen.block_q if record_shape else 1
     table_strides, (cell_q, cell_kv) = bias_arguments(options, 0)
     rest = {
-        "strides": Strides(q.strides[:3], k.strides[:3], v.strides[:3], None, strides_of_records(items), table_strides),
+        "strides": Strides(
+            q.strides[:3], k.strides[:3], v.strides[:3], None, strides_of_records(record_shape), table_strides
+        ),
         "n_heads": heads,
         "n_batch_heads": batch * heads,
         "n_lines": n_lines,

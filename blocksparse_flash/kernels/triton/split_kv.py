@@ -313,9 +313,9 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    items, _ = lists
-    assert items is None or items[2] == 1, items
-    is_shared = items is None or items[1] == 1
+    record_shape, _ = lists
+    assert record_shape is None or record_shape[2] == 1, record_shape
+    is_shared = record_shape is None or record_shape[1] == 1
     packed = heads // kv_heads if is_shared else 1
     fixed = constants(head_dim, v_dim, heads // kv_heads, False, options)
     dim, dim_v = fixed.DIM, columns_of_values(fixed.DIM, fixed.DIM_V, q.dtype.itemsize, options.major)
@@ -330,7 +330,7 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
     chosen = chosen._replace(tma=chosen.tma and wants_descriptors(options.major, k, v))
     n_blocks = -(-packed * q_len // chosen.config.block_q)
     n_programs = batch * heads // packed * n_blocks
-    n_tiles = n_listed // (items[0] * items[1]) if items else -(-kv_len // TILE_SIDE)
+    n_tiles = n_listed // (record_shape[0] * record_shape[1]) if record_shape else -(-kv_len // TILE_SIDE)
     # blocks of 128 rows get at least two tiles per split, to repay writing and reading 4 bytes per value
     n_worth = n_tiles // max(1, chosen.config.block_q // 64)
     n_splits = num_splits(n_worth, n_programs, num_sms(options.device))
@@ -338,7 +338,9 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
     table_strides, (cell_q, cell_kv) = bias_arguments(options, 0)
     fixed = fixed._replace(TMA=chosen.tma, DIM_V=dim_v, SIGN=sign(options.scale), CELL_Q=cell_q, CELL_KV=cell_kv)
     rest = {
-        "strides": Strides(q.strides[:3], k.strides[:3], v.strides[:3], None, strides_of_records(items), table_strides),
+        "strides": Strides(
+            q.strides[:3], k.strides[:3], v.strides[:3], None, strides_of_records(record_shape), table_strides
+        ),
         "n_heads": heads,
         "n_rows": n_rows,
         "n_blocks": n_blocks,
