@@ -172,7 +172,8 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
     given = dict(zip(names, tensors, strict=True))
     steps = tuple(rest[word] for word in ("num_warps", "num_stages") if word in rest)
     constants = rest.get("C", rest.get("KEYS"))
-    dim = 0 if constants is None else max(constants.DIM, constants.DIM_V)
+    dims = rest if constants is None else constants._asdict()
+    dim = max(dims.get("DIM", 0), dims.get("DIM_V", 0))
     if "C" in rest:
         steps = (constants.BLOCK_Q, constants.BLOCK_KV, *steps)
     if name in ("forward", "keys", "queries"):
