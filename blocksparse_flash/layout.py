@@ -878,7 +878,7 @@ class BlockLayout:
         if self._tensors.indptr.is_cpu and device_builder.suits(
             frame, self.capacity, self._tensors.bitmasks.shape[0], device
         ):
-            return device_builder.build_plan(self._rows(), frame, device, non_blocking=non_blocking)
+            return device_builder.build_plan_on_device(self._rows(), frame, device, non_blocking=non_blocking)
         return build_plan(*self._tiles(frame), device, non_blocking=non_blocking)
 
     def _tiles(self, frame: Frame) -> tuple[BlockRows, Frame]:

@@ -48,18 +48,18 @@ class Scores(NamedTuple):
     softcap: float
 
     @property
-    def pieces(self) -> tuple[int, int] | None:
-        """Queries and keys of a piece: the part of a tile that has one bias."""
+    def bias_cell(self) -> tuple[int, int] | None:
+        """Queries and keys of a bias cell: the part of a tile that has one bias."""
         if self.block_bias is None:
             return None
         _, down, across = self.bias_index[0].shape
         return TILE // down, TILE // across
 
     def tables(self, direction: int, *, base_2: bool) -> Tensor | None:
-        """The bias of each piece of each tile in the row lists (direction 0) or column lists (1) of a plan.
+        """The bias of each cell of each tile in the row lists (direction 0) or column lists (1) of a plan.
 
         base_2   multiplies by log2(e), for exp2
-        returns  (batch | 1, heads | 1, listed tiles, pieces, pieces), contiguous; 0 where no block is stored
+        returns  (batch | 1, heads | 1, listed tiles, cells, cells), contiguous; 0 where no block is stored
         """
         if self.block_bias is None:
             return None
@@ -80,8 +80,8 @@ class Scores(NamedTuple):
         assert self.block_bias is not None
         places = self.bias_index[2]
         _, down, across = self.bias_index[0].shape
-        of_pieces = sums.reshape(*sums.shape[:3], down, sums.shape[3] // down, across, sums.shape[4] // across)
-        flat = of_pieces.sum(dim=(4, 6)).flatten(2)
+        of_cells = sums.reshape(*sums.shape[:3], down, sums.shape[3] // down, across, sums.shape[4] // across)
+        flat = of_cells.sum(dim=(4, 6)).flatten(2)
         of_blocks = flat.index_select(2, places.flatten()).reshape(*flat.shape[:2], *places.shape).sum(dim=3)
         for axis in (0, 1):
             if self.block_bias.shape[axis] == 1:
@@ -113,13 +113,13 @@ class Scores(NamedTuple):
 
 
 def sums_shape(
-    shared: tuple[int, int], n_tiles: int, pieces: tuple[int, int], step: tuple[int, int]
+    shared: tuple[int, int], n_tiles: int, cell: tuple[int, int], step: tuple[int, int]
 ) -> tuple[int, int, int, int, int]:
-    """(batch | 1, heads | 1, tiles + 1, grains, grains). A grain is a piece, or the part of it that one step covers.
+    """(batch | 1, heads | 1, tiles + 1, grains, grains). A grain is the part of a bias cell that one step covers.
 
     shared   (batch, heads) of the call, 1 for an axis along which the tiles themselves differ
     n_tiles  in the row lists of the plan
     step     queries and keys that a program sums in one step
     """
-    grain = min(pieces[0], step[0]), min(pieces[1], step[1])
+    grain = min(cell[0], step[0]), min(cell[1], step[1])
     return (*shared, n_tiles + 1, TILE // grain[0], TILE // grain[1])

@@ -22,7 +22,7 @@ from blocksparse_flash import BlockLayout, attention, dispatch, distributed
 from blocksparse_flash.distributed import functional as shared
 from blocksparse_flash.distributed import gather_scatter, pass_kv
 from blocksparse_flash.distributed.exchange_plan import unflatten
-from blocksparse_flash.distributed.local_attention import attend
+from blocksparse_flash.distributed.local_attention import attend, call_spec
 from blocksparse_flash.distributed.pass_q import RankContext
 
 from .patterns import BLOCK, Pattern
@@ -158,24 +158,25 @@ def parts(
     (keys, *_), near = unflatten(layer.tensors, layer.counts, plan.n_ranks)
     backend = dispatch.choose("auto", q.device, q.dtype)
     n_chunks = shared.n_chunks(chunks, plan, 0, k, v, k.dtype)
-    pieces = pass_kv.head_chunks(n_chunks, plan.heads, keys.plan)
-    ranks, scale = RankContext(backend, plan.group, plan.rank), q.shape[3] ** -0.5
+    chunks_of_heads = pass_kv.head_chunks(n_chunks, plan.heads, keys.plan)
+    spec = call_spec(q.shape[3] ** -0.5, backend, deterministic=False)
+    ranks = RankContext(spec, plan.group, plan.rank)
 
     def send_and_wait() -> list[Tensor]:
-        return [message.wait() for message in pass_kv.send_kv(k, v, keys, pieces, ranks)]
+        return [message.wait() for message in pass_kv.send_kv(k, v, keys, chunks_of_heads, ranks)]
 
     arrived = send_and_wait()
 
     def compute() -> None:
         if near:
-            attend(q, k, v, near, scale, backend)
+            attend(q, k, v, near, spec)
         every = pass_kv.own_kv_in_slots(k, v, keys, backend)
-        for piece, part in zip(pieces, arrived, strict=True):
-            k_all, v_all = (pass_kv.select_heads(x, piece.kv) for x in every)
+        for chunk, part in zip(chunks_of_heads, arrived, strict=True):
+            k_all, v_all = (pass_kv.select_heads(x, chunk.kv) for x in every)
             gather_scatter.unpack(part, [k_all, v_all], keys.slots, backend)
-            mine = pass_kv.select_heads(q, piece.q)
+            mine = pass_kv.select_heads(q, chunk.q)
             if near:
                 (mine,) = gather_scatter.picked([mine], keys.rows, backend)
-            attend(mine, k_all, v_all, piece.plan, scale, backend)
+            attend(mine, k_all, v_all, chunk.plan, spec)
 
     return send_and_wait, compute

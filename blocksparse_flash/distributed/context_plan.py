@@ -43,7 +43,7 @@ class LayerPlan:
     tensors, counts  flattened ExchangePlans of pass_kv.py; empty under "ulysses"
     work     work of the busiest rank
     costs    of every scheme, and why this one was chosen
-    cache    results of earlier calls: number of messages by time_model.Call, Prepared by options
+    cache    results of earlier calls: number of messages by time_model.Call, PassKVContext or UlyssesContext by options
     """
 
     scheme: str

@@ -13,7 +13,6 @@ from ..runtime.tensor_spec import specs_of
 from . import dtensors, pass_kv, time_model, ulysses
 from .agreement import agreed
 from .context_plan import ContextPlan
-from .local_attention import with_determinism
 
 
 def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
@@ -152,10 +151,9 @@ def _run(
     if found.layout is not None:
         facts = plan, found.layout, call.scale, call.n_chunks, call.backend, found.cache
         return ulysses.attention(q, k, v, *facts, wants_lse=wants_lse)
-    backend = call.backend
-    if backend == "hopper":
-        backend = with_determinism(backend, dispatch.is_deterministic(plan.is_deterministic or None))
-    options = call.n_chunks, plan.keeps_received, found.scheme == "all_gather", plan.group_name, backend
+    gathers = found.scheme == "all_gather"
+    deterministic = dispatch.is_deterministic(plan.is_deterministic or None)
+    options = call.n_chunks, plan.keeps_received, gathers, plan.group_name, call.backend, deterministic
     return pass_kv.attention(q, k, v, found.tensors, found.counts, call.scale, options, found.cache)
 
 

@@ -24,11 +24,12 @@ from .. import ops
 from ..runtime import tracing
 from . import communication, gather_scatter, pass_q
 from .exchange_plan import ExchangePlan, unflatten
-from .local_attention import accumulator_dtype, attend, attend_backward
+from .local_attention import accumulator_dtype, attend, attend_backward, call_spec
 
 # arguments of both operators
 _ARGUMENTS = (
-    "Tensor[] tensors, SymInt[] counts, float scale, SymInt n_chunks, bool keeps, bool gathers, str group, str backend"
+    "Tensor[] tensors, SymInt[] counts, float scale, SymInt n_chunks, bool keeps, bool gathers, str group, "
+    "str backend, bool deterministic"
 )
 
 
@@ -53,15 +54,16 @@ def head_chunks(n_chunks: int, heads: tuple[int, int], plan: list[Tensor]) -> li
     return found
 
 
-class Prepared(NamedTuple):
-    """Everything in a call that does not depend on its tensors; cached per layer, number of chunks and backend.
+class PassKVContext(NamedTuple):
+    """Everything in a call that does not depend on its tensors; cached per layer, scale, number of chunks and backend.
 
     keys, queries  exchange of keys; of pass-Q queries, or None
     local_plan  kernel plan of rows that need no received keys, or empty
     first    slot of the first own token if own gradients are summed in place; otherwise None
     keeps    True: own and received keys and values are kept for the backward; False: received again
     gathers  for an all-gather (tokens of each rank, slots of all tokens in rank order); otherwise None
-    tensors, counts, options  arguments of the operators: flattened plans; n_chunks, keeps, gathers, group name, backend
+    tensors, counts, options  arguments of the operators besides the scale: flattened plans; n_chunks, keeps, gathers,
+                              group name, backend, deterministic
     """
 
     keys: ExchangePlan
@@ -77,22 +79,24 @@ class Prepared(NamedTuple):
     options: tuple[Any, ...]
 
 
-def prepare(tensors: list[Tensor], counts: list[int], heads: tuple[int, int], *options: Any) -> Prepared:
+def pass_kv_context(
+    tensors: list[Tensor], counts: list[int], heads: tuple[int, int], scale: float, *options: Any
+) -> PassKVContext:
     """From the arguments of the operators; heads is (query heads, key heads)."""
-    n_chunks, keeps, gathers, group, backend = options
+    n_chunks, keeps, gathers, group, backend, deterministic = options
     process_group = communication.process_group_of(group)
     (keys, *queries), local_plan = unflatten(tensors, counts, dist.get_world_size(process_group))
-    ranks = pass_q.RankContext(backend, process_group, dist.get_rank(process_group))
+    ranks = pass_q.RankContext(call_spec(scale, backend, deterministic), process_group, dist.get_rank(process_group))
     chunks = head_chunks(n_chunks, heads, keys.plan)
     first = None if counts[-1] < 0 else counts[-1]
     whole = _gathered(keys, ranks.rank) if gathers else None
-    return Prepared(
+    return PassKVContext(
         keys, queries[0] if queries else None, local_plan, chunks, first, keeps, whole, ranks, tensors, counts, options
     )
 
 
 def _gathered(keys: ExchangePlan, rank: int) -> tuple[list[int], Tensor]:
-    """Prepared.gathers for an exchange in which every rank receives all tokens of the others."""
+    """PassKVContext.gathers for an exchange in which every rank receives all tokens of the others."""
     sizes = [*keys.receive]
     before = sum(sizes[:rank])
     sizes[rank] = keys.own_slots.shape[0]
@@ -153,29 +157,29 @@ def empty_kv(x: Tensor, keys: ExchangePlan) -> Tensor:
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared, scale: float) -> Results:
+def forward(q: Tensor, k: Tensor, v: Tensor, context: PassKVContext) -> Results:
     """Attention of this rank's rows. Every rank of the group must call it.
 
     q, k, v   (batch, heads, n, dim) of the n tokens of this rank
     returns   out (batch, heads, n, v_dim), lse (batch, heads, n), and own and received keys and values if they are kept
     """
-    keys, local_plan, ranks, backend = ready.keys, ready.local_plan, ready.ranks, ready.ranks.backend
-    sizes, slots = ready.gathers or (None, keys.slots)
-    queries = None if ready.queries is None else pass_q.Forward(q, ready.queries, ranks)
-    pending = send_kv(k, v, keys, ready.chunks, ranks, sizes)
+    keys, local_plan, ranks, backend = context.keys, context.local_plan, context.ranks, context.ranks.backend
+    sizes, slots = context.gathers or (None, keys.slots)
+    queries = None if context.queries is None else pass_q.Forward(q, context.queries, ranks)
+    pending = send_kv(k, v, keys, context.chunks, ranks, sizes)
     # overlaps with the messages: work that needs none of them comes first
-    every = own_kv_in_slots(k, v, keys, backend) if ready.keeps else None
+    every = own_kv_in_slots(k, v, keys, backend) if context.keeps else None
     if local_plan:
-        out, lse = attend(q, k, v, local_plan, scale, backend)
+        out, lse = attend(q, k, v, local_plan, ranks.spec)
     if queries is not None:
-        queries.attend(k, v, scale)
-    found, n_chunks = [], len(ready.chunks)
+        queries.attend(k, v)
+    found, n_chunks = [], len(context.chunks)
     of_q, of_k, of_v = [chunk_heads(x, n_chunks) for x in (q, *(every or (k, v)))]
-    for i, (chunk, message) in enumerate(zip(ready.chunks, pending, strict=True)):
+    for i, (chunk, message) in enumerate(zip(context.chunks, pending, strict=True)):
         k_all, v_all = (of_k[i], of_v[i]) if every else own_kv_in_slots(of_k[i], of_v[i], keys, backend)
         gather_scatter.unpack(message.wait(), [k_all, v_all], slots, backend)
         mine = gather_scatter.picked([of_q[i]], keys.rows, backend)[0] if local_plan else of_q[i]
-        out_rows, lse_rows = attend(mine, k_all, v_all, chunk.plan, scale, backend)
+        out_rows, lse_rows = attend(mine, k_all, v_all, chunk.plan, ranks.spec)
         if local_plan:
             into = [select_heads(out, chunk.q), select_heads(lse, chunk.q)[..., None]]
             gather_scatter.move([out_rows, lse_rows[..., None]], into, backend, put=keys.rows)
@@ -207,51 +211,51 @@ def _totals(k: Tensor, v: Tensor, given: list[list[Tensor]], first: int | None) 
 
 
 def backward(
-    douts: Douts, inputs: tuple[Tensor, Tensor, Tensor], results: Results, ready: Prepared, scale: float
+    douts: Douts, inputs: tuple[Tensor, Tensor, Tensor], results: Results, context: PassKVContext
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the gradients of out and lse (None is 0). Every rank of the group must call it.
 
     dk and dv may be views of larger tensors.
     """
-    keys, local_plan, ranks, backend = ready.keys, ready.local_plan, ready.ranks, ready.ranks.backend
+    keys, local_plan, ranks, backend = context.keys, context.local_plan, context.ranks, context.ranks.backend
     (q, k, v), (out, lse, *every) = inputs, results
     if douts[0].stride(3) != 1:
         # the gradient of a sum has stride 0
         douts = douts[0].contiguous(), douts[1]
-    queries = None if ready.queries is None else pass_q.Backward((q, out, lse), douts, ready.queries, ranks)
-    sizes, slots = ready.gathers or (None, keys.slots)
-    pending = [] if ready.keeps else send_kv(k, v, keys, ready.chunks, ranks, sizes)
-    given, n_chunks = [], len(ready.chunks)
+    queries = None if context.queries is None else pass_q.Backward((q, out, lse), douts, context.queries, ranks)
+    sizes, slots = context.gathers or (None, keys.slots)
+    pending = [] if context.keeps else send_kv(k, v, keys, context.chunks, ranks, sizes)
+    given, n_chunks = [], len(context.chunks)
     of_q, of_out, of_lse = chunk_heads(q, n_chunks), chunk_heads(out, n_chunks), chunk_heads(lse, n_chunks)
     of_dout, of_dlse = chunk_heads(douts[0], n_chunks), None if douts[1] is None else chunk_heads(douts[1], n_chunks)
-    of_k, of_v = [chunk_heads(x, n_chunks) for x in (every if ready.keeps else (k, v))]
-    for i, chunk in enumerate(ready.chunks):
-        k_all, v_all = (of_k[i], of_v[i]) if ready.keeps else own_kv_in_slots(of_k[i], of_v[i], keys, backend)
-        if not ready.keeps:
+    of_k, of_v = [chunk_heads(x, n_chunks) for x in (every if context.keeps else (k, v))]
+    for i, chunk in enumerate(context.chunks):
+        k_all, v_all = (of_k[i], of_v[i]) if context.keeps else own_kv_in_slots(of_k[i], of_v[i], keys, backend)
+        if not context.keeps:
             gather_scatter.unpack(pending[i].wait(), [k_all, v_all], slots, backend)
         mine, outs = of_q[i], (of_out[i], of_lse[i])
         of_chunk: Douts = of_dout[i], None if of_dlse is None else of_dlse[i]
         if local_plan:
             mine, outs, of_chunk = _of_rows(mine, outs, of_chunk, keys, backend)
-        dq_rows, *dkv = attend_backward(of_chunk, (mine, k_all, v_all), outs, chunk.plan, scale, backend)
+        dq_rows, *dkv = attend_backward(of_chunk, (mine, k_all, v_all), outs, chunk.plan, ranks.spec)
         back = gather_scatter.pack(dkv, keys.slots, backend)
         given.append((dq_rows, dkv, communication.all_to_all(back, keys.receive, keys.send, ranks.group)))
     # overlaps with the gradient messages
     if local_plan:
-        dq, *totals = attend_backward(douts, inputs, (out, lse), local_plan, scale, backend)
+        dq, *totals = attend_backward(douts, inputs, (out, lse), local_plan, ranks.spec)
     else:
         dq, totals = (
             cat_heads([dq_rows for dq_rows, *_ in given]),
-            _totals(k, v, [dkv for _, dkv, _ in given], ready.first),
+            _totals(k, v, [dkv for _, dkv, _ in given], context.first),
         )
     bases = [totals] if local_plan else []
     if queries is not None:
-        bases.append(list(queries.attend(k, v, scale)))
+        bases.append(list(queries.attend(k, v)))
     touched = None if keys.touched.shape[0] == k.shape[2] else keys.touched
     of_totals, *of_bases = [[chunk_heads(x, n_chunks) for x in each] for each in (totals, *bases)]
     for i, (dq_rows, dkv, message) in enumerate(given):
         if local_plan:
-            gather_scatter.move([dq_rows], [select_heads(dq, ready.chunks[i].q)], backend, put=keys.rows)
+            gather_scatter.move([dq_rows], [select_heads(dq, context.chunks[i].q)], backend, put=keys.rows)
         into, added = [x[i] for x in of_totals], [[x[i] for x in each] for each in of_bases]
         gather_scatter.add(into, dkv, message.wait(), added, keys.table, touched, ranks.rank, backend)
     if queries is not None:
@@ -275,13 +279,13 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], counts: list[int], scale: float, *options: Any
 ) -> Results:
     """`forward`; tensors and counts of a LayerPlan."""
-    return forward(q, k, v, prepare(tensors, counts, (q.shape[1], k.shape[1]), *options), scale)
+    return forward(q, k, v, pass_kv_context(tensors, counts, (q.shape[1], k.shape[1]), scale, *options))
 
 
 @torch.library.register_fake("blocksparse_flash::pass_kv_forward")
 def _(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], counts: list[int], scale: float, n_chunks: int,
-    keeps: bool, gathers: bool, group: str, backend: str,
+    keeps: bool, gathers: bool, group: str, backend: str, deterministic: bool,
 ) -> Results:  # fmt: skip
     (keys, *_), _ = unflatten(tensors, counts, dist.get_world_size(communication.process_group_of(group)))
     every = (empty_kv(k, keys), empty_kv(v, keys)) if keeps else (k.new_empty(0), v.new_empty(0))
@@ -293,8 +297,8 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, all_keys: Tensor,
     all_values: Tensor, tensors: list[Tensor], counts: list[int], scale: float, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    ready = prepare(tensors, counts, (q.shape[1], k.shape[1]), *options)
-    dq, dk, dv = backward((dout, dlse), (q, k, v), (out, lse, all_keys, all_values), ready, scale)
+    context = pass_kv_context(tensors, counts, (q.shape[1], k.shape[1]), scale, *options)
+    dq, dk, dv = backward((dout, dlse), (q, k, v), (out, lse, all_keys, all_values), context)
     # contiguous, as the fake kernel says
     return dq, dk.contiguous(), dv.contiguous()
 
@@ -305,44 +309,44 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest:
 
 
 class _PassKV(torch.autograd.Function):
-    """`forward` and `backward`: called with a Prepared, or by the operators with None and the flat arguments."""
+    """`forward` and `backward`: called with a PassKVContext, or by the operators with None and the flat arguments."""
 
     @staticmethod
     def forward(
-        ctx: Any, ready: Prepared | None, q: Tensor, k: Tensor, v: Tensor, scale: float, *flat: Any
+        ctx: Any, context: PassKVContext | None, q: Tensor, k: Tensor, v: Tensor, *flat: Any
     ) -> tuple[Tensor, ...]:
-        ctx.ready, ctx.scale, ctx.flat = ready, scale, flat[1:]
+        ctx.context, ctx.flat = context, flat[1:]
         # saves zeros as large as all keys and values
         ctx.set_materialize_grads(False)
-        if ready is not None:
-            out, lse, *every = forward(q, k, v, ready, scale)
+        if context is not None:
+            out, lse, *every = forward(q, k, v, context)
             ctx.save_for_backward(q, k, v, out, lse, *every)
             return out, lse
         tensors, counts, *options = flat
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, *every = pass_kv_forward(q, k, v, tensors, counts, scale, *options)
+            out, lse, *every = pass_kv_forward(q, k, v, tensors, counts, *options)
         ctx.mark_non_differentiable(*every)
         ctx.save_for_backward(q, k, v, out, lse, *every, *tensors)
         return out, lse, *every
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
-        ready, scale = ctx.ready, ctx.scale
+        context = ctx.context
         q, k, v, out, lse, all_keys, all_values, *tensors = ctx.saved_tensors
         # only lse was used
         dout = torch.zeros_like(out) if dout is None else dout
         results = out, lse, all_keys, all_values
-        if ready is None:
+        if context is None:
             counts, *options = ctx.flat
-            grads = pass_kv_backward(dout, dlse, q, k, v, *results, tensors, counts, scale, *options)
-            return None, *grads, *(None,) * (2 + len(ctx.flat))
+            grads = pass_kv_backward(dout, dlse, q, k, v, *results, tensors, counts, *options)
+            return None, *grads, *(None,) * (1 + len(ctx.flat))
         # create_graph=True goes through the dispatcher, which raises
         if tracing.can_launch_directly(q, k, dout) and not torch.is_grad_enabled():
-            grads = backward((dout, dlse), (q, k, v), results, ready, scale)
+            grads = backward((dout, dlse), (q, k, v), results, context)
         else:
-            flat = ready.tensors, ready.counts, scale, *ready.options
+            flat = context.tensors, context.counts, context.ranks.spec.scale, *context.options
             grads = pass_kv_backward(dout, dlse, q, k, v, *results, *flat)
-        return None, *grads, None
+        return None, *grads
 
 
 class Gradients(torch.autograd.Function):
@@ -360,9 +364,9 @@ class Gradients(torch.autograd.Function):
 
 @torch.library.impl("blocksparse_flash::pass_kv_forward", "Autograd")
 def _forward_with_autograd(
-    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], counts: list[int], scale: float, *options: Any
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], counts: list[int], *options: Any
 ) -> Any:
-    return _PassKV.apply(None, q, k, v, scale, tensors, counts, *options)
+    return _PassKV.apply(None, q, k, v, tensors, counts, *options)
 
 
 @torch.library.impl("blocksparse_flash::pass_kv_backward", "Autograd")
@@ -381,18 +385,19 @@ def attention(
     tensors: list[Tensor],
     counts: list[int],
     scale: float,
-    options: tuple[int, bool, bool, str, str],
-    cache: dict[Any, Prepared],
+    options: tuple[int, bool, bool, str, str, bool],
+    cache: dict[Any, PassKVContext],
 ) -> tuple[Tensor, Tensor]:
     """out and lse. Bypasses the dispatcher if nothing traces the call; `cache` keeps what was prepared.
 
-    options  n_chunks, keeps, gathers, group name, backend
+    options  n_chunks, keeps, gathers, group name, backend, deterministic
     """
     if not tracing.can_launch_directly(q, k, v):
         return pass_kv_forward(q, k, v, tensors, counts, scale, *options)[:2]
-    ready = cache.get(options)
-    if ready is None:
-        ready = cache[options] = prepare(tensors, counts, (q.shape[1], k.shape[1]), *options)
+    key = scale, *options
+    context = cache.get(key)
+    if context is None:
+        context = cache[key] = pass_kv_context(tensors, counts, (q.shape[1], k.shape[1]), scale, *options)
     if ops.is_differentiated(q, k, v):
-        return _PassKV.apply(ready, q, k, v, scale)
-    return forward(q, k, v, ready, scale)[:2]
+        return _PassKV.apply(context, q, k, v)
+    return forward(q, k, v, context)[:2]

@@ -17,17 +17,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..dispatch import CallSpec
 from . import communication, gather_scatter
 from .exchange_plan import ExchangePlan
 from .local_attention import attend, attend_backward
 
 
 class RankContext(NamedTuple):
-    """Backend, process group and rank of every call of a layer."""
+    """Spec, process group and rank of every call of a layer."""
 
-    backend: str
+    spec: CallSpec
     group: Any
     rank: int
+
+    @property
+    def backend(self) -> str:
+        """The backend of the kernels that compute and of those that move rows."""
+        return self.spec.backend
 
 
 class _QueryExchange:
@@ -54,11 +60,11 @@ class Forward:
         self.queries, self.ranks = queries, ranks
         self.exchange = _QueryExchange([q], queries, ranks)
 
-    def attend(self, k: Tensor, v: Tensor, scale: float) -> None:
+    def attend(self, k: Tensor, v: Tensor) -> None:
         """Attention of own and received queries to the keys of this rank."""
         queries, ranks = self.queries, self.ranks
         (q,) = self.exchange.wait()
-        self.mine = out, lse = attend(q, k, v, queries.plan, scale, ranks.backend)
+        self.mine = out, lse = attend(q, k, v, queries.plan, ranks.spec)
         message = gather_scatter.pack([out, lse[..., None].view(out.dtype)], queries.slots, ranks.backend)
         self.pending = communication.all_to_all(message, queries.receive, queries.send, ranks.group)
 
@@ -85,13 +91,13 @@ class Backward:
         self.exchange = _QueryExchange([q, douts[0], out, of_rows.view(q.dtype)], queries, ranks)
         self.dtype = lse.dtype
 
-    def attend(self, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """dk and dv of this rank's keys, from own and received queries."""
         queries, ranks = self.queries, self.ranks
         q, dout, out, bits = self.exchange.wait()
         lse, *dlse = bits.view(self.dtype).unbind(dim=3)
         douts = dout, dlse[0] if dlse else None
-        self.dq, dk, dv = attend_backward(douts, (q, k, v), (out, lse), queries.plan, scale, ranks.backend)
+        self.dq, dk, dv = attend_backward(douts, (q, k, v), (out, lse), queries.plan, ranks.spec)
         message = gather_scatter.pack([self.dq], queries.slots, ranks.backend)
         self.pending = communication.all_to_all(message, queries.receive, queries.send, ranks.group)
         return dk, dv

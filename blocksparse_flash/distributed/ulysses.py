@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, ops, validation
+from ..dispatch import CallSpec
 from ..layout import BlockLayout
 from ..runtime import tracing
 from . import all_to_all, communication, time_model
-from .local_attention import accumulator_dtype, attend, attend_backward, with_determinism
+from .local_attention import accumulator_dtype, attend, attend_backward, call_spec
 from .pass_kv import Chunk, Gradients, cat_heads, chunk_heads, head_chunks, select_heads
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 # arguments of both operators
 _ARGUMENTS = (
     "Tensor[] plan, Tensor[] orders, SymInt[] sizes, SymInt rank, float scale, bool packs, SymInt n_chunks, str group, "
-    "str backend"
+    "str backend, bool deterministic"
 )
 # chunks in flight ahead of the one being computed
 PREFETCH = 2
@@ -55,6 +56,12 @@ class Call(NamedTuple):
     n_chunks: int
     group: str
     backend: str
+    deterministic: bool
+
+    @property
+    def spec(self) -> CallSpec:
+        """The spec of the attention of this rank's heads."""
+        return call_spec(self.scale, self.backend, self.deterministic)
 
 
 def _empty_for_all_tokens(x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -91,7 +98,7 @@ def _send(pairs: list[tuple[list[list[Tensor]], list[list[Tensor]]]], group: Any
     return communication.GroupedAllToAll(sent, received, group)
 
 
-class Prepared(NamedTuple):
+class UlyssesContext(NamedTuple):
     """A call, its chunks of this rank's heads and its process group; cached per layer and options."""
 
     call: Call
@@ -99,37 +106,39 @@ class Prepared(NamedTuple):
     group: Any
 
 
-def prepare(call: Call, heads: tuple[int, int]) -> Prepared:
+def ulysses_context(call: Call, heads: tuple[int, int]) -> UlyssesContext:
     """heads: (query heads, key heads) of this rank."""
-    return Prepared(call, head_chunks(call.n_chunks, heads, call.plan), communication.process_group_of(call.group))
+    return UlyssesContext(
+        call, head_chunks(call.n_chunks, heads, call.plan), communication.process_group_of(call.group)
+    )
 
 
-def _packed_to_heads(tensors: list[Tensor], ready: Prepared) -> list[Tensor]:
-    call = ready.call
+def _packed_to_heads(tensors: list[Tensor], context: UlyssesContext) -> list[Tensor]:
+    call = context.call
     restore = call.orders[0] if call.orders else None
-    return all_to_all.to_heads(tensors, call.sizes, restore, communication.sender(ready.group))
+    return all_to_all.to_heads(tensors, call.sizes, restore, communication.sender(context.group))
 
 
-def _packed_to_tokens(tensors: list[Tensor], ready: Prepared) -> list[Tensor]:
-    call = ready.call
+def _packed_to_tokens(tensors: list[Tensor], context: UlyssesContext) -> list[Tensor]:
+    call = context.call
     rearrange, n_local = call.orders[1] if call.orders else None, call.sizes[call.rank]
-    return all_to_all.to_tokens(tensors, call.sizes, n_local, rearrange, communication.sender(ready.group))
+    return all_to_all.to_tokens(tensors, call.sizes, n_local, rearrange, communication.sender(context.group))
 
 
 # q, k and v of all tokens; out of each chunk; lse
 Saved = tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared) -> tuple[Tensor, Saved]:
+def forward(q: Tensor, k: Tensor, v: Tensor, context: UlyssesContext) -> tuple[Tensor, Saved]:
     """out of this rank's tokens, and tensors for the backward. Every rank of the group must call it.
 
     q, k, v   (batch, heads, n, dim) of the n tokens of this rank
     """
-    call, chunks, group = ready
+    call, chunks, group = context
     if call.packs:
-        q_all, k_all, v_all = _packed_to_heads([q, k, v], ready)
-        out_all, lse = attend(q_all, k_all, v_all, call.plan, call.scale, call.backend)
-        (out,) = _packed_to_tokens([out_all], ready)
+        q_all, k_all, v_all = _packed_to_heads([q, k, v], context)
+        out_all, lse = attend(q_all, k_all, v_all, call.plan, call.spec)
+        (out,) = _packed_to_tokens([out_all], context)
         return out, (q_all, k_all, v_all, [out_all.contiguous()], lse)
     local = q.contiguous(), k.contiguous(), v.contiguous()
     q_all, k_all, v_all = whole = [_empty_for_all_tokens(x, call.sizes) for x in local]
@@ -147,7 +156,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared) -> tuple[Tensor, S
     for i, (chunk, (of_q, of_k, of_v)) in enumerate(zip(chunks, of_chunks, strict=True)):
         coming += [send(later) for later in chunks[i + PREFETCH : i + PREFETCH + 1]]
         coming[i].wait()
-        part, lse = attend(of_q, of_k, of_v, chunk.plan, call.scale, call.backend)
+        part, lse = attend(of_q, of_k, of_v, chunk.plan, call.spec)
         part = part.contiguous()
         going.append(_send([(_tokens_by_rank(part, sizes), _of_heads(out_mine, n_heads[0], chunk.q))], group))
         outs.append(part)
@@ -157,17 +166,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ready: Prepared) -> tuple[Tensor, S
     return out, (q_all, k_all, v_all, outs, cat_heads(lses))
 
 
-def backward(dout: Tensor, dlse: Tensor | None, saved: Saved, ready: Prepared) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, dlse: Tensor | None, saved: Saved, context: UlyssesContext) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's tokens. Every rank of the group must call it.
 
     dout  of this rank's tokens and all heads; dlse of all tokens and this rank's heads, None is 0
     """
-    (call, chunks, group), (q_all, k_all, v_all, outs, lse) = ready, saved
+    (call, chunks, group), (q_all, k_all, v_all, outs, lse) = context, saved
     if call.packs:
-        (dout_all,) = _packed_to_heads([dout], ready)
+        (dout_all,) = _packed_to_heads([dout], context)
         inputs = q_all, k_all, v_all
-        found = attend_backward((dout_all, dlse), inputs, (outs[0], lse), call.plan, call.scale, call.backend)
-        dq, dk, dv = _packed_to_tokens(list(found), ready)
+        found = attend_backward((dout_all, dlse), inputs, (outs[0], lse), call.plan, call.spec)
+        dq, dk, dv = _packed_to_tokens(list(found), context)
         return dq, dk, dv
     dout = dout.contiguous()
     sizes, n_ranks, n_local = call.sizes, len(call.sizes), dout.shape[2]
@@ -185,7 +194,7 @@ def backward(dout: Tensor, dlse: Tensor | None, saved: Saved, ready: Prepared) -
         coming += [send(later) for later in chunks[i + PREFETCH : i + PREFETCH + 1]]
         coming[i].wait()
         douts = of_dout, None if dlse is None else select_heads(dlse, chunk.q)
-        found = attend_backward(douts, (of_q, of_k, of_v), (outs[i], of_lse), chunk.plan, call.scale, call.backend)
+        found = attend_backward(douts, (of_q, of_k, of_v), (outs[i], of_lse), chunk.plan, call.spec)
         parts = [part.contiguous() for part in found]
         of_chunk = zip(parts, grads_mine, n_heads, (chunk.q, chunk.kv, chunk.kv), strict=True)
         going.append(_send([(_tokens_by_rank(a, sizes), _of_heads(b, n, heads)) for a, b, n, heads in of_chunk], group))
@@ -212,7 +221,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, 
     """All results but out hold this rank's heads and all tokens."""
     call = Call(*arguments)
     heads = q.shape[1] // len(call.sizes), k.shape[1] // len(call.sizes)
-    out, (q_all, k_all, v_all, outs, lse) = forward(q, k, v, prepare(call, heads))
+    out, (q_all, k_all, v_all, outs, lse) = forward(q, k, v, ulysses_context(call, heads))
     return out, lse, q_all, k_all, v_all, cat_heads(outs)
 
 
@@ -229,9 +238,9 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q_all: Tensor, k_all: Tensor, v_all: Tensor, out_all: Tensor, lse: Tensor,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    ready = prepare(Call(*arguments), (q_all.shape[1], k_all.shape[1]))
-    outs = [select_heads(out_all, chunk.q) for chunk in ready.chunks]
-    return backward(dout, dlse, (q_all, k_all, v_all, outs, lse), ready)
+    context = ulysses_context(Call(*arguments), (q_all.shape[1], k_all.shape[1]))
+    outs = [select_heads(out_all, chunk.q) for chunk in context.chunks]
+    return backward(dout, dlse, (q_all, k_all, v_all, outs, lse), context)
 
 
 @torch.library.register_fake("blocksparse_flash::ulysses_backward")
@@ -242,14 +251,16 @@ def _(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 class _Ulysses(torch.autograd.Function):
-    """`forward` and `backward`: called with a Prepared, or by the operators with None and the fields of a Call."""
+    """`forward` and `backward`; called with a UlyssesContext, or by operators with None and the fields of a Call."""
 
     @staticmethod
-    def forward(ctx: Any, ready: Prepared | None, q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-        ctx.ready, ctx.flat = ready, flat[2:]
+    def forward(
+        ctx: Any, context: UlyssesContext | None, q: Tensor, k: Tensor, v: Tensor, *flat: Any
+    ) -> tuple[Tensor, ...]:
+        ctx.context, ctx.flat = context, flat[2:]
         ctx.set_materialize_grads(False)
-        if ready is not None:
-            out, (q_all, k_all, v_all, outs, lse) = forward(q, k, v, ready)
+        if context is not None:
+            out, (q_all, k_all, v_all, outs, lse) = forward(q, k, v, context)
             ctx.save_for_backward(q_all, k_all, v_all, lse, *outs)
             return out, lse
         plan, orders = flat[:2]
@@ -263,20 +274,20 @@ class _Ulysses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
         q_all, k_all, v_all, lse, *outs = ctx.saved_tensors
-        ready: Prepared | None = ctx.ready
-        if ready is None:
+        context: UlyssesContext | None = ctx.context
+        if context is None:
             outs, plan, orders = outs[:1], outs[1 : 1 + ctx.n_plan], outs[1 + ctx.n_plan :]
-        call = Call(plan, orders, *ctx.flat) if ready is None else ready.call
+        call = Call(plan, orders, *ctx.flat) if context is None else context.call
         if dout is None:
             # only lse was used
             n_heads, n_local = q_all.shape[1] * len(call.sizes), call.sizes[call.rank]
             dout = outs[0].new_zeros(len(q_all), n_heads, n_local, v_all.shape[3])
         # create_graph=True goes through the dispatcher, which raises
-        if ready is not None and tracing.can_launch_directly(q_all, k_all, dout) and not torch.is_grad_enabled():
-            grads = backward(dout, dlse, (q_all, k_all, v_all, outs, lse), ready)
+        if context is not None and tracing.can_launch_directly(q_all, k_all, dout) and not torch.is_grad_enabled():
+            grads = backward(dout, dlse, (q_all, k_all, v_all, outs, lse), context)
         else:
             grads = ulysses_backward(dout, dlse, q_all, k_all, v_all, cat_heads(outs), lse, *call)
-        return None, *grads, *(None,) * (len(ctx.flat) + 2 if ready is None else 0)
+        return None, *grads, *(None,) * (len(ctx.flat) + 2 if context is None else 0)
 
 
 @torch.library.impl("blocksparse_flash::ulysses_forward", "Autograd")
@@ -302,14 +313,14 @@ def _run(
     """
     if not tracing.can_launch_directly(q, k, v):
         return ulysses_forward(q, k, v, *make())[:2]
-    ready = cache.get(options)
-    if ready is None:
+    context = cache.get(options)
+    if context is None:
         call = make()
         n_ranks = len(call.sizes)
-        ready = cache[options] = prepare(call, (q.shape[1] // n_ranks, k.shape[1] // n_ranks))
+        context = cache[options] = ulysses_context(call, (q.shape[1] // n_ranks, k.shape[1] // n_ranks))
     if ops.is_differentiated(q, k, v):
-        return _Ulysses.apply(ready, q, k, v)
-    out, saved = forward(q, k, v, ready)
+        return _Ulysses.apply(context, q, k, v)
+    out, saved = forward(q, k, v, context)
     return out, saved[4]
 
 
@@ -333,16 +344,16 @@ def attention(
     """
     if layout.shape[0] != 1:
         validation.check_layout(layout, q.shape[0], q.shape[1] // plan.n_ranks, plan.length, plan.length)
-    if backend == "hopper":
-        backend = with_determinism(backend, dispatch.is_deterministic(plan.is_deterministic or None))
+    deterministic = dispatch.is_deterministic(plan.is_deterministic or None)
     packs = not is_direct(plan, k.shape[3], k.dtype)
 
     def call() -> Call:
         orders = [] if plan.restore is None or plan.rearrange is None else [plan.restore, plan.rearrange]
         kernel_plan = list(layout.plan(q.device))
-        return Call(kernel_plan, orders, plan.sizes, plan.rank, scale, packs, n_chunks, plan.group_name, backend)
+        options = scale, packs, n_chunks, plan.group_name, backend, deterministic
+        return Call(kernel_plan, orders, plan.sizes, plan.rank, *options)
 
-    out, lse = _run(q, k, v, call, (scale, packs, n_chunks, backend), cache)
+    out, lse = _run(q, k, v, call, (scale, packs, n_chunks, backend, deterministic), cache)
     if not wants_lse:
         return out, None
     send = partial(communication.redistribute, group=plan.group_name)

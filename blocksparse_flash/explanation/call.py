@@ -102,7 +102,7 @@ class Call:
         if self.plan is None:
             return self.dense_sides
         group = self.heads // self.kv_heads
-        rows, cols = (items.cpu().numpy() for items in (self.plan.row_records, self.plan.col_records))
+        rows, cols = (records.cpu().numpy() for records in (self.plan.row_records, self.plan.col_records))
         return scheduling.Sides(
             scheduling.of_records(rows, batch=self.batch, heads=self.heads),
             scheduling.of_records(cols, batch=self.batch, heads=self.heads, group=group),

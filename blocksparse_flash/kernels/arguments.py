@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import philox, plan_format, score_mods
-from ..runtime.launch import axis_strides, cache_key_of, device_limits
+from ..runtime.launch import Config, axis_strides, cache_key_of, device_limits
 from ..runtime.tensor_spec import TensorSpec, spec_of, tma_can_load
 from ..score_mods import Scores
+from .inputs import BackwardInputs as BackwardInputs
 from .schedule import padded_dim
 
 LOG2_E = score_mods.LOG2_E
@@ -44,14 +45,15 @@ def wants_descriptors(major: int, *tensors: TensorSpec) -> bool:
 class ScoreSpecs(NamedTuple):
     """Cache key of the score mods of a call.
 
-    tables   specs of the bias tables, by direction
-    others   specs of sinks and slopes
-    changes  whether scores change between product and mask
-    wanted   whether the gradients of sinks, slopes and bias are needed
+    bias_cell  queries and keys of a bias cell; None without a bias
+    changes    whether scores change between product and mask
+    tables     specs of the bias tables, by direction
+    others     specs of sinks and slopes
+    wanted     whether the gradients of sinks, slopes and bias are needed
     """
 
     softcap: float
-    pieces: tuple[int, int] | None
+    bias_cell: tuple[int, int] | None
     changes: bool
     tables: tuple[TensorSpec | None, ...]
     others: tuple[TensorSpec | None, ...]
@@ -62,7 +64,7 @@ def score_specs_of(scores: Scores, *tables: torch.Tensor | None, wanted: Sequenc
     """The cache key of score mods and their bias tables."""
     changes = scores.softcap > 0 or scores.alibi_slopes is not None or scores.block_bias is not None
     others = spec_of(scores.sinks), spec_of(scores.alibi_slopes)
-    return ScoreSpecs(scores.softcap, scores.pieces, changes, tuple(map(spec_of, tables)), others, tuple(wanted))
+    return ScoreSpecs(scores.softcap, scores.bias_cell, changes, tuple(map(spec_of, tables)), others, tuple(wanted))
 
 
 class Options(NamedTuple):
@@ -91,30 +93,81 @@ def options_of(q: torch.Tensor, scale: float, causal: bool, dropout_p: float, *o
     return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), keys)
 
 
-def scaling(scale: float) -> dict[str, Any]:
-    """The forward's scale as a positive base-2 factor and a sign, so that the maximum can be taken before scaling.
+def sign(scale: float) -> int:
+    """-1, 0 or 1: the forward multiplies scores by it before it takes their maximum."""
+    return (scale > 0) - (scale < 0)
 
-    Scale 0 multiplies the scores by 0, then by 1.
+
+def scale_log2(scale: float) -> float:
+    """The forward's factor on scores times their sign, in base 2: positive, so that it commutes with the maximum."""
+    return abs(scale) * LOG2_E if scale != 0 else 1.0
+
+
+class Constants(NamedTuple):
+    """Compile-time arguments of a Triton kernel.
+
+    GROUP            query heads per key head
+    PRECISION        of products of float32: "tf32" or "ieee"
+    TMA              whether q, k, v and dout are TMA descriptors
+    DIM, DIM_V       HEAD_DIM and V_DIM, padded
+    SIGN             of the scale, in kernels that take a maximum
+    CELL_Q, CELL_KV  queries and keys of a bias cell; 0 without a bias
     """
-    return {"scale_log2": abs(scale) * LOG2_E if scale != 0 else 1.0, "SIGN": (scale > 0) - (scale < 0)}
+
+    GROUP: int
+    CAUSAL: bool
+    DROPOUT: bool
+    PRECISION: str
+    TMA: bool
+    HEAD_DIM: int
+    V_DIM: int
+    DIM: int
+    DIM_V: int
+    SIGN: int = 1
+    CELL_Q: int = 0
+    CELL_KV: int = 0
+    BLOCK_Q: int = 0
+    BLOCK_KV: int = 0
+
+    def with_blocks(self, chosen: Config) -> Constants:
+        """The constants with the block sizes of a configuration."""
+        return self._replace(BLOCK_Q=chosen.block_q, BLOCK_KV=chosen.block_kv)
 
 
-def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options) -> dict[str, Any]:
-    """Arguments shared by the Triton kernels that do not depend on lengths, configuration or scale."""
-    dropout_p = options.dropout_p
-    return {
-        "threshold": philox.threshold(dropout_p),
-        "keep_scale": 1.0 / philox.kept_share(dropout_p),
-        "GROUP": group,
-        "CAUSAL": options.causal,
-        "DROPOUT": dropout_p > 0.0,
-        "PRECISION": "tf32" if options.tf32 else "ieee",
-        "TMA": tma,
-        "HEAD_DIM": head_dim,
-        "V_DIM": v_dim,
-        "DIM": padded_dim("triton", head_dim),
-        "DIM_V": padded_dim("triton", v_dim),
-    }
+class Strides(NamedTuple):
+    """Strides of the tensors of a Triton kernel, in elements; None for tensors that it does not take.
+
+    q, k, v, dout          (batch, head, row)
+    records, tables, sums  (batch, head) of a plan's records, bias tables and bias sums
+    """
+
+    q: Shape
+    k: Shape
+    v: Shape
+    dout: Shape | None = None
+    records: Shape = (0, 0)
+    tables: Shape | None = None
+    sums: Shape | None = None
+
+
+def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options) -> Constants:
+    """The constants that do not depend on lengths, configuration or scale."""
+    return Constants(
+        GROUP=group,
+        CAUSAL=options.causal,
+        DROPOUT=options.dropout_p > 0.0,
+        PRECISION="tf32" if options.tf32 else "ieee",
+        TMA=tma,
+        HEAD_DIM=head_dim,
+        V_DIM=v_dim,
+        DIM=padded_dim("triton", head_dim),
+        DIM_V=padded_dim("triton", v_dim),
+    )
+
+
+def dropout_arguments(dropout_p: float) -> dict[str, Any]:
+    """The threshold of philox.py, and the factor on weights that are kept."""
+    return {"threshold": philox.threshold(dropout_p), "keep_scale": 1.0 / philox.kept_share(dropout_p)}
 
 
 def columns_of_values(dim: int, dim_v: int, element_size: int, major: int) -> int:
@@ -126,29 +179,33 @@ def columns_of_values(dim: int, dim_v: int, element_size: int, major: int) -> in
     return max(dim_v, min(dim, 64)) if major == 9 and element_size == 2 else dim_v
 
 
-def score_arguments(options: Options, direction: int, *, scale: float) -> dict[str, Any]:
-    """Kernel arguments for score mods; with a softcap this includes scale_log2.
+def softcap_arguments(options: Options, scale: float) -> dict[str, Any]:
+    """The softcap in base 2, or None, and with a softcap the factor on raw scores in place of scale_log2.
+
+    scale  factor on this kernel's scores, without its sign in the forward (see `scaling`)
+    """
+    scores = options.scores
+    if scores is None or scores.softcap == 0:
+        return {"cap": None}
+    # c tanh(s / c), in base 2
+    return {"cap": scores.softcap * LOG2_E, "scale_log2": scale / scores.softcap}
+
+
+def bias_arguments(options: Options, direction: int) -> tuple[Shape | None, tuple[int, int]]:
+    """Strides of the bias tables, and queries and keys of a bias cell; None and zeros without a bias.
 
     direction  0 for a kernel over tile rows, 1 over tile columns
-    scale      factor on this kernel's scores, without its sign in the forward (see `scaling`)
     """
-    arguments: dict[str, Any] = {"cap": None, "tables_strides": None, "PIECE_Q": 0, "PIECE_KV": 0}
     scores = options.scores
-    if scores is None:
-        return arguments
-    if scores.softcap > 0:
-        # c tanh(s / c), in base 2
-        arguments |= {"cap": scores.softcap * LOG2_E, "scale_log2": scale / scores.softcap}
-    tables = scores.tables[direction]
-    if scores.pieces is not None and tables is not None:
-        arguments["tables_strides"] = axis_strides(tables.shape)
-        arguments["PIECE_Q"], arguments["PIECE_KV"] = scores.pieces
-    return arguments
+    tables = None if scores is None else scores.tables[direction]
+    if scores is None or scores.bias_cell is None or tables is None:
+        return None, (0, 0)
+    return axis_strides(tables.shape), scores.bias_cell
 
 
-def strides_of_records(items: Shape | None) -> tuple[int, int]:
+def strides_of_records(record_shape: Shape | None) -> tuple[int, int]:
     """(batch, head) strides of a plan's records; 0 along a broadcast dimension and without a plan."""
-    return (0, 0) if items is None else axis_strides(items)
+    return (0, 0) if record_shape is None else axis_strides(record_shape)
 
 
 def tile_lists(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...]:
@@ -158,12 +215,12 @@ def tile_lists(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | Non
 
 def plan_specs_of(tensors: tuple[torch.Tensor | None, ...]) -> PlanSpecs:
     """The cache key of one direction of a plan."""
-    items = tensors[0]
-    if items is None:
+    records = tensors[0]
+    if records is None:
         return None, ()
     addresses = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
     off = (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16
-    return items.shape, tuple([address % 16 == 0 for address in addresses]) if off else ()
+    return records.shape, tuple([address % 16 == 0 for address in addresses]) if off else ()
 
 
 def device_seed(seed: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

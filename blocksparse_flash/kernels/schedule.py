@@ -1,8 +1,7 @@
-"""Which tile rows or columns are split among programs, and into how many splits; from shapes alone.
+"""Which tile rows or tile columns are split among programs, and into how many splits; from shapes alone.
 
-A line is a tile row of the forward, or a tile column of the backward for all query heads of a group: what one
-program walks.
-Where a line is longer than the fair share of a SM, the others wait for it.
+A line is the work of one program: a tile row of the forward, or a tile column of the backward for all query heads of a
+group. Lines longer than an SM's fair share are split, since all other programs would wait for them.
 """
 
 from __future__ import annotations
@@ -16,22 +15,16 @@ import torch
 
 from ..plan_format import TILE, n_split_of
 
-# parts of a line
+# most splits of a line
 MAX_PARTS = 16
-# lines that are split in so many parts, over all lines of a head: what parts write has 4 bytes a number, what becomes
-# of it 2
+# largest share of a head's lines that is split, times the number of splits: bounds the float32 workspace
 MAX_SHARE = 1 / 4
-# programs a SM where all lines are split: 65,536 bytes each at head_dim 128, twice that in the backward
+# most programs per SM where all lines are split; each writes 65,536 bytes at head_dim 128, twice that in the backward
 MAX_WAVES = 4
-# what it costs, in tiles: a part more, whose program begins, ends, and writes float32; the launch that merges.
-# Guesses, of which an
-# H200 made, head_dim 128, bf16: long columns split, bigbird with 16 heads on 4, 65,536 and 262,144 tokens, 2.4 and 2.3
-# times as fast
-# backward; long rows, bigbird with 2 heads, 65,536 tokens, 3.2 times. All columns in 2 parts, 1 or 2 dense or causal
-# heads of 4,096
-# or 8,192 tokens, 1.15 to 1.42 times; all rows 0.81, 0.88 and 1.05 times, so that they are left whole
+# cost, in tiles, of one more split (a program that starts, ends and writes float32) and of the combining launch;
+# estimates, checked on an H200: see triton/TUNING.md
 PART, MERGE = 2, 4
-# splitting must promise to take at most this share of the time
+# split only if the estimated time is at most this share of the time without splitting
 WORTHWHILE = 0.8
 
 
@@ -43,17 +36,17 @@ def padded_dim(backend: str, head_dim: int) -> int:
 
 
 class Split(NamedTuple):
-    """The first n_lines of every head in launch order, the longest ones, are split into so many programs each."""
+    """The first n_lines lines of every head in launch order, the longest ones, are split into `parts` programs each."""
 
     n_lines: int
     parts: int
 
     def n_programs(self, n_lines: int, n_batch_heads: int) -> int:
-        """One for each of n_lines lines of n_batch_heads heads, and one for each part more."""
+        """Number of programs for n_lines lines of each of n_batch_heads heads."""
         return (n_lines + self.n_lines * (self.parts - 1)) * n_batch_heads
 
     def floats(self, columns: int, n_batch_heads: int) -> int:
-        """Float32 numbers that the parts write: `columns` for each token of a line."""
+        """Number of float32 values in the workspace of the splits, with `columns` values per token of a line."""
         return self.n_lines * self.parts * n_batch_heads * TILE * columns if self.parts > 1 else 0
 
 
@@ -63,14 +56,14 @@ WHOLE = Split(0, 1)
 def choose(
     n_lines: int, n_batch_heads: int, *, longest: int, work: int, n_long: int, is_even: bool, n_sms: int
 ) -> Split:
-    """The split of n_lines lines for each of n_batch_heads heads; the time of either way is estimated in tiles.
+    """The split with the shortest estimated time, or WHOLE; times are in tiles.
 
-    longest  tiles that a line may have; how many it has, only the GPU knows
+    n_lines  lines per head, of n_batch_heads heads
+    longest  most tiles that a line can have; the actual number is known only on the GPU
     work     tiles of all lines of all heads
-    n_long   lines at the front of each head which are much longer than the others: these are split, until they are as
-             long as the fair share. Without them, or with few programs, all lines are, so that programs fill the GPU;
-             see _of_shapes for rows
-    is_even  the lines, but for those, are about as long as each other
+    n_long   lines per head that are much longer than the others. They are split until they are no longer than an SM's
+             fair share; without them, or with few programs, all lines are split, so that programs fill the GPU
+    is_even  whether the other lines have similar lengths
     """
     n_programs, share = n_lines * n_batch_heads, work / n_sms
     if n_programs == 0 or longest <= share:
@@ -109,8 +102,8 @@ def _of_shapes(
         n_lines, n_others, n_batch_heads, group = n_others, n_lines, batch * kv_heads, heads // max(1, kv_heads)
     of_head, long = n_lines * n_others / (2 if causal else 1), 0
     if lists:
-        items, (n_indices,), (n_ids,) = lists
-        of_head, long = n_indices / (items[0] * items[1]), n_split_of(n_indices, n_ids)
+        record_shape, (n_indices,), (n_ids,) = lists
+        of_head, long = n_indices / (record_shape[0] * record_shape[1]), n_split_of(n_indices, n_ids)
     return choose(
         n_lines,
         n_batch_heads,
@@ -130,9 +123,9 @@ def split_of(
     causal: bool,
     n_sms: int,
 ) -> Split:
-    """The split of the rows of query heads (first = 0), or of the columns of key heads (3), that a plan lists.
+    """The split of the tile rows of query heads (first = 0) or of the tile columns of key heads (first = 3).
 
-    plan              the tensors of plan.Plan; empty: dense, or `causal`
+    plan              the tensors of a Plan; empty for dense or causal calls
     q_shape, k_shape  (batch, heads, length, head_dim)
     """
     if first == 0 and not (plan and n_split_of(plan[1].shape[0], plan[2].shape[0])):

@@ -1,7 +1,7 @@
-"""Index that maps each stored block to its pieces of the plan's tiles, for `block_bias`; biases from and to dense form.
+"""Index between stored blocks and the cells of a plan's tiles, for `block_bias`; biases from and to dense form.
 
-A bias has one number per stored block, in the order of the layout's `indices`. Tiles are cut into pieces of
-gcd(128, side) tokens per side, so that each piece lies in one block, whatever the block size. Everything is computed on
+A bias has one number per stored block, in the order of the layout's `indices`. Tiles are cut into cells of
+gcd(128, side) tokens per side, so that each cell lies in one block, whatever the block size. Everything is computed on
 the device of the tensors, without waiting for it.
 """
 
@@ -22,12 +22,12 @@ _LAST = 2**62
 
 
 class BiasIndex(NamedTuple):
-    """Blocks of each tile's pieces, and pieces of each block. A tile has (128 / piece_q, 128 / piece_kv) pieces.
+    """Blocks of each tile's cells, and cells of each block. A tile has (128 / cell_q, 128 / cell_kv) cells.
 
-    rows    int32 (entries of row_indices, pieces, pieces): the stored block of each piece of each listed tile; the
+    rows    int32 (entries of row_indices, cells, cells): the stored block of each cell of each listed tile; the
             number of stored blocks if there is none
     cols    the same for col_indices; queries first here too
-    places  int64 (stored blocks, pieces of a block): flat indices into `rows` of a block's pieces; rows.numel() if the
+    places  int64 (stored blocks, cells of a block): flat indices into `rows` of a block's cells; rows.numel() if the
             plan lacks the tile
     """
 
@@ -36,62 +36,62 @@ class BiasIndex(NamedTuple):
     places: Tensor
 
 
-def piece_of(block_size: Size) -> Size:
-    """(queries, keys) of a piece: powers of two from 16 to 128."""
+def bias_cell_of(block_size: Size) -> Size:
+    """(queries, keys) of a cell: powers of two from 16 to 128."""
     return math.gcd(block_size[0], TILE), math.gcd(block_size[1], TILE)
 
 
 def build(
     indptr: Tensor, indices: Tensor, plan: Plan, *, q_len: int, kv_len: int, block_size: Size, device: torch.device
 ) -> BiasIndex:
-    """The index of a layout's blocks for its plan, which may lack tiles. O((tiles + blocks) pieces log nnz)."""
-    pieces = piece_of(block_size)
+    """The index of a layout's blocks for its plan, which may lack tiles. O((tiles + blocks) cells log nnz)."""
+    cell = bias_cell_of(block_size)
     grid = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
     tile_grid = -(-q_len // TILE), -(-kv_len // TILE)
     block = _blocks(indptr.to(device), indices.to(device), grid[0])
     block_keys = torch.cat([_keys(*block, grid), block[0].new_full((1,), _LAST)])
 
     def of_tiles(tile: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """The block that each piece of each tile lies in."""
-        axis, q_pos, kv_pos = _tokens(*tile, (TILE, TILE), pieces)
-        wanted = _keys(axis, q_pos // block_size[0], kv_pos // block_size[1], grid)
+        """The block that each cell of each tile lies in."""
+        batch_head, q_pos, kv_pos = _tokens(*tile, (TILE, TILE), cell)
+        wanted = _keys(batch_head, q_pos // block_size[0], kv_pos // block_size[1], grid)
         exists = (q_pos < q_len) & (kv_pos < kv_len)
         found = torch.searchsorted(block_keys, wanted.contiguous())
         return torch.where(exists & (block_keys[found] == wanted), found, len(indices)).to(torch.int32)
 
     row_tile = _listed(plan.row_records, plan.row_indices)
-    axis, col, row = _listed(plan.col_records, plan.col_indices)
+    batch_head, col, row = _listed(plan.col_records, plan.col_indices)
     rows = of_tiles(row_tile)
 
     tile_keys, order = _keys(*row_tile, tile_grid).sort()
     tile_keys = torch.cat([tile_keys, tile_keys.new_full((1,), _LAST)])
-    block_axis, q_pos, kv_pos = _tokens(*block, block_size, pieces)
-    wanted = _keys(block_axis, q_pos // TILE, kv_pos // TILE, tile_grid)
-    # unused entries and padding have an axis past the last
-    exists = (q_pos < q_len) & (kv_pos < kv_len) & (block_axis < indptr.shape[0] * indptr.shape[1])
+    block_head, q_pos, kv_pos = _tokens(*block, block_size, cell)
+    wanted = _keys(block_head, q_pos // TILE, kv_pos // TILE, tile_grid)
+    # unused entries and padding have a batch_head past the last one
+    exists = (q_pos < q_len) & (kv_pos < kv_len) & (block_head < indptr.shape[0] * indptr.shape[1])
     found = torch.searchsorted(tile_keys, wanted.contiguous())
     exists &= tile_keys[found] == wanted
-    inside = q_pos % TILE // pieces[0] * rows.shape[2] + kv_pos % TILE // pieces[1]
+    inside = q_pos % TILE // cell[0] * rows.shape[2] + kv_pos % TILE // cell[1]
     entry = order[found.clamp(max=len(order) - 1)]
     places = torch.where(exists, entry * rows[0].numel() + inside, rows.numel()).flatten(1)
-    index = BiasIndex(rows, of_tiles((axis, row, col)), places)
+    index = BiasIndex(rows, of_tiles((batch_head, row, col)), places)
     mark_dynamic(index)
     return index
 
 
-def _keys(axis: Tensor, row: Tensor, col: Tensor, grid: Size) -> Tensor:
-    return (axis * grid[0] + row) * grid[1] + col
+def _keys(batch_head: Tensor, row: Tensor, col: Tensor, grid: Size) -> Tensor:
+    return (batch_head * grid[0] + row) * grid[1] + col
 
 
 def _blocks(indptr: Tensor, indices: Tensor, n_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(axis, row, col) of each stored block, axis = batch * heads + head, past the last axis for unused entries."""
+    """(batch_head, row, col) of each stored block; batch_head is past the last one for unused entries."""
     ends = indptr[..., 1:].flatten().to(torch.int64)
     line = torch.searchsorted(ends, torch.arange(len(indices), device=indices.device), right=True)
     return line // max(1, n_rows), line % max(1, n_rows), indices.to(torch.int64)
 
 
 def _listed(records: Tensor, listed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(axis, major, minor) of each list entry of one direction of a plan; the axis is past the last for padding."""
+    """(batch_head, major, minor) of each list entry of one direction; batch_head is past the last one for padding."""
     n_major = records.shape[2]
     records = records.reshape(-1, n_major, RECORD).to(torch.int64)
     # records are in launch order, list entries in the order of tile rows
@@ -101,13 +101,13 @@ def _listed(records: Tensor, listed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return line // max(1, n_major), line % max(1, n_major), listed.to(torch.int64) & (PARTIAL - 1)
 
 
-def _tokens(axis: Tensor, row: Tensor, col: Tensor, sides: Size, pieces: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """(axis, first query, first key) of each piece of each rectangle: (n, 1, 1), (n, down, 1), (n, 1, across)."""
-    down = torch.arange(0, sides[0], pieces[0], device=row.device)
-    across = torch.arange(0, sides[1], pieces[1], device=row.device)
+def _tokens(batch_head: Tensor, row: Tensor, col: Tensor, sides: Size, cell: Size) -> tuple[Tensor, Tensor, Tensor]:
+    """(batch_head, first query, first key) of each cell of each rectangle: (n, 1, 1), (n, down, 1), (n, 1, across)."""
+    down = torch.arange(0, sides[0], cell[0], device=row.device)
+    across = torch.arange(0, sides[1], cell[1], device=row.device)
     q_pos = (row * sides[0])[:, None, None] + down[:, None]
     kv_pos = (col * sides[1])[:, None, None] + across
-    return axis[:, None, None], q_pos, kv_pos
+    return batch_head[:, None, None], q_pos, kv_pos
 
 
 def check_scores(scores: Tensor, axes: Size, grid: Size) -> None:

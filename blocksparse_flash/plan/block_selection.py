@@ -266,7 +266,7 @@ def _plan_by_kernels(
     n_entries = capacity * grid.tiles[0] * grid.tiles[1]
     lengths = _lengths(n_entries, rows.axes, grid.shape, has_subtiles=grid.has_subtiles)
     with tracing.on_device(bits.device):
-        return with_dynamic_lengths(Plan._make(plan_builder.build_plan(bits, grid, (batch, heads), lengths)))
+        return with_dynamic_lengths(Plan._make(plan_builder.build_from_bits(bits, grid, (batch, heads), lengths)))
 
 
 def _lengths(n_entries: int, axes: int, grid: Size, *, has_subtiles: bool) -> tuple[int, int, int]:

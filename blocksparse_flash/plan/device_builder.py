@@ -43,10 +43,10 @@ def _builder(frame: Frame) -> Callable[..., list[torch.Tensor]]:
 
     rows = block_selection.Rows(frame.leads, frame.n_rows, frame.n_cols, *frame[2:])
     grid = plan_builder.Grid(rows, causal=False)
-    return functools.partial(plan_builder.of_blocks, grid=grid, leads=(frame.batch, frame.heads))
+    return functools.partial(plan_builder.build_from_blocks, grid=grid, leads=(frame.batch, frame.heads))
 
 
-def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool) -> Plan:
+def build_plan_on_device(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool) -> Plan:
     """The plan of full 128 x 128 blocks; bitmasks are numbered differently than by the host, and some are unused.
 
     non_blocking  True: the host does not wait for the GPU; streams other than the current one must

@@ -24,15 +24,10 @@ class Config:
     num_warps: int
     num_stages: int
 
-    @functools.cached_property
-    def arguments(self) -> dict[str, int]:
-        """The compile-time and launch arguments by name; read only."""
-        return {
-            "BLOCK_Q": self.block_q,
-            "BLOCK_KV": self.block_kv,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-        }
+    @property
+    def launch_options(self) -> dict[str, int]:
+        """Warps and pipeline stages by the names of Triton's launch options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from benchmarks.report import pages
 from benchmarks.run import calibrate
 from blocksparse_flash.explanation import memory
 from blocksparse_flash.explanation.call import Call
+from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.runtime import launch
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -57,8 +58,9 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
         "hopper_forward": hopper_forward,
         "hopper_backward": hopper_backward,
     }
-    for module in found.values():
-        module.prepare.cache_clear()
+    cached = forward.forward_launch, backward.backward_launches, hopper_forward.prepare, hopper_backward.prepare
+    for launches_of in cached:
+        launches_of.cache_clear()
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: None)
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "num_sms", lambda index: 132)
@@ -67,8 +69,8 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "DescriptorFactory", lambda seen, block: lambda tensor: tensor)
     yield found
-    for module in found.values():
-        module.prepare.cache_clear()
+    for launches_of in cached:
+        launches_of.cache_clear()
 
 
 # head dimensions: whole rows of 16 bytes; rows that are padded, of one side and of both; wider than hopper's backward
@@ -113,7 +115,7 @@ def test_what_launchers_allocate(
     dout = torch.empty_like(out)
     options = {"deterministic": True} if call.deterministic else {}
     with Allocations(q, k, v, out, lse, dout, *plan) as made:
-        grads = backward(dout, None, q, k, v, out, lse, plan, None, None, 0.1, False, 0.0, **options)
+        grads = backward(BackwardInputs(dout, None, q, k, v, out, lse), plan, None, None, 0.1, False, 0.0, **options)
     said = memory.backward(call)
     assert said.writes == sum(grad.nbytes for grad in grads)
     assert said.workspace == made.nbytes - said.writes
@@ -123,9 +125,8 @@ def test_what_launchers_allocate(
     assert said.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *walked))
 
 
-# heads (query, key) and layout. 16 heads: overlapped; two query heads a key head: sections of twice as many rows; one:
-# no later column to
-# do it beside; bigbird: long columns, beside which nothing is prepared; few tiles a row: no sum at all
+# heads (query, key) and layout. 16 heads: overlapped; two query heads per key head: sections of twice as many rows;
+# one: no later column to overlap with; bigbird: long columns, with which nothing overlaps; few tiles per row: no sum
 SUMS = {
     "overlapped": (16, 16, masks.butterfly(4096)),
     "dense": (16, 16, None),
@@ -158,7 +159,7 @@ def test_what_is_overlapped_is_what_the_launcher_leaves_out_around(
     monkeypatch.setattr("blocksparse_flash.runtime.launch.Launch.__call__", record)
     monkeypatch.setattr("blocksparse_flash.kernels.service.TELLING_COLUMNS", telling_columns)
     lse = torch.empty(q.shape[:3])
-    launchers["hopper_backward"].backward(q, None, q, k, k, q, lse, plan, None, None, 0.1, False, 0.0)
+    launchers["hopper_backward"].backward(BackwardInputs(q, None, q, k, k, q, lse), plan, None, None, 0.1, False, 0.0)
     said = memory.backward(call)
     statistics = 2 * q.nbytes + lse.nbytes + 2 * lse.nbytes
     if "scale_kernel" not in written:

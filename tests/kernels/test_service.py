@@ -156,9 +156,9 @@ def test_the_launch_of_the_statistics_clears_each_count():
     tensor_spec = pytest.importorskip("blocksparse_flash.runtime.tensor_spec", reason="needs Triton")
     for batch, heads, q_len in itertools.product((1, 2), (1, 2, 5), (1, 128, 129)):
         dout, n_padded = tensor_spec.spec_of(torch.empty(batch, heads, q_len, 8, device="meta")), -(-q_len // 128) * 128
-        statistics.prepare_statistics(dout, n_padded, n_counts=n_counts(batch * heads))
+        statistics.preprocess_launch(dout, n_padded, n_counts=n_counts(batch * heads))
         with pytest.raises(AssertionError):
-            statistics.prepare_statistics(dout, n_padded, n_counts=n_padded * batch * heads + 1)
+            statistics.preprocess_launch(dout, n_padded, n_counts=n_padded * batch * heads + 1)
     # few heads, of few sections that are prepared before
     for n_batch_heads, n_lines in itertools.product((2, 40, 1000, 100000), (1, 8, 128)):
         shape = (1, n_batch_heads, 128 * n_lines, 64)

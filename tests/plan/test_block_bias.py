@@ -1,4 +1,4 @@
-"""BiasIndex maps pieces of tiles to blocks and blocks to pieces; compared with loops over pieces and blocks."""
+"""BiasIndex maps cells of tiles to blocks and blocks to cells; compared with loops over cells and blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention
-from blocksparse_flash.plan.block_bias import dense, piece_of
+from blocksparse_flash.plan.block_bias import bias_cell_of, dense
 from blocksparse_flash.plan_format import PARTIAL, TILE
 
 SIZES: list[int | tuple[int, int]] = [16, 48, 64, 80, 128, 256, (32, 176)]
@@ -45,28 +45,29 @@ def tiles_of(items: Tensor, listed: Tensor) -> dict[int, tuple[int, int, int]]:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block_size", SIZES, ids=str)
-def test_pieces_and_blocks_find_each_other(block_size: Any, causal: bool) -> None:
+def test_cells_and_blocks_find_each_other(block_size: Any, causal: bool) -> None:
     layout = some(block_size)
     plan, index = layout.plan("cpu", causal=causal), layout.bias_index("cpu", causal=causal)
-    blocks, (block_q, block_kv), (piece_q, piece_kv) = blocks_of(layout), layout.block_size, piece_of(layout.block_size)
+    blocks, (block_q, block_kv) = blocks_of(layout), layout.block_size
+    cell_q, cell_kv = bias_cell_of(layout.block_size)
     row_tiles = tiles_of(plan.row_records, plan.row_indices)
     col_tiles = {
         place: (axis, row, col) for place, (axis, col, row) in tiles_of(plan.col_records, plan.col_indices).items()
     }
     assert sorted(row_tiles.values()) == sorted(col_tiles.values()) and len(row_tiles) > 3
-    pieces_of: dict[int, set[int]] = {place: set() for place in blocks.values()}
+    cells_of: dict[int, set[int]] = {place: set() for place in blocks.values()}
     for tiles, found in ((row_tiles, index.rows), (col_tiles, index.cols)):
-        assert tuple(found.shape[1:]) == (TILE // piece_q, TILE // piece_kv)
+        assert tuple(found.shape[1:]) == (TILE // cell_q, TILE // cell_kv)
         for place, (axis, row, col) in tiles.items():
             for down, across in itertools.product(*map(range, found.shape[1:])):
-                q_pos, kv_pos = row * TILE + down * piece_q, col * TILE + across * piece_kv
+                q_pos, kv_pos = row * TILE + down * cell_q, col * TILE + across * cell_kv
                 block = blocks.get((axis, q_pos // block_q, kv_pos // block_kv), layout.nnz)
                 if q_pos >= layout.q_len or kv_pos >= layout.kv_len:
                     block = layout.nnz
                 assert found[place, down, across] == block
                 if tiles is row_tiles and block < layout.nnz:
-                    pieces_of[block].add((place * found.shape[1] + down) * found.shape[2] + across)
-    for block, places in pieces_of.items():
+                    cells_of[block].add((place * found.shape[1] + down) * found.shape[2] + across)
+    for block, places in cells_of.items():
         assert set(index.places[block].tolist()) - {index.rows.numel()} == places
 
 

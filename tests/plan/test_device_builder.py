@@ -43,7 +43,7 @@ def test_the_plan_is_that_of_the_host(
     layout = drawn(*axes, q_len, kv_len, 0.1 if is_long else 0.4, is_long=is_long)
     expected = layout.plan("cpu")
     frame = Frame(*layout.shape, layout.block_size)
-    plan = device_builder.build_plan(layout._rows(), frame, device, non_blocking=False)
+    plan = device_builder.build_plan_on_device(layout._rows(), frame, device, non_blocking=False)
     if is_long:
         assert min(expected.n_split_rows, expected.n_split_cols) >= 1
     for name in ("row_records", "row_indices", "col_records", "col_indices"):
@@ -79,7 +79,7 @@ def test_of_a_selection_on_the_host_only_what_is_used_is_sent(device: torch.devi
     layout = BlockLayout.from_topk(indices, 300, 512, block_size=TILE)
     expected = BlockLayout.from_blocks([0, 1, 1], [3, 0, 1], 300, 512, block_size=TILE).plan("cpu")
     frame = Frame(*layout.shape, layout.block_size)
-    plan = device_builder.build_plan(layout._rows(), frame, device, non_blocking=True)
+    plan = device_builder.build_plan_on_device(layout._rows(), frame, device, non_blocking=True)
     for name in ("row_records", "row_indices", "col_records", "col_indices"):
         assert torch.equal(getattr(plan, name).cpu(), getattr(expected, name)), name
 

@@ -33,6 +33,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from blocksparse_flash.kernels import arguments, service
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
+from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.schedule import Split
 from blocksparse_flash.kernels.triton import backward, block_selection, forward, gather_scatter, plan_builder, split_kv
 from blocksparse_flash.plan_format import TILE, Plan
@@ -60,8 +61,14 @@ def launches(
         caught.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}))
 
     # launches prepared for another device or number of SMs must not be reused
-    for prepared in (forward, backward, split_kv, hopper_forward, hopper_backward):
-        prepared.prepare.cache_clear()
+    for launches_of in (
+        forward.forward_launch,
+        backward.backward_launches,
+        split_kv.split_kv_launches,
+        hopper_forward.prepare,
+        hopper_backward.prepare,
+    ):
+        launches_of.cache_clear()
     limits = (arch // 10, SHARED_MEMORY[arch])
     with (
         mock.patch.object(JITFunction, "run", catch),
@@ -125,7 +132,7 @@ def run_both(
         options = (*options[:2], None, *options[3:])
         out, lse = hopper_forward.forward(q, k, v, *options)
         dlse = torch.empty_like(lse) if dlse else None
-        hopper_backward.backward(dout, dlse, q, k, v, out, lse, *options, deterministic=deterministic)
+        hopper_backward.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), *options, deterministic=deterministic)
         return
     given: tuple[Any, ...] = ()
     if scores:
@@ -135,7 +142,8 @@ def run_both(
     out, lse = forward.forward(q, k, v, *options)
     if q_len is not None:
         return
-    backward.backward(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *options, *given)
+    inputs = BackwardInputs(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse)
+    backward.backward(inputs, *options, *given)
 
 
 def scores_of(words: str, heads: int, n_tiles: int) -> Scores:
@@ -176,7 +184,7 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     block_selection.of_scores(torch.empty(2, n, n, dtype=dtype), selected, 16, causal=side < 128)
     bits, *_ = block_selection.of_indices(torch.empty(2, n, 16, dtype=torch.int64), selected)
     block_selection.of_rows(torch.empty(2 * (n + 1 + n * n), dtype=torch.int32), selected)
-    plan_builder.build_plan(bits, plan_builder.Grid(selected, causal=side < 128), (1, 2), (33, 35, 37))
+    plan_builder.build_from_bits(bits, plan_builder.Grid(selected, causal=side < 128), (1, 2), (33, 35, 37))
 
 
 def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[ASTSource, dict[str, Any]]:
@@ -278,15 +286,11 @@ def lost_operands(ptx: str, sass: str) -> int:
     """Products whose left operand a loop should keep in registers, and overwrites behind the product, in what
     `cuobjdump -sass` prints.
 
-    From the second round on such a product multiplies what the round before has written there. The ptxas of Triton
-    3.6 and 3.7
-    compiles so from PTX that is right, those of 3.8 and 3.9 do not: what is loaded (LDSM) or computed (LOP3) before
-    the loop is
-    kept in registers which exponentials (F2FP) of each round take. A loop that hands an operand to its next round
-    looks the same
-    in SASS; in PTX it writes the registers, so that nothing is counted unless a product in PTX has an operand which
-    its loop never
-    writes.
+    From the second round on such a product multiplies what the round before has written there. The ptxas of Triton 3.6
+    and 3.7 compiles correct PTX this way, those of 3.8 and 3.9 do not: values loaded (LDSM) or computed (LOP3) before
+    the loop are kept in registers that the exponentials (F2FP) of each round overwrite. A loop that passes an operand
+    to its next round looks the same in SASS; in PTX it writes the registers. So nothing is counted unless a product in
+    PTX has an operand that its loop never writes.
     """
     if not kept_operands(ptx):
         return 0

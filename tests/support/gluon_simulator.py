@@ -1,8 +1,7 @@
 """A simulator, on the CPU, of the protocol of a warp-specialised Gluon kernel.
 
 The source of a kernel runs as plain Python on the machine of gluon_machine.py: a product reads its operands until it
-is waited
-for, a store its source until TMA has read it. Found are:
+is waited for, a store its source until TMA has read it. Found are:
     deadlocks, wrong phases, phases that nobody waits for, too many arrivals, bytes that never come, products or
     stores left under way at the end
     shared memory written while something reads it, read while a copy lands in it, or not fenced before it is read

@@ -160,7 +160,7 @@ def main() -> None:
 
         for worth in (1 << 40, 0):
             with mock.patch.object(launch, "MIN_TMA_ELEMENTS", worth):
-                run = forward.prepare.__wrapped__(specs, launch.plan_specs_of(walks), options)[-1]
+                run = forward.forward_launch.__wrapped__(specs, launch.plan_specs_of(walks), options)[-1]
             assert any(run._factories) == (worth == 0)
             rest = (*walks, None, None, None, None, None, out, lse)
             given = [(*call, *rest) for call in calls]
@@ -170,13 +170,13 @@ def main() -> None:
                 check_holds_nothing(run, shape, rest[:-2])
             recorder.calls.clear()
 
-        preprocess = backward_preprocess.prepare_preprocess(seen, 256)
+        preprocess = backward_preprocess.preprocess_launch(seen, 256)
         given = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None, None) for call in calls]
         check(recorder, preprocess, given[0], given)
         recorder.calls.clear()
 
         with mock.patch.object(backward, "num_sms", lambda _: 132):
-            joint = backward.prepare.__wrapped__(
+            joint = backward.backward_launches.__wrapped__(
                 specs_of(*[out] * 4), launch.plan_specs_of(walks), launch.plan_specs_of(walks), options
             ).joint
         assert joint is not None
@@ -188,7 +188,7 @@ def main() -> None:
         # of a few queries; sinks go to the merge
         q, added = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(2)
         scored = options._replace(scores=launch.score_specs_of(Scores(added, added, None, [], 30.0), None))
-        split_keys = split_kv.prepare.__wrapped__(specs_of(q, out, out), (None, ()), 0, scored)
+        split_keys = split_kv.split_kv_launches.__wrapped__(specs_of(q, out, out), (None, ()), 0, scored)
         assert split_keys.combine is not None and not any(split_keys.split._factories)
         parts, lses = torch.empty(split_keys.n_splits, 2, 64), torch.empty(split_keys.n_splits, 2)
         dense = (None,) * 6
@@ -266,7 +266,7 @@ def main() -> None:
         (bits, counts, *(torch.empty(8 * n, dtype=torch.int32) for _ in range(6)), n, 16 * n, n + 2)
         for n in (9, 1, 16, 33)
     ]
-    check(recorder, plan_builder.prepare.__wrapped__(grid, torch.device("cpu")).lists, given[0], given)
+    check(recorder, plan_builder.plan_launches.__wrapped__(grid, torch.device("cpu")).lists, given[0], given)
     print(f"Triton {triton.__version__}: every launch is handed on alike")
 
 

@@ -8,6 +8,7 @@ run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from blocksparse_flash import BlockLayout
 from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
+from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.triton import backward, forward, split_kv
 from blocksparse_flash.plan_format import TILE
 from blocksparse_flash.runtime import launch
@@ -168,13 +170,17 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
     rest, name = each._rest, each._kernel.fn.__name__.removesuffix("_kernel")
     names = [argument for argument in each._kernel.arg_names if argument not in rest]
     given = dict(zip(names, tensors, strict=True))
-    steps = tuple(rest[word] for word in ("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages") if word in rest)
-    dim = max(rest.get("DIM", 0), rest.get("DIM_V", 0))
+    steps = tuple(rest[word] for word in ("num_warps", "num_stages") if word in rest)
+    constants = rest.get("C", rest.get("KEYS"))
+    dims = rest if constants is None else constants._asdict()
+    dim = max(dims.get("DIM", 0), dims.get("DIM_V", 0))
+    if "C" in rest:
+        steps = (constants.BLOCK_Q, constants.BLOCK_KV, *steps)
     if name in ("forward", "keys", "queries"):
-        yield name, dim, given["q_ref"].element_size(), rest["TMA"], *steps
+        yield name, dim, given["q_ref"].element_size(), constants.TMA, *steps
     elif name == "joint":
-        blocks = (f"{of}_BLOCK_{side}" for of in ("KEYS", "QUERIES") for side in ("Q", "KV"))
-        yield name, dim, rest["TMA"], *(rest[word] for word in blocks), *steps
+        blocks = [side for word in ("KEYS", "QUERIES") for side in (rest[word].BLOCK_Q, rest[word].BLOCK_KV)]
+        yield name, dim, constants.TMA, *blocks, *steps
     elif name == "split_kv":
         yield name, dim, given["q_ptr"].element_size(), *steps
         yield name, dim, "split" if rest["IS_SPLIT"] else "whole"
@@ -249,8 +255,14 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
     batch, heads, q_len, kv_len = call.shape
     variant, dim = call.variant, call.head_dim
     modules = (forward, backward, split_kv, hopper_forward, hopper_backward)
-    for module in modules:
-        module.prepare.cache_clear()
+    for launches_of in (
+        forward.forward_launch,
+        backward.backward_launches,
+        split_kv.split_kv_launches,
+        hopper_forward.prepare,
+        hopper_backward.prepare,
+    ):
+        launches_of.cache_clear()
     with contextlib.ExitStack() as stack, recorded(runs=False) as found:
         for module in modules:
             stack.enter_context(mock.patch.object(module, "num_sms", lambda _: gpu.n_sms))
@@ -268,16 +280,16 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
         options: tuple[Any, ...] = (plan, lengths, seed, scale, call.causal and not plan, variant.dropout_p)
         if call.backend == "hopper":
             out, lse = hopper_forward.forward(q, k, v, *options)
-            hopper_backward.backward(
-                dout, torch.empty_like(lse), q, k, v, out, lse, *options, deterministic=variant.deterministic
-            )
+            inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
+            hopper_backward.backward(inputs, *options, deterministic=variant.deterministic)
             return frozenset(found)
         wanted: tuple[Any, ...] = ()
         if variant.has_scores:
             options = (*options, _scores(call, plan))
             wanted = ([variant.has_sinks, variant.has_slopes, variant.has_bias],)
         out, lse = forward.forward(q, k, v, *options)
-        backward.backward(dout, torch.empty_like(lse), q, k, v, out, lse, *options, *wanted)
+        inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
+        backward.backward(inputs, *options, *wanted)
     return frozenset(found)
 
 
@@ -314,10 +326,10 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
                     dim,
                     size,
                     tma,
-                    *forward.config(dim, size, **asked, **on, narrow=narrow).arguments.values(),
+                    *dataclasses.astuple(forward.config(dim, size, **asked, **on, narrow=narrow)),
                 )
-            yield "keys", dim, size, tma, *backward.config_keys(dim, size, **asked, **on).arguments.values()
-            yield "queries", dim, size, tma, *backward.config_queries(dim, size, **asked, **on).arguments.values()
+            yield "keys", dim, size, tma, *dataclasses.astuple(backward.config_keys(dim, size, **asked, **on))
+            yield "queries", dim, size, tma, *dataclasses.astuple(backward.config_queries(dim, size, **asked, **on))
             for group in (1, 2):
                 both = backward.config_joint(dim, size, major=gpu.major, group=group, **asked)
                 if both:
@@ -328,7 +340,7 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
             of_rows = split_kv.config(
                 n_rows, dim, size, shared_memory=gpu.shared_memory, major=gpu.major, changed=changed
             )
-            yield "split_kv", dim, size, *of_rows.config.arguments.values()
+            yield "split_kv", dim, size, *dataclasses.astuple(of_rows.config)
         yield from (("split_kv", dim, word) for word in ("split", "whole"))
         yield "combine", dim
     yield "preprocess", True, False, False, False

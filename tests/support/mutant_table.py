@@ -367,8 +367,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan_format.py",
-            "n_indices + 8 * n_split_lines +",
-            "n_indices + 8 * min(n_split_lines, 1) +",
+            "n_indices + 8 * n_split +",
+            "n_indices + 8 * min(n_split, 1) +",
             "tests/plan/test_host_builder.py",
         ),
         (
@@ -386,8 +386,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "kernels/triton/plan_builder.py",
-            "b_first_q + kv_len - q_len >= b_first_kv + WARPGROUP_ROWS - 1",
-            "b_first_q + kv_len - q_len > b_first_kv + WARPGROUP_ROWS - 1",
+            "b_first_q + kv_len - q_len >= b_first_kv + HALF - 1",
+            "b_first_q + kv_len - q_len > b_first_kv + HALF - 1",
             LISTED,
         ),
         ("kernels/triton/plan_builder.py", "4 * (behind < 0)", "4 * (behind <= 0)", LISTED),
@@ -524,8 +524,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         f"{OURS}/kernels",
         (
             "triton/forward.py",
-            "i_kv_head = i_head // GROUP",
-            "i_kv_head = i_head % (n_heads // GROUP)",
+            "i_kv_head = i_head // C.GROUP",
+            "i_kv_head = i_head % (n_heads // C.GROUP)",
             GROUPS,
         ),
         ("triton/forward.py", "b_sum = b_sum * b_decay + tl.sum(b_p, 1)", "b_sum = b_sum + tl.sum(b_p, 1)", DENSE),
@@ -603,13 +603,13 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/backward_kernels.py",
-            "i_head = i_kv_head * GROUP + i_member",
-            "i_head = i_member * n_heads + i_kv_head",
+            "i_head = i_kv_head * C.GROUP + i_member",
+            "i_head = i_member * sizes.n_heads + i_kv_head",
             GROUPS,
         ),
         (
             "triton/backward_kernels.py",
-            "b_kept_p = tl.where(m_kept, b_p * keep_scale, 0.0)",
+            "b_kept_p = tl.where(m_kept, b_p * factors.keep_scale, 0.0)",
             "b_kept_p = tl.where(m_kept, b_p, 0.0)",
             _zoo("global-float32"),
         ),
@@ -642,8 +642,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/split_kv.py",
-            "o_q // PIECE_Q * (TILE // PIECE_KV)",
-            "o_q // PIECE_Q * (TILE // PIECE_Q)",
+            "o_q // C.CELL_Q * (TILE // C.CELL_KV)",
+            "o_q // C.CELL_Q * (TILE // C.CELL_Q)",
             "tests/kernels/triton/test_split_kv.py -k split_rows",
         ),
         (
@@ -666,8 +666,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/score_mods.py",
-            "p_table, kv_start % TILE, q_start % TILE, 1, TILE // PIECE_KV, BLOCK_KV, PIECE_KV, BLOCK_Q, PIECE_Q",
-            "p_table, kv_start % TILE, q_start % TILE, 1, TILE // PIECE_Q, BLOCK_KV, PIECE_KV, BLOCK_Q, PIECE_Q",
+            "p_table, kv_start % TILE, q_start % TILE, 1, TILE // CELL_KV, BLOCK_KV, CELL_KV, BLOCK_Q, CELL_Q",
+            "p_table, kv_start % TILE, q_start % TILE, 1, TILE // CELL_Q, BLOCK_KV, CELL_KV, BLOCK_Q, CELL_Q",
             _zoo("blocks-of-64x32-float16"),
         ),
         (

@@ -62,10 +62,10 @@ class Changes:
         self._queries = like.shape[1]
         self.distance_sums = like.new_zeros(len(like), self._queries, 1, dtype=torch.float64) if wanted[0] else None
         self.bias_sums = None
-        if wanted[1] and scores.pieces is not None:
+        if wanted[1] and scores.bias_cell is not None:
             shared = tuple(size if of_plan == 1 else 1 for size, of_plan in zip(axes, plan[0].shape[:2], strict=True))
             self.bias_sums = scores.new_sums(
-                sums_shape((shared[0], shared[1]), len(scores.bias_index[0]), scores.pieces, (TILE, TILE))
+                sums_shape((shared[0], shared[1]), len(scores.bias_index[0]), scores.bias_cell, (TILE, TILE))
             )
 
     @property

@@ -42,7 +42,7 @@ from ...plan_format import has_subtiles_of
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import TILE as TILE_SIDE
-from ..arguments import PlanSpecs, plan_specs_of, scaling, strides_of_records, tile_lists
+from ..arguments import PlanSpecs, plan_specs_of, scale_log2, sign, strides_of_records, tile_lists
 from ..schedule import Split, padded_dim, split_of
 from ..triton.combine_splits import merge_rows
 from ..triton.tile import LN_2, TILE
@@ -554,7 +554,8 @@ def prepare(
         "group": heads // kv_heads,
         "n_split_lines": split.n_lines,
         "num_splits": split.parts,
-        **scaling(scale),
+        "scale_log2": scale_log2(scale),
+        "SIGN": sign(scale),
         "BLOCK_KV": chosen.block_kv,
         "CAUSAL": causal,
         "STAGES": chosen.stages,

@@ -23,22 +23,27 @@ from ...runtime.tensor_spec import TensorSpecs, specs_of
 from ...score_mods import Scores, sums_shape
 from ..arguments import (
     LOG2_E,
+    Constants,
     Options,
     PlanSpecs,
     Shape,
+    Strides,
+    bias_arguments,
     constants,
     device_seed,
+    dropout_arguments,
     options_of,
     plan_specs_of,
-    score_arguments,
     score_specs_of,
+    softcap_arguments,
     strides_of_records,
     tile_lists,
     wants_descriptors,
 )
 from ..arguments import TILE as TILE_SIDE
+from ..inputs import BackwardInputs
 from .backward_kernels import joint_kernel, keys_kernel, queries_kernel
-from .backward_preprocess import prepare_preprocess
+from .backward_preprocess import preprocess_launch
 
 # most programs per SM for which dk, dv and dq share a launch
 JOINT_PROGRAMS = 8
@@ -146,7 +151,7 @@ def joint_pays(n_programs: int, dim: int, tma: bool, options: Options, *, has_la
     return n_programs <= (TRIANGLE_PROGRAMS if is_triangle else JOINT_PROGRAMS) * num_sms(options.device)
 
 
-class Prepared(NamedTuple):
+class BackwardLaunches(NamedTuple):
     """The launches (None for a gradient without elements), and the memory of dq, dk, dv and lse and delta.
 
     joint  replaces keys and queries, without lengths, where that pays
@@ -162,22 +167,22 @@ class Prepared(NamedTuple):
 
 
 def bias_sums_shape(
-    batch: int, heads: int, items: Shape | None, chosen: Config, options: Options
+    batch: int, heads: int, record_shape: Shape | None, chosen: Config, options: Options
 ) -> tuple[int, ...] | None:
     """Shape of the sums of ds for the gradient of a bias, written by the dq launch; None if not wanted."""
     scores = options.scores
-    if scores is None or scores.pieces is None or items is None or not scores.wanted[2]:
+    if scores is None or scores.bias_cell is None or record_shape is None or not scores.wanted[2]:
         return None
-    shared = (batch if items[0] == 1 else 1, heads if items[1] == 1 else 1)
+    shared = (batch if record_shape[0] == 1 else 1, heads if record_shape[1] == 1 else 1)
     tables = scores.tables[0]
     assert tables is not None
-    return sums_shape(shared, tables.shape[2], scores.pieces, (chosen.block_q, chosen.block_kv))
+    return sums_shape(shared, tables.shape[2], scores.bias_cell, (chosen.block_q, chosen.block_kv))
 
 
-def lines_and_programs(items: Shape | None, length: int, block: int, n_batch_heads: int) -> tuple[int, int]:
+def lines_and_programs(record_shape: Shape | None, length: int, block: int, n_batch_heads: int) -> tuple[int, int]:
     """(tile rows or columns per head, programs of all n_batch_heads heads); blocks instead of tiles without a plan."""
-    n_lines = items[2] if items else -(-length // block)
-    return n_lines, n_lines * (TILE_SIDE // block if items else 1) * n_batch_heads
+    n_lines = record_shape[2] if record_shape else -(-length // block)
+    return n_lines, n_lines * (TILE_SIDE // block if record_shape else 1) * n_batch_heads
 
 
 def descriptor_factories_of(specs: TensorSpecs, chosen: Config, dim: int, dim_v: int) -> dict[str, DescriptorFactory]:
@@ -193,15 +198,15 @@ def descriptor_factories_of(specs: TensorSpecs, chosen: Config, dim: int, dim_v:
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Options) -> Prepared:
+def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Options) -> BackwardLaunches:
     """Prepares the launches of calls with these specs and options."""
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     tma = wants_descriptors(options.major, q, k, v, dout)
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
-    dim, dim_v = fixed["DIM"], fixed["DIM_V"]
+    dim, dim_v = fixed.DIM, fixed.DIM_V
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
-    preprocess = prepare_preprocess(dout, n_padded)
+    preprocess = preprocess_launch(dout, n_padded)
     wanted: dict[str, Any] = {
         "major": options.major,
         "tma": tma,
@@ -212,61 +217,56 @@ def prepare(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, options: Optio
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **wanted)
     queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **wanted)
 
+    strides = Strides(q.strides[:3], k.strides[:3], v.strides[:3], dout.strides[:3])
     common = {
-        "q_strides": q.strides[:3],
-        "k_strides": k.strides[:3],
-        "v_strides": v.strides[:3],
-        "dout_strides": dout.strides[:3],
         "q_len": q_len,
         "kv_len": kv_len,
         "n_padded": n_padded,
         # no maximum is taken, so the scale may be negative or 0
         "scale_log2": options.scale * LOG2_E,
         "scale": options.scale,
-        **fixed,
     }
 
-    def launch_over(
-        kernel: Any, chosen: Config, items: Shape | None, heads: int, length: int, block: int, **added: Any
-    ) -> Launch:
-        n_lines, n_programs = lines_and_programs(items, length, block, batch * heads)
+    def launch_over(kernel: Any, chosen: Config, direction: int, heads: int, length: int, sums: Shape | None) -> Launch:
+        record_shape, block = (rows[0], chosen.block_q) if direction == 0 else (cols[0], chosen.block_kv)
+        n_lines, n_programs = lines_and_programs(record_shape, length, block, batch * heads)
+        table_strides, (cell_q, cell_kv) = bias_arguments(options, direction)
         rest = {
             **common,
-            "record_strides": strides_of_records(items),
+            "strides": strides._replace(
+                records=strides_of_records(record_shape), tables=table_strides, sums=sums and axis_strides(sums)
+            ),
             "n_heads": heads,
             "n_batch_heads": batch * heads,
             "n_lines": n_lines,
-            **added,
-            **chosen.arguments,
+            **dropout_arguments(options.dropout_p),
+            **softcap_arguments(options, options.scale),
+            "C": fixed._replace(CELL_Q=cell_q, CELL_KV=cell_kv).with_blocks(chosen),
+            **chosen.launch_options,
         }
         return Launch(kernel, (n_programs,), rest, descriptor_factories_of(specs, chosen, dim, dim_v) if tma else None)
 
     keys = queries = None
     shape = bias_sums_shape(batch, heads, rows[0], queries_config, options)
     if batch * kv_heads * kv_len:
-        added = score_arguments(options, 1, scale=options.scale)
-        keys = launch_over(keys_kernel, keys_config, cols[0], kv_heads, kv_len, keys_config.block_kv, **added)
+        keys = launch_over(keys_kernel, keys_config, 1, kv_heads, kv_len, None)
     if batch * heads * q_len:
-        added = {
-            **score_arguments(options, 0, scale=options.scale),
-            "sums_strides": shape and axis_strides(shape),
-        }
-        queries = launch_over(queries_kernel, queries_config, rows[0], heads, q_len, queries_config.block_q, **added)
+        queries = launch_over(queries_kernel, queries_config, 0, heads, q_len, shape)
     memory = [contiguous(spec.dtype, *spec.shape) for spec in (q, k, v)]
     memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
     joint = None
     if keys is not None and queries is not None:
-        joint = prepare_joint(specs, (rows[0], cols[0]), common, options, tma=tma)
-    return Prepared(preprocess, keys, queries, joint, tuple(memory), shape)
+        joint = joint_launch(specs, (rows[0], cols[0]), common, strides, fixed, options)
+    return BackwardLaunches(preprocess, keys, queries, joint, tuple(memory), shape)
 
 
-def prepare_joint(
+def joint_launch(
     specs: TensorSpecs,
     lists: tuple[Shape | None, Shape | None],
     common: dict[str, Any],
+    strides: Strides,
+    fixed: Constants,
     options: Options,
-    *,
-    tma: bool,
 ) -> Launch | None:
     """The launch of joint_kernel, for calls without lengths; None where two launches are faster.
 
@@ -275,7 +275,7 @@ def prepare_joint(
     """
     q, k, _, _ = specs.tensors
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q.shape, k.shape
-    dim, dim_v = common["DIM"], common["DIM_V"]
+    dim, dim_v, tma = fixed.DIM, fixed.DIM_V, fixed.TMA
     chosen = config_joint(
         max(dim, dim_v),
         q.dtype.itemsize,
@@ -293,33 +293,24 @@ def prepare_joint(
     if not joint_pays(n_keys + n_queries, max(dim, dim_v), tma, options, has_layout=rows is not None):
         return None
     rest = {
-        **{name: value for name, value in common.items() if name in joint_kernel.arg_names},
-        "col_items_strides": strides_of_records(cols),
-        "row_items_strides": strides_of_records(rows),
+        **common,
+        "strides": strides._replace(records=strides_of_records(cols)),
+        "row_record_strides": strides_of_records(rows),
         "n_heads": heads,
         "n_batch_heads": batch * heads,
         "n_cols": n_cols,
         "n_rows": n_rows,
         "n_keys": n_keys,
-        "KEYS_BLOCK_Q": of_keys.block_q,
-        "KEYS_BLOCK_KV": of_keys.block_kv,
-        "QUERIES_BLOCK_Q": of_queries.block_q,
-        "QUERIES_BLOCK_KV": of_queries.block_kv,
-        "num_warps": of_keys.num_warps,
-        "num_stages": of_keys.num_stages,
+        "KEYS": fixed.with_blocks(of_keys),
+        "QUERIES": fixed.with_blocks(of_queries),
+        **of_keys.launch_options,
     }
     descriptor_factories = descriptor_factories_of(specs, of_keys, dim, dim_v) if tma else None
     return Launch(joint_kernel, (n_keys + n_queries,), rest, descriptor_factories)
 
 
 def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    inputs: BackwardInputs,
     plan: list[torch.Tensor],
     kv_lengths: torch.Tensor | None,
     seed: torch.Tensor | None,
@@ -329,10 +320,11 @@ def backward(
     scores: Scores | None = None,
     wanted: Sequence[bool] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, contiguous and in q's dtype. out and lse are the forward's.
+    """dq, dk, dv, contiguous and in q's dtype.
 
     With score mods also the gradients of sinks, slopes and bias, empty where not `wanted` (a bool for each).
     """
+    dout, dlse, q, k, v, out, lse = inputs
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     seed = device_seed(seed, q.device)
@@ -342,22 +334,22 @@ def backward(
         slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)
         options = options._replace(scores=score_specs_of(scores, rows, cols, wanted=wanted))
     by_rows, by_cols = tile_lists(plan, 0), tile_lists(plan, 3)
-    ready = prepare(specs_of(q, k, v, dout), plan_specs_of(by_rows), plan_specs_of(by_cols), options)
+    launches = backward_launches(specs_of(q, k, v, dout), plan_specs_of(by_rows), plan_specs_of(by_cols), options)
     if scores is not None:
         dslopes = torch.empty_like(lse) if wanted[1] else None
-        sums = None if ready.bias_sums is None else scores.new_sums(ready.bias_sums)
+        sums = None if launches.bias_sums is None else scores.new_sums(launches.bias_sums)
     empty = allocator(q)
-    dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.memory]
+    dq, dk, dv, lse_delta = [empty(*memory) for memory in launches.memory]
     if lse.numel() > 0:
-        ready.preprocess(out, dout, lse, dlse, lse_delta, None, None, None)
+        launches.preprocess(out, dout, lse, dlse, lse_delta, None, None, None)
 
-    if ready.joint is not None and kv_lengths is None:
-        ready.joint(q, k, v, dout, lse_delta, *by_cols[:3], *by_rows, dq, dk, dv)
+    if launches.joint is not None and kv_lengths is None:
+        launches.joint(q, k, v, dout, lse_delta, *by_cols[:3], *by_rows, dq, dk, dv)
     else:
-        if ready.keys is not None:
-            ready.keys(q, k, v, dout, lse_delta, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
-        if ready.queries is not None:
-            ready.queries(q, k, v, dout, lse_delta, *by_rows, kv_lengths, seed, slopes, rows, dq, sums, dslopes)
+        if launches.keys is not None:
+            launches.keys(q, k, v, dout, lse_delta, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
+        if launches.queries is not None:
+            launches.queries(q, k, v, dout, lse_delta, *by_rows, kv_lengths, seed, slopes, rows, dq, sums, dslopes)
     if scores is None:
         return dq, dk, dv
     delta = lse_delta[:, :, : q.shape[2], 1]

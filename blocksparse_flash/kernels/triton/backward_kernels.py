@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from ..arguments import Strides
 from .backward_preprocess import load_lse_delta
 from .score_mods import changed_scores, distances, store_sums
 from .tile import (
@@ -25,46 +28,80 @@ from .tile import (
 )
 
 
+class TileLists(NamedTuple):
+    """Pointers to the tile rows or tile columns of a plan; None without a layout."""
+
+    records: Any
+    indices: Any
+    ids: Any
+    words: Any
+
+
+class Sizes(NamedTuple):
+    """Integers of a launch; n_lines is the number of tile rows or tile columns, or of blocks without a layout."""
+
+    n_heads: Any
+    n_batch_heads: Any
+    n_lines: Any
+    q_len: Any
+    kv_len: Any
+    n_padded: Any
+
+
+class Factors(NamedTuple):
+    """Factors on scores and gradients; threshold and keep_scale are those of dropout, cap is None without a softcap."""
+
+    scale_log2: Any
+    scale: Any
+    threshold: Any
+    keep_scale: Any
+    cap: Any
+
+
 # fmt: off
 @triton.jit
 def keys_program(
     # program of this block
     pid,
-    # inputs
-    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
-    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    # inputs; tiles: the tile columns
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous
     dk_ptr, dv_ptr,
-    # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides,
     # sizes: n_heads key heads, n_batch_heads = batch * n_heads, n_lines = tile columns (key blocks without a layout)
-    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
-    # compile time
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    strides, sizes, factors, C: tl.constexpr,
 ):
     """dk and dv of a block of keys of a key head: iterates over its tile column for each query head of the group."""
-    HAS_LAYOUT: tl.constexpr = records_ptr is not None
+    DIM: tl.constexpr = C.DIM
+    DIM_V: tl.constexpr = C.DIM_V
+    BLOCK_Q: tl.constexpr = C.BLOCK_Q
+    BLOCK_KV: tl.constexpr = C.BLOCK_KV
+    PRECISION: tl.constexpr = C.PRECISION
+    q_len, kv_len, scale_log2, cap = sizes.q_len, sizes.kv_len, factors.scale_log2, factors.cap
+    HAS_LAYOUT: tl.constexpr = tiles.records is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_Q
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
-            records_ptr, record_strides, pid, n_lines, n_heads, n_batch_heads, TILE // BLOCK_KV, GROUP
+            tiles.records, strides.records, pid, sizes.n_lines, sizes.n_heads, sizes.n_batch_heads,
+            TILE // BLOCK_KV, C.GROUP,
         )
         kv_start = tl.load(p_record) * TILE + i_split * BLOCK_KV
     else:
-        batch_head = pid // n_lines
-        kv_start = pid % n_lines * BLOCK_KV
-    i_batch = batch_head // n_heads
-    i_kv_head = batch_head % n_heads
+        batch_head = pid // sizes.n_lines
+        kv_start = pid % sizes.n_lines * BLOCK_KV
+    i_batch = batch_head // sizes.n_heads
+    i_kv_head = batch_head % sizes.n_heads
     limit = kv_len
     if LIMITED:
         limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
 
-    b_k = load_tile(k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED)
-    b_v = load_tile(v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED)
+    b_k = load_tile(
+        k_ref, strides.k, i_batch, i_kv_head, kv_start, limit, C.HEAD_DIM, BLOCK_KV, DIM, TMA=C.TMA, LIMITED=LIMITED
+    )
+    b_v = load_tile(
+        v_ref, strides.v, i_batch, i_kv_head, kv_start, limit, C.V_DIM, BLOCK_KV, DIM_V, TMA=C.TMA, LIMITED=LIMITED
+    )
     b_dk = tl.zeros([BLOCK_KV, DIM], tl.float32)
     b_dk_lost = tl.zeros([BLOCK_KV, DIM], tl.float32)
     b_dv = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
@@ -73,23 +110,23 @@ def keys_program(
     if CHANGED:
         factor = 1.0
 
-    for i_member in tl.range(0, GROUP):
-        i_head = i_kv_head * GROUP + i_member
-        i_q_axis = i_batch * n_heads * GROUP + i_head
+    for i_member in tl.range(0, C.GROUP):
+        i_head = i_kv_head * C.GROUP + i_member
+        i_q_axis = i_batch * sizes.n_heads * C.GROUP + i_head
         slope = 0.0
         if slopes_ptr is not None:
             slope = tl.load(slopes_ptr + i_head) * LOG2_E
         # steps of BLOCK_Q queries: the partial tiles of the column, then the full ones
         if HAS_LAYOUT:
             p_member = p_record
-            if GROUP > 1:
+            if C.GROUP > 1:
                 # heads of a group may have different layouts, hence launch orders
-                p_member = find_line_record(records_ptr, record_strides, i_batch, i_head, kv_start // TILE)
+                p_member = find_line_record(tiles.records, strides.records, i_batch, i_head, kv_start // TILE)
             first = tl.load(p_member + 1) * STEPS
             end = first + tl.load(p_member + 2) * STEPS
-            q_next = tile_start(indices_ptr, first, BLOCK_Q, STEPS)
+            q_next = tile_start(tiles.indices, first, BLOCK_Q, STEPS)
         else:
-            first, full, end = dense_q_steps(kv_start, q_len, kv_len, CAUSAL, BLOCK_Q, BLOCK_KV)
+            first, full, end = dense_q_steps(kv_start, q_len, kv_len, C.CAUSAL, BLOCK_Q, BLOCK_KV)
             n_full = q_len // BLOCK_Q
             q_next = first * BLOCK_Q
         for i_step in tl.range(first, end):
@@ -97,20 +134,23 @@ def keys_program(
             if HAS_LAYOUT:
                 is_partial = q_start < 0
                 q_start = q_start & WITHOUT_SIGN
-                q_next = tile_start(indices_ptr, i_step + 1, BLOCK_Q, STEPS)
+                q_next = tile_start(tiles.indices, i_step + 1, BLOCK_Q, STEPS)
             else:
                 is_partial = (i_step < full) | (i_step >= n_full)
                 q_next = q_start + BLOCK_Q
             # [BLOCK_Q, DIM]
-            b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
+            b_q = load_tile(
+                q_ref, strides.q, i_batch, i_head, q_start, q_len, C.HEAD_DIM, BLOCK_Q, DIM, TMA=C.TMA, LIMITED=False
+            )
             # [BLOCK_Q]
-            b_lse, b_delta = load_lse_delta(lse_delta_ptr, i_q_axis, q_start, n_padded, BLOCK_Q)
+            b_lse, b_delta = load_lse_delta(lse_delta_ptr, i_q_axis, q_start, sizes.n_padded, BLOCK_Q)
             # [BLOCK_KV, BLOCK_Q]
             b_scores = product(b_k, tl.trans(b_q), PRECISION)
             if CHANGED:
                 b_scores, b_tanh = changed_scores(
-                    b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head,
-                    i_step // STEPS, q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, True,
+                    b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, strides.tables, i_batch, i_head,
+                    i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, ahead=kv_len - q_len,
+                    CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=True,
                 )
             b_p = tl.math.exp2(b_scores * factor - b_lse[None, :])
             if LIMITED:
@@ -119,22 +159,25 @@ def keys_program(
             if is_partial:
                 i_bitmask = 0
                 if HAS_LAYOUT:
-                    i_bitmask = tl.load(ids_ptr + i_step // STEPS)
+                    i_bitmask = tl.load(tiles.ids + i_step // STEPS)
                 m_pairs = attending_pairs(
-                    words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-                    HAS_LAYOUT, CAUSAL, BLOCK_Q, BLOCK_KV, True,
+                    tiles.words, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
+                    HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, True,
                 )  # fmt: skip
                 b_p = tl.where(m_pairs, b_p, 0.0)
             # [BLOCK_Q, DIM_V]
             b_dout = load_tile(
-                dout_ref, dout_strides, i_batch, i_head, q_start, q_len, V_DIM, BLOCK_Q, DIM_V, TMA, True, False
+                dout_ref, strides.dout, i_batch, i_head, q_start, q_len, C.V_DIM, BLOCK_Q, DIM_V,
+                TMA=C.TMA, LIMITED=False,
             )
-            if DROPOUT:
-                m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
-                b_kept_p = tl.where(m_kept, b_p * keep_scale, 0.0)
+            if C.DROPOUT:
+                m_kept = kept_pairs(
+                    seed_ptr, factors.threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, True
+                )
+                b_kept_p = tl.where(m_kept, b_p * factors.keep_scale, 0.0)
                 b_dv, b_dv_lost = add_product(b_kept_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
                 b_dp = product(b_v, tl.trans(b_dout), PRECISION)
-                b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)
+                b_dp = tl.where(m_kept, b_dp * factors.keep_scale, 0.0)
             else:
                 b_dv, b_dv_lost = add_product(b_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
                 b_dp = product(b_v, tl.trans(b_dout), PRECISION)
@@ -143,53 +186,56 @@ def keys_program(
                 b_ds = b_ds * (1.0 - b_tanh * b_tanh)
             b_dk, b_dk_lost = add_product(b_ds.to(b_q.dtype), b_q, b_dk, b_dk_lost, PRECISION)
 
-    b_dk = b_dk * scale
+    b_dk = b_dk * factors.scale
     o_axis = batch_head.to(tl.int64) * kv_len
-    store_tile(dk_ptr + o_axis * HEAD_DIM, kv_start, kv_len, b_dk, HEAD_DIM, BLOCK_KV, DIM)
-    store_tile(dv_ptr + o_axis * V_DIM, kv_start, kv_len, b_dv, V_DIM, BLOCK_KV, DIM_V)
+    store_tile(dk_ptr + o_axis * C.HEAD_DIM, kv_start, kv_len, b_dk, C.HEAD_DIM, BLOCK_KV, DIM)
+    store_tile(dv_ptr + o_axis * C.V_DIM, kv_start, kv_len, b_dv, C.V_DIM, BLOCK_KV, DIM_V)
 
 
 @triton.jit
 def queries_program(
     # program of this block
     pid,
-    # inputs
-    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
-    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    # inputs; tiles: the tile rows
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous; sums_ptr: bias sums of ds; dslopes_ptr: sum of -ds * distance per query
     dq_ptr, sums_ptr, dslopes_ptr,
-    # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides, sums_strides,
     # sizes: n_batch_heads = batch * heads, n_lines = tile rows (blocks of queries without a layout)
-    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
-    # compile time
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    strides, sizes, factors, C: tl.constexpr,
 ):
     """dq of a block of queries of a head: iterates over its tile row."""
-    HAS_LAYOUT: tl.constexpr = records_ptr is not None
+    DIM: tl.constexpr = C.DIM
+    DIM_V: tl.constexpr = C.DIM_V
+    BLOCK_Q: tl.constexpr = C.BLOCK_Q
+    BLOCK_KV: tl.constexpr = C.BLOCK_KV
+    PRECISION: tl.constexpr = C.PRECISION
+    q_len, kv_len, scale_log2, cap = sizes.q_len, sizes.kv_len, factors.scale_log2, factors.cap
+    HAS_LAYOUT: tl.constexpr = tiles.records is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_KV
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
-            records_ptr, record_strides, pid, n_lines, n_heads, n_batch_heads, TILE // BLOCK_Q, 1
+            tiles.records, strides.records, pid, sizes.n_lines, sizes.n_heads, sizes.n_batch_heads, TILE // BLOCK_Q, 1
         )
         q_start = tl.load(p_record) * TILE + i_split * BLOCK_Q
     else:
-        batch_head = pid // n_lines
-        q_start = (n_lines - 1 - pid % n_lines) * BLOCK_Q
-    i_batch = batch_head // n_heads
-    i_head = batch_head % n_heads
-    i_kv_head = i_head // GROUP
+        batch_head = pid // sizes.n_lines
+        q_start = (sizes.n_lines - 1 - pid % sizes.n_lines) * BLOCK_Q
+    i_batch = batch_head // sizes.n_heads
+    i_head = batch_head % sizes.n_heads
+    i_kv_head = i_head // C.GROUP
     limit = kv_len
     if LIMITED:
         limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
 
-    b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
-    b_dout = load_tile(dout_ref, dout_strides, i_batch, i_head, q_start, q_len, V_DIM, BLOCK_Q, DIM_V, TMA, True, False)
-    b_lse, b_delta = load_lse_delta(lse_delta_ptr, batch_head, q_start, n_padded, BLOCK_Q)
+    b_q = load_tile(
+        q_ref, strides.q, i_batch, i_head, q_start, q_len, C.HEAD_DIM, BLOCK_Q, DIM, TMA=C.TMA, LIMITED=False
+    )
+    b_dout = load_tile(
+        dout_ref, strides.dout, i_batch, i_head, q_start, q_len, C.V_DIM, BLOCK_Q, DIM_V, TMA=C.TMA, LIMITED=False
+    )
+    b_lse, b_delta = load_lse_delta(lse_delta_ptr, batch_head, q_start, sizes.n_padded, BLOCK_Q)
     b_dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
     b_dq_lost = tl.zeros([BLOCK_Q, DIM], tl.float32)
     factor = scale_log2
@@ -205,9 +251,9 @@ def queries_program(
     if HAS_LAYOUT:
         first = tl.load(p_record + 1) * STEPS
         end = first + tl.load(p_record + 2) * STEPS
-        kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
+        kv_next = tile_start(tiles.indices, first, BLOCK_KV, STEPS)
     else:
-        n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
+        n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, C.CAUSAL, BLOCK_Q, BLOCK_KV)
         first = 0
         kv_next = 0
     for i_step in tl.range(first, end):
@@ -215,23 +261,24 @@ def queries_program(
         if HAS_LAYOUT:
             is_partial = kv_start < 0
             kv_start = kv_start & WITHOUT_SIGN
-            kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, STEPS)
+            kv_next = tile_start(tiles.indices, i_step + 1, BLOCK_KV, STEPS)
         else:
             is_partial = i_step >= n_full
             kv_next = kv_start + BLOCK_KV
         # [BLOCK_KV, DIM], [BLOCK_KV, DIM_V]
         b_k = load_tile(
-            k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED
+            k_ref, strides.k, i_batch, i_kv_head, kv_start, limit, C.HEAD_DIM, BLOCK_KV, DIM, TMA=C.TMA, LIMITED=LIMITED
         )
         b_v = load_tile(
-            v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED
+            v_ref, strides.v, i_batch, i_kv_head, kv_start, limit, C.V_DIM, BLOCK_KV, DIM_V, TMA=C.TMA, LIMITED=LIMITED
         )
         # [BLOCK_Q, BLOCK_KV]
         b_scores = product(b_q, tl.trans(b_k), PRECISION)
         if CHANGED:
             b_scores, b_tanh = changed_scores(
-                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head,
-                i_step // STEPS, q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, False,
+                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, strides.tables, i_batch, i_head,
+                i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, ahead=kv_len - q_len,
+                CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=False,
             )
         b_dp = product(b_dout, tl.trans(b_v), PRECISION)
         b_p = tl.math.exp2(b_scores * factor - b_lse[:, None])
@@ -241,28 +288,30 @@ def queries_program(
         if is_partial:
             i_bitmask = 0
             if HAS_LAYOUT:
-                i_bitmask = tl.load(ids_ptr + i_step // STEPS)
+                i_bitmask = tl.load(tiles.ids + i_step // STEPS)
             m_pairs = attending_pairs(
-                words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-                HAS_LAYOUT, CAUSAL, BLOCK_Q, BLOCK_KV, False,
+                tiles.words, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
+                HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, False,
             )  # fmt: skip
             b_p = tl.where(m_pairs, b_p, 0.0)
-        if DROPOUT:
-            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
-            b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)
+        if C.DROPOUT:
+            m_kept = kept_pairs(
+                seed_ptr, factors.threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False
+            )
+            b_dp = tl.where(m_kept, b_dp * factors.keep_scale, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
         if dslopes_ptr is not None:
             b_dslope -= tl.sum(b_ds * distances(q_start, kv_start, kv_len - q_len, BLOCK_Q, BLOCK_KV, False), 1)
         if sums_ptr is not None:
             store_sums(
-                sums_ptr, sums_strides, i_batch, i_head, i_step // STEPS, q_start, kv_start, b_ds,
-                PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+                sums_ptr, strides.sums, i_batch, i_head, i_step // STEPS, q_start, kv_start, b_ds,
+                C.CELL_Q, C.CELL_KV, BLOCK_Q, BLOCK_KV,
             )
         if cap is not None:
             b_ds = b_ds * (1.0 - b_tanh * b_tanh)
         b_dq, b_dq_lost = add_product(b_ds.to(b_k.dtype), b_k, b_dq, b_dq_lost, PRECISION)
     o_axis = batch_head.to(tl.int64) * q_len
-    store_tile(dq_ptr + o_axis * HEAD_DIM, q_start, q_len, b_dq * scale, HEAD_DIM, BLOCK_Q, DIM)
+    store_tile(dq_ptr + o_axis * C.HEAD_DIM, q_start, q_len, b_dq * factors.scale, C.HEAD_DIM, BLOCK_Q, DIM)
     if dslopes_ptr is not None:
         o_q = q_start + tl.arange(0, BLOCK_Q)
         tl.store(dslopes_ptr + o_axis + o_q, b_dslope, mask=o_q < q_len)
@@ -270,79 +319,86 @@ def queries_program(
 
 @triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
 def keys_kernel(
+    # inputs
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
     records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    # outputs, contiguous
     dk_ptr, dv_ptr,
-    q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides,
+    # arguments.Strides
+    strides,
+    # fields of Sizes, then of Factors
     n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    # arguments.Constants
+    C: tl.constexpr,
 ):
-    """One program per block of keys; arguments as in `keys_program`."""
+    """One program per block of keys; see `keys_program`."""
     keys_program(
-        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, records_ptr, indices_ptr, ids_ptr, words_ptr,
-        kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dk_ptr, dv_ptr,
-        q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides,
-        n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
-        GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
+        tiles=TileLists(records_ptr, indices_ptr, ids_ptr, words_ptr),
+        kv_lengths_ptr=kv_lengths_ptr, seed_ptr=seed_ptr, slopes_ptr=slopes_ptr, tables_ptr=tables_ptr,
+        dk_ptr=dk_ptr, dv_ptr=dv_ptr, strides=strides,
+        sizes=Sizes(n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded),
+        factors=Factors(scale_log2, scale, threshold, keep_scale, cap), C=C,
     )
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
 def queries_kernel(
+    # inputs
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
     records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    # outputs, contiguous
     dq_ptr, sums_ptr, dslopes_ptr,
-    q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides, sums_strides,
+    # arguments.Strides
+    strides,
+    # fields of Sizes, then of Factors
     n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    # arguments.Constants
+    C: tl.constexpr,
 ):
-    """One program per block of queries; arguments as in `queries_program`."""
+    """One program per block of queries; see `queries_program`."""
     queries_program(
-        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, records_ptr, indices_ptr, ids_ptr, words_ptr,
-        kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, dq_ptr, sums_ptr, dslopes_ptr,
-        q_strides, k_strides, v_strides, dout_strides, record_strides, tables_strides, sums_strides,
-        n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
-        GROUP, CAUSAL, DROPOUT, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+        tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
+        tiles=TileLists(records_ptr, indices_ptr, ids_ptr, words_ptr),
+        kv_lengths_ptr=kv_lengths_ptr, seed_ptr=seed_ptr, slopes_ptr=slopes_ptr, tables_ptr=tables_ptr,
+        dq_ptr=dq_ptr, sums_ptr=sums_ptr, dslopes_ptr=dslopes_ptr, strides=strides,
+        sizes=Sizes(n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded),
+        factors=Factors(scale_log2, scale, threshold, keep_scale, cap), C=C,
     )
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_cols", "n_rows", "n_keys", "q_len", "kv_len", "n_padded"])
 def joint_kernel(
     # inputs
-    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr,
-    row_items_ptr, row_indices_ptr, row_ids_ptr, words_ptr,
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, col_records_ptr, col_indices_ptr, col_ids_ptr,
+    row_records_ptr, row_indices_ptr, row_ids_ptr, words_ptr,
     # outputs, contiguous
     dq_ptr, dk_ptr, dv_ptr,
-    # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, dout_strides, col_items_strides, row_items_strides,
+    # arguments.Strides, whose records are those of the tile columns
+    strides, row_record_strides,
     # sizes: n_batch_heads = batch * heads; the first n_keys programs compute dk and dv, the others dq
     n_heads, n_batch_heads, n_cols, n_rows, n_keys, q_len, kv_len, n_padded, scale_log2, scale,
-    # compile time
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    KEYS_BLOCK_Q: tl.constexpr, KEYS_BLOCK_KV: tl.constexpr,
-    QUERIES_BLOCK_Q: tl.constexpr, QUERIES_BLOCK_KV: tl.constexpr,
+    # arguments.Constants of each program
+    KEYS: tl.constexpr, QUERIES: tl.constexpr,
 ):
     """dk, dv and dq, without grouped heads, lengths, dropout or score mods: see `keys_program`, `queries_program`."""
     pid = tl.program_id(0)
     if pid < n_keys:
         keys_program(
-            pid, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr, words_ptr,
-            None, None, None, None, dk_ptr, dv_ptr,
-            q_strides, k_strides, v_strides, dout_strides, col_items_strides, None,
-            n_heads, n_batch_heads, n_cols, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
-            1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, KEYS_BLOCK_Q, KEYS_BLOCK_KV,
+            pid, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
+            tiles=TileLists(col_records_ptr, col_indices_ptr, col_ids_ptr, words_ptr),
+            kv_lengths_ptr=None, seed_ptr=None, slopes_ptr=None, tables_ptr=None, dk_ptr=dk_ptr, dv_ptr=dv_ptr,
+            strides=strides, sizes=Sizes(n_heads, n_batch_heads, n_cols, q_len, kv_len, n_padded),
+            factors=Factors(scale_log2, scale, 0, 1.0, None), C=KEYS,
         )
     else:
         queries_program(
-            pid - n_keys, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, row_items_ptr, row_indices_ptr, row_ids_ptr,
-            words_ptr, None, None, None, None, dq_ptr, None, None,
-            q_strides, k_strides, v_strides, dout_strides, row_items_strides, None, None,
-            n_heads, n_batch_heads, n_rows, q_len, kv_len, n_padded, scale_log2, scale, 0, 1.0, None,
-            1, CAUSAL, False, PRECISION, TMA, HEAD_DIM, V_DIM, DIM, DIM_V, 0, 0, QUERIES_BLOCK_Q, QUERIES_BLOCK_KV,
+            pid - n_keys, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
+            tiles=TileLists(row_records_ptr, row_indices_ptr, row_ids_ptr, words_ptr),
+            kv_lengths_ptr=None, seed_ptr=None, slopes_ptr=None, tables_ptr=None,
+            dq_ptr=dq_ptr, sums_ptr=None, dslopes_ptr=None,
+            strides=Strides(strides.q, strides.k, strides.v, strides.dout, row_record_strides, None, None),
+            sizes=Sizes(n_heads, n_batch_heads, n_rows, q_len, kv_len, n_padded),
+            factors=Factors(scale_log2, scale, 0, 1.0, None), C=QUERIES,
         )
 # fmt: on

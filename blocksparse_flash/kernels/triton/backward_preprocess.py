@@ -84,7 +84,7 @@ def load_lse_delta(pairs_ptr, batch_head, q_start, n_padded, ROWS: tl.constexpr)
 # fmt: on
 
 
-def prepare_preprocess(
+def preprocess_launch(
     dout: TensorSpec, n_padded: int, cleared: tuple[int, int] = (0, 0), n_counts: int = 0, n_written: int | None = None
 ) -> Launch:
     """The launch of preprocess_kernel.
@@ -116,7 +116,3 @@ def prepare_preprocess(
             "num_warps": 4,
         },
     )
-
-
-# the name under which the Hopper backward imports it
-prepare_statistics = prepare_preprocess

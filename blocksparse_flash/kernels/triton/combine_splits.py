@@ -125,23 +125,30 @@ def sum_cols_kernel(
 # fmt: on
 
 
-def merge_rows(split: Split, items: Shape | None, out: TensorSpec, rest: dict[str, Any], dim_v: int) -> Launch | None:
-    """The launch (splits, items, out, lse) that combines split tile rows; rest: the arguments of the forward kernel."""
+def merge_rows(
+    split: Split, record_shape: Shape | None, out: TensorSpec, rest: dict[str, Any], dim_v: int
+) -> Launch | None:
+    """The launch (splits, records, out, lse) that combines split tile rows; rest: arguments of the forward kernel."""
     if split.parts == 1:
         return None
     sizes = {
         name: rest[name] for name in ("n_heads", "n_batch_heads", "n_lines", "n_split_lines", "num_splits", "q_len")
     }
     dims = {"V_DIM": out.shape[3], "DIM_V": dim_v, "SPLITS": MAX_PARTS}
-    strides = {"record_strides": strides_of_records(items), "out_strides": out.strides[:3]}
+    strides = {"record_strides": strides_of_records(record_shape), "out_strides": out.strides[:3]}
     n_programs = split.n_lines * rest["n_batch_heads"] * TILE_SIDE
     return Launch(merge_rows_kernel, (n_programs,), {**sizes, **dims, **strides, "num_warps": 4})
 
 
 def sum_cols(
-    split: Split, items: Shape | None, dk: TensorSpec, dv: TensorSpec, rest: dict[str, Any], dims: tuple[int, int]
+    split: Split,
+    record_shape: Shape | None,
+    dk: TensorSpec,
+    dv: TensorSpec,
+    rest: dict[str, Any],
+    dims: tuple[int, int],
 ) -> Launch | None:
-    """The launch (splits, items, dk, dv) that sums split tile columns; dims: columns of dk and dv in a split."""
+    """The launch (splits, records, dk, dv) that sums split tile columns; dims: columns of dk and dv in a split."""
     if split.parts == 1:
         return None
     sizes = {
@@ -149,6 +156,10 @@ def sum_cols(
         for name in ("n_heads", "n_batch_heads", "n_split_lines", "num_splits", "kv_len", "scale", "GROUP")
     }
     fixed = {"HEAD_DIM": dk.shape[3], "V_DIM": dv.shape[3], "DIM": dims[0], "DIM_V": dims[1], "ROWS": SUM_ROWS}
-    strides = {"record_strides": strides_of_records(items), "dk_strides": dk.strides[:3], "dv_strides": dv.strides[:3]}
+    strides = {
+        "record_strides": strides_of_records(record_shape),
+        "dk_strides": dk.strides[:3],
+        "dv_strides": dv.strides[:3],
+    }
     n_programs = split.n_lines * rest["n_batch_heads"] * (TILE_SIDE // SUM_ROWS)
     return Launch(sum_cols_kernel, (n_programs,), {**sizes, **fixed, **strides, "num_warps": 4})

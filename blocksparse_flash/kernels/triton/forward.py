@@ -24,14 +24,18 @@ from ..arguments import TILE as TILE_SIDE
 from ..arguments import (
     Options,
     PlanSpecs,
+    Strides,
+    bias_arguments,
     columns_of_values,
     constants,
     device_seed,
+    dropout_arguments,
     options_of,
     plan_specs_of,
-    scaling,
-    score_arguments,
+    scale_log2,
     score_specs_of,
+    sign,
+    softcap_arguments,
     strides_of_records,
     tile_lists,
     wants_descriptors,
@@ -113,22 +117,25 @@ def forward_kernel(
     sinks_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous
     out_ptr, lse_ptr,
-    # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, record_strides, tables_strides,
+    # arguments.Strides
+    strides,
     # sizes: n_batch_heads = batch * heads, n_lines = tile rows (blocks of queries without a layout)
     n_heads, n_batch_heads, n_lines, q_len, kv_len, scale_log2, threshold, keep_scale, cap,
-    # compile time
-    SIGN: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    # arguments.Constants
+    C: tl.constexpr,
 ):
+    DIM: tl.constexpr = C.DIM
+    DIM_V: tl.constexpr = C.DIM_V
+    BLOCK_Q: tl.constexpr = C.BLOCK_Q
+    BLOCK_KV: tl.constexpr = C.BLOCK_KV
+    PRECISION: tl.constexpr = C.PRECISION
     HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = TILE // BLOCK_KV
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
-            records_ptr, record_strides, tl.program_id(0), n_lines, n_heads, n_batch_heads, TILE // BLOCK_Q, 1
+            records_ptr, strides.records, tl.program_id(0), n_lines, n_heads, n_batch_heads, TILE // BLOCK_Q, 1
         )
         q_start = tl.load(p_record) * TILE + i_split * BLOCK_Q
     else:
@@ -137,14 +144,16 @@ def forward_kernel(
         q_start = (n_lines - 1 - tl.program_id(0) % n_lines) * BLOCK_Q
     i_batch = batch_head // n_heads
     i_head = batch_head % n_heads
-    i_kv_head = i_head // GROUP
+    i_kv_head = i_head // C.GROUP
     limit = kv_len
     if LIMITED:
         # a length on the GPU is never read on the host: out of range is clamped here
         limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
 
     # [BLOCK_Q, DIM]
-    b_q = load_tile(q_ref, q_strides, i_batch, i_head, q_start, q_len, HEAD_DIM, BLOCK_Q, DIM, TMA, True, False)
+    b_q = load_tile(
+        q_ref, strides.q, i_batch, i_head, q_start, q_len, C.HEAD_DIM, BLOCK_Q, DIM, TMA=C.TMA, LIMITED=False
+    )
     b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     b_lost = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     # finite, since -inf - (-inf) = nan, and below every score
@@ -168,7 +177,7 @@ def forward_kernel(
         end = first + tl.load(p_record + 2) * STEPS
         kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
     else:
-        n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
+        n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, C.CAUSAL, BLOCK_Q, BLOCK_KV)
         first = 0
         kv_next = 0
     for i_step in tl.range(first, end):
@@ -183,14 +192,15 @@ def forward_kernel(
             kv_next = kv_start + BLOCK_KV
         # [BLOCK_KV, DIM]
         b_k = load_tile(
-            k_ref, k_strides, i_batch, i_kv_head, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED
+            k_ref, strides.k, i_batch, i_kv_head, kv_start, limit, C.HEAD_DIM, BLOCK_KV, DIM, TMA=C.TMA, LIMITED=LIMITED
         )
         # [BLOCK_Q, BLOCK_KV]
-        b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), SIGN)
+        b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), C.SIGN)
         if CHANGED:
             b_scores, _ = changed_scores(
-                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head,
-                i_step // STEPS, q_start, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV, False,
+                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, strides.tables, i_batch, i_head,
+                i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, ahead=kv_len - q_len,
+                CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=False,
             )
         if is_partial:
             i_bitmask = 0
@@ -198,7 +208,7 @@ def forward_kernel(
                 i_bitmask = tl.load(ids_ptr + i_step // STEPS)
             m_pairs = attending_pairs(
                 words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-                HAS_LAYOUT, CAUSAL, BLOCK_Q, BLOCK_KV, False,
+                HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, False,
             )
             b_scores = tl.where(m_pairs, b_scores, float("-inf"))
         if LIMITED and HAS_LAYOUT:
@@ -211,12 +221,12 @@ def forward_kernel(
         b_out = b_out * b_decay[:, None]
         b_lost = b_lost * b_decay[:, None]
         b_max = b_new_max
-        if DROPOUT:
+        if C.DROPOUT:
             m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
             b_p = tl.where(m_kept, b_p, 0.0)
         # [BLOCK_KV, DIM_V]
         b_v = load_tile(
-            v_ref, v_strides, i_batch, i_kv_head, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED
+            v_ref, strides.v, i_batch, i_kv_head, kv_start, limit, C.V_DIM, BLOCK_KV, DIM_V, TMA=C.TMA, LIMITED=LIMITED
         )
         b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
@@ -225,7 +235,7 @@ def forward_kernel(
     m_empty = b_sum == 0.0
     b_sum = tl.where(m_empty, 1.0, b_sum)
     b_out = b_out * (keep_scale / b_sum)[:, None]
-    store_tile(out_ptr + batch_head.to(tl.int64) * q_len * V_DIM, q_start, q_len, b_out, V_DIM, BLOCK_Q, DIM_V)
+    store_tile(out_ptr + batch_head.to(tl.int64) * q_len * C.V_DIM, q_start, q_len, b_out, C.V_DIM, BLOCK_Q, DIM_V)
     b_lse = tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2)
     o_q = q_start + tl.arange(0, BLOCK_Q)
     tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + o_q, b_lse, mask=o_q < q_len)
@@ -233,15 +243,14 @@ def forward_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tuple[Memory, Memory, Launch]:
+def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tuple[Memory, Memory, Launch]:
     """Memory of out and lse, and the launch, for calls with these specs and options."""
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    items, _ = lists
+    record_shape, _ = lists
     tma = wants_descriptors(options.major, q, k, v)
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
-    dim = fixed["DIM"]
-    fixed["DIM_V"] = dim_v = columns_of_values(dim, fixed["DIM_V"], q.dtype.itemsize, options.major)
+    dim, dim_v = fixed.DIM, columns_of_values(fixed.DIM, fixed.DIM_V, q.dtype.itemsize, options.major)
     chosen = config(
         max(dim, dim_v),
         q.dtype.itemsize,
@@ -250,24 +259,25 @@ def prepare(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tuple[Mem
         dropout=options.dropout_p > 0,
         shared_memory=options.shared_memory,
         changed=options.changes_scores,
-        narrow=narrow_pays(q_len, batch * heads, options, has_layout=items is not None),
+        narrow=narrow_pays(q_len, batch * heads, options, has_layout=record_shape is not None),
     )
-    n_lines = items[2] if items else -(-q_len // chosen.block_q)
-    split = TILE_SIDE // chosen.block_q if items else 1
+    n_lines = record_shape[2] if record_shape else -(-q_len // chosen.block_q)
+    split = TILE_SIDE // chosen.block_q if record_shape else 1
+    table_strides, (cell_q, cell_kv) = bias_arguments(options, 0)
     rest = {
-        "q_strides": q.strides[:3],
-        "k_strides": k.strides[:3],
-        "v_strides": v.strides[:3],
-        "record_strides": strides_of_records(items),
+        "strides": Strides(
+            q.strides[:3], k.strides[:3], v.strides[:3], None, strides_of_records(record_shape), table_strides
+        ),
         "n_heads": heads,
         "n_batch_heads": batch * heads,
         "n_lines": n_lines,
         "q_len": q_len,
         "kv_len": kv_len,
-        **fixed,
-        **scaling(options.scale),
-        **score_arguments(options, 0, scale=abs(options.scale)),
-        **chosen.arguments,
+        "scale_log2": scale_log2(options.scale),
+        **dropout_arguments(options.dropout_p),
+        **softcap_arguments(options, abs(options.scale)),
+        "C": fixed._replace(DIM_V=dim_v, SIGN=sign(options.scale), CELL_Q=cell_q, CELL_KV=cell_kv).with_blocks(chosen),
+        **chosen.launch_options,
     }
     descriptor_factories = {}
     if tma:
@@ -309,7 +319,7 @@ def forward(
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
         options = options._replace(scores=score_specs_of(scores, added[2]))
     lists = tile_lists(plan, 0)
-    out_memory, lse_memory, launch = prepare(specs or specs_of(q, k, v), plan_specs_of(lists), options)
+    out_memory, lse_memory, launch = forward_launch(specs or specs_of(q, k, v), plan_specs_of(lists), options)
     empty = allocator(q)
     out, lse = empty(*out_memory), empty(*lse_memory)
     launch(q, k, v, *lists, kv_lengths, seed, *added, out, lse)

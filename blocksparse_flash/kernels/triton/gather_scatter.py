@@ -70,12 +70,11 @@ def move_kernel(
     source_0_ptr, source_1_ptr, source_2_ptr, source_3_ptr, taken_ptr, put_ptr,
     # outputs; program_id(1) is the pair
     target_0_ptr, target_1_ptr, target_2_ptr, target_3_ptr,
-    source_0_strides, source_1_strides, source_2_strides, source_3_strides,
-    target_0_strides, target_1_strides, target_2_strides, target_3_strides,
+    # of each source, of each target
+    source_strides, target_strides,
     n_rows, n_blocks, n_heads,
-    # compile time
-    FEATURES_0: tl.constexpr, FEATURES_1: tl.constexpr, FEATURES_2: tl.constexpr, FEATURES_3: tl.constexpr,
-    DIM_0: tl.constexpr, DIM_1: tl.constexpr, DIM_2: tl.constexpr, DIM_3: tl.constexpr, ROWS: tl.constexpr,
+    # compile time; FEATURES and DIMS of each pair
+    FEATURES: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):
     i_batch, i_head, o_row, m_row = locate(n_rows, n_blocks, n_heads, ROWS)
     o_from = o_row.to(tl.int64)
@@ -87,20 +86,20 @@ def move_kernel(
     i_pair = tl.program_id(1)
     # nested: the outer condition is known at compile time, and `and` would compile the branch anyway
     if i_pair == 0:
-        move_pair(source_0_ptr, target_0_ptr, source_0_strides, target_0_strides,
-                  i_batch, i_head, o_from, o_to, m_row, FEATURES_0, DIM_0)
+        move_pair(source_0_ptr, target_0_ptr, source_strides[0], target_strides[0],
+                  i_batch, i_head, o_from, o_to, m_row, FEATURES=FEATURES[0], DIM=DIMS[0])
     if source_1_ptr is not None:  # noqa: SIM102
         if i_pair == 1:
-            move_pair(source_1_ptr, target_1_ptr, source_1_strides, target_1_strides,
-                      i_batch, i_head, o_from, o_to, m_row, FEATURES_1, DIM_1)
+            move_pair(source_1_ptr, target_1_ptr, source_strides[1], target_strides[1],
+                      i_batch, i_head, o_from, o_to, m_row, FEATURES=FEATURES[1], DIM=DIMS[1])
     if source_2_ptr is not None:  # noqa: SIM102
         if i_pair == 2:
-            move_pair(source_2_ptr, target_2_ptr, source_2_strides, target_2_strides,
-                      i_batch, i_head, o_from, o_to, m_row, FEATURES_2, DIM_2)
+            move_pair(source_2_ptr, target_2_ptr, source_strides[2], target_strides[2],
+                      i_batch, i_head, o_from, o_to, m_row, FEATURES=FEATURES[2], DIM=DIMS[2])
     if source_3_ptr is not None:  # noqa: SIM102
         if i_pair == 3:
-            move_pair(source_3_ptr, target_3_ptr, source_3_strides, target_3_strides,
-                      i_batch, i_head, o_from, o_to, m_row, FEATURES_3, DIM_3)
+            move_pair(source_3_ptr, target_3_ptr, source_strides[3], target_strides[3],
+                      i_batch, i_head, o_from, o_to, m_row, FEATURES=FEATURES[3], DIM=DIMS[3])
 
 
 @triton.jit
@@ -135,11 +134,11 @@ def add_kernel(
     mine_0_ptr, mine_1_ptr, base_0_ptr, base_1_ptr, other_0_ptr, other_1_ptr, others_ptr, table_ptr, rows_ptr,
     # outputs, which may be bases; program_id(1) is the sum
     total_0_ptr, total_1_ptr,
-    mine_0_strides, mine_1_strides, base_0_strides, base_1_strides, other_0_strides, other_1_strides,
-    others_0_strides, others_1_strides, total_0_strides, total_1_strides,
+    # of the tensors of each sum
+    mine_strides, base_strides, other_strides, others_strides, total_strides,
     n_rows, n_blocks, n_heads,
-    RANK: tl.constexpr, N_RANKS: tl.constexpr, FEATURES_0: tl.constexpr, FEATURES_1: tl.constexpr,
-    DIM_0: tl.constexpr, DIM_1: tl.constexpr, ROWS: tl.constexpr,
+    # compile time; FEATURES and DIMS of each sum
+    RANK: tl.constexpr, N_RANKS: tl.constexpr, FEATURES: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):
     i_batch, i_head, o_row, m_row = locate(n_rows, n_blocks, n_heads, ROWS)
     o_to = o_row.to(tl.int64)
@@ -148,13 +147,15 @@ def add_kernel(
     i_sum = tl.program_id(1)
     if i_sum == 0:
         add_rows(mine_0_ptr, others_ptr, base_0_ptr, other_0_ptr, table_ptr, total_0_ptr,
-                 mine_0_strides, others_0_strides, base_0_strides, other_0_strides, total_0_strides,
-                 i_batch, i_head, o_row, o_to, m_row, n_rows, RANK, N_RANKS, FEATURES_0, DIM_0, ROWS)
+                 mine_strides[0], others_strides[0], base_strides[0], other_strides[0], total_strides[0],
+                 i_batch, i_head, o_row, o_to, m_row, n_rows,
+                 RANK=RANK, N_RANKS=N_RANKS, FEATURES=FEATURES[0], DIM=DIMS[0], ROWS=ROWS)
     if total_1_ptr is not None:  # noqa: SIM102
         if i_sum == 1:
             add_rows(mine_1_ptr, others_ptr, base_1_ptr, other_1_ptr, table_ptr, total_1_ptr,
-                     mine_1_strides, others_1_strides, base_1_strides, other_1_strides, total_1_strides,
-                     i_batch, i_head, o_row, o_to, m_row, n_rows, RANK, N_RANKS, FEATURES_1, DIM_1, ROWS)
+                     mine_strides[1], others_strides[1], base_strides[1], other_strides[1], total_strides[1],
+                     i_batch, i_head, o_row, o_to, m_row, n_rows,
+                     RANK=RANK, N_RANKS=N_RANKS, FEATURES=FEATURES[1], DIM=DIMS[1], ROWS=ROWS)
 
 
 @triton.jit
@@ -179,8 +180,9 @@ def merge_kernel(
     mine_strides, mine_lse_strides, others_strides, others_lse_strides, out_strides, lse_strides,
     n_rows, n_blocks, n_heads,
     RANK: tl.constexpr, N_RANKS: tl.constexpr, HALVES: tl.constexpr,
-    FEATURES_0: tl.constexpr, DIM_0: tl.constexpr, ROWS: tl.constexpr,
+    FEATURES: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):
+    DIM: tl.constexpr = DIMS[0]
     i_batch, i_head, o_row, m_row = locate(n_rows, n_blocks, n_heads, ROWS)
     o_to = tl.load(rows_ptr + o_row, mask=m_row, other=0)
     b_highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -194,22 +196,22 @@ def merge_kernel(
     # a row without keys keeps -inf; a finite pivot avoids -inf - (-inf) = nan
     b_pivot = tl.where(b_highest == float("-inf"), 0.0, b_highest)
     b_weight = tl.zeros([ROWS], tl.float32)
-    b_out = tl.zeros([ROWS, DIM_0], tl.float32)
+    b_out = tl.zeros([ROWS, DIM], tl.float32)
     for i_rank in tl.static_range(N_RANKS):
         o_from = tl.load(table_ptr + i_rank * n_rows + o_row, mask=m_row, other=-1).to(tl.int64)
         m_from = o_from >= 0
         if i_rank == RANK:
             b_lse = load_lse(mine_lse_ptr, mine_lse_strides, i_batch, i_head, o_from, m_from, False)
-            b_part = load_rows(mine_ptr, mine_strides, i_batch, i_head, o_from, m_from, FEATURES_0, DIM_0)
+            b_part = load_rows(mine_ptr, mine_strides, i_batch, i_head, o_from, m_from, FEATURES[0], DIM)
         else:
             b_lse = load_lse(others_ptr, others_lse_strides, i_batch, i_head, o_from, m_from, HALVES)
-            b_part = load_rows(others_ptr, others_strides, i_batch, i_head, o_from, m_from, FEATURES_0, DIM_0)
+            b_part = load_rows(others_ptr, others_strides, i_batch, i_head, o_from, m_from, FEATURES[0], DIM)
         b_share = tl.exp(b_lse - b_pivot)
         b_weight += b_share
         b_out += b_share[:, None] * b_part.to(tl.float32)
     m_empty = b_weight == 0.0
     b_divisor = tl.where(m_empty, 1.0, b_weight)
-    store_rows(out_ptr, out_strides, i_batch, i_head, o_to, m_row, b_out / b_divisor[:, None], FEATURES_0, DIM_0)
+    store_rows(out_ptr, out_strides, i_batch, i_head, o_to, m_row, b_out / b_divisor[:, None], FEATURES[0], DIM)
     b_lse = tl.where(m_empty, float("-inf"), b_pivot + tl.log(b_divisor))
     p_lse = head_base(lse_ptr, lse_strides, i_batch, i_head) + o_to * lse_strides[2]
     tl.store(p_lse, b_lse, mask=m_row)
@@ -226,12 +228,10 @@ def _sizes(shape: Sequence[int], n_rows: int, features: Sequence[int], most: int
     dims = [triton.next_power_of_2(width) for width in features]
     rows = max(1, min(ELEMENTS // max(dims), 128))
     n_blocks = -(-n_rows // rows)
+    # absent tensors
+    ones = (1,) * (most - len(features))
     sizes = {"n_rows": n_rows, "n_blocks": n_blocks, "n_heads": heads, "ROWS": rows, "num_warps": 8}
-    for i in range(most):
-        # 1 for absent tensors
-        there = i < len(features)
-        sizes |= {f"FEATURES_{i}": features[i] if there else 1, f"DIM_{i}": dims[i] if there else 1}
-    return n_blocks * batch * heads, sizes
+    return n_blocks * batch * heads, {**sizes, "FEATURES": (*features, *ones), "DIMS": (*dims, *ones)}
 
 
 def _message_strides(shape: Sequence[int], features: Sequence[int]) -> list[tuple[int, ...]]:
@@ -242,9 +242,10 @@ def _message_strides(shape: Sequence[int], features: Sequence[int]) -> list[tupl
     return [(heads * width, width, batch * heads * width, first) for first in firsts[:-1]]
 
 
-def _strides(name: str, of_each: Sequence[tuple[int, ...]], most: int) -> dict[str, tuple[int, ...]]:
-    padded = [*((*strides[:3], strides[3] if len(strides) == 4 else 0) for strides in of_each)]
-    return {f"{name}_{i}_strides": padded[i] if i < len(padded) else _NO_STRIDES for i in range(most)}
+def _strides(of_each: Sequence[tuple[int, ...]], most: int) -> tuple[tuple[int, ...], ...]:
+    """(batch, head, row, first feature) strides of `most` tensors; zeros for absent ones."""
+    padded = [(*strides[:3], strides[3] if len(strides) == 4 else 0) for strides in of_each]
+    return (*padded, *[_NO_STRIDES] * (most - len(padded)))
 
 
 def _is_aligned(tensor: torch.Tensor | None) -> bool:
@@ -269,7 +270,10 @@ def _move_launch(
     sources = message if way == "unpack" else ours[:n_pairs]
     targets = message if way == "pack" else ours[-n_pairs:]
     n_programs, sizes = _sizes(shape, n_rows, features, MOST_PAIRS)
-    strides = _strides("source", sources, MOST_PAIRS) | _strides("target", targets, MOST_PAIRS)
+    strides = {
+        "source_strides": _strides(sources, MOST_PAIRS),
+        "target_strides": _strides(targets, MOST_PAIRS),
+    }
     return Launch(move_kernel, (n_programs, n_pairs), strides | sizes)
 
 
@@ -331,11 +335,11 @@ def _add_launch(
     tensors = specs.tensors
     features = [of.shape[3] for of in tensors[:n_sums]]
     n_programs, sizes = _sizes(tensors[0].shape, n_rows, features, MOST_SUMS)
-    strides = _strides("others", _message_strides(tensors[0].shape, features), MOST_SUMS)
+    strides = {"others_strides": _strides(_message_strides(tensors[0].shape, features), MOST_SUMS)}
     names = ("total", "mine", "base", "other")
     for i, name in enumerate(names):
         found = [of.strides[:3] for of in tensors[i * n_sums : (i + 1) * n_sums]] if i < 2 + n_bases else []
-        strides |= _strides(name, found, MOST_SUMS)
+        strides[f"{name}_strides"] = _strides(found, MOST_SUMS)
     return Launch(add_kernel, (n_programs, n_sums), strides | sizes | {"RANK": rank, "N_RANKS": n_ranks})
 
 

@@ -397,7 +397,7 @@ def list_kernel(
 # fmt: on
 
 
-class Ready(NamedTuple):
+class PlanLaunches(NamedTuple):
     """The two launches, and memory for counts and bitmasks."""
 
     counts: Launch
@@ -407,14 +407,14 @@ class Ready(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def prepare(grid: Grid, device: torch.device) -> Ready:  # noqa: ARG001  part of the cache key
+def plan_launches(grid: Grid, device: torch.device) -> PlanLaunches:  # noqa: ARG001  part of the cache key
     """The launches, for lists of any length."""
     sizes, n_words = grid.sizes(), grid.n_bitmasks * TILE.value * WORDS_OF_TILE.value
     n_lines = grid.rows.axes * sum(-(-side // LINES) for side in grid.shape)
     lines = {"LINES": LINES, "MINORS": MINORS, "num_warps": 8}
     count = {**sizes, "n_words_of_all": n_words, **lines, "WORDS": WORDS}
     fill = {**sizes, **lines, "AXES": AXES, "CHUNK": CHUNK}
-    return Ready(
+    return PlanLaunches(
         Launch(count_kernel, (n_lines + n_words // WORDS,), count),
         Launch(list_kernel, (n_lines,), fill),
         contiguous(torch.int32, 4 * grid.rows.axes * sum(grid.shape)),
@@ -422,7 +422,7 @@ def prepare(grid: Grid, device: torch.device) -> Ready:  # noqa: ARG001  part of
     )
 
 
-def build_plan(
+def build_from_bits(
     bits: torch.Tensor, grid: Grid, leads: tuple[int, int], lengths: tuple[int, int, int]
 ) -> list[torch.Tensor]:
     """The tensors of a Plan.
@@ -441,15 +441,15 @@ def build_plan(
         (empty(*leads, n_lines, RECORD.value), empty(n_indices), empty(n))
         for n_lines, n in zip(grid.shape, n_ids, strict=True)
     ]
-    ready = prepare(grid, bits.device)
-    counts, words = new(*ready.counted), new(*ready.words)
-    ready.counts(bits, counts, words)
-    ready.lists(bits, counts, *sides[0], *sides[1], *lengths)
+    launches = plan_launches(grid, bits.device)
+    counts, words = new(*launches.counted), new(*launches.words)
+    launches.counts(bits, counts, words)
+    launches.lists(bits, counts, *sides[0], *sides[1], *lengths)
     return [*sides[0], *sides[1], words]
 
 
-def of_blocks(
+def build_from_blocks(
     listed: torch.Tensor, *, grid: Grid, leads: tuple[int, int], lengths: tuple[int, int, int]
 ) -> list[torch.Tensor]:
-    """`build_plan` of blocks given by indptr and indices, concatenated: see block_selection.of_rows."""
-    return build_plan(of_rows(listed, grid.rows), grid, leads, lengths)
+    """`build_from_bits` of blocks given by indptr and indices, concatenated: see block_selection.of_rows."""
+    return build_from_bits(of_rows(listed, grid.rows), grid, leads, lengths)

@@ -57,48 +57,48 @@ def load_floats(ptr, o_value):
 
 @triton.jit
 def find_table(
-    tables_ptr, tables_strides, i_batch, i_head, i_tile, PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr
+    tables_ptr, tables_strides, i_batch, i_head, i_tile, CELL_Q: tl.constexpr, CELL_KV: tl.constexpr
 ):  # fmt: skip
-    """Pointer to the bias table of a listed tile: (128 / PIECE_Q, 128 / PIECE_KV) values."""
+    """Pointer to the bias table of a listed tile: (128 / CELL_Q, 128 / CELL_KV) values."""
     p_table = tables_ptr + i_batch.to(tl.int64) * tables_strides[0] + i_head.to(tl.int64) * tables_strides[1]
     # 64-bit offsets; in the interpreter a step is a Python int
-    return p_table + (tl.zeros([], tl.int64) + i_tile) * ((TILE // PIECE_Q) * (TILE // PIECE_KV))
+    return p_table + (tl.zeros([], tl.int64) + i_tile) * ((TILE // CELL_Q) * (TILE // CELL_KV))
 
 
 @triton.jit
-def line_values(p_table, o_line, STEP: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, PIECE: tl.constexpr):
-    """[LINES, COLS]: values of a table from o_line on, STEP apart, each repeated for PIECE columns."""
+def line_values(p_table, o_line, STEP: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, CELL: tl.constexpr):
+    """[LINES, COLS]: values of a table from o_line on, STEP apart, each repeated for CELL columns."""
     b_values = tl.zeros([LINES, COLS], tl.float32)
-    if PIECE >= COLS:
+    if CELL >= COLS:
         b_values += load_floats(p_table, o_line)[:, None]
     else:
         o_col = tl.arange(0, COLS)
-        for i_piece in tl.static_range(COLS // PIECE):
-            b_line = load_floats(p_table, o_line + i_piece * STEP)
-            b_values = tl.where((o_col // PIECE == i_piece)[None, :], b_line[:, None], b_values)
+        for i_cell in tl.static_range(COLS // CELL):
+            b_line = load_floats(p_table, o_line + i_cell * STEP)
+            b_values = tl.where((o_col // CELL == i_cell)[None, :], b_line[:, None], b_values)
     return b_values
 
 
 @triton.jit
-def piece_values(
+def cell_values(
     p_table, start, along, STEP: tl.constexpr, STEP_ALONG: tl.constexpr,
-    LINES: tl.constexpr, PIECE: tl.constexpr, COLS: tl.constexpr, PIECE_ALONG: tl.constexpr,
+    LINES: tl.constexpr, CELL: tl.constexpr, COLS: tl.constexpr, CELL_ALONG: tl.constexpr,
 ):  # fmt: skip
     """[LINES, COLS]: the table value of each pair. `start` and `along` are tokens within the tile."""
     b_values = tl.zeros([LINES, COLS], tl.float32)
-    first = along // PIECE_ALONG * STEP_ALONG
-    if PIECE >= LINES:
+    first = along // CELL_ALONG * STEP_ALONG
+    if CELL >= LINES:
         o_col = tl.arange(0, COLS)
-        p_first = p_table + start // PIECE * STEP + first
-        if PIECE_ALONG >= COLS:
+        p_first = p_table + start // CELL * STEP + first
+        if CELL_ALONG >= COLS:
             b_values += tl.load(p_first)
         else:
-            for i_piece in tl.static_range(COLS // PIECE_ALONG):
-                is_here = o_col // PIECE_ALONG == i_piece
-                b_values = tl.where(is_here[None, :], tl.load(p_first + i_piece * STEP_ALONG), b_values)
+            for i_cell in tl.static_range(COLS // CELL_ALONG):
+                is_here = o_col // CELL_ALONG == i_cell
+                b_values = tl.where(is_here[None, :], tl.load(p_first + i_cell * STEP_ALONG), b_values)
     else:
-        o_line = (start + tl.arange(0, LINES)) // PIECE * STEP + first
-        b_values = line_values(p_table, o_line, STEP_ALONG, LINES, COLS, PIECE_ALONG)
+        o_line = (start + tl.arange(0, LINES)) // CELL * STEP + first
+        b_values = line_values(p_table, o_line, STEP_ALONG, LINES, COLS, CELL_ALONG)
     return b_values
 
 
@@ -119,7 +119,7 @@ def capped_scores(b_scores, factor, cap):
 def changed_scores(
     b_scores, factor, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head, i_tile,
     q_start, kv_start, ahead,
-    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
+    CELL_Q: tl.constexpr, CELL_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
 ):
     """(scores in base 2, tanh of the softcap): [BLOCK_Q, BLOCK_KV], or [BLOCK_KV, BLOCK_Q] if T.
 
@@ -132,14 +132,14 @@ def changed_scores(
     if slopes_ptr is not None:
         b_scores -= slope * distances(q_start, kv_start, ahead, BLOCK_Q, BLOCK_KV, T)
     if tables_ptr is not None:
-        p_table = find_table(tables_ptr, tables_strides, i_batch, i_head, i_tile, PIECE_Q, PIECE_KV)
+        p_table = find_table(tables_ptr, tables_strides, i_batch, i_head, i_tile, CELL_Q, CELL_KV)
         if T:
-            b_scores += piece_values(
-                p_table, kv_start % TILE, q_start % TILE, 1, TILE // PIECE_KV, BLOCK_KV, PIECE_KV, BLOCK_Q, PIECE_Q
+            b_scores += cell_values(
+                p_table, kv_start % TILE, q_start % TILE, 1, TILE // CELL_KV, BLOCK_KV, CELL_KV, BLOCK_Q, CELL_Q
             )
         else:
-            b_scores += piece_values(
-                p_table, q_start % TILE, kv_start % TILE, TILE // PIECE_KV, 1, BLOCK_Q, PIECE_Q, BLOCK_KV, PIECE_KV
+            b_scores += cell_values(
+                p_table, q_start % TILE, kv_start % TILE, TILE // CELL_KV, 1, BLOCK_Q, CELL_Q, BLOCK_KV, CELL_KV
             )
     return b_scores, b_tanh
 
@@ -147,7 +147,7 @@ def changed_scores(
 @triton.jit
 def changed_row_scores(
     b_scores, factor, cap, b_slopes, o_q, tables_ptr, tables_strides, i_batch, i_head, o_line, i_tile, kv_start, ahead,
-    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    CELL_Q: tl.constexpr, CELL_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
     """Scores in base 2, [BLOCK_Q, BLOCK_KV], where rows are queries o_q of several heads from i_head on, in one tile.
 
@@ -159,19 +159,19 @@ def changed_row_scores(
     if b_slopes is not None:
         b_scores -= b_slopes[:, None] * query_distances(o_q, ahead - kv_start, BLOCK_KV, False)
     if tables_ptr is not None:
-        p_table = find_table(tables_ptr, tables_strides, i_batch, i_head, i_tile, PIECE_Q, PIECE_KV)
-        b_scores += line_values(p_table + kv_start % TILE // PIECE_KV, o_line, 1, BLOCK_Q, BLOCK_KV, PIECE_KV)
+        p_table = find_table(tables_ptr, tables_strides, i_batch, i_head, i_tile, CELL_Q, CELL_KV)
+        b_scores += line_values(p_table + kv_start % TILE // CELL_KV, o_line, 1, BLOCK_Q, BLOCK_KV, CELL_KV)
     return b_scores
 
 
 @triton.jit
 def store_sums(
     sums_ptr, sums_strides, i_batch, i_head, i_tile, q_start, kv_start, b_values,
-    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    CELL_Q: tl.constexpr, CELL_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
-    """Stores the sum over each piece of a step (or the step, if smaller) to its own place, without atomics."""
-    GRAIN_Q: tl.constexpr = min(PIECE_Q, BLOCK_Q)
-    GRAIN_KV: tl.constexpr = min(PIECE_KV, BLOCK_KV)
+    """Stores the sum over each bias cell of a step (or the step, if smaller) to its own place, without atomics."""
+    GRAIN_Q: tl.constexpr = min(CELL_Q, BLOCK_Q)
+    GRAIN_KV: tl.constexpr = min(CELL_KV, BLOCK_KV)
     p_sums = find_table(sums_ptr, sums_strides, i_batch, i_head, i_tile, GRAIN_Q, GRAIN_KV)
     p_sums += q_start % TILE // GRAIN_Q * (TILE // GRAIN_KV) + kv_start % TILE // GRAIN_KV
     b_grains = tl.reshape(b_values, [BLOCK_Q // GRAIN_Q, GRAIN_Q, BLOCK_KV // GRAIN_KV, GRAIN_KV])

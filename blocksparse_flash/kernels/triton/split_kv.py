@@ -28,13 +28,16 @@ from ..arguments import TILE as TILE_SIDE
 from ..arguments import (
     Options,
     PlanSpecs,
+    Strides,
+    bias_arguments,
     columns_of_values,
     constants,
     options_of,
     plan_specs_of,
-    scaling,
-    score_arguments,
+    scale_log2,
     score_specs_of,
+    sign,
+    softcap_arguments,
     strides_of_records,
     tile_lists,
     wants_descriptors,
@@ -128,16 +131,18 @@ def split_kv_kernel(
     sinks_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous: out and lse, or with IS_SPLIT (n_splits, n_rows, V_DIM) and max and sum (n_splits, n_rows, 2)
     out_ptr, lse_ptr,
-    # strides in elements: (batch, head, row)
-    q_strides, k_strides, v_strides, record_strides, tables_strides,
+    # arguments.Strides
+    strides,
     # sizes: n_rows = batch * heads * q_len; n_blocks programs share the PACKED * q_len rows of a split
     n_heads, n_rows, n_blocks, n_splits, q_len, kv_len, scale_log2, cap,
-    # compile time: PACKED query heads share their keys; IS_SPLIT: n_splits > 1
-    SIGN: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, IS_SPLIT: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, MAX_Q: tl.constexpr,
-    PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    # compile time: PACKED query heads share their keys; IS_SPLIT: n_splits > 1; C: arguments.Constants
+    PACKED: tl.constexpr, IS_SPLIT: tl.constexpr, MAX_Q: tl.constexpr, C: tl.constexpr,
 ):
+    DIM: tl.constexpr = C.DIM
+    DIM_V: tl.constexpr = C.DIM_V
+    BLOCK_Q: tl.constexpr = C.BLOCK_Q
+    BLOCK_KV: tl.constexpr = C.BLOCK_KV
+    PRECISION: tl.constexpr = C.PRECISION
     HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
@@ -157,8 +162,8 @@ def split_kv_kernel(
     o_row = i_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     o_q = o_row % q_len
     o_dim = tl.arange(0, DIM)
-    p_q = head_base(q_ptr, q_strides, i_batch, i_head + o_row // q_len) + o_q.to(tl.int64) * q_strides[2]
-    m_q = (o_row < PACKED * q_len)[:, None] & (o_dim < HEAD_DIM)[None, :]
+    p_q = head_base(q_ptr, strides.q, i_batch, i_head + o_row // q_len) + o_q.to(tl.int64) * strides.q[2]
+    m_q = (o_row < PACKED * q_len)[:, None] & (o_dim < C.HEAD_DIM)[None, :]
     # [BLOCK_Q, DIM]
     b_q = tl.load(p_q[:, None] + o_dim[None, :], mask=m_q, other=0.0)
     b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
@@ -178,16 +183,16 @@ def split_kv_kernel(
         if slopes_ptr is not None:
             b_slopes = tl.load(slopes_ptr + i_head + o_head) * LOG2_E
         if tables_ptr is not None:
-            o_line = o_head.to(tl.int64) * tables_strides[1] + o_q // PIECE_Q * (TILE // PIECE_KV)
+            o_line = o_head.to(tl.int64) * strides.tables[1] + o_q // C.CELL_Q * (TILE // C.CELL_KV)
 
     # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones
     n_full = 0
     if HAS_LAYOUT:
-        p_record = head_base(records_ptr, record_strides, i_batch, i_head)
+        p_record = head_base(records_ptr, strides.records, i_batch, i_head)
         first = tl.load(p_record + 1) * STEPS
         end = first + tl.load(p_record + 2) * STEPS
     else:
-        n_full, end = dense_kv_steps(0, q_len, kv_len, limit, CAUSAL, MAX_Q, BLOCK_KV)
+        n_full, end = dense_kv_steps(0, q_len, kv_len, limit, C.CAUSAL, MAX_Q, BLOCK_KV)
         first = 0
     first, end = split_range(first, end, i_split, n_splits)
     kv_next = first * BLOCK_KV
@@ -205,21 +210,22 @@ def split_kv_kernel(
             kv_next = kv_start + BLOCK_KV
         # [BLOCK_KV, DIM]
         b_k = load_tile(
-            k_ref, k_strides, i_batch, i_head // GROUP, kv_start, limit, HEAD_DIM, BLOCK_KV, DIM, TMA, True, LIMITED
+            k_ref, strides.k, i_batch, i_head // C.GROUP, kv_start, limit, C.HEAD_DIM, BLOCK_KV, DIM,
+            TMA=C.TMA, LIMITED=LIMITED,
         )
         # [BLOCK_Q, BLOCK_KV]
-        b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), SIGN)
+        b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), C.SIGN)
         if CHANGED:
             b_scores = changed_row_scores(
-                b_scores, scale_log2, cap, b_slopes, o_q, tables_ptr, tables_strides, i_batch, i_head, o_line,
-                i_step // STEPS, kv_start, kv_len - q_len, PIECE_Q, PIECE_KV, BLOCK_Q, BLOCK_KV,
+                b_scores, scale_log2, cap, b_slopes, o_q, tables_ptr, strides.tables, i_batch, i_head, o_line,
+                i_step // STEPS, kv_start, kv_len - q_len, C.CELL_Q, C.CELL_KV, BLOCK_Q, BLOCK_KV,
             )
         if is_partial:
             o_kv = kv_start + tl.arange(0, BLOCK_KV)
             if HAS_LAYOUT:
                 i_bitmask = tl.load(ids_ptr + i_step // STEPS)
                 m_pairs = query_pairs(words_ptr, i_bitmask, o_q, kv_start % TILE, BLOCK_Q, BLOCK_KV)
-            elif CAUSAL:
+            elif C.CAUSAL:
                 m_pairs = (o_kv < limit)[None, :] & (o_kv[None, :] <= o_q[:, None] + (kv_len - q_len))
             else:
                 m_pairs = (o_kv < limit)[None, :]
@@ -236,7 +242,8 @@ def split_kv_kernel(
         b_max = b_new_max
         # [BLOCK_KV, DIM_V]
         b_v = load_tile(
-            v_ref, v_strides, i_batch, i_head // GROUP, kv_start, limit, V_DIM, BLOCK_KV, DIM_V, TMA, True, LIMITED
+            v_ref, strides.v, i_batch, i_head // C.GROUP, kv_start, limit, C.V_DIM, BLOCK_KV, DIM_V,
+            TMA=C.TMA, LIMITED=LIMITED,
         )
         b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
@@ -253,7 +260,7 @@ def split_kv_kernel(
         b_out = b_out * (1.0 / b_sum)[:, None]
         b_lse = tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2)
         tl.store(lse_ptr + row + o_row, b_lse, mask=m_row)
-    store_tile(out_ptr + row * V_DIM, i_block * BLOCK_Q, PACKED * q_len, b_out, V_DIM, BLOCK_Q, DIM_V)
+    store_tile(out_ptr + row * C.V_DIM, i_block * BLOCK_Q, PACKED * q_len, b_out, C.V_DIM, BLOCK_Q, DIM_V)
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_rows", "n_splits", "q_len"])
@@ -290,7 +297,7 @@ def combine_kernel(
 # fmt: on
 
 
-class Prepared(NamedTuple):
+class SplitKVLaunches(NamedTuple):
     """The launches of a call; combine is None with a single split."""
 
     split: Launch
@@ -299,20 +306,19 @@ class Prepared(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, options: Options) -> Prepared:
+def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, options: Options) -> SplitKVLaunches:
     """Prepares the launches of calls with these specs and options.
 
     n_listed  length of the plan's list of tiles
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    items, _ = lists
-    assert items is None or items[2] == 1, items
-    is_shared = items is None or items[1] == 1
+    record_shape, _ = lists
+    assert record_shape is None or record_shape[2] == 1, record_shape
+    is_shared = record_shape is None or record_shape[1] == 1
     packed = heads // kv_heads if is_shared else 1
     fixed = constants(head_dim, v_dim, heads // kv_heads, False, options)
-    dim = fixed["DIM"]
-    fixed["DIM_V"] = dim_v = columns_of_values(dim, fixed["DIM_V"], q.dtype.itemsize, options.major)
+    dim, dim_v = fixed.DIM, columns_of_values(fixed.DIM, fixed.DIM_V, q.dtype.itemsize, options.major)
     chosen = config(
         packed * q_len,
         max(dim, dim_v),
@@ -324,30 +330,30 @@ def prepare(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, options: Option
     chosen = chosen._replace(tma=chosen.tma and wants_descriptors(options.major, k, v))
     n_blocks = -(-packed * q_len // chosen.config.block_q)
     n_programs = batch * heads // packed * n_blocks
-    n_tiles = n_listed // (items[0] * items[1]) if items else -(-kv_len // TILE_SIDE)
+    n_tiles = n_listed // (record_shape[0] * record_shape[1]) if record_shape else -(-kv_len // TILE_SIDE)
     # blocks of 128 rows get at least two tiles per split, to repay writing and reading 4 bytes per value
     n_worth = n_tiles // max(1, chosen.config.block_q // 64)
     n_splits = num_splits(n_worth, n_programs, num_sms(options.device))
     n_rows = batch * heads * q_len
+    table_strides, (cell_q, cell_kv) = bias_arguments(options, 0)
+    fixed = fixed._replace(TMA=chosen.tma, DIM_V=dim_v, SIGN=sign(options.scale), CELL_Q=cell_q, CELL_KV=cell_kv)
     rest = {
-        "q_strides": q.strides[:3],
-        "k_strides": k.strides[:3],
-        "v_strides": v.strides[:3],
-        "record_strides": strides_of_records(items),
+        "strides": Strides(
+            q.strides[:3], k.strides[:3], v.strides[:3], None, strides_of_records(record_shape), table_strides
+        ),
         "n_heads": heads,
         "n_rows": n_rows,
         "n_blocks": n_blocks,
         "n_splits": n_splits,
         "q_len": q_len,
         "kv_len": kv_len,
-        **{name: value for name, value in fixed.items() if name not in ("threshold", "keep_scale", "DROPOUT")},
-        **scaling(options.scale),
-        **score_arguments(options, 0, scale=abs(options.scale)),
+        "scale_log2": scale_log2(options.scale),
+        **softcap_arguments(options, abs(options.scale)),
         "PACKED": packed,
         "IS_SPLIT": n_splits > 1,
-        "TMA": chosen.tma,
         "MAX_Q": MAX_QUERIES,
-        **chosen.config.arguments,
+        "C": fixed.with_blocks(chosen.config),
+        **chosen.config.launch_options,
     }
     descriptor_factories = {}
     if chosen.tma:
@@ -361,7 +367,7 @@ def prepare(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, options: Option
         sizes = {name: rest[name] for name in ("n_heads", "n_rows", "n_splits", "q_len")}
         widths = {"V_DIM": v_dim, "DIM_V": dim_v, "SPLITS": at_once}
         combine = Launch(combine_kernel, (n_rows,), {**sizes, **widths, "num_warps": 4})
-    return Prepared(split, combine, n_splits)
+    return SplitKVLaunches(split, combine, n_splits)
 
 
 def forward(
@@ -389,14 +395,14 @@ def forward(
         options = options._replace(scores=score_specs_of(scores, tables))
     n_listed = plan[1].shape[0] if plan else 0
     lists = tile_lists(plan, 0)
-    ready = prepare(specs or specs_of(q, k, v), plan_specs_of(lists), n_listed, options)
+    launches = split_kv_launches(specs or specs_of(q, k, v), plan_specs_of(lists), n_listed, options)
     inputs = (q, k, v, *lists, kv_lengths)
-    if ready.combine is None:
-        ready.split(*inputs, sinks, slopes, tables, out, lse)
+    if launches.combine is None:
+        launches.split(*inputs, sinks, slopes, tables, out, lse)
         return out, lse
-    splits = out.new_empty(ready.n_splits, *out.shape, dtype=torch.float32)
-    max_sum = lse.new_empty(ready.n_splits, *lse.shape, 2)
+    splits = out.new_empty(launches.n_splits, *out.shape, dtype=torch.float32)
+    max_sum = lse.new_empty(launches.n_splits, *lse.shape, 2)
     # a sink counts once per row, not once per split
-    ready.split(*inputs, None, slopes, tables, splits, max_sum)
-    ready.combine(splits, max_sum, sinks, out, lse)
+    launches.split(*inputs, None, slopes, tables, splits, max_sum)
+    launches.combine(splits, max_sum, sinks, out, lse)
     return out, lse

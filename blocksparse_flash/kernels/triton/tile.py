@@ -29,10 +29,9 @@ def head_base(ptr, strides, i_batch, i_head):
 @triton.jit
 def load_tile(
     ref, strides, i_batch, i_head, row, limit,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    TMA: tl.constexpr, BOUNDED: tl.constexpr, LIMITED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, DIM] starting at row `row`; zero from row `limit` on (if BOUNDED) and from column HEAD_DIM on.
+    """[ROWS, DIM] starting at row `row`; zero from row `limit` on and from column HEAD_DIM on.
 
     `ref` is a pointer, or with TMA a descriptor of (batch, heads, length, head_dim), which zero-fills out of bounds.
     LIMITED: `limit` may be less than the length of the tensor.
@@ -47,15 +46,10 @@ def load_tile(
         o_dim = tl.arange(0, DIM)
         p_tile = head_base(ref, strides, i_batch, i_head) + row.to(tl.int64) * strides[2]
         p_tile += o_row[:, None] * strides[2] + o_dim[None, :]
-        if BOUNDED or LIMITED:
-            m_tile = (row + o_row < limit)[:, None]
-            if HEAD_DIM != DIM:
-                m_tile = m_tile & (o_dim < HEAD_DIM)[None, :]
-            b_tile = tl.load(p_tile, mask=m_tile, other=0.0)
-        elif HEAD_DIM != DIM:
-            b_tile = tl.load(p_tile, mask=(o_dim < HEAD_DIM)[None, :], other=0.0)
-        else:
-            b_tile = tl.load(p_tile)
+        m_tile = (row + o_row < limit)[:, None]
+        if HEAD_DIM != DIM:
+            m_tile = m_tile & (o_dim < HEAD_DIM)[None, :]
+        b_tile = tl.load(p_tile, mask=m_tile, other=0.0)
     return b_tile
 
 

@@ -59,7 +59,7 @@ def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> Any:
         block_selection._mark_indices,
         block_selection._mark_scores,
         block_selection._list_rows,
-        plan_builder.prepare,
+        plan_builder.plan_launches,
     )
     for module, name, value in (
         *((module, name, 2) for module in (block_selection, plan_builder) for name in ("LINES", "MINORS")),

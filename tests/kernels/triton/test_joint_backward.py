@@ -43,7 +43,8 @@ def launched(monkeypatch):
     made = launch.Launch.__call__
 
     def noted(self, *tensors):
-        names.append((self._kernel.fn.__name__, self._rest.get("BLOCK_Q")))
+        constants = self._rest.get("C")
+        names.append((self._kernel.fn.__name__, None if constants is None else constants.BLOCK_Q))
         made(self, *tensors)
 
     def ask(*, small: bool, described: bool) -> list[tuple[str, int | None]]:
@@ -51,9 +52,9 @@ def launched(monkeypatch):
         monkeypatch.setattr(arguments, "MIN_TMA_ELEMENTS", 0 if described else 1 << 60)
         monkeypatch.setattr(forward, "narrow_pays", lambda *_, **__: small)
         monkeypatch.setattr(backward, "joint_pays", lambda *_, **__: small)
-        for module in (forward, backward):
-            # nothing that was prepared before, nor for tests to come
-            monkeypatch.setattr(module, "prepare", module.prepare.__wrapped__)
+        for module, name in ((forward, "forward_launch"), (backward, "backward_launches")):
+            # nothing that was cached before, nor for tests to come
+            monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
         monkeypatch.setattr(launch.Launch, "__call__", noted)
         return names
 

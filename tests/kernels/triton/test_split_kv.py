@@ -121,9 +121,9 @@ SCORES = [
 @pytest.fixture
 def n_splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(split_kv, "num_splits", lambda *_: request.param)
-    split_kv.prepare.cache_clear()
+    split_kv.split_kv_launches.cache_clear()
     yield request.param
-    split_kv.prepare.cache_clear()
+    split_kv.split_kv_launches.cache_clear()
 
 
 def spread() -> list[Any]:
@@ -160,7 +160,7 @@ def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call,
         )
         for name, result, references in zip(("out", "lse"), found, expected(layout, call, device), strict=False):
             assert_as_accurate(result, *references, name=name)
-    assert split_kv.prepare.cache_info().misses == 1
+    assert split_kv.split_kv_launches.cache_info().misses == 1
 
 
 # with 2 heads a program: around 16, 32, 64 and 128 rows, of which a program holds one, two or more blocks
@@ -180,7 +180,7 @@ def test_any_number_of_queries(index: int, n_splits: int, device) -> None:
         for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
     )
     out, lse = attention_with_lse(q, k, v, layout, causal=kind == 1, backend="triton")
-    assert split_kv.prepare.cache_info().misses == 1
+    assert split_kv.split_kv_launches.cache_info().misses == 1
     mask = None if layout is None else layout.to_dense().to(device)
     dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
     truths = plain.results(*(t.double() for t in (q, k, v, dout, dlse)), mask, causal=kind == 1)
@@ -245,9 +245,9 @@ def test_parts_are_merged_by_their_weight(n_splits: int, at_once: int, device) -
 def test_dropout_is_that_of_the_forward(device) -> None:
     """Fewer programs, and the same pairs are dropped."""
     layout, call = LAYOUTS[0], Call(head_dim=32, dropout_p=0.4, kv_heads=1)
-    split_kv.prepare.cache_clear()
+    split_kv.split_kv_launches.cache_clear()
     assert_backend_is_accurate("triton", layout, call, device)
-    assert split_kv.prepare.cache_info().misses == 0
+    assert split_kv.split_kv_launches.cache_info().misses == 0
 
 
 @pytest.mark.parametrize(
