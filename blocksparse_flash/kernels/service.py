@@ -48,15 +48,18 @@ def service_of(
 ) -> Service | None:
     """None: a launch before prepares all, one behind converts all.
 
-    So it is where there are no columns left to do it beside. With long ones, of all sections, at the front, all are
-    prepared before.
+    So it is for dense and causal calls, and where there are no columns left to do it beside. With long ones, of all
+    sections, at the front, all are prepared before.
 
     plan              the tensors of plan.Plan; empty: dense or causal
     q_shape, k_shape  (batch, heads, length, head_dim)
     split             of the columns
     """
+    # overlapped, dense takes 1.042 and causal 1.021 times as long at head_dim 128 (H200; 0.995 and 0.999 at 64)
+    if not plan:
+        return None
     n_batch_heads, n_lines = k_shape[0] * k_shape[1], -(-k_shape[2] // TILE)
-    long = n_split_of(plan[4].shape[0], plan[5].shape[0]) if plan else 0
+    long = n_split_of(plan[4].shape[0], plan[5].shape[0])
     # those that do not come first, in all heads
     n_rest = n_lines - max(long, split.n_lines if split.parts > 1 else 0)
     if n_batch_heads * n_rest * q_shape[2] <= 0:

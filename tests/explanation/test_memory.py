@@ -123,9 +123,9 @@ def test_what_launchers_allocate(
     assert said.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *walked))
 
 
-# heads (query, key) and layout. 16 heads: overlapped; two query heads a key head: sections of twice as many rows; one:
-# no later column to
-# do it beside; bigbird: long columns, beside which nothing is prepared; few tiles a row: no sum at all
+# heads (query, key) and layout. 16 heads: overlapped; dense: never; two query heads per key head: groups of twice
+# as many rows; one: no later column to overlap with; bigbird: long columns, with which no preprocess overlaps; few
+# tiles per row: no sum at all
 SUMS = {
     "overlapped": (16, 16, masks.butterfly(4096)),
     "dense": (16, 16, None),
@@ -171,8 +171,8 @@ def test_what_is_overlapped_is_what_the_launcher_leaves_out_around(
     converted = (q.numel() - written["scale_kernel"]["first"] * 512) * (4 + 2)
     assert said.passes == before + cleared + converted
     assert said.overlapped + said.passes == statistics + q.numel() * (4 + 4 + 2)
-    assert (said.overlapped > 0) == (kind != "one head")
-    assert (before < statistics) == (telling_columns == 32 and kind in ("overlapped", "dense", "groups"))
+    assert (said.overlapped > 0) == (kind not in ("one head", "dense"))
+    assert (before < statistics) == (telling_columns == 32 and kind in ("overlapped", "groups"))
 
 
 def test_what_was_allocated_on_a_gpu() -> None:

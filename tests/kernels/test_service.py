@@ -13,10 +13,12 @@ from blocksparse_flash.kernels.schedule import WHOLE, Split
 from blocksparse_flash.kernels.service import Service, n_counts, service_of
 
 CPU = torch.device("cpu")
+# a plan of which only the lengths of the lists are read; no long columns
+PLAN = (torch.empty(0),) * 7
 
 
 def ask(
-    heads: int, length: int, *, batch: int = 1, plan: tuple[torch.Tensor, ...] = (), split: Split = WHOLE
+    heads: int, length: int, *, batch: int = 1, plan: tuple[torch.Tensor, ...] = PLAN, split: Split = WHOLE
 ) -> Service | None:
     shape = (batch, heads, length, 128)
     return service_of(plan, shape, shape, split, 132)
@@ -42,6 +44,12 @@ def test_sections(heads, length, expected):
     assert ask(2, length, batch=heads // 2) == (expected if heads > 1 else None)
 
 
+@pytest.mark.parametrize("length", [2048, 16384, 131072])
+def test_dense_and_causal_calls_overlap_nothing(length):
+    assert ask(64, length) is not None
+    assert ask(64, length, plan=()) is None
+
+
 def test_neither_parts_nor_long_columns():
     assert ask(16, 16384, split=Split(128, 2)) is None
     assert ask(16, 16384, plan=masks.butterfly(16384, block_size=128).plan(CPU)) is not None
@@ -64,7 +72,7 @@ GRID = list(itertools.product((2, 3, 5, 16, 40), (1, 2, 7, 128), (1, 3, 8, 132))
 @pytest.mark.parametrize(("n_batch_heads", "n_lines", "n_programs"), GRID)
 def test_each_section_is_cleared_once_and_converted_at_most_once(n_batch_heads, n_lines, n_programs):
     shape = (1, n_batch_heads, 128 * n_lines, 64)
-    service = service_of((), shape, shape, WHOLE, n_programs)
+    service = service_of(PLAN, shape, shape, WHOLE, n_programs)
     if service is None:
         assert n_batch_heads * n_lines <= n_programs or n_batch_heads == 1
         return
@@ -133,7 +141,7 @@ class Run:
 def test_nothing_waits_in_a_circle(n_batch_heads, n_lines, n_programs):
     """Whatever the order, and with fewer programs than the service was made for."""
     shape = (1, n_batch_heads, 128 * n_lines, 64)
-    service = service_of((), shape, shape, WHOLE, n_programs)
+    service = service_of(PLAN, shape, shape, WHOLE, n_programs)
     if service is None:
         return
     for seed, n_running in itertools.product(range(5), {1, n_programs}):
@@ -162,6 +170,6 @@ def test_the_launch_of_the_statistics_clears_each_count():
     # few heads, of few sections that are prepared before
     for n_batch_heads, n_lines in itertools.product((2, 40, 1000, 100000), (1, 8, 128)):
         shape = (1, n_batch_heads, 128 * n_lines, 64)
-        service = service_of((), shape, shape, WHOLE, 132)
+        service = service_of(PLAN, shape, shape, WHOLE, 132)
         if service is not None:
             assert n_counts(n_batch_heads) <= 128 * n_lines * service.n_cleared or n_batch_heads > 5000

@@ -713,8 +713,16 @@ def test_a_seeded_fault_of_quarters_is_seen(check, tight, fault):
             check(tight(seed, change), IS_SUBTILED, QUARTER_CALLS[seed % 2], backward=change.module in (BACKWARD, COLS))
 
 
+def staircase() -> BlockLayout:
+    """Causal blocks of 64, of 300 queries and 400 keys."""
+    return BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos + 100, 300, 400, block_size=64)
+
+
 # of the sections of dq one is cleared before, and one converted behind
-OVERLAPPED = [(MIXED, zoo.Call(head_dim=64, dtype=torch.float16)), ((300, 400), SMALL)]
+OVERLAPPED = [
+    (MIXED, zoo.Call(head_dim=64, dtype=torch.float16)),
+    (cases.Case("staircase", staircase), zoo.Call(head_dim=64, has_kv_lengths=True, dtype=BFLOAT16)),
+]
 SLOW = ["serve", "writes", ""]
 
 
