@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .dispatch import CallSpec, resolve
+from .kernels.inputs import BackwardInputs
 from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs
 from .score_mods import Scores
@@ -83,10 +84,7 @@ def launch_forward(
 
 
 def launch_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    outs: tuple[Tensor, Tensor],
+    inputs: BackwardInputs,
     plan: list[Tensor],
     kv_lengths: Tensor | None,
     seed: Tensor | None,
@@ -94,15 +92,13 @@ def launch_backward(
     scores: Scores | None = None,
     wanted: list[bool] | None = None,
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv and, with score mods, the `wanted` gradients of sinks, slopes and bias, the others empty.
-
-    inputs (q, k, v) and outs (out, lse) are the forward's.
-    """
-    backend = resolve(*inputs) if spec.backend == "auto" else spec.backend
+    """dq, dk, dv and, with score mods, the `wanted` gradients of sinks, slopes and bias, the others empty."""
+    dout = inputs.dout
+    backend = resolve(inputs.q, inputs.k, inputs.v) if spec.backend == "auto" else spec.backend
     backward = _kernels(backend, spec.deterministic)[1]
     options = {} if scores is None else {"scores": scores, "wanted": wanted}
     causal = spec.causal and not plan
-    arguments = (dout, dlse, *inputs, *outs, plan, kv_lengths, seed, spec.scale, causal, spec.dropout_p)
+    arguments = (inputs, plan, kv_lengths, seed, spec.scale, causal, spec.dropout_p)
     if tracing.is_without_autocast(dout) and tracing.is_current(dout):
         return backward(*arguments, **options)
     with tracing.on_device(dout.device):
@@ -137,7 +133,8 @@ def _backward(
     *options, wanted = arguments[9:]
     spec = CallSpec(*options)
     scores = _scores(mods, bias_index, spec.softcap)
-    grads = launch_backward(dout, dlse, (q, k, v), (out, lse), plan, kv_lengths, seed, spec, scores, wanted)
+    inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
+    grads = launch_backward(inputs, plan, kv_lengths, seed, spec, scores, wanted)
     return (*grads, *(lse.new_empty(0) for _ in mods)) if scores is None else grads
 
 
@@ -241,7 +238,8 @@ class _Attention(torch.autograd.Function):
             and tracing.can_launch_directly(q, k, v, dout, dlse, kv_lengths, seed)
             and not (dout.is_neg() or (dlse is not None and dlse.is_neg()))
         ):
-            grads = launch_backward(dout, dlse, (q, k, v), (out, lse), plan, kv_lengths, seed, ctx.spec)
+            inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
+            grads = launch_backward(inputs, plan, kv_lengths, seed, ctx.spec)
             return *grads, None, None, None, None, None
         wanted = list(ctx.needs_input_grad[3:6])
         arguments = (q, k, v, sinks, slopes, bias, out, lse, plan, bias_index, kv_lengths, seed, *ctx.spec, wanted)

@@ -25,11 +25,8 @@ OWN_WORDS = re.compile(
 DEFINED_ONCE = ("TILE", "PARTIAL", "LOG2_E", "padded_dim")
 # longer than allowed: launchers and kernels that take their arguments one by one
 LONG_SIGNATURES = {
-    "blocksparse_flash/kernels/eager/attention.py: backward",
-    "blocksparse_flash/kernels/hopper/backward.py: backward",
     "blocksparse_flash/kernels/hopper/backward.py: hopper_backward_kernel",
     "blocksparse_flash/kernels/hopper/forward.py: hopper_forward_kernel",
-    "blocksparse_flash/kernels/triton/backward.py: backward",
     "blocksparse_flash/kernels/triton/backward_kernels.py: joint_kernel",
     "blocksparse_flash/kernels/triton/backward_kernels.py: keys_kernel",
     "blocksparse_flash/kernels/triton/backward_kernels.py: keys_program",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import ops
 from ..dispatch import CallSpec
+from ..kernels.inputs import BackwardInputs
 
 
 def accumulator_dtype(q: Tensor) -> torch.dtype:
@@ -46,5 +47,5 @@ def attend_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     # a chunk of heads is a strided view, and the backward needs contiguous tensors
     out, lse = (tensor.contiguous() for tensor in outs)
-    dq, dk, dv = ops.launch_backward(*douts, inputs, (out, lse), plan, None, None, _spec(backend, scale))
+    dq, dk, dv = ops.launch_backward(BackwardInputs(*douts, *inputs, out, lse), plan, None, None, _spec(backend, scale))
     return dq, dk, dv

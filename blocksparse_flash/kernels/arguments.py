@@ -12,6 +12,7 @@ from .. import philox, plan_format, score_mods
 from ..runtime.launch import axis_strides, cache_key_of, device_limits
 from ..runtime.tensor_spec import TensorSpec, spec_of, tma_can_load
 from ..score_mods import Scores
+from .inputs import BackwardInputs as BackwardInputs
 from .schedule import padded_dim
 
 LOG2_E = score_mods.LOG2_E

@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from blocksparse_flash.kernels import arguments, service
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
+from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.schedule import Split
 from blocksparse_flash.kernels.triton import backward, block_selection, forward, gather_scatter, plan_builder, split_kv
 from blocksparse_flash.plan_format import TILE, Plan
@@ -122,7 +123,7 @@ def run_both(
         options = (*options[:2], None, *options[3:])
         out, lse = hopper_forward.forward(q, k, v, *options)
         dlse = torch.empty_like(lse) if dlse else None
-        hopper_backward.backward(dout, dlse, q, k, v, out, lse, *options, deterministic=deterministic)
+        hopper_backward.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), *options, deterministic=deterministic)
         return
     given: tuple[Any, ...] = ()
     if scores:
@@ -132,7 +133,8 @@ def run_both(
     out, lse = forward.forward(q, k, v, *options)
     if q_len is not None:
         return
-    backward.backward(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *options, *given)
+    inputs = BackwardInputs(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse)
+    backward.backward(inputs, *options, *given)
 
 
 def scores_of(words: str, heads: int, n_tiles: int) -> Scores:

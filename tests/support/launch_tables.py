@@ -23,6 +23,7 @@ from blocksparse_flash import BlockLayout
 from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
+from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.triton import backward, forward, split_kv
 from blocksparse_flash.plan_format import TILE
 from blocksparse_flash.runtime import launch
@@ -268,16 +269,16 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
         options: tuple[Any, ...] = (plan, lengths, seed, scale, call.causal and not plan, variant.dropout_p)
         if call.backend == "hopper":
             out, lse = hopper_forward.forward(q, k, v, *options)
-            hopper_backward.backward(
-                dout, torch.empty_like(lse), q, k, v, out, lse, *options, deterministic=variant.deterministic
-            )
+            inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
+            hopper_backward.backward(inputs, *options, deterministic=variant.deterministic)
             return frozenset(found)
         wanted: tuple[Any, ...] = ()
         if variant.has_scores:
             options = (*options, _scores(call, plan))
             wanted = ([variant.has_sinks, variant.has_slopes, variant.has_bias],)
         out, lse = forward.forward(q, k, v, *options)
-        backward.backward(dout, torch.empty_like(lse), q, k, v, out, lse, *options, *wanted)
+        inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
+        backward.backward(inputs, *options, *wanted)
     return frozenset(found)
 
 

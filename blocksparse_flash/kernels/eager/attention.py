@@ -36,6 +36,7 @@ from torch import Tensor
 from ... import philox
 from ...plan_format import PARTIAL, TILE
 from ...score_mods import Scores
+from ..inputs import BackwardInputs
 from .score_mods import Change, Changes
 
 # exp of this is still a normal number; lower exponents give weight 0
@@ -507,13 +508,7 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    inputs: BackwardInputs,
     plan: list[Tensor],
     kv_lengths: Tensor | None,
     seed: Tensor | None,
@@ -523,11 +518,12 @@ def backward(
     scores: Scores | None = None,
     wanted: Sequence[bool] = (False, False, False),
 ) -> tuple[Tensor, ...]:
-    """Gradients of `forward`'s q, k and v, given those of its out and lse (None is zero); the rest as there.
+    """Gradients of `forward`'s q, k and v; the other arguments as there.
 
     returns  dq, dk, dv of the shapes and dtypes of q, k, v, contiguous; with score mods also the gradients of sinks,
              slopes and bias, empty where not wanted
     """
+    dout, dlse, q, k, v, out, lse = inputs
     sizes = _Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     if sizes.is_empty:
         assert scores is None, "the reference handles calls without keys"

@@ -48,6 +48,7 @@ from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import LOG2_E, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..arguments import TILE as TILE_SIDE
+from ..inputs import BackwardInputs
 from ..schedule import Split, padded_dim, split_of
 from ..separate_dq import is_dq_separate
 from ..service import Service, are_statistics_overlapped, n_counts, service_of
@@ -747,13 +748,7 @@ def prepare(
 
 
 def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    inputs: BackwardInputs,
     plan: list[torch.Tensor],
     kv_lengths: torch.Tensor | None,
     seed: torch.Tensor | None,
@@ -763,12 +758,13 @@ def backward(
     *,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, contiguous and in q's type. out and lse are the forward's."""
+    """dq, dk, dv, contiguous and in q's type."""
+    dout, dlse, q, k, v, out, lse = inputs
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
     dim, dim_v = q.shape[3], v.shape[3]
     widest = max(dim, dim_v)
     if widest > MAX_HEAD_DIM:
-        return portable.backward(dout, dlse, q, k, v, out, lse, plan, kv_lengths, seed, scale, causal, dropout_p)
+        return portable.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p)
     # what autograd hands on may have strides of 0
     (q, k, v, dout), specs = tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()

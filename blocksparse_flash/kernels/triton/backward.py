@@ -37,6 +37,7 @@ from ..arguments import (
     wants_descriptors,
 )
 from ..arguments import TILE as TILE_SIDE
+from ..inputs import BackwardInputs
 from .backward_kernels import joint_kernel, keys_kernel, queries_kernel
 from .backward_preprocess import prepare_preprocess
 
@@ -313,13 +314,7 @@ def prepare_joint(
 
 
 def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    inputs: BackwardInputs,
     plan: list[torch.Tensor],
     kv_lengths: torch.Tensor | None,
     seed: torch.Tensor | None,
@@ -329,10 +324,11 @@ def backward(
     scores: Scores | None = None,
     wanted: Sequence[bool] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, contiguous and in q's dtype. out and lse are the forward's.
+    """dq, dk, dv, contiguous and in q's dtype.
 
     With score mods also the gradients of sinks, slopes and bias, empty where not `wanted` (a bool for each).
     """
+    dout, dlse, q, k, v, out, lse = inputs
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     seed = device_seed(seed, q.device)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse_flash import BlockLayout, reference
 from blocksparse_flash.kernels.eager import attention
+from blocksparse_flash.kernels.inputs import BackwardInputs
 from tests.support import cases, plain
 from tests.support.closeness import assert_as_accurate
 
@@ -78,7 +79,7 @@ def _actual(call: Call, layout: BlockLayout | None) -> list[Tensor]:
     plan = [] if layout is None else list(layout.plan("cpu", causal=call.causal))
     rest = (plan, kv_lengths, seed, call.scale, call.causal and layout is None, call.dropout_p)
     out, lse = attention.forward(q, k, v, *rest)
-    return [out, lse, *attention.backward(dout, dlse, q, k, v, out, lse, *rest)]
+    return [out, lse, *attention.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), *rest)]
 
 
 def _check(call: Call, layout: BlockLayout | None) -> None:
@@ -160,7 +161,7 @@ def test_nan_beyond_a_length_does_not_leak() -> None:
     k, v = k.masked_fill(is_missing, torch.nan), v.masked_fill(is_missing, torch.nan)
     rest = (list(layout.plan("cpu")), kv_lengths, seed, call.scale, False, 0.0)
     out, lse = attention.forward(q, k, v, *rest)
-    actual = [out, lse, *attention.backward(dout, dlse, q, k, v, out, lse, *rest)]
+    actual = [out, lse, *attention.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), *rest)]
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
@@ -172,7 +173,8 @@ def test_rows_without_keys_give_zeros_whatever_gradient_lse_gets() -> None:
     out, lse = attention.forward(q, k, v, *rest)
     is_keyless = ~layout.to_dense().any(-1).expand(2, 4, -1)
     assert torch.equal(lse == -torch.inf, is_keyless) and not out[is_keyless].any()
-    grads = attention.backward(dout, dlse.masked_fill(is_keyless, torch.nan), q, k, v, out, lse, *rest)
+    dlse = dlse.masked_fill(is_keyless, torch.nan)
+    grads = attention.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), *rest)
     assert not grads[0][is_keyless].any()
     assert all(grad.isfinite().all() for grad in grads)
 
@@ -208,7 +210,7 @@ def test_memory_grows_with_the_tokens_and_not_with_the_pairs(monkeypatch: pytest
     rest: tuple[Any, ...] = ([] if causal else list((near | first).plan("cpu")), None, None, 1.0, causal, 0.0)
     with LargestTensor() as largest:
         out, lse = attention.forward(q, k, v, *rest)
-        attention.backward(out, None, q, k, v, out, lse, *rest)
+        attention.backward(BackwardInputs(out, None, q, k, v, out, lse), *rest)
     assert largest.numel <= 2 * attention.TILES_PER_THREAD * attention.TILE**2 < length**2 / 32
 
 
@@ -223,7 +225,7 @@ def test_nothing_to_compute_gives_zeros(shape: tuple[int, int, int, int]) -> Non
     rest: tuple[Any, ...] = ([], None, None, 1.0, False, 0.0)
     out, lse = attention.forward(q, k, v, *rest)
     assert out.shape == (batch, heads, q_len, 4) and not out.any() and (lse == -torch.inf).all()
-    grads = attention.backward(out, None, q, k, v, out, lse, *rest)
+    grads = attention.backward(BackwardInputs(out, None, q, k, v, out, lse), *rest)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape] and not any(grad.any() for grad in grads)
 
 
@@ -240,9 +242,8 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
         @staticmethod
         def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return attention.backward(
-                dout, dlse, *ctx.saved_tensors, list(window.plan("cpu")), None, None, 0.7, False, 0.0
-            )
+            inputs = BackwardInputs(dout, dlse, *ctx.saved_tensors)
+            return attention.backward(inputs, list(window.plan("cpu")), None, None, 0.7, False, 0.0)
 
     draw = torch.Generator().manual_seed(1)
     qkv = [torch.randn(1, 1, 20, 3, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -265,7 +266,7 @@ def test_rows_of_one_key_or_two_are_as_accurate(
     given = (q, k, v, dout, torch.zeros(12, 2, 4))
     rest = (list(layout.plan("cpu")), None, None, 0.125, False, 0.0)
     out, lse = attention.forward(q, k, v, *rest)
-    actual = [out, lse, *attention.backward(dout, None, q, k, v, out, lse, *rest)]
+    actual = [out, lse, *attention.backward(BackwardInputs(dout, None, q, k, v, out, lse), *rest)]
     if n_keys == 1:
         assert not actual[2].any() and not actual[3].any()
     same_dtype = plain.results(*given, layout.to_dense(), scale=0.125)
