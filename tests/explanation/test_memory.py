@@ -137,10 +137,10 @@ SUMS = {
 
 
 # of 4,096 keys: few, so that statistics are written before; enough
-@pytest.mark.parametrize("telling_columns", [33, 32])
+@pytest.mark.parametrize("min_columns", [33, 32])
 @pytest.mark.parametrize("kind", SUMS)
 def test_what_is_overlapped_is_what_the_launcher_leaves_out_around(
-    launchers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, kind: str, telling_columns: int
+    launchers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, kind: str, min_columns: int
 ) -> None:
     """Statistics, and zeros and conversion of the sum of dq, beside the columns, by what the launches before and
     behind are written to do."""
@@ -156,23 +156,23 @@ def test_what_is_overlapped_is_what_the_launcher_leaves_out_around(
         written[self._kernel.fn.__name__], grids[self._kernel.fn.__name__] = self._rest, self._grid
 
     monkeypatch.setattr("blocksparse_flash.runtime.launch.Launch.__call__", record)
-    monkeypatch.setattr("blocksparse_flash.kernels.service.TELLING_COLUMNS", telling_columns)
+    monkeypatch.setattr("blocksparse_flash.kernels.overlap_schedule.MIN_LSE_DELTA_COLUMNS", min_columns)
     lse = torch.empty(q.shape[:3])
     launchers["hopper_backward"].backward(q, None, q, k, k, q, lse, plan, None, None, 0.1, False, 0.0)
     said = memory.backward(call)
     statistics = 2 * q.nbytes + lse.nbytes + 2 * lse.nbytes
-    if "scale_kernel" not in written:
+    if "postprocess_kernel" not in written:
         assert kind == "few tiles" and said.overlapped == 0 and said.passes == statistics + 2 * lse.nbytes
         return
     # float32, read again and written in two bytes
     cleared = written["preprocess_kernel"]["n_cleared"] * 4096 * 64 * 4
     before = statistics // heads * grids["preprocess_kernel"][1]
     # steps of 512 values
-    converted = (q.numel() - written["scale_kernel"]["first"] * 512) * (4 + 2)
+    converted = (q.numel() - written["postprocess_kernel"]["first"] * 512) * (4 + 2)
     assert said.passes == before + cleared + converted
     assert said.overlapped + said.passes == statistics + q.numel() * (4 + 4 + 2)
     assert (said.overlapped > 0) == (kind not in ("one head", "dense"))
-    assert (before < statistics) == (telling_columns == 32 and kind in ("overlapped", "groups"))
+    assert (before < statistics) == (min_columns == 32 and kind in ("overlapped", "groups"))
 
 
 def test_what_was_allocated_on_a_gpu() -> None:

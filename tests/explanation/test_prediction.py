@@ -155,7 +155,10 @@ def test_dense_beside_a_layout_is_the_call_without_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Call, "has_kernels", True)
     call = calibrate.measured(line(backend="hopper", pattern="butterfly", n=16384)).call
     dense = predicted(dataclasses.replace(call, layout=None))
-    assert memory.service(call, 132) is not None and memory.service(dataclasses.replace(call, layout=None), 132) is None
+    assert (
+        memory.overlap_schedule(call, 132) is not None
+        and memory.overlap_schedule(dataclasses.replace(call, layout=None), 132) is None
+    )
     found = predicted(call)
     assert (found.dense_forward_ms, found.dense_backward_ms) == (dense.forward_ms, dense.backward_ms)
 

@@ -116,7 +116,3 @@ def prepare_preprocess(
             "num_warps": 4,
         },
     )
-
-
-# the name under which the Hopper backward imports it
-prepare_statistics = prepare_preprocess
