@@ -17,6 +17,7 @@ from benchmarks.report import pages
 from benchmarks.run import calibrate
 from blocksparse_flash.explanation import memory
 from blocksparse_flash.explanation.call import Call
+from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.runtime import launch
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -113,7 +114,7 @@ def test_what_launchers_allocate(
     dout = torch.empty_like(out)
     options = {"deterministic": True} if call.deterministic else {}
     with Allocations(q, k, v, out, lse, dout, *plan) as made:
-        grads = backward(dout, None, q, k, v, out, lse, plan, None, None, 0.1, False, 0.0, **options)
+        grads = backward(BackwardInputs(dout, None, q, k, v, out, lse), plan, None, None, 0.1, False, 0.0, **options)
     said = memory.backward(call)
     assert said.writes == sum(grad.nbytes for grad in grads)
     assert said.workspace == made.nbytes - said.writes
@@ -158,7 +159,8 @@ def test_what_is_overlapped_is_what_the_launcher_leaves_out_around(
     monkeypatch.setattr("blocksparse_flash.runtime.launch.Launch.__call__", record)
     monkeypatch.setattr("blocksparse_flash.kernels.overlap_schedule.MIN_LSE_DELTA_COLUMNS", min_columns)
     lse = torch.empty(q.shape[:3])
-    launchers["hopper_backward"].backward(q, None, q, k, k, q, lse, plan, None, None, 0.1, False, 0.0)
+    inputs = BackwardInputs(q, None, q, k, k, q, lse)
+    launchers["hopper_backward"].backward(inputs, plan, None, None, 0.1, False, 0.0)
     said = memory.backward(call)
     statistics = 2 * q.nbytes + lse.nbytes + 2 * lse.nbytes
     if "postprocess_kernel" not in written:
