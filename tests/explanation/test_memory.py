@@ -137,14 +137,13 @@ SUMS = {
 }
 
 
-# of 4,096 keys: few, so that statistics are written before; enough
+# 32 tile columns: too few for LSE and delta to overlap, and enough
 @pytest.mark.parametrize("min_columns", [33, 32])
 @pytest.mark.parametrize("kind", SUMS)
 def test_what_is_overlapped_is_what_the_launcher_leaves_out_around(
     launchers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, kind: str, min_columns: int
 ) -> None:
-    """Statistics, and zeros and conversion of the sum of dq, beside the columns, by what the launches before and
-    behind are written to do."""
+    """The overlapped bytes are those that the preprocess and postprocess launches leave out."""
     heads, kv_heads, layout = SUMS[kind]
     q = torch.empty(1, heads, 4096, 64, dtype=torch.bfloat16)
     k = torch.empty(1, kv_heads, 4096, 64, dtype=torch.bfloat16)

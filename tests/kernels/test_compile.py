@@ -34,8 +34,8 @@ HOPPER_TARGETS = [("hopper", None), ("hopper-once", BEFORE), *(("hopper-few", ve
 # what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths, whether lines are
 # split). Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
 KNOWN_SPILLS = {
-    # under Triton 3.6 to 3.8 at most 936, for the most part where warps prepare and convert sections; under 3.9, where
-    # nothing was run, the rest
+    # under Triton 3.6 to 3.8 at most 936, most of them in the warps of the overlapped passes; the rest under 3.9, where
+    # nothing was run
     ("hopper_backward_kernel", 64, False, False): 1340,
     ("hopper_backward_kernel", 64, True, False): 1020,
     ("hopper_backward_kernel", 64, False, True): 744,

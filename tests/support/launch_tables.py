@@ -388,7 +388,7 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
                 yield Call("triton", (2, heads, q_len, kv_len), dim, dtype, variant)
     if gpu.major != 9:
         return
-    # one round of programs and many; rows of 192 queries; sections that are converted beside others, and written
+    # one round of programs and many; rows of 192 queries; head groups that overlap
     small = [
         (2, 4, 300, 300),
         (4, 40, 300, 500),

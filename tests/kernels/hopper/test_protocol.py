@@ -545,7 +545,7 @@ DQ_FAULTS = {
         COLS, "    mbarrier.wait(pipelines.finished.index(0), 0)\n    while", "    while"
     ),
     "zeros not waited for": Change(OVERLAP, "    if head_group >= overlap.n_preprocessed:\n", "    if False:\n"),
-    "the zeros of the section before waited for": Change(
+    "the preprocess of the previous head group waited for": Change(
         OVERLAP, "GROUP_COUNTERS + head_group, n_items", "GROUP_COUNTERS + (head_group - 1), n_items"
     ),
     "columns not waited for": Change(
@@ -602,7 +602,7 @@ DQ_FAULTS = {
         "gl.minimum(first + PREPROCESS_CHUNKS, n_chunks)",
         "gl.minimum(first + PREPROCESS_CHUNKS - 1, n_chunks)",
     ),
-    "all sections ahead of the first": Change(
+    "a head group too far ahead preprocessed": Change(
         OVERLAP,
         "overlap.n_preprocessed + i_item // n_pieces, overlap.n_ahead + i_round",
         "overlap.n_preprocessed + i_item // n_pieces, overlap.n_ahead + 1 + i_round",
@@ -613,14 +613,14 @@ DQ_FAULTS = {
         "i_work = gl.program_id(0)\n        n_static = gl.num_programs(0)",
     ),
     "a column twice": Change(COLS, "        n_static = 0\n", "        n_static = -1\n"),
-    "statistics of another chunk": Change(
+    "LSE and delta of another chunk": Change(
         OVERLAP, "lse_delta, buffer, head_group * n_chunks + i_chunk,", "lse_delta, buffer, head_group * n_chunks,"
     ),
-    "statistics of what has not come": Change(
+    "LSE and delta of what has not arrived": Change(
         OVERLAP, "        cp_async_wait()\n        for i_piece", "        for i_piece"
     ),
-    "sums converted before they come": Change(OVERLAP, "                cp_async_wait()\n", ""),
-    "a column's data before its section is prepared": Change(
+    "sums converted before they arrive": Change(OVERLAP, "                cp_async_wait()\n", ""),
+    "a column's data before its preprocess": Change(
         COLS,
         "            wait_for_preprocess(overlap, batch_head)\n        i_batch",
         "            pass\n        i_batch",
@@ -753,7 +753,9 @@ def test_without_a_fault_of_dq_none_is_seen(check, tight, layout, call, crowd, s
 
 @pytest.mark.parametrize("dq_from_registers", [False, True])
 @pytest.mark.parametrize(("layout", "call"), OVERLAPPED, ids=str)
-def test_few_columns_have_their_statistics_written_before(check, tight, monkeypatch, layout, call, dq_from_registers):
+def test_few_columns_get_lse_and_delta_from_the_preprocess_launch(
+    check, tight, monkeypatch, layout, call, dq_from_registers
+):
     monkeypatch.setattr("blocksparse_flash.kernels.overlap_schedule.MIN_LSE_DELTA_COLUMNS", 99)
     simulation, prepared = tight(3, programs=2, dq_from_registers=dq_from_registers), []
     prepare = simulation.hopper_backward.prepare
