@@ -25,7 +25,6 @@ OWN_WORDS = re.compile(
 DEFINED_ONCE = ("TILE", "PARTIAL", "LOG2_E", "padded_dim")
 # longer than allowed: launchers and kernels that take their arguments one by one
 LONG_SIGNATURES = {
-    "blocksparse_flash/kernels/hopper/backward.py: hopper_backward_kernel",
     "blocksparse_flash/kernels/hopper/forward.py: hopper_forward_kernel",
 }
 MAX_PARAMETERS, MAX_JITTED_PARAMETERS, MAX_FILES_AT_THE_TOP = 12, 30, 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..kernels.overlap_schedule import OverlapSchedule, n_counters, overlap_schedule_of, overlaps_lse_delta
 from ..kernels.schedule import Split, padded_dim, split_of
 from ..kernels.separate_dq import is_dq_separate
-from ..kernels.service import Service, are_statistics_overlapped, n_counts, service_of
 from ..plan_format import TILE
 from .call import Call
 
@@ -23,7 +23,7 @@ class Moved(NamedTuple):
     writes     results
     workspace  allocated beside the results, and freed at the end; None where PyTorch's operators allocate
     walk       read and written at least where tiles are walked
-    overlapped     read and written beside by warps that walk none: zeros of the sum of dq, and its conversion
+    overlapped  read and written by overlapped pre- and postprocess: LSE and delta, zeroing and conversion of dq's sum
     passes     read and written by the launches before and after; 0 where there are none
     """
 
@@ -67,20 +67,20 @@ def split(call: Call, first: int, n_sms: int) -> Split:
     return split_of(call.plan or (), first, call.q.shape, call.k.shape, call.causal, n_sms)
 
 
-def service(call: Call, n_sms: int) -> Service | None:
-    """What of the sum of dq `hopper` clears and converts beside the columns of its own backward."""
+def overlap_schedule(call: Call, n_sms: int) -> OverlapSchedule | None:
+    """Which head groups `hopper` pre- and postprocesses while it computes tile columns; None: none."""
     if has_separate_dq(call):
         return None
     cols = split(call, 3, n_sms)
-    return service_of(call.plan or (), call.q.shape, call.k.shape, cols, n_sms)
+    return overlap_schedule_of(call.plan or (), call.q.shape, call.k.shape, cols, n_sms)
 
 
 def _queue(call: Call, first: int, n_sms: int) -> int:
     """Bytes of the counters with which `hopper` programs take tile rows (first = 0) or columns (3), if needed."""
     length, heads = (call.kv_len, call.kv_heads) if first else (call.q_len, call.heads)
     n_batch_heads = call.batch * heads
-    if first and service(call, n_sms) is not None:
-        return FLOAT * n_counts(n_batch_heads)
+    if first and overlap_schedule(call, n_sms) is not None:
+        return FLOAT * n_counters(n_batch_heads)
     n_programs = split(call, first, n_sms).n_programs(-(-length // TILE), n_batch_heads)
     return FLOAT if n_programs > n_sms else 0
 
@@ -164,15 +164,12 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
             workspace += dq
         # added to, it is read and written
         walk = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
-        chosen, n_batch_heads = service(call, n_sms), call.batch * call.kv_heads
-        if chosen is not None:
-            preprocess_is_overlapped = are_statistics_overlapped(
-                chosen, n_batch_heads, -(-call.kv_len // TILE), call.v_dim
-            )
-            prepared = dq_sum + (passes if preprocess_is_overlapped else 0)
-            overlapped = (n_batch_heads - chosen.n_cleared) * (prepared // n_batch_heads) + chosen.n_converted * (
-                (dq_sum + dq) // n_batch_heads
-            )
+        schedule, n_batch_heads = overlap_schedule(call, n_sms), call.batch * call.kv_heads
+        if schedule is not None:
+            with_lse_delta = overlaps_lse_delta(schedule, n_batch_heads, -(-call.kv_len // TILE), call.v_dim)
+            preprocessed = dq_sum + (passes if with_lse_delta else 0)
+            overlapped = (n_batch_heads - schedule.n_preprocessed) * (preprocessed // n_batch_heads)
+            overlapped += schedule.n_postprocessed * ((dq_sum + dq) // n_batch_heads)
         passes += 2 * dq_sum + dq - overlapped
     parts = _parts(call, 3, n_sms)
     workspace, walk, passes = workspace + parts, walk + parts, passes + parts

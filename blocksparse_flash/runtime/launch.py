@@ -120,7 +120,8 @@ class DescriptorFactory:
 class Launch:
     """A kernel prepared for tensors of given specs.
 
-    kernel  jitted function; its first parameters are tensors and the integers that change between calls
+    kernel  jitted function; its first parameters are tensors, tuples of tensors, and the integers that change between
+            calls
     grid    number of programs along up to three axes
     rest    all other arguments, by name
     descriptor_factories  for the tensor parameters that are passed as TMA descriptors, by name

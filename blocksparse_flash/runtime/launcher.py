@@ -68,10 +68,19 @@ def expander(compiled: Any) -> Any:
     return launcher
 
 
+def mark_of(argument: Any) -> Any:
+    """A unique object in place of an argument, by which it is found in the expanded arguments; None for None."""
+    if isinstance(argument, tuple):
+        # a named tuple stays one
+        marks = map(mark_of, argument)
+        return type(argument)._make(marks) if hasattr(argument, "_make") else tuple(marks)
+    return None if argument is None else object()
+
+
 class Bound:
     """A compiled kernel with cached expanded arguments; a call fills in addresses and integers.
 
-    Call it with arguments whose specs equal those it was bound with.
+    Call it with arguments whose specs equal those it was bound with. An argument may be a tuple of tensors and None.
     """
 
     def __init__(
@@ -87,17 +96,18 @@ class Bound:
         self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
         # unique objects, located in the expanded arguments: one tensor may be passed twice
         is_described = [factory is not None for factory in descriptor_factories]
-        marks = [each if each is None or has else object() for each, has in zip(arguments, is_described, strict=True)]
+        marks = [each if has else mark_of(each) for each, has in zip(arguments, is_described, strict=True)]
         self._expander = expander(compiled)
         expanded = self._expand(marks)
         # Triton 3.7 and later pass the arguments of the kernel as one list
         self._nests = hasattr(compiled.run, "kernel_signature")
         self._head = expanded[4:-1] if self._nests else ()
         self._given = list(expanded[-1] if self._nests else expanded[4:])
-        # (slot, argument) of addresses and integers; (slot, argument, maps by address) of tensor maps
+        # (slot, argument) of addresses, tuples and integers; (slot, argument, maps by address) of tensor maps
         place = {id(value): slot for slot, value in enumerate(self._given)}
         plain = [i for i, mark in enumerate(marks) if mark is not None and not is_described[i]]
-        self._pointers = [(place[id(marks[i])], i) for i in plain if not isinstance(arguments[i], int)]
+        self._tuples = [(place[id(marks[i])], i) for i in plain if isinstance(arguments[i], tuple)]
+        self._pointers = [(place[id(marks[i])], i) for i in plain if not isinstance(arguments[i], (int, tuple))]
         self._numbers = [(place[id(marks[i])], i) for i in plain if isinstance(arguments[i], int)]
         mapped = [i for i, has in enumerate(is_described) if has]
         maps = [slot for slot, value in enumerate(self._given) if type(value).__name__ == "PyCUtensorMap"]
@@ -110,6 +120,8 @@ class Bound:
         given = self._given.copy()
         for slot, i in self._pointers:
             given[slot] = arguments[i].data_ptr()
+        for slot, i in self._tuples:
+            given[slot] = tuple([None if each is None else each.data_ptr() for each in arguments[i]])
         for slot, i in self._numbers:
             given[slot] = arguments[i]
         for slot, i, made in self._maps:

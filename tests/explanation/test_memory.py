@@ -125,8 +125,9 @@ def test_what_launchers_allocate(
     assert said.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *walked))
 
 
-# heads (query, key) and layout. 16 heads: overlapped; two query heads per key head: sections of twice as many rows;
-# one: no later column to overlap with; bigbird: long columns, with which nothing overlaps; few tiles per row: no sum
+# heads (query, key) and layout. 16 heads: overlapped; dense: never; two query heads per key head: groups of twice
+# as many rows; one: no later column to overlap with; bigbird: long columns, with which no preprocess overlaps; few
+# tiles per row: no sum at all
 SUMS = {
     "overlapped": (16, 16, masks.butterfly(4096)),
     "dense": (16, 16, None),
@@ -137,14 +138,13 @@ SUMS = {
 }
 
 
-# of 4,096 keys: few, so that statistics are written before; enough
-@pytest.mark.parametrize("telling_columns", [33, 32])
+# 32 tile columns: too few for LSE and delta to overlap, and enough
+@pytest.mark.parametrize("min_columns", [33, 32])
 @pytest.mark.parametrize("kind", SUMS)
 def test_what_is_overlapped_is_what_the_launcher_leaves_out_around(
-    launchers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, kind: str, telling_columns: int
+    launchers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, kind: str, min_columns: int
 ) -> None:
-    """Statistics, and zeros and conversion of the sum of dq, beside the columns, by what the launches before and
-    behind are written to do."""
+    """The overlapped bytes are those that the preprocess and postprocess launches leave out."""
     heads, kv_heads, layout = SUMS[kind]
     q = torch.empty(1, heads, 4096, 64, dtype=torch.bfloat16)
     k = torch.empty(1, kv_heads, 4096, 64, dtype=torch.bfloat16)
@@ -157,23 +157,24 @@ def test_what_is_overlapped_is_what_the_launcher_leaves_out_around(
         written[self._kernel.fn.__name__], grids[self._kernel.fn.__name__] = self._rest, self._grid
 
     monkeypatch.setattr("blocksparse_flash.runtime.launch.Launch.__call__", record)
-    monkeypatch.setattr("blocksparse_flash.kernels.service.TELLING_COLUMNS", telling_columns)
+    monkeypatch.setattr("blocksparse_flash.kernels.overlap_schedule.MIN_LSE_DELTA_COLUMNS", min_columns)
     lse = torch.empty(q.shape[:3])
-    launchers["hopper_backward"].backward(BackwardInputs(q, None, q, k, k, q, lse), plan, None, None, 0.1, False, 0.0)
+    inputs = BackwardInputs(q, None, q, k, k, q, lse)
+    launchers["hopper_backward"].backward(inputs, plan, None, None, 0.1, False, 0.0)
     said = memory.backward(call)
     statistics = 2 * q.nbytes + lse.nbytes + 2 * lse.nbytes
-    if "scale_kernel" not in written:
+    if "postprocess_kernel" not in written:
         assert kind == "few tiles" and said.overlapped == 0 and said.passes == statistics + 2 * lse.nbytes
         return
     # float32, read again and written in two bytes
     cleared = written["preprocess_kernel"]["n_cleared"] * 4096 * 64 * 4
     before = statistics // heads * grids["preprocess_kernel"][1]
     # steps of 512 values
-    converted = (q.numel() - written["scale_kernel"]["first"] * 512) * (4 + 2)
+    converted = (q.numel() - written["postprocess_kernel"]["first"] * 512) * (4 + 2)
     assert said.passes == before + cleared + converted
     assert said.overlapped + said.passes == statistics + q.numel() * (4 + 4 + 2)
-    assert (said.overlapped > 0) == (kind != "one head")
-    assert (before < statistics) == (telling_columns == 32 and kind in ("overlapped", "dense", "groups"))
+    assert (said.overlapped > 0) == (kind not in ("one head", "dense"))
+    assert (before < statistics) == (min_columns == 32 and kind in ("overlapped", "groups"))
 
 
 def test_what_was_allocated_on_a_gpu() -> None:

@@ -153,9 +153,12 @@ def test_the_fit_predicts_as_explain_does(
 def test_dense_beside_a_layout_is_the_call_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dense prediction uses the bytes and lists of the dense call."""
     monkeypatch.setattr(Call, "has_kernels", True)
-    call = calibrate.measured(line(backend="hopper", pattern="bigbird", n=16384)).call
+    call = calibrate.measured(line(backend="hopper", pattern="butterfly", n=16384)).call
     dense = predicted(dataclasses.replace(call, layout=None))
-    assert memory.service(call, 132) is None and memory.service(dataclasses.replace(call, layout=None), 132) is not None
+    assert (
+        memory.overlap_schedule(call, 132) is not None
+        and memory.overlap_schedule(dataclasses.replace(call, layout=None), 132) is None
+    )
     found = predicted(call)
     assert (found.dense_forward_ms, found.dense_backward_ms) == (dense.forward_ms, dense.backward_ms)
 

@@ -28,7 +28,7 @@ TABLES = ("forward_kernel", "keys_kernel", "queries_kernel", "split_kv_kernel", 
 SELECTION = ("mark_scores_kernel", "mark_indices_kernel", "mark_rows_kernel", "list_rows_kernel")
 ROWS = ("move_kernel", "add_kernel", "merge_kernel")
 OPTIONS = (*TABLES, *ROWS, *SELECTION, "count_kernel", "list_kernel")
-HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", "scale_kernel")
+HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", "postprocess_kernel")
 # beside them one launch each of the portable kernels that backend `hopper` uses
 HOPPER_TABLES = (*HOPPER, "preprocess_kernel", "keys_kernel", "queries_kernel", "merge_rows_kernel", "sum_cols_kernel")
 # (target, Triton, None for the installed one): kernels.
@@ -59,8 +59,8 @@ PRODUCTS = {*TABLES[:4], "joint_kernel", *HOPPER[:2]}
 # what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths, whether lines are
 # split). Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
 KNOWN_SPILLS = {
-    # under Triton 3.6 to 3.8 at most 936, for the most part where warps prepare and convert sections; under 3.9, where
-    # nothing was run, the rest
+    # under Triton 3.6 to 3.8 at most 936, most of them in the warps of the overlapped passes; the rest under 3.9, where
+    # nothing was run
     ("hopper_backward_kernel", 64, False, False): 1340,
     ("hopper_backward_kernel", 64, True, False): 1020,
     ("hopper_backward_kernel", 64, False, True): 744,

@@ -30,7 +30,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from blocksparse_flash.kernels import arguments, service
+from blocksparse_flash.kernels import arguments, overlap_schedule
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
@@ -81,7 +81,7 @@ def launches(
         mock.patch.object(hopper_backward, "split_of", lambda *_: Split(2, parts)),
         mock.patch.object(split_kv, "num_sms", lambda _: 132),
         # those of 8192 keys
-        mock.patch.object(service, "TELLING_COLUMNS", 64),
+        mock.patch.object(overlap_schedule, "MIN_LSE_DELTA_COLUMNS", 64),
     ):
         run_both(**call)
     return caught

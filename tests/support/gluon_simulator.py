@@ -57,6 +57,13 @@ class Pointer:
         return offset
 
 
+def pointers(argument: Any) -> Any:
+    """An argument of a launch, with a Pointer for each tensor, alone or in a named tuple."""
+    if isinstance(argument, tuple):
+        return type(argument)(*map(pointers, argument))
+    return Pointer(argument) if isinstance(argument, Tensor) else argument
+
+
 class Descriptor:
     """What TMA knows of a tensor. Past the end of any axis it reads zero and writes nothing."""
 
@@ -425,11 +432,11 @@ class Simulation:
             "mask_subtiles": mask_subtiles,
             "mask_by_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
             # where in a buffer, or in which thread, values lie is not simulated
-            "eights": lambda warps: None,
+            "dq_store_layout": lambda warps: None,
             "reinterpret": lambda tile, shape, layout, dtype: tile.reinterpret(shape, dtype),
             "opaque": lambda i: i,
             "bits_of": lambda dtype: 8 * dtype.itemsize,
-            "round_both": lambda p, dp, delta, dtype: (p.to(dtype), (p * (dp - delta)).to(dtype)),
+            "round_p_ds": lambda p, dp, delta, dtype: (p.to(dtype), (p * (dp - delta)).to(dtype)),
             "accumulator": lambda columns: None,
             "row_parts": lambda: None,
             "TensorDescriptor": Descriptor,
@@ -444,8 +451,8 @@ class Simulation:
         self._load("hopper.forward_producer")
         self._load("hopper.softmax")
         self.hopper_forward = self._load("hopper.forward")
-        self._load("hopper.service")
-        # whose warp that moves data has the name of the other's
+        self._load("hopper.overlapped_passes")
+        # some names are those of the forward's producer, which is loaded before
         self._load("hopper.backward_producer")
         self.hopper_backward = self._load("hopper.backward")
         self.forward = self.hopper_forward.forward
@@ -481,7 +488,7 @@ class Simulation:
             *HELPERS,
             "hopper.forward_producer",
             "hopper.softmax",
-            "hopper.service",
+            "hopper.overlapped_passes",
             "hopper.backward_producer",
         ):
             # for the modules that import them
@@ -507,9 +514,7 @@ class Simulation:
 
         def run(*tensors: Any) -> None:
             of_each = [(descriptor_factories or {}).get(name) for name in names[: len(tensors)]]
-            given = [
-                Pointer(each) if isinstance(each, Tensor) else each for each in launcher.described(tensors, of_each)
-            ]
+            given = [pointers(each) for each in launcher.described(tensors, of_each)]
 
             def begun() -> Iterator[Machine]:
                 for program in range(grid[0]):

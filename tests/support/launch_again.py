@@ -18,9 +18,10 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from blocksparse_flash.kernels import arguments as launch
-from blocksparse_flash.kernels import service
+from blocksparse_flash.kernels import overlap_schedule
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
+from blocksparse_flash.kernels.hopper.backward_producer import Pointers
 from blocksparse_flash.kernels.schedule import WHOLE, Split
 from blocksparse_flash.kernels.triton import (
     backward,
@@ -211,13 +212,13 @@ def main() -> None:
             given = [(*call, *walks, None, queue, torch.empty_like(out), lse, parts) for call in calls]
             check(recorder, hopper.launch, given[0], given)
             recorder.calls.clear()
-        # few columns on fewer SMs, beside which statistics are written too
+        # few tile columns on fewer SMs; LSE and delta overlap too
         with (
             mock.patch.object(hopper_backward, "num_sms", lambda _: 1),
-            mock.patch.object(service, "TELLING_COLUMNS", 1),
+            mock.patch.object(overlap_schedule, "MIN_LSE_DELTA_COLUMNS", 1),
         ):
             lines, sums = torch.empty(2, 512), [torch.empty(shape) for _ in calls]
-            chosen = service.service_of(plan, shape, shape, WHOLE, 1)
+            chosen = overlap_schedule.overlap_schedule_of(plan, shape, shape, WHOLE, 1)
             assert chosen is not None
             overlapped = hopper_backward.prepare.__wrapped__(
                 specs_of(*[out] * 4),
@@ -229,13 +230,14 @@ def main() -> None:
                 options._replace(others=(launch.cache_key_of(out),)),
             )
         queue = overlapped.workspaces[2]
-        assert queue is not None and overlapped.preprocess_is_overlapped and not overlapped.is_sent
+        assert queue is not None and overlapped.lse_delta_overlaps and not overlapped.adds_by_tma
         counts, dk, dq = torch.empty(queue.shape, dtype=queue.dtype), torch.empty_like(out), torch.empty_like(out)
         given = [
-            (*call, dk, *lines, *walks, None, counts, None, dk, dk, None, dq_sum, dq, call[0], dk, lse, None, lines)
+            (*call, dk, *lines, None, dk, dk, Pointers(*walks, None, counts, None, dq_sum, dq, q, dk, lse, None, lines))
             for call, dq_sum in zip(calls, sums, strict=True)
+            for q in call[:1]
         ]
-        check(recorder, overlapped.keys, given[0], given)
+        check(recorder, overlapped.cols, given[0], given)
         recorder.calls.clear()
         assert hopper.merge is not None
         given = [(parts, items, call[0], lse) for call in calls]

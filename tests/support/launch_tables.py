@@ -197,21 +197,22 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
         dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
-        has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
-        yield name, dim, *has, rest["STAGES"], rest["SETS"]
-        yield from ((name, dim, word) for word in _features(rest, given))
-        if given["sum_ptr"] is None:
+        pointers = given["ptrs"]._asdict()
+        has = tuple(pointers[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
+        yield name, dim, *has, rest["KV_STAGES"]
+        yield from ((name, dim, word) for word in _features(rest, pointers))
+        if pointers["dq_sum_ptr"] is None:
             yield name, dim, "dq in a launch of its own"
-        if rest["n_converted"]:
+        if rest["n_postprocessed"]:
             n_batch_heads = rest["n_batch_heads"]
             yield (
                 name,
                 dim,
-                "converts, long columns" if rest["n_cleared"] == rest["n_ahead"] == n_batch_heads else "converts",
+                "postprocess, long columns" if rest["n_preprocessed"] == n_batch_heads else "postprocess",
             )
-        if given["out_ptr"] is not None:
-            yield name, dim, "tells statistics"
-    elif name in ("combine", "merge_rows", "sum_cols", "scale"):
+        if pointers["out_ptr"] is not None:
+            yield name, dim, "lse and delta"
+    elif name in ("combine", "merge_rows", "sum_cols", "postprocess"):
         yield name, dim
 
 
@@ -361,20 +362,20 @@ def _known_hopper() -> Iterator[Key]:
             continue
         of_cols = hopper_backward.config(dim)
         for has in itertools.product(flags, flags):
-            yield "hopper_backward", dim, *has, of_cols.stages, of_cols.sets
+            yield "hopper_backward", dim, *has, of_cols.kv_stages
         words = (
             "quarters",
             "split",
             "queued",
             "one round",
             "dq in a launch of its own",
-            "converts",
-            "tells statistics",
+            "postprocess",
+            "lse and delta",
         )
         yield from (("hopper_backward", dim, word) for word in words)
         if dim <= 64:
-            yield "hopper_backward", dim, "converts, long columns"
-        yield from (("sum_cols", dim), ("scale", dim))
+            yield "hopper_backward", dim, "postprocess, long columns"
+        yield from (("sum_cols", dim), ("postprocess", dim))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
 
 
@@ -398,7 +399,7 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
                 yield Call("triton", (2, heads, q_len, kv_len), dim, dtype, variant)
     if gpu.major != 9:
         return
-    # one round of programs and many; rows of 192 queries; sections that are converted beside others, and written
+    # one round of programs and many; rows of 192 queries; head groups that overlap
     small = [
         (2, 4, 300, 300),
         (4, 40, 300, 500),

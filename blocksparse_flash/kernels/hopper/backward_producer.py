@@ -1,11 +1,23 @@
-"""Producer warp of the Hopper backward: tile scheduler over tile columns, and TMA loads.
+"""Producer warp of the Hopper backward: tile scheduler, and TMA loads of K, V, Q, dO, LSE and delta.
 
-A warp takes tile columns from a queue until none is left, tells the computing warpgroups, and loads k and v, then q,
-dout, lse
-and delta of each step of the column, into rings, running ahead over the end of a column.
+A work tile is one tile column: 128 keys of one key head, or one split of them, for all query heads of its group.
+
+    producer                                      consumers (two warpgroups)
+    scheduler: find the next work tile
+    work_tiles: acquire, write, commit        ->  wait, read, release
+    kv:         acquire, TMA load of K, V     ->  wait, use in every step, release
+    q:          acquire, TMA load of Q, LSE   ->  wait, wgmma, release               (once per step of BLOCK_Q queries)
+    dout:       acquire, TMA load of dO, delta -> wait, wgmma, release               (once per step)
+
+The producer runs ahead: while the consumers finish one work tile, it already loads the next.
+
+If pre- and postprocess overlap with the tile columns (overlapped_passes.py), another warp counts finished work tiles,
+and the producer waits for the preprocess of a head group before it loads anything of that group.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,88 +34,265 @@ from ..triton.tile import (
     split_steps,
 )
 from .bitmask import INDEX_BITS, SUBTILES_BIT
+from .overlapped_passes import count_work_tile, wait_for_preprocess
 from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int, store_int
-from .service import count_column, wait_for_section
 from .tma import tma_load
 
-# int32 values which the warp that moves data hands on: axis (batch * key heads + key head), first key, and of a layout
-# the
-# first entry of the tile list, tiles, partial ones among them; which part of a column it is, and its block in the
-# workspace, or -1;
-# of the partial tiles those, in front, that are not made of whole quarters
-COL_FIELDS = gl.constexpr(8)
-# which barriers: two for the columns handed on, one for each place of k and v, one for each stage of q and of dout.
-# Every kind
-# is an allocation of its own, or Triton would let the threads of a warpgroup meet before each wait
-COL_FULL, COL_EMPTY, KV_FULL, KV_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
-Q_FULL, Q_EMPTY, DOUT_FULL, DOUT_EMPTY = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7)
-# two for the columns whose sums of dq are in memory, where others wait for these
-COL_DONE = gl.constexpr(8)
+# int32 fields of a tile column's record
+COL, BEGIN, N_TILES, N_PARTIAL, N_SUBTILED = (gl.constexpr(i) for i in (0, 1, 2, 3, 5))
+# buffers of queries and dO
+STAGES = gl.constexpr(2)
+# the consumers read one work tile while the producer writes the next
+WORK_TILE_STAGES = gl.constexpr(2)
+# int32 values of a work tile in shared memory; the last one is only used if the plan has subtiled tiles
+WORK_TILE_INTS = gl.constexpr(8)
+# WorkTile.batch_head that ends the loops over work tiles
+END = gl.constexpr(-1)
 
 
-# ---- which steps? ----
+# ---- state ----
+
+
+class Pointers(NamedTuple):
+    """Global memory of the backward. None for what a call does not have.
+
+    records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr  tile columns of the plan; None without a layout
+    kv_lengths_ptr    (batch,) keys of each batch element; None: kv_len
+    tile_counter_ptr  counter of the dynamic scheduler, and the other counters of overlapped_passes.py; None: one
+                      program per work tile
+    splits_ptr        float32 workspace of split tile columns; None: no tile column is split
+    dq_sum_ptr        (batch * heads, n_padded, DIM) float32 sum of dQ, in the order of `in_register_order`; None:
+                      another launch computes dQ
+    dq_ptr            dQ, if the postprocess overlaps
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_delta_ptr  inputs and result of the preprocess, if that of LSE and delta
+                      overlaps
+    """
+
+    records_ptr: Any
+    indices_ptr: Any
+    bitmask_ids_ptr: Any
+    bitmasks_ptr: Any
+    kv_lengths_ptr: Any
+    tile_counter_ptr: Any
+    splits_ptr: Any
+    dq_sum_ptr: Any
+    dq_ptr: Any
+    out_ptr: Any
+    dout_ptr: Any
+    lse_ptr: Any
+    dlse_ptr: Any
+    lse_delta_ptr: Any
+
+
+class Strides(NamedTuple):
+    """records: (batch, head), in elements; dout_eighths: (batch, head, row), in units of 8 elements."""
+
+    records: Any
+    dout_eighths: Any
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors. dq_sum is None if the consumers add dQ from registers, or not at all."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    dq_sum: Any
+    dk: Any
+    dv: Any
+
+
+class Sizes(NamedTuple):
+    """Run-time sizes. The first n_split_cols tile columns of each key head are computed by num_splits programs each.
+
+    n_heads        key heads
+    n_batch_heads  batch * n_heads
+    n_padded       q_len rounded up to whole tiles
+    """
+
+    n_heads: Any
+    n_batch_heads: Any
+    n_tile_cols: Any
+    q_len: Any
+    kv_len: Any
+    n_padded: Any
+    scale_log2: Any
+    scale: Any
+    n_split_cols: Any
+    num_splits: Any
+
+
+class WorkTile(NamedTuple):
+    """One tile column, or one split of it. The order of its tiles is: bitmask tiles, subtiled tiles, full tiles.
+
+    batch_head  batch * key heads + key head; END: no more work tiles
+    kv_start    first key
+    begin       first entry of the tile list of the first query head (this and the next three: 0 without a layout)
+    n_tiles     tiles of the first query head
+    n_partial   partial tiles among them
+    i_split     which split; -1: the whole tile column
+    i_block     block of the split in the workspace; -1: the whole tile column
+    n_bitmask   partial tiles that need their bitmask; the other n_partial - n_bitmask consist of whole 64 x 64 subtiles
+    """
+
+    batch_head: Any
+    kv_start: Any
+    begin: Any
+    n_tiles: Any
+    n_partial: Any
+    i_split: Any
+    i_block: Any
+    n_bitmask: Any
+
+
+class Steps(NamedTuple):
+    """Steps of BLOCK_Q queries of one query head: first .. first + n_steps - 1.
+
+    n_masked   steps at the front that need a mask
+    n_bitmask  steps at the front of these that need more than subtiles
+    """
+
+    first: Any
+    n_steps: Any
+    n_masked: Any
+    n_bitmask: Any
+
+
+class Pipeline(NamedTuple):
+    """Shared-memory buffers with one full and one empty mbarrier per stage.
+
+    full   completes when the producer, or TMA on its behalf, has filled the buffers
+    empty  completes when every consumer has released them
+
+    In the functions below, i_use is how often the stage was used before; its parity is the phase of the barriers.
+    full and empty are separate allocations: in a common one, Triton would synchronise the warpgroup before each wait.
+    """
+
+    buffers: Any
+    full: Any
+    empty: Any
+
+
+class QBuffers(NamedTuple):
+    """q [STAGES, 1, 1, BLOCK_Q, DIM] and lse [STAGES, BLOCK_Q]."""
+
+    q: Any
+    lse: Any
+
+
+class DOutBuffers(NamedTuple):
+    """dout [STAGES, 1, 1, BLOCK_Q, DIM_V] and delta [STAGES, BLOCK_Q]."""
+
+    dout: Any
+    delta: Any
+
+
+class KVBuffers(NamedTuple):
+    """k [KV_STAGES, 1, 1, 128, DIM] and v [KV_STAGES, 1, 1, 128, DIM_V]."""
+
+    k: Any
+    v: Any
+
+
+class Pipelines(NamedTuple):
+    """The pipelines between producer and consumers.
+
+    work_tiles  int32 [WORK_TILE_STAGES * WORK_TILE_INTS, 1]
+    finished    two mbarriers, by parity of the work tile: both consumers have begun work tile i (or found the end), and
+                the sums of dQ of work tile i - 1 are in global memory; None if nothing overlaps
+    """
+
+    work_tiles: Pipeline
+    kv: Pipeline
+    q: Pipeline
+    dout: Pipeline
+    finished: Any
 
 
 @gluon.jit
-def member_steps(
-    ptrs,
-    record_strides,
-    sizes,
-    col,
-    limit,
-    i_member,
-    CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    HAS_SUBTILES: gl.constexpr,
-):
-    """The steps of one query head of the group: the first, how many, how many of them in front want a mask, and of
-    these in front
-    more than quarters."""
-    records_ptr, _, _, _, kv_lengths_ptr, splits_ptr, _, _ = ptrs
-    n_heads, _, _, q_len, kv_len, _, _, _, _, num_splits = sizes
-    batch_head, kv_start, begin, n_tiles, n_partial, i_split, _, n_bitmask = col
-    STEPS: gl.constexpr = TILE // BLOCK_Q
-    if records_ptr is not None:
+def producer_acquire(pipeline, stage, i_use):
+    """Waits until every consumer has released the stage; for its first use, passes at once."""
+    mbarrier.wait(pipeline.empty.index(stage), (i_use & 1) ^ 1)
+
+
+@gluon.jit
+def producer_commit(pipeline, stage):
+    mbarrier.arrive(pipeline.full.index(stage), count=1)
+
+
+@gluon.jit
+def consumer_wait(pipeline, stage, i_use):
+    """Waits until the producer, or TMA on its behalf, has filled the stage."""
+    mbarrier.wait(pipeline.full.index(stage), i_use & 1)
+
+
+@gluon.jit
+def consumer_release(pipeline, stage):
+    mbarrier.arrive(pipeline.empty.index(stage), count=1)
+
+
+# ---- steps of a work tile ----
+
+
+@gluon.jit
+def steps_of_head(
+    ptrs, strides, sizes, work_tile, kv_limit, i_group_head,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, HAS_SUBTILES: gl.constexpr,
+):  # fmt: skip
+    """Steps of query head i_group_head of the group. kv_limit: keys of this batch element."""
+    batch_head, kv_start, begin = work_tile.batch_head, work_tile.kv_start, work_tile.begin
+    n_tiles, n_partial, n_bitmask = work_tile.n_tiles, work_tile.n_partial, work_tile.n_bitmask
+    STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_Q
+    if ptrs.records_ptr is not None:
         if GROUP > 1:
-            # heads of a group may have layouts, and so launch orders, of their own
-            i_head = batch_head % n_heads * GROUP + i_member
-            p_member = find_line_record(records_ptr, record_strides, batch_head // n_heads, i_head, kv_start // TILE)
-            begin, n_tiles, n_partial = gl.load(p_member + 1), gl.load(p_member + 2), gl.load(p_member + 3)
-            n_bitmask = n_partial - gl.load(p_member + 5) if HAS_SUBTILES else n_partial
-        first, n_steps, n_masked, n_bitmask = begin * STEPS, n_tiles * STEPS, n_partial * STEPS, n_bitmask * STEPS
+            # the heads of a group may have layouts, and hence launch orders, of their own
+            i_head = batch_head % sizes.n_heads * GROUP + i_group_head
+            p_record = find_line_record(
+                ptrs.records_ptr, strides.records, batch_head // sizes.n_heads, i_head, kv_start // TILE
+            )
+            begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
+            n_partial = gl.load(p_record + N_PARTIAL)
+            n_bitmask = n_partial - gl.load(p_record + N_SUBTILED) if HAS_SUBTILES else n_partial
+        first, n_steps = begin * STEPS_PER_TILE, n_tiles * STEPS_PER_TILE
+        n_masked, n_bitmask = n_partial * STEPS_PER_TILE, n_bitmask * STEPS_PER_TILE
     else:
-        # queries past q_len have lse +inf, so that only the diagonal and the last keys want a mask
-        first, full, end = dense_q_steps(kv_start, q_len, kv_len, CAUSAL, BLOCK_Q, TILE)
+        # queries past q_len have LSE +inf, so only the diagonal and the last keys need a mask
+        first, full, end = dense_q_steps(kv_start, sizes.q_len, sizes.kv_len, CAUSAL, BLOCK_Q, TILE)
         n_steps = gl.maximum(end - first, 0)
         n_masked = gl.minimum(full - first, n_steps)
-        n_masked = gl.where(kv_start + TILE > limit, n_steps, n_masked)
+        n_masked = gl.where(kv_start + TILE > kv_limit, n_steps, n_masked)
         n_bitmask = n_masked
-    if kv_lengths_ptr is not None:
-        n_steps = gl.where(kv_start < limit, n_steps, 0)
+    if ptrs.kv_lengths_ptr is not None:
+        n_steps = gl.where(kv_start < kv_limit, n_steps, 0)
         n_masked = gl.minimum(n_masked, n_steps)
         n_bitmask = gl.minimum(n_bitmask, n_steps)
-    if splits_ptr is not None:
-        _skipped, _n_steps, n_bitmask = split_steps(n_steps, n_bitmask, i_split, num_splits)
-        skipped, n_steps, n_masked = split_steps(n_steps, n_masked, i_split, num_splits)
+    if ptrs.splits_ptr is not None:
+        _skipped, _n_steps, n_bitmask = split_steps(n_steps, n_bitmask, work_tile.i_split, sizes.num_splits)
+        skipped, n_steps, n_masked = split_steps(n_steps, n_masked, work_tile.i_split, sizes.num_splits)
         first = first + skipped
-    return first, n_steps, n_masked, n_bitmask
+    return Steps(first=first, n_steps=n_steps, n_masked=n_masked, n_bitmask=n_bitmask)
 
 
 @gluon.jit
-def query_start(indices_ptr, step, BLOCK_Q: gl.constexpr):
-    """The first query of a step."""
+def q_start_of(indices_ptr, step, BLOCK_Q: gl.constexpr):
+    """First query of a step."""
     if indices_ptr is not None:
-        STEPS: gl.constexpr = TILE // BLOCK_Q
-        return (gl.load(indices_ptr + step // STEPS) & INDEX_BITS) * TILE + step % STEPS * BLOCK_Q
+        STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_Q
+        i_row = gl.load(indices_ptr + step // STEPS_PER_TILE) & INDEX_BITS
+        return i_row * TILE + step % STEPS_PER_TILE * BLOCK_Q
     else:
         return step * BLOCK_Q
 
 
 @gluon.jit
-def is_left_out(indices_ptr, step, BLOCK_Q: gl.constexpr, HAS_SUBTILES: gl.constexpr):
-    """1 for a step of 64 queries none of which attends, in a tile made of whole quarters, else 0: who moves and who
-    computes leave it out."""
+def is_skipped(indices_ptr, step, BLOCK_Q: gl.constexpr, HAS_SUBTILES: gl.constexpr):
+    """1 for a step of 64 queries of a subtiled tile in which no query attends, else 0.
+
+    Producer and consumers skip the same steps.
+    """
     if HAS_SUBTILES and BLOCK_Q == WARPGROUP_ROWS:
         entry = gl.load(indices_ptr + step // (TILE // BLOCK_Q))
         bits = entry >> (SUBTILES_BIT + step % (TILE // BLOCK_Q) * 2)
@@ -112,186 +301,226 @@ def is_left_out(indices_ptr, step, BLOCK_Q: gl.constexpr, HAS_SUBTILES: gl.const
         return step * 0
 
 
-# ---- which column? ----
+# ---- tile scheduler ----
 
 
 @gluon.jit
-def find_col(ptrs, record_strides, pid, sizes, is_by_head, GROUP: gl.constexpr, HAS_SUBTILES: gl.constexpr):
-    """The column of work `pid`, or its part: COL_FIELDS. is_by_head: there are no parts, and no column comes before
-    its head."""
-    records_ptr, _, _, _, _, splits_ptr, _, _ = ptrs
-    n_heads, n_batch_heads, n_lines, _, _, _, _, _, n_split_lines, num_splits = sizes
+def find_work_tile(ptrs, strides, i_work, sizes, is_by_head, GROUP: gl.constexpr, HAS_SUBTILES: gl.constexpr):
+    """WorkTile of work item i_work. Splits and long tile columns come first, then head after head.
+
+    is_by_head  head after head from the start, also for long tile columns (never with splits)
+    """
     begin, n_tiles, n_partial, n_bitmask = 0, 0, 0, 0
     i_split, i_block = -1, -1
-    p_record = records_ptr
-    if splits_ptr is not None:
-        batch_head, i_launch, i_split = find_split(records_ptr, pid, n_lines, n_batch_heads, n_split_lines, num_splits)
-        i_block = split_index(batch_head, i_launch, i_split, n_batch_heads, n_split_lines)
-        if records_ptr is not None:
-            p_record = record_pointer(records_ptr, record_strides, batch_head, n_heads, i_launch, GROUP)
+    p_record = ptrs.records_ptr
+    if ptrs.splits_ptr is not None:
+        batch_head, i_launch, i_split = find_split(
+            ptrs.records_ptr, i_work, sizes.n_tile_cols, sizes.n_batch_heads, sizes.n_split_cols, sizes.num_splits
+        )
+        i_block = split_index(batch_head, i_launch, i_split, sizes.n_batch_heads, sizes.n_split_cols)
+        if ptrs.records_ptr is not None:
+            p_record = record_pointer(ptrs.records_ptr, strides.records, batch_head, sizes.n_heads, i_launch, GROUP)
     else:
-        batch_head, i_launch = pid // n_lines, pid % n_lines
-        if records_ptr is not None:
+        batch_head, i_launch = i_work // sizes.n_tile_cols, i_work % sizes.n_tile_cols
+        if ptrs.records_ptr is not None:
             if is_by_head:
-                p_record = record_pointer(records_ptr, record_strides, batch_head, n_heads, i_launch, GROUP)
+                p_record = record_pointer(ptrs.records_ptr, strides.records, batch_head, sizes.n_heads, i_launch, GROUP)
             else:
                 batch_head, p_record, _whole = find_work_record(
-                    records_ptr, record_strides, pid, n_lines, n_heads, n_batch_heads, 1, GROUP
-                )
-    if records_ptr is not None:
-        kv_start = gl.load(p_record) * TILE
-        begin, n_tiles, n_partial = gl.load(p_record + 1), gl.load(p_record + 2), gl.load(p_record + 3)
-        n_bitmask = n_partial - gl.load(p_record + 5) if HAS_SUBTILES else n_partial
+                    ptrs.records_ptr, strides.records, i_work, sizes.n_tile_cols, sizes.n_heads, sizes.n_batch_heads,
+                    1, GROUP,
+                )  # fmt: skip
+    if ptrs.records_ptr is not None:
+        kv_start = gl.load(p_record + COL) * TILE
+        begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
+        n_partial = gl.load(p_record + N_PARTIAL)
+        n_bitmask = n_partial - gl.load(p_record + N_SUBTILED) if HAS_SUBTILES else n_partial
     else:
         kv_start = i_launch * TILE
-    return batch_head, kv_start, begin, n_tiles, n_partial, i_split, i_block, n_bitmask
-
-
-# ---- the warp that moves data ----
-
-
-@gluon.jit
-def move_kv(descriptors, rings, barriers, batch_head, n_heads, kv_start, i_col):
-    """The keys and values of a column."""
-    _, k_desc, v_desc, _, _, _, _, _, _ = descriptors
-    _, _, k_ring, v_ring, _, _, _, _, _, _, _ = rings
-    SETS: gl.constexpr = k_ring.shape[0]
-    i_set = i_col % SETS
-    kv_full = barriers[KV_FULL].index(i_set)
-    mbarrier.wait(barriers[KV_EMPTY].index(i_set), ((i_col // SETS) & 1) ^ 1)
-    mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma_load(k_desc, [batch_head // n_heads, batch_head % n_heads, kv_start, 0], kv_full, k_ring.index(i_set))
-    tma_load(v_desc, [batch_head // n_heads, batch_head % n_heads, kv_start, 0], kv_full, v_ring.index(i_set))
+    return WorkTile(
+        batch_head=batch_head,
+        kv_start=kv_start,
+        begin=begin,
+        n_tiles=n_tiles,
+        n_partial=n_partial,
+        i_split=i_split,
+        i_block=i_block,
+        n_bitmask=n_bitmask,
+    )
 
 
 @gluon.jit
-def move_step(descriptors, rings, barriers, i_batch, i_head, q_start, line, n_moved, STAGES: gl.constexpr):
-    """q, dout, lse and delta of a step; line: where those of the head begin."""
-    q_desc, _, _, dout_desc, lse_desc, delta_desc, _, _, _ = descriptors
-    q_ring, dout_ring, _, _, _, _, _, _, lse_ring, delta_ring, _ = rings
-    stage = n_moved % STAGES
-    phase = (n_moved // STAGES) & 1
-    q_full, dout_full = barriers[Q_FULL].index(stage), barriers[DOUT_FULL].index(stage)
-    mbarrier.wait(barriers[Q_EMPTY].index(stage), phase ^ 1)
-    mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-    tma_load(q_desc, [i_batch, i_head, q_start, 0], q_full, q_ring.index(stage))
-    tma_load(lse_desc, [line + q_start], q_full, lse_ring.index(stage))
-    mbarrier.wait(barriers[DOUT_EMPTY].index(stage), phase ^ 1)
-    mbarrier.expect(dout_full, dout_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-    tma_load(dout_desc, [i_batch, i_head, q_start, 0], dout_full, dout_ring.index(stage))
-    tma_load(delta_desc, [line + q_start], dout_full, delta_ring.index(stage))
+def write_work_tile(work_tiles, i_tile, work_tile, HAS_SUBTILES: gl.constexpr):
+    """Producer side: passes a work tile to the consumers, its fields in declaration order."""
+    stage = i_tile % WORK_TILE_STAGES
+    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
+    for i in gl.static_range(WORK_TILE_INTS if HAS_SUBTILES else WORK_TILE_INTS - 1):
+        store_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + i), work_tile[i])
+    producer_commit(work_tiles, stage)
 
 
 @gluon.jit
-def move(
-    descriptors, rings, barriers, ptrs, record_strides, sizes, service, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
-    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, HAS_SUBTILES: gl.constexpr,
+def write_end(work_tiles, i_tile):
+    """Producer side: says that there are no more work tiles."""
+    stage = i_tile % WORK_TILE_STAGES
+    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
+    store_int(work_tiles.buffers.index(stage * WORK_TILE_INTS), END)
+    producer_commit(work_tiles, stage)
+
+
+@gluon.jit
+def read_work_tile(work_tiles, i_tile, HAS_SUBTILES: gl.constexpr):
+    """Consumer side: the i_tile-th WorkTile of this program; its batch_head is END after the last one."""
+    stage = i_tile % WORK_TILE_STAGES
+    consumer_wait(work_tiles, stage, i_tile // WORK_TILE_STAGES)
+    batch_head = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS))
+    kv_start = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 1))
+    begin = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 2))
+    n_tiles = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 3))
+    n_partial = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 4))
+    i_split = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 5))
+    i_block = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 6))
+    n_bitmask = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 7)) if HAS_SUBTILES else n_partial
+    consumer_release(work_tiles, stage)
+    return WorkTile(
+        batch_head=batch_head,
+        kv_start=kv_start,
+        begin=begin,
+        n_tiles=n_tiles,
+        n_partial=n_partial,
+        i_split=i_split,
+        i_block=i_block,
+        n_bitmask=n_bitmask,
+    )
+
+
+@gluon.jit
+def read_batch_head(work_tiles, i_tile):
+    """As read_work_tile, the batch_head alone."""
+    stage = i_tile % WORK_TILE_STAGES
+    consumer_wait(work_tiles, stage, i_tile // WORK_TILE_STAGES)
+    batch_head = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS))
+    consumer_release(work_tiles, stage)
+    return batch_head
+
+
+# ---- TMA loads ----
+
+
+@gluon.jit
+def load_kv(descs, kv, batch_head, n_heads, kv_start, i_tile):
+    """Loads the keys and values of a work tile."""
+    KV_STAGES: gl.constexpr = kv.buffers.k.shape[0]
+    stage = i_tile % KV_STAGES
+    kv_full = kv.full.index(stage)
+    producer_acquire(kv, stage, i_tile // KV_STAGES)
+    mbarrier.expect(kv_full, descs.k.block_type.nbytes + descs.v.block_type.nbytes)
+    tma_load(descs.k, [batch_head // n_heads, batch_head % n_heads, kv_start, 0], kv_full, kv.buffers.k.index(stage))
+    tma_load(descs.v, [batch_head // n_heads, batch_head % n_heads, kv_start, 0], kv_full, kv.buffers.v.index(stage))
+
+
+@gluon.jit
+def load_step(descs, q, dout, i_batch, i_head, q_start, head_start, n_loaded):
+    """Loads Q, LSE, dO and delta of one step. head_start: where LSE and delta of the head begin."""
+    stage = n_loaded % STAGES
+    q_full, dout_full = q.full.index(stage), dout.full.index(stage)
+    producer_acquire(q, stage, n_loaded // STAGES)
+    mbarrier.expect(q_full, descs.q.block_type.nbytes + descs.lse.block_type.nbytes)
+    tma_load(descs.q, [i_batch, i_head, q_start, 0], q_full, q.buffers.q.index(stage))
+    tma_load(descs.lse, [head_start + q_start], q_full, q.buffers.lse.index(stage))
+    producer_acquire(dout, stage, n_loaded // STAGES)
+    mbarrier.expect(dout_full, descs.dout.block_type.nbytes + descs.delta.block_type.nbytes)
+    tma_load(descs.dout, [i_batch, i_head, q_start, 0], dout_full, dout.buffers.dout.index(stage))
+    tma_load(descs.delta, [head_start + q_start], dout_full, dout.buffers.delta.index(stage))
+
+
+@gluon.jit
+def load(
+    descs, pipelines, ptrs, strides, sizes, overlap,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, HAS_SUBTILES: gl.constexpr,
 ):  # fmt: skip
-    _, _, k_ring, _, _, _, _, _, _, _, col_ring = rings
-    _, indices_ptr, _, _, kv_lengths_ptr, splits_ptr, tile_counter_ptr, _ = ptrs
-    n_heads, n_batch_heads, n_lines, _, kv_len, n_padded, _, _, n_split_lines, num_splits = sizes
-    SETS: gl.constexpr = k_ring.shape[0]
-    n_work = n_lines * n_batch_heads
-    if splits_ptr is not None:
-        n_work = n_work + n_split_lines * (num_splits - 1) * n_batch_heads
-    if service is None:
-        pid = gl.program_id(0)
-        n_before_queue = gl.num_programs(0)
+    """Entry point of the producer warp.
+
+    overlap       overlapped_passes.Overlap; None: pre- and postprocess are launches of their own
+    GROUP         query heads per key head
+    HAS_SUBTILES  whether the plan lists tiles made of whole 64 x 64 subtiles
+    """
+    KV_STAGES: gl.constexpr = pipelines.kv.buffers.k.shape[0]
+    n_heads = sizes.n_heads
+    n_work = sizes.n_tile_cols * sizes.n_batch_heads
+    if ptrs.splits_ptr is not None:
+        n_work = n_work + sizes.n_split_cols * (sizes.num_splits - 1) * sizes.n_batch_heads
+    if overlap is None:
+        i_work = gl.program_id(0)
+        n_static = gl.num_programs(0)
         is_by_head = False
     else:
-        # from the queue as well, or columns would wait for one of a program which has not begun
-        pid = gl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
-        n_before_queue = 0
-        # otherwise sections are prepared beside the columns
-        is_by_head = service[5] < n_batch_heads
-    i_col = 0
-    n_moved = 0
-    while pid < n_work:
-        col = find_col(ptrs, record_strides, pid, sizes, is_by_head, GROUP, HAS_SUBTILES)
-        batch_head, kv_start = col[0], col[1]
-        # early: it takes as long as a load. Without a queue there is a program for each column
-        pid = n_work if tile_counter_ptr is None else gl.atomic_add(tile_counter_ptr, 1, sem="relaxed") + n_before_queue
-        slot = i_col % 2
-        mbarrier.wait(barriers[COL_EMPTY].index(slot), ((i_col // 2) & 1) ^ 1)
-        for i in gl.static_range(COL_FIELDS if HAS_SUBTILES else COL_FIELDS - 1):
-            store_int(col_ring.index(slot * COL_FIELDS + i), col[i])
-        mbarrier.arrive(barriers[COL_FULL].index(slot), count=1)
-        if service is not None:
-            # not before: the section may be waiting for the column before, which is counted when this one has been
-            # taken
-            wait_for_section(service, batch_head)
+        # the first work tile comes from the counter too: otherwise programs could wait for the first work tile of a
+        # program that has not started
+        i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed")
+        n_static = 0
+        # with long tile columns in front, every head group is preprocessed before the first postprocess
+        is_by_head = overlap.n_ahead < sizes.n_batch_heads
+    # work tiles and steps so far: they choose the stages
+    i_tile = 0
+    n_loaded = 0
+    while i_work < n_work:
+        work_tile = find_work_tile(ptrs, strides, i_work, sizes, is_by_head, GROUP, HAS_SUBTILES)
+        batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
+        # issued early, since the atomic has the latency of a load; without a counter this is the only work tile
+        if ptrs.tile_counter_ptr is None:
+            i_work = n_work
+        else:
+            i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed") + n_static
+        write_work_tile(pipelines.work_tiles, i_tile, work_tile, HAS_SUBTILES)
+        if overlap is not None:
+            # only after the work tile was passed on: the preprocess may be waiting, through a postprocess, for the
+            # previous work tile, which the consumers finish when they have read this one
+            wait_for_preprocess(overlap, batch_head)
         i_batch = batch_head // n_heads
         i_kv_head = batch_head % n_heads
-        if SETS > 1:
-            move_kv(descriptors, rings, barriers, batch_head, n_heads, kv_start, i_col)
-        n_before = n_moved
-        limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
-        for i_member in range(GROUP):
-            first, n_steps, _n_masked, _n_mixed = member_steps(
-                ptrs, record_strides, sizes, col, limit, i_member, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES
+        if KV_STAGES > 1:
+            load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
+        n_before = n_loaded
+        kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, i_batch, sizes.kv_len)
+        for i_group_head in range(GROUP):
+            steps = steps_of_head(
+                ptrs, strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES
             )
-            i_head = i_kv_head * GROUP + i_member
-            line = (i_batch * n_heads * GROUP + i_head) * n_padded
-            q_start = query_start(indices_ptr, first, BLOCK_Q)
-            for i_step in range(n_steps):
-                # the next index is loaded a step ahead
-                q_next = query_start(indices_ptr, first + i_step + 1, BLOCK_Q)
-                if is_left_out(indices_ptr, first + i_step, BLOCK_Q, HAS_SUBTILES) == 0:
-                    move_step(descriptors, rings, barriers, i_batch, i_head, q_start, line, n_moved, STAGES)
-                    if SETS == 1:  # noqa: SIM102
-                        if n_moved == n_before:
-                            # behind the first step, whose place has long been free
-                            move_kv(descriptors, rings, barriers, batch_head, n_heads, kv_start, i_col)
-                    n_moved += 1
-                q_start = q_next
-        if SETS == 1:  # noqa: SIM102
-            if n_moved == n_before:
-                move_kv(descriptors, rings, barriers, batch_head, n_heads, kv_start, i_col)
-        i_col += 1
-    slot = i_col % 2
-    mbarrier.wait(barriers[COL_EMPTY].index(slot), ((i_col // 2) & 1) ^ 1)
-    # no column: the end
-    store_int(col_ring.index(slot * COL_FIELDS), -1)
-    mbarrier.arrive(barriers[COL_FULL].index(slot), count=1)
+            i_head = i_kv_head * GROUP + i_group_head
+            head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded
+            q_start = q_start_of(ptrs.indices_ptr, steps.first, BLOCK_Q)
+            for i_step in range(steps.n_steps):
+                # prefetch the index of the next step; the lists are padded, so reading one entry past the end is safe
+                next_q_start = q_start_of(ptrs.indices_ptr, steps.first + i_step + 1, BLOCK_Q)
+                if is_skipped(ptrs.indices_ptr, steps.first + i_step, BLOCK_Q, HAS_SUBTILES) == 0:
+                    load_step(descs, pipelines.q, pipelines.dout, i_batch, i_head, q_start, head_start, n_loaded)
+                    if KV_STAGES == 1:  # noqa: SIM102
+                        if n_loaded == n_before:
+                            # after the first step, whose stage has been free for longer than the only K/V stage
+                            load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
+                    n_loaded += 1
+                q_start = next_q_start
+        if KV_STAGES == 1:  # noqa: SIM102
+            if n_loaded == n_before:
+                load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
+        i_tile += 1
+    write_end(pipelines.work_tiles, i_tile)
 
 
 @gluon.jit
-def read_col_work_tile(col_ring, barriers, i_col, HAS_SUBTILES: gl.constexpr):
-    """The next column that the moving warp hands on: COL_FIELDS; the axis is -1 at the end."""
-    slot = i_col % 2
-    mbarrier.wait(barriers[COL_FULL].index(slot), (i_col // 2) & 1)
-    batch_head = load_int(col_ring.index(slot * COL_FIELDS))
-    kv_start = load_int(col_ring.index(slot * COL_FIELDS + 1))
-    begin = load_int(col_ring.index(slot * COL_FIELDS + 2))
-    n_tiles = load_int(col_ring.index(slot * COL_FIELDS + 3))
-    n_partial = load_int(col_ring.index(slot * COL_FIELDS + 4))
-    i_split = load_int(col_ring.index(slot * COL_FIELDS + 5))
-    i_block = load_int(col_ring.index(slot * COL_FIELDS + 6))
-    n_bitmask = load_int(col_ring.index(slot * COL_FIELDS + 7)) if HAS_SUBTILES else n_partial
-    mbarrier.arrive(barriers[COL_EMPTY].index(slot), count=1)
-    return batch_head, kv_start, begin, n_tiles, n_partial, i_split, i_block, n_bitmask
+def count_finished(pipelines, overlap):
+    """Entry point of the warp that counts work tiles whose sums of dQ are in global memory.
 
-
-@gluon.jit
-def report(col_ring, barriers, service):
-    """The warp that counts columns, once their sums of dq are in memory."""
-    i_col = 0
-    batch_head = take_axis(col_ring, barriers, i_col)
-    # they come to the first column, or to the end, as to any other
-    mbarrier.wait(barriers[COL_DONE].index(0), 0)
+    It is the third consumer of `work_tiles`. Counting here rather than in the consumers spares them the proxy fence.
+    """
+    i_tile = 0
+    batch_head = read_batch_head(pipelines.work_tiles, i_tile)
+    # the consumers arrive when they begin the first work tile too
+    mbarrier.wait(pipelines.finished.index(0), 0)
     while batch_head >= 0:
-        # both warpgroups have come to the column behind it, or to the end
-        i_col += 1
-        mbarrier.wait(barriers[COL_DONE].index(i_col % 2), (i_col // 2) & 1)
-        count_column(service, batch_head)
-        batch_head = take_axis(col_ring, barriers, i_col)
-
-
-@gluon.jit
-def take_axis(col_ring, barriers, i_col):
-    """Of the next column that the moving warp hands on the axis alone; -1 at the end."""
-    slot = i_col % 2
-    mbarrier.wait(barriers[COL_FULL].index(slot), (i_col // 2) & 1)
-    batch_head = load_int(col_ring.index(slot * COL_FIELDS))
-    mbarrier.arrive(barriers[COL_EMPTY].index(slot), count=1)
-    return batch_head
+        # both warpgroups have begun the next work tile, or found the end
+        i_tile += 1
+        mbarrier.wait(pipelines.finished.index(i_tile % 2), (i_tile // 2) & 1)
+        count_work_tile(overlap, batch_head)
+        batch_head = read_batch_head(pipelines.work_tiles, i_tile)

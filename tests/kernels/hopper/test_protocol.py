@@ -42,9 +42,9 @@ BFLOAT16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def statistics_are_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few columns there are."""
-    monkeypatch.setattr("blocksparse_flash.kernels.service.TELLING_COLUMNS", 1)
+def lse_and_delta_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few tile columns there are."""
+    monkeypatch.setattr("blocksparse_flash.kernels.overlap_schedule.MIN_LSE_DELTA_COLUMNS", 1)
 
 
 @pytest.fixture
@@ -264,8 +264,8 @@ def test_a_maximum_that_grows_by_less_than_the_slack_and_by_more(check, monkeypa
 @pytest.mark.parametrize(
     "config",
     [
-        BackwardConfig(block_q=q, stages=n, sets=sets)
-        for q, n, sets in ((64, 1, 2), (64, 3, 1), (128, 1, 1), (128, 2, 2))
+        BackwardConfig(block_q=block_q, kv_stages=kv_stages)
+        for block_q, kv_stages in itertools.product((64, 128), (1, 2))
     ],
     ids=str,
 )
@@ -295,8 +295,8 @@ MIXED = cases.Case("mixed", mixed)
 # one query head to a key head, and four
 QUARTER_CALLS = [zoo.Call(head_dim=64, dtype=torch.float16), PARTED]
 SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
-FORWARD, BACKWARD, SOFTMAX, SERVICE = (f"hopper.{name}" for name in ("forward", "backward", "softmax", "service"))
-ROWS, COLS = "hopper.forward_producer", "hopper.backward_producer"
+FORWARD, BACKWARD, SOFTMAX = (f"hopper.{name}" for name in ("forward", "backward", "softmax"))
+ROWS, COLS, OVERLAP = "hopper.forward_producer", "hopper.backward_producer", "hopper.overlapped_passes"
 # seen where lines are split
 PART_FAULTS = {
     "a part that begins where the line does": Change(ROWS, "            begin = begin + first\n", "            pass\n"),
@@ -308,12 +308,12 @@ PART_FAULTS = {
         "(i_split * n_split_lines + i_launch) * n_batch_heads + batch_head",
         "(i_split * n_split_lines + i_launch) * n_batch_heads",
     ),
-    "long lines twice": Change("triton.tile", "i_work - n_more), tl", "i_work), tl"),
+    "long lines twice": Change("triton.tile", "i_work - n_more),\n        tl", "i_work),\n        tl"),
     "a part handed in as a whole row": Change(
         FORWARD, "        elif row[0] < n_batch_heads:\n", "        elif row[0] >= 0:\n"
     ),
     "a part handed in as a whole column": Change(
-        BACKWARD, "        elif i_block < 0:\n", "        elif i_block >= -1:\n"
+        BACKWARD, "        elif work_tile.i_block < 0:\n", "        elif work_tile.i_block >= -1:\n"
     ),
 }
 FAULTS = {
@@ -377,7 +377,7 @@ FAULTS = {
     "ds read before the other half is there": Change(
         BACKWARD, '        named_barrier("sync", 9)\n        if BY_ROWS:', "        if BY_ROWS:"
     ),
-    "ds in one buffer": Change(BACKWARD, "ds_ring.index(n_now % 2)", "ds_ring.index(0)"),
+    "ds in one buffer": Change(BACKWARD, "staging.ds.index(n_now % 2)", "staging.ds.index(0)"),
     "ds without a fence": Change(
         BACKWARD,
         '        fence_async_shared()\n        named_barrier("sync", 9)\n        if',
@@ -386,29 +386,29 @@ FAULTS = {
     "queries released before they are read": Change(
         BACKWARD,
         """    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))
-    mbarrier.arrive(barriers[Q_EMPTY].index(stage), count=1)""",
-        """    mbarrier.arrive(barriers[Q_EMPTY].index(stage), count=1)
+    consumer_release(pipelines.q, stage)""",
+        """    consumer_release(pipelines.q, stage)
     b_dk = warpgroup_mma_wait(0, deps=(dk_token,))""",
     ),
     "dq overwritten while it leaves": Change(
-        BACKWARD, "            tma.store_wait(0)\n            dq_tile = dq_ring", "            dq_tile = dq_ring"
+        BACKWARD, "            tma.store_wait(0)\n            dq_tile = staging", "            dq_tile = staging"
     ),
     "dout counted without delta": Change(
-        COLS, "dout_desc.block_type.nbytes + delta_desc.block_type.nbytes", "dout_desc.block_type.nbytes"
+        COLS, "descs.dout.block_type.nbytes + descs.delta.block_type.nbytes", "descs.dout.block_type.nbytes"
     ),
     "dk over ds that is read": Change(
         BACKWARD,
-        '    # the other warpgroup still reads ds, and its sum of dq may be on its way\n    named_barrier("sync", 9)\n',
+        '    # the other warpgroup has read ds, and TMA its dq\n    named_barrier("sync", 9)\n',
         "\n\n",
     ),
     "dv over the last sum of dq": Change(
         BACKWARD,
-        "            # the last sum of dq has left, where dv will be\n            tma.store_wait(0)\n",
+        "            # TMA has read the last dq, whose buffer may be that of dv\n            tma.store_wait(0)\n",
         "            pass\n\n",
     ),
     "ds over dk that leaves": Change(
         BACKWARD,
-        "        # dk and dv of the column before have left their places, which the steps write to\n        tma.store_wait(0)\n",
+        "        # TMA has read dk and dv of the previous work tile from the buffers that the steps write\n        tma.store_wait(0)\n",
         "\n\n",
     ),
     "ds over dk of the other warpgroup": Change(
@@ -418,26 +418,29 @@ FAULTS = {
     ),
     "keys released before they are read": Change(
         BACKWARD,
-        "        # nothing reads the keys and values any more\n        mbarrier.arrive(barriers[KV_EMPTY].index(i_set), count=1)\n",
-        "        pass\n\n",
+        """            n_done += steps.n_steps
+        consumer_release(pipelines.kv, kv_stage)
+""",
+        """            n_done += steps.n_steps
+""",
     ),
     "a column's keys released by one warpgroup": Change(
         BACKWARD,
-        "allocate_mbarriers(SETS, 1), allocate_mbarriers(SETS, 2),",
-        "allocate_mbarriers(SETS, 1), allocate_mbarriers(SETS, 1),",
+        "empty=allocate_mbarriers(KV_STAGES, 2)",
+        "empty=allocate_mbarriers(KV_STAGES, 1)",
     ),
-    "a column's keys waited for in the wrong phase": Change(COLS, "((i_col // SETS) & 1) ^ 1", "(i_col // SETS) & 1"),
+    "a column's keys waited for in the wrong phase": Change(
+        COLS, "producer_acquire(kv, stage, i_tile // KV_STAGES)", "producer_acquire(kv, stage, i_tile // KV_STAGES + 1)"
+    ),
     "a column overwritten before both took it": Change(
         BACKWARD,
-        "allocate_mbarriers(2, 3 if OVERLAPPED else 2)",
-        "allocate_mbarriers(2, 2 if OVERLAPPED else 1)",
+        "WORK_TILE_CONSUMERS: gl.constexpr = 3 if OVERLAPPED else 2",
+        "WORK_TILE_CONSUMERS: gl.constexpr = 2 if OVERLAPPED else 1",
     ),
     "dp waited for too little": Change(
         BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
     ),
-    "a step masked as full": Change(
-        BACKWARD, "n_done + i_step, WARPGROUP, True, False,", "n_done + i_step, WARPGROUP, False, False,"
-    ),
+    "a step masked as full": Change(BACKWARD, "MASKED=True, IS_SUBTILED=False,", "MASKED=False, IS_SUBTILED=False,"),
 }
 # seen where tiles are made of whole quarters
 QUARTER_FAULTS = {
@@ -476,23 +479,23 @@ QUARTER_FAULTS = {
     "the tiles of pairs as full ones": Change(ROWS, "gl.where(i_pair >= 0, n_half // 2, 0)", "0"),
     "halves one by one": Change(ROWS, "n_partial - n_half // 2\n", "n_partial\n"),
     "quartered columns as full ones": Change(
-        BACKWARD, "n_done + i_step, WARPGROUP, False, True,", "n_done + i_step, WARPGROUP, False, False,"
+        BACKWARD, "MASKED=False, IS_SUBTILED=True,", "MASKED=False, IS_SUBTILED=False,"
     ),
     "the other keys' quarters": Change(BACKWARD, "SUBTILES_BIT + WARPGROUP +", "SUBTILES_BIT + 1 - WARPGROUP +"),
-    "the first queries' quarters alone": Change(BACKWARD, "WARPGROUP + step % STEPS * 2", "WARPGROUP"),
+    "the first queries' quarters alone": Change(BACKWARD, "WARPGROUP + step % STEPS_PER_TILE * 2", "WARPGROUP"),
     "steps left out by those who compute alone": Change(
         COLS,
-        "                if is_left_out(indices_ptr, first + i_step, BLOCK_Q, HAS_SUBTILES) == 0:\n",
+        "                if is_skipped(ptrs.indices_ptr, steps.first + i_step, BLOCK_Q, HAS_SUBTILES) == 0:\n",
         "                if True:\n",
     ),
-    "steps left out but counted": Change(BACKWARD, "n_done -= n_left_out", "n_done -= 0"),
+    "steps left out but counted": Change(BACKWARD, "n_done -= n_skipped", "n_done -= 0"),
     "the last queries left out with the first": Change(
         COLS, "(SUBTILES_BIT + step % (TILE // BLOCK_Q) * 2)", "(SUBTILES_BIT + 0)"
     ),
     "steps of full tiles left out": Change(COLS, "(entry < 0) & ((bits & 3) == 0)", "(bits & 3) == 0"),
     "quarters of the heads of the first": Change(
         COLS,
-        "            n_bitmask = n_partial - gl.load(p_member + 5) if HAS_SUBTILES else n_partial\n",
+        "            n_bitmask = n_partial - gl.load(p_record + N_SUBTILED) if HAS_SUBTILES else n_partial\n",
         "            pass\n",
     ),
 }
@@ -536,86 +539,96 @@ SET_FAULTS = {
     "the maximum forgotten": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
 }
 
-# seen where dq is cleared and converted beside the columns
+# seen where pre- and postprocess overlap with the tile columns
 DQ_FAULTS = {
     "the first column not waited for": Change(
-        COLS, "    mbarrier.wait(barriers[COL_DONE].index(0), 0)\n    while", "    while"
+        COLS, "    mbarrier.wait(pipelines.finished.index(0), 0)\n    while", "    while"
     ),
-    "zeros not waited for": Change(SERVICE, "    if i_section >= n_cleared:\n", "    if False:\n"),
-    "the zeros of the section before waited for": Change(
-        SERVICE, "counts_ptr + FRONT + i_section, gl.cdiv", "counts_ptr + FRONT + (i_section - 1), gl.cdiv"
+    "zeros not waited for": Change(OVERLAP, "    if head_group >= overlap.n_preprocessed:\n", "    if False:\n"),
+    "the preprocess of the previous head group waited for": Change(
+        OVERLAP, "GROUP_COUNTERS + head_group, n_items", "GROUP_COUNTERS + (head_group - 1), n_items"
     ),
     "columns not waited for": Change(
-        SERVICE, "            wait_for_counter(counts_ptr + FRONT + n_batch_heads + i_round, n_work, 500)\n", ""
+        OVERLAP, "            wait_for_counter(p_counter, overlap.n_group_tiles, POSTPROCESS_NAP)\n", ""
     ),
-    "a column too few waited for": Change(SERVICE, "i_round, n_work, 500)", "i_round, n_work - 1, 500)"),
+    "a column too few waited for": Change(
+        OVERLAP,
+        "wait_for_counter(p_counter, overlap.n_group_tiles,",
+        "wait_for_counter(p_counter, overlap.n_group_tiles - 1,",
+    ),
     "a column counted before its sums are in memory": Change(
         BACKWARD,
-        "            # its sums of dq are in memory, all but what was sent last: dk or dv\n            tma_store_wait_writes(1)\n",
+        "            # its sums of dQ are in global memory: all but the last store of this warpgroup, dk or dv\n            tma_store_wait_writes(1)\n",
         "            pass\n\n",
     ),
     "a column counted by one warpgroup": Change(
         BACKWARD,
         """        named_barrier("sync", 9)
         if OVERLAPPED and WARPGROUP == 0:
-            # before data are waited for, whose section may be waiting for the column before
-            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+            # before waiting for data, since the preprocess of their head group may wait for the previous work tile
+            mbarrier.arrive(pipelines.finished.index(i_tile % 2), count=1)
 """,
         """        if OVERLAPPED and WARPGROUP == 0:
             # before both are there
-            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+            mbarrier.arrive(pipelines.finished.index(i_tile % 2), count=1)
         named_barrier("sync", 9)
 """,
     ),
     "a column counted when the next one has its keys": Change(
         BACKWARD,
         """        if OVERLAPPED and WARPGROUP == 0:
-            # before data are waited for, whose section may be waiting for the column before
-            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
-        i_set = i_col % SETS
-        mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
+            # before waiting for data, since the preprocess of their head group may wait for the previous work tile
+            mbarrier.arrive(pipelines.finished.index(i_tile % 2), count=1)
+        kv_stage = i_tile % KV_STAGES
+        consumer_wait(pipelines.kv, kv_stage, i_tile // KV_STAGES)
 """,
-        """        i_set = i_col % SETS
-        mbarrier.wait(barriers[KV_FULL].index(i_set), (i_col // SETS) & 1)
+        """        kv_stage = i_tile % KV_STAGES
+        consumer_wait(pipelines.kv, kv_stage, i_tile // KV_STAGES)
         if OVERLAPPED and WARPGROUP == 0:
             # not before
-            mbarrier.arrive(barriers[COL_DONE].index(i_col % 2), count=1)
+            mbarrier.arrive(pipelines.finished.index(i_tile % 2), count=1)
 """,
     ),
     "a column counted as it begins": Change(
-        COLS, "        i_col += 1\n        mbarrier.wait(barriers[COL_DONE]", "        mbarrier.wait(barriers[COL_DONE]"
+        COLS,
+        "        i_tile += 1\n        mbarrier.wait(pipelines.finished",
+        "        mbarrier.wait(pipelines.finished",
     ),
     "columns handed on before they are counted": Change(
-        BACKWARD, "allocate_mbarriers(2, 3 if OVERLAPPED else 2)", "allocate_mbarriers(2, 2)"
+        BACKWARD, "WORK_TILE_CONSUMERS: gl.constexpr = 3 if OVERLAPPED else 2", "WORK_TILE_CONSUMERS = 2"
     ),
     "a chunk left out": Change(
-        SERVICE, "gl.minimum(first + PIECE, n_chunks)", "gl.minimum(first + PIECE - 1, n_chunks)"
+        OVERLAP,
+        "gl.minimum(first + PREPROCESS_CHUNKS, n_chunks)",
+        "gl.minimum(first + PREPROCESS_CHUNKS - 1, n_chunks)",
     ),
-    "all sections ahead of the first": Change(
-        SERVICE,
-        "n_cleared + i_item // n_pieces, n_ahead + i_round",
-        "n_cleared + i_item // n_pieces, n_ahead + 1 + i_round",
+    "a head group too far ahead preprocessed": Change(
+        OVERLAP,
+        "overlap.n_preprocessed + i_item // n_pieces, overlap.n_ahead + i_round",
+        "overlap.n_preprocessed + i_item // n_pieces, overlap.n_ahead + 1 + i_round",
     ),
     "the first column not from the queue": Change(
         COLS,
-        'pid = gl.atomic_add(tile_counter_ptr, 1, sem="relaxed")\n        n_before_queue = 0',
-        "pid = gl.program_id(0)\n        n_before_queue = gl.num_programs(0)",
+        'i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed")\n        n_static = 0',
+        "i_work = gl.program_id(0)\n        n_static = gl.num_programs(0)",
     ),
-    "a column twice": Change(COLS, "        n_before_queue = 0\n", "        n_before_queue = -1\n"),
-    "statistics of another chunk": Change(
-        SERVICE, "tell(written, place, i_section * n_chunks + i_chunk,", "tell(written, place, i_section * n_chunks,"
+    "a column twice": Change(COLS, "        n_static = 0\n", "        n_static = -1\n"),
+    "LSE and delta of another chunk": Change(
+        OVERLAP, "lse_delta, buffer, head_group * n_chunks + i_chunk,", "lse_delta, buffer, head_group * n_chunks,"
     ),
-    "statistics of what has not come": Change(
-        SERVICE, "        cp_async_wait()\n        for i_piece", "        for i_piece"
+    "LSE and delta of what has not arrived": Change(
+        OVERLAP, "        cp_async_wait()\n        for i_piece", "        for i_piece"
     ),
-    "sums converted before they come": Change(SERVICE, "                cp_async_wait()\n", ""),
-    "a column's data before its section is prepared": Change(
-        COLS, "            wait_for_section(service, batch_head)\n        i_batch", "            pass\n        i_batch"
+    "sums converted before they arrive": Change(OVERLAP, "                cp_async_wait()\n", ""),
+    "a column's data before its preprocess": Change(
+        COLS,
+        "            wait_for_preprocess(overlap, batch_head)\n        i_batch",
+        "            pass\n        i_batch",
     ),
     "columns out of order": Change(
         COLS,
-        "pid // n_lines, pid % n_lines\n        if",
-        "n_batch_heads - 1 - pid // n_lines, pid % n_lines\n        if",
+        "i_work // sizes.n_tile_cols, i_work % sizes.n_tile_cols\n        if",
+        "sizes.n_batch_heads - 1 - i_work // sizes.n_tile_cols, i_work % sizes.n_tile_cols\n        if",
     ),
 }
 
@@ -631,14 +644,14 @@ def tight(monkeypatch):
         programs: int = 1,
         slow: str = "",
         resident: int = 0,
-        is_direct: bool = False,
+        dq_from_registers: bool = False,
     ) -> Simulation:
         simulation = Simulation(seed=seed, changes=changes, programs=programs, slow=slow, resident=resident)
         chosen = ForwardConfig(stages=2) if config is None else config
         monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: chosen)
         monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: chosen.warpgroups == 3)
         monkeypatch.setattr(
-            simulation.hopper_backward, "config", lambda *_: BackwardConfig(stages=2, is_direct=is_direct)
+            simulation.hopper_backward, "config", lambda *_: BackwardConfig(dq_from_registers=dq_from_registers)
         )
         return simulation
 
@@ -713,9 +726,17 @@ def test_a_seeded_fault_of_quarters_is_seen(check, tight, fault):
             check(tight(seed, change), IS_SUBTILED, QUARTER_CALLS[seed % 2], backward=change.module in (BACKWARD, COLS))
 
 
-# of the sections of dq one is cleared before, and one converted behind
-OVERLAPPED = [(MIXED, zoo.Call(head_dim=64, dtype=torch.float16)), ((300, 400), SMALL)]
-SLOW = ["serve", "writes", ""]
+def staircase() -> BlockLayout:
+    """Causal blocks of 64, of 300 queries and 400 keys."""
+    return BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos + 100, 300, 400, block_size=64)
+
+
+# the preprocess launch handles one head group, and the postprocess launch one
+OVERLAPPED = [
+    (MIXED, zoo.Call(head_dim=64, dtype=torch.float16)),
+    (cases.Case("staircase", staircase), zoo.Call(head_dim=64, has_kv_lengths=True, dtype=BFLOAT16)),
+]
+SLOW = ["overlapped", "writes", ""]
 
 
 # programs, and how many run at a time: what is counted must do for fewer than there should be
@@ -730,30 +751,34 @@ def test_without_a_fault_of_dq_none_is_seen(check, tight, layout, call, crowd, s
     check(tight(sum(crowd), programs=programs, resident=resident, slow=slow), layout, call)
 
 
-@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize("dq_from_registers", [False, True])
 @pytest.mark.parametrize(("layout", "call"), OVERLAPPED, ids=str)
-def test_few_columns_have_their_statistics_written_before(check, tight, monkeypatch, layout, call, is_direct):
-    monkeypatch.setattr("blocksparse_flash.kernels.service.TELLING_COLUMNS", 99)
-    simulation, prepared = tight(3, programs=2, is_direct=is_direct), []
+def test_few_columns_get_lse_and_delta_from_the_preprocess_launch(
+    check, tight, monkeypatch, layout, call, dq_from_registers
+):
+    monkeypatch.setattr("blocksparse_flash.kernels.overlap_schedule.MIN_LSE_DELTA_COLUMNS", 99)
+    simulation, prepared = tight(3, programs=2, dq_from_registers=dq_from_registers), []
     prepare = simulation.hopper_backward.prepare
     simulation.hopper_backward.prepare = lambda *facts: prepared.append(prepare(*facts)) or prepared[-1]
     check(simulation, layout, call)
-    assert prepared and not any(ready.preprocess_is_overlapped for ready in prepared)
+    assert prepared and not any(ready.lse_delta_overlaps for ready in prepared)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_without_a_fault_sums_are_added_without_the_copy_engine(check, tight, seed):
-    check(tight(seed, is_direct=True), (300, 400), SMALL)
+    check(tight(seed, dq_from_registers=True), (300, 400), SMALL)
     layout, call = OVERLAPPED[seed % 2]
     programs, resident = CROWDS[seed % 3]
-    check(tight(seed, programs=programs, resident=resident, slow=SLOW[seed // 2], is_direct=True), layout, call)
+    check(tight(seed, programs=programs, resident=resident, slow=SLOW[seed // 2], dq_from_registers=True), layout, call)
 
 
 # seen where those that compute add to the sum of dq themselves
 DIRECT_FAULTS = {
     "columns not waited for": DQ_FAULTS["columns not waited for"],
-    "dv over dk": Change(BACKWARD, "place_of(ds_ring, dv_desc, bytes_of(", "place_of(ds_ring, dv_desc, 0 * bytes_of("),
-    "all of dq to one half": Change(BACKWARD, "i_line * DIM + WARPGROUP * WARPGROUP_ROWS * DQ_DIM", "i_line * DIM"),
+    "dv over dk": Change(
+        BACKWARD, "staging_buffer(ds_buffers, dv_desc, bytes_of(", "staging_buffer(ds_buffers, dv_desc, 0 * bytes_of("
+    ),
+    "all of dq to one half": Change(BACKWARD, "i_row * DIM + WARPGROUP * WARPGROUP_ROWS * DQ_DIM", "i_row * DIM"),
 }
 
 
@@ -762,7 +787,7 @@ def test_a_seeded_fault_without_the_copy_engine_is_seen(check, tight, fault):
     change = DIRECT_FAULTS[fault]
     with pytest.raises((ProtocolError, AssertionError)):
         for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, OVERLAPPED):
-            simulation = tight(seed, change, programs=programs, resident=resident, slow=slow, is_direct=True)
+            simulation = tight(seed, change, programs=programs, resident=resident, slow=slow, dq_from_registers=True)
             check(simulation, layout, call)
 
 
