@@ -28,7 +28,6 @@ LONG_SIGNATURES = {
     "blocksparse_flash/kernels/eager/attention.py: backward",
     "blocksparse_flash/kernels/hopper/backward.py: backward",
     "blocksparse_flash/kernels/hopper/backward.py: hopper_backward_kernel",
-    "blocksparse_flash/kernels/hopper/forward.py: hopper_forward_kernel",
     "blocksparse_flash/kernels/triton/backward.py: backward",
     "blocksparse_flash/kernels/triton/backward_kernels.py: joint_kernel",
     "blocksparse_flash/kernels/triton/backward_kernels.py: keys_kernel",

@@ -57,8 +57,9 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
         "hopper_forward": hopper_forward,
         "hopper_backward": hopper_backward,
     }
-    for module in found.values():
-        module.prepare.cache_clear()
+    prepared = (forward.prepare, backward.prepare, hopper_forward.plan_launch, hopper_backward.prepare)
+    for cached in prepared:
+        cached.cache_clear()
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: None)
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "num_sms", lambda index: 132)
@@ -67,8 +68,8 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "DescriptorFactory", lambda seen, block: lambda tensor: tensor)
     yield found
-    for module in found.values():
-        module.prepare.cache_clear()
+    for cached in prepared:
+        cached.cache_clear()
 
 
 # head dimensions: whole rows of 16 bytes; rows that are padded, of one side and of both; wider than hopper's backward

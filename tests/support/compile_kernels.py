@@ -57,8 +57,14 @@ def launches(
         caught.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}))
 
     # launches prepared for another device or number of SMs must not be reused
-    for prepared in (forward, backward, split_kv, hopper_forward, hopper_backward):
-        prepared.prepare.cache_clear()
+    for cached in (
+        forward.prepare,
+        backward.prepare,
+        split_kv.prepare,
+        hopper_forward.plan_launch,
+        hopper_backward.prepare,
+    ):
+        cached.cache_clear()
     limits = (arch // 10, SHARED_MEMORY[arch])
     with (
         mock.patch.object(JITFunction, "run", catch),

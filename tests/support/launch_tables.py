@@ -186,8 +186,7 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
     elif name == "hopper_forward":
         dim = dim or max(each._factories[i]._arguments[2][-1] for i in (0, 2))
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
-        words = ("WARPGROUPS", "QUERIES", "SLACK", "BLOCK_KV", "STAGES", "OUT_IN_Q", "PIN", "EARLY_WORDS")
-        yield name, dim, *has, *(rest[word] for word in words)
+        yield name, dim, *has, rest["CONFIG"]
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
         dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
@@ -250,7 +249,7 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
     variant, dim = call.variant, call.head_dim
     modules = (forward, backward, split_kv, hopper_forward, hopper_backward)
     for module in modules:
-        module.prepare.cache_clear()
+        (module.plan_launch if module is hopper_forward else module.prepare).cache_clear()
     with contextlib.ExitStack() as stack, recorded(runs=False) as found:
         for module in modules:
             stack.enter_context(mock.patch.object(module, "num_sms", lambda _: gpu.n_sms))
@@ -340,8 +339,7 @@ def _known_hopper() -> Iterator[Key]:
         if is_wide and (has_layout or has_lengths):
             continue
         of_rows = hopper_forward.config(dim, has_layout, has_lengths, is_wide)
-        words = ("warpgroups", "queries", "slack", "block_kv", "stages", "out_in_q", "pin", "early_words")
-        yield "hopper_forward", dim, has_layout, has_lengths, *(getattr(of_rows, word) for word in words)
+        yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in HOPPER_DIMS:
         yield from (("hopper_forward", dim, word) for word in ("quarters", "split", "queued", "one round"))
         yield "merge_rows", dim
