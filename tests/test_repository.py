@@ -23,10 +23,6 @@ OWN_WORDS = re.compile(
 )
 # facts with one home in the package
 DEFINED_ONCE = ("TILE", "PARTIAL", "LOG2_E", "padded_dim")
-# longer than allowed: launchers and kernels that take their arguments one by one
-LONG_SIGNATURES = {
-    "blocksparse_flash/kernels/hopper/forward.py: hopper_forward_kernel",
-}
 MAX_PARAMETERS, MAX_JITTED_PARAMETERS, MAX_FILES_AT_THE_TOP = 12, 30, 16
 # the arguments of a call of attention are public
 OF_A_CALL = re.compile(r"_?(attention|attention_with_lse|explain)(_scored)?")
@@ -211,9 +207,7 @@ def test_shared_facts_are_defined_once() -> None:
 
 
 def test_signatures_are_short() -> None:
-    """LONG_SIGNATURES may only lose entries."""
-    found = long_signatures(python_files("blocksparse_flash", "masks"))
-    assert {line.rpartition(" takes ")[0] for line in found} == LONG_SIGNATURES
+    assert long_signatures(python_files("blocksparse_flash", "masks")) == []
 
 
 def test_few_files_lie_at_the_top_of_the_package() -> None:

@@ -182,7 +182,7 @@ def columns_of_values(dim: int, dim_v: int, element_size: int, major: int) -> in
 def softcap_arguments(options: Options, scale: float) -> dict[str, Any]:
     """The softcap in base 2, or None, and with a softcap the factor on raw scores in place of scale_log2.
 
-    scale  factor on this kernel's scores, without its sign in the forward (see `scaling`)
+    scale  factor on this kernel's scores, without its sign in the forward (see `sign`)
     """
     scores = options.scores
     if scores is None or scores.softcap == 0:

@@ -58,7 +58,12 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
         "hopper_forward": hopper_forward,
         "hopper_backward": hopper_backward,
     }
-    cached = forward.forward_launch, backward.backward_launches, hopper_forward.prepare, hopper_backward.prepare
+    cached = (
+        forward.forward_launch,
+        backward.backward_launches,
+        hopper_forward.forward_launches,
+        hopper_backward.backward_launches,
+    )
     for launches_of in cached:
         launches_of.cache_clear()
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: None)

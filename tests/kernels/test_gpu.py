@@ -417,11 +417,11 @@ def test_rows_of_192_queries(lengths: tuple[int, int], call: zoo.Call, monkeypat
     from blocksparse_flash.kernels.hopper import forward as hopper_forward
 
     monkeypatch.setattr(hopper_forward, "wide_pays", lambda *_: True)
-    hopper_forward.prepare.cache_clear()
+    hopper_forward.forward_launches.cache_clear()
     try:
         zoo.assert_backend_is_accurate("hopper", lengths, call, torch.device("cuda"))
     finally:
-        hopper_forward.prepare.cache_clear()
+        hopper_forward.forward_launches.cache_clear()
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")

@@ -65,8 +65,8 @@ def launches(
         forward.forward_launch,
         backward.backward_launches,
         split_kv.split_kv_launches,
-        hopper_forward.prepare,
-        hopper_backward.prepare,
+        hopper_forward.forward_launches,
+        hopper_backward.backward_launches,
     ):
         launches_of.cache_clear()
     limits = (arch // 10, SHARED_MEMORY[arch])

@@ -438,7 +438,7 @@ class Simulation:
             "bits_of": lambda dtype: 8 * dtype.itemsize,
             "round_p_ds": lambda p, dp, delta, dtype: (p.to(dtype), (p * (dp - delta)).to(dtype)),
             "accumulator": lambda columns: None,
-            "row_parts": lambda: None,
+            "row_sum_layout": lambda: None,
             "TensorDescriptor": Descriptor,
             "Launch": self._launch,
             "num_sms": lambda index: programs,

@@ -203,14 +203,14 @@ def main() -> None:
         # with more rows than programs, which have a queue, and without
         for split, n_sms, has_subtiles in ((WHOLE, 132, True), (WHOLE, 3, False), (Split(1, 3), 132, False)):
             with mock.patch.object(hopper_forward, "num_sms", lambda _, n=n_sms: n):
-                hopper = hopper_forward.prepare.__wrapped__(
+                hopper = hopper_forward.forward_launches.__wrapped__(
                     specs, launch.plan_specs_of(walks), None, split, has_subtiles, 0.125, False, None
                 )
-            assert hopper.is_queued == (n_sms == 3)
-            queue = torch.zeros(1, dtype=torch.int32) if hopper.is_queued else None
-            parts = torch.empty(hopper.n_floats) if hopper.merge else None
+            assert hopper.has_tile_counter == (n_sms == 3)
+            queue = torch.zeros(1, dtype=torch.int32) if hopper.has_tile_counter else None
+            parts = torch.empty(hopper.n_split_floats) if hopper.combine else None
             given = [(*call, *walks, None, queue, torch.empty_like(out), lse, parts) for call in calls]
-            check(recorder, hopper.launch, given[0], given)
+            check(recorder, hopper.kernel, given[0], given)
             recorder.calls.clear()
         # few tile columns on fewer SMs; LSE and delta overlap too
         with (
@@ -220,7 +220,7 @@ def main() -> None:
             lines, sums = torch.empty(2, 512), [torch.empty(shape) for _ in calls]
             chosen = overlap_schedule.overlap_schedule_of(plan, shape, shape, WHOLE, 1)
             assert chosen is not None
-            overlapped = hopper_backward.prepare.__wrapped__(
+            overlapped = hopper_backward.backward_launches.__wrapped__(
                 specs_of(*[out] * 4),
                 launch.plan_specs_of(walks),
                 WHOLE,
@@ -239,9 +239,9 @@ def main() -> None:
         ]
         check(recorder, overlapped.cols, given[0], given)
         recorder.calls.clear()
-        assert hopper.merge is not None
+        assert hopper.combine is not None
         given = [(parts, items, call[0], lse) for call in calls]
-        check(recorder, hopper.merge, given[0], given)
+        check(recorder, hopper.combine, given[0], given)
         recorder.calls.clear()
     # a message is given once for each of its parts
     lists = [torch.zeros(shape[2], dtype=torch.int64) for _ in calls]

@@ -192,8 +192,7 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
     elif name == "hopper_forward":
         dim = dim or max(each._factories[i]._arguments[2][-1] for i in (0, 2))
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
-        words = ("WARPGROUPS", "QUERIES", "SLACK", "BLOCK_KV", "STAGES", "OUT_IN_Q", "PIN", "EARLY_WORDS")
-        yield name, dim, *has, *(rest[word] for word in words)
+        yield name, dim, *has, rest["CONFIG"]
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
         dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
@@ -260,8 +259,8 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
         forward.forward_launch,
         backward.backward_launches,
         split_kv.split_kv_launches,
-        hopper_forward.prepare,
-        hopper_backward.prepare,
+        hopper_forward.forward_launches,
+        hopper_backward.backward_launches,
     ):
         launches_of.cache_clear()
     with contextlib.ExitStack() as stack, recorded(runs=False) as found:
@@ -353,8 +352,7 @@ def _known_hopper() -> Iterator[Key]:
         if is_wide and (has_layout or has_lengths):
             continue
         of_rows = hopper_forward.config(dim, has_layout, has_lengths, is_wide)
-        words = ("warpgroups", "queries", "slack", "block_kv", "stages", "out_in_q", "pin", "early_words")
-        yield "hopper_forward", dim, has_layout, has_lengths, *(getattr(of_rows, word) for word in words)
+        yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in HOPPER_DIMS:
         yield from (("hopper_forward", dim, word) for word in ("quarters", "split", "queued", "one round"))
         yield "merge_rows", dim

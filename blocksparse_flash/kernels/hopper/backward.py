@@ -66,14 +66,11 @@ from .backward_producer import (
     Descriptors,
     DOutBuffers,
     KVBuffers,
-    Pipeline,
     Pipelines,
     Pointers,
     QBuffers,
     Sizes,
     Strides,
-    consumer_release,
-    consumer_wait,
     count_finished,
     is_skipped,
     load,
@@ -81,7 +78,7 @@ from .backward_producer import (
     read_work_tile,
     steps_of_head,
 )
-from .barriers import allocate_mbarriers, named_barrier
+from .barriers import Pipeline, allocate_mbarriers, consumer_release, consumer_wait, named_barrier
 from .bitmask import SUBTILES_BIT, mask_subtiles, transposed_mask
 from .overlapped_passes import (
     CHUNK,
@@ -609,7 +606,7 @@ def hopper_backward_kernel(
 # ---- launches ----
 
 
-class Prepared(NamedTuple):
+class BackwardLaunches(NamedTuple):
     """The launches and the memory of a call; None for what it does not need.
 
     cols         the main kernel
@@ -631,7 +628,7 @@ class Prepared(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(
+def backward_launches(
     specs: TensorSpecs,
     lists: PlanSpecs,
     split: Split,
@@ -639,7 +636,7 @@ def prepare(
     is_separate: bool,
     has_subtiles: bool,
     options: Options,
-) -> Prepared:
+) -> BackwardLaunches:
     """Prepares the launches of calls with these specs and options.
 
     specs         of q, k, v and dout
@@ -744,7 +741,7 @@ def prepare(
         n_counts=n_counts,
         n_written=n_preprocessed if lse_delta_overlaps else batch * heads,
     )
-    return Prepared(
+    return BackwardLaunches(
         preprocess=preprocess,
         cols=Launch(hopper_backward_kernel, (min(n_programs, n_sms),), arguments, descriptor_factories),
         sum_splits=sum_cols(
@@ -786,7 +783,7 @@ def backward(
     is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
     schedule = None if is_separate else overlap_schedule_of(plan, q_shape, k_shape, split, n_sms)
     has_subtiles = bool(plan) and has_subtiles_of(plan[4].shape[0], plan[5].shape[0])
-    ready = prepare(specs, plan_specs_of(by_cols), split, schedule, is_separate, has_subtiles, options)
+    ready = backward_launches(specs, plan_specs_of(by_cols), split, schedule, is_separate, has_subtiles, options)
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     dq_sum, pairs, counters, splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()

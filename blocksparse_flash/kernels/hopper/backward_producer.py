@@ -33,6 +33,7 @@ from ..triton.tile import (
     split_index,
     split_steps,
 )
+from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire, producer_commit
 from .bitmask import INDEX_BITS, SUBTILES_BIT
 from .overlapped_passes import count_work_tile, wait_for_preprocess
 from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int, store_int
@@ -161,21 +162,6 @@ class Steps(NamedTuple):
     n_bitmask: Any
 
 
-class Pipeline(NamedTuple):
-    """Shared-memory buffers with one full and one empty mbarrier per stage.
-
-    full   completes when the producer, or TMA on its behalf, has filled the buffers
-    empty  completes when every consumer has released them
-
-    In the functions below, i_use is how often the stage was used before; its parity is the phase of the barriers.
-    full and empty are separate allocations: in a common one, Triton would synchronise the warpgroup before each wait.
-    """
-
-    buffers: Any
-    full: Any
-    empty: Any
-
-
 class QBuffers(NamedTuple):
     """q [STAGES, 1, 1, BLOCK_Q, DIM] and lse [STAGES, BLOCK_Q]."""
 
@@ -210,28 +196,6 @@ class Pipelines(NamedTuple):
     q: Pipeline
     dout: Pipeline
     finished: Any
-
-
-@gluon.jit
-def producer_acquire(pipeline, stage, i_use):
-    """Waits until every consumer has released the stage; for its first use, passes at once."""
-    mbarrier.wait(pipeline.empty.index(stage), (i_use & 1) ^ 1)
-
-
-@gluon.jit
-def producer_commit(pipeline, stage):
-    mbarrier.arrive(pipeline.full.index(stage), count=1)
-
-
-@gluon.jit
-def consumer_wait(pipeline, stage, i_use):
-    """Waits until the producer, or TMA on its behalf, has filled the stage."""
-    mbarrier.wait(pipeline.full.index(stage), i_use & 1)
-
-
-@gluon.jit
-def consumer_release(pipeline, stage):
-    mbarrier.arrive(pipeline.empty.index(stage), count=1)
 
 
 # ---- steps of a work tile ----

@@ -1,72 +1,132 @@
-"""Barriers of the Hopper kernels: mbarriers, named barriers, ping-pong turns, counters in global memory, proxy fence."""
+"""Barriers of the Hopper kernels: pipelines of mbarriers, named barriers, ping-pong order, counters, proxy fence."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+# ---- mbarriers ----
+
 
 @gluon.jit
 def allocate_mbarriers(LENGTH: gl.constexpr, COUNT: gl.constexpr):
-    """LENGTH mbarriers, whose phases end with COUNT arrivals."""
+    """LENGTH mbarriers, each of whose phases completes after COUNT arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [LENGTH, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LENGTH):
         mbarrier.init(barriers.index(i), count=COUNT)
     return barriers
 
 
+class Pipeline(NamedTuple):
+    """Buffers in shared memory between one producer and its consumers, each with two mbarriers.
+
+    buffers  shared memory; its first dimension counts the buffers (or, in a queue of integers, the integers)
+    full     completes when the producer, or TMA on its behalf, has filled a buffer
+    empty    completes when every consumer has released a buffer
+
+    In the functions below, phase is how often the buffer was used before; only its parity counts.
+
+    full and empty are separate allocations: in a common one, Triton would synchronise the warpgroup before each wait.
+    """
+
+    buffers: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def allocate_pipeline(buffers, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The Pipeline of STAGES buffers, each of which CONSUMERS arrivals release."""
+    return Pipeline(buffers=buffers, full=allocate_mbarriers(STAGES, 1), empty=allocate_mbarriers(STAGES, CONSUMERS))
+
+
+@gluon.jit
+def producer_acquire(pipeline, i_buffer, phase):
+    """Waits until every consumer has released the buffer; passes at once for its first use."""
+    mbarrier.wait(pipeline.empty.index(i_buffer), (phase & 1) ^ 1)
+
+
+@gluon.jit
+def producer_commit(pipeline, i_buffer):
+    """Signals that the buffer is filled; TMA does this by itself, after mbarrier.expect."""
+    mbarrier.arrive(pipeline.full.index(i_buffer), count=1)
+
+
+@gluon.jit
+def consumer_wait(pipeline, i_buffer, phase):
+    """Waits until the buffer is filled."""
+    mbarrier.wait(pipeline.full.index(i_buffer), phase & 1)
+
+
+@gluon.jit
+def consumer_release(pipeline, i_buffer):
+    """Signals that this consumer no longer reads the buffer."""
+    mbarrier.arrive(pipeline.empty.index(i_buffer), count=1)
+
+
+# ---- named barriers ----
+
+
 @gluon.constexpr_function
 def _barrier_assembly(verb, barrier, warpgroups):
-    # not `bar`, the aligned form, which promises that all who wait do so at one and the same instruction
+    # not `bar`, the aligned form, for which all threads of a warp must execute the same instruction
     return f"barrier.{verb} {barrier}, {128 * warpgroups}; mov.b32 $0, $1;"
 
 
 @gluon.jit
 def named_barrier(VERB: gl.constexpr, BARRIER: gl.constexpr, WARPGROUPS: gl.constexpr = 2):
-    """`bar.sync` or `bar.arrive` of the threads of so many warpgroups; Triton itself takes the numbers below 9."""
+    """`barrier.sync` or `barrier.arrive` of the threads of WARPGROUPS warpgroups. Triton uses the numbers below 9."""
     # 128 values over 128 threads: every thread runs the instruction exactly once
     thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     text: gl.constexpr = _barrier_assembly(VERB, BARRIER, WARPGROUPS)
     gl.inline_asm_elementwise(text, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
-def ping_pong_wait(WARPGROUP: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Until the others have issued their products. Turns go round over the end of a row too, as all iterate over one list."""
-    if PING_PONG:
-        named_barrier("sync", 9 + WARPGROUP, WARPGROUPS)
+# Ping-pong: consumer warpgroups issue their products in turn, so that one computes exponentials while another
+# multiplies. Warpgroup w waits at named barrier 9 + w, at which every other warpgroup arrives after it has issued.
+# Turns continue across work tiles, since all consumers iterate over the same ones.
 
 
 @gluon.jit
-def ping_pong_next(WARPGROUP: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
-    if PING_PONG:
-        for other in gl.static_range(WARPGROUPS):
-            if other != WARPGROUP:
-                named_barrier("arrive", 9 + other, WARPGROUPS)
+def ping_pong_start(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Before the first turn: lets the warpgroups with a lower index go first."""
+    for other in gl.static_range(WARPGROUP):
+        named_barrier("arrive", 9 + other, WARPGROUPS)
 
 
 @gluon.jit
-def ping_pong_start(WARPGROUP: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Those before this warpgroup go first."""
-    if PING_PONG:
-        for other in gl.static_range(WARPGROUP):
+def ping_pong_wait(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Waits until all other warpgroups have issued their products."""
+    named_barrier("sync", 9 + WARPGROUP, WARPGROUPS)
+
+
+@gluon.jit
+def ping_pong_next(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Lets the other warpgroups issue."""
+    for other in gl.static_range(WARPGROUPS):
+        if other != WARPGROUP:
             named_barrier("arrive", 9 + other, WARPGROUPS)
 
 
 @gluon.jit
-def ping_pong_finish(WARPGROUP: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Takes the turn that was given last, which those before give too: else arrivals are left over."""
-    # static: the last one has nothing to take
-    if PING_PONG and WARPGROUP < WARPGROUPS - 1:
+def ping_pong_finish(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """After the last turn: matches the arrivals that no turn has waited for, so that none are left over."""
+    # the last warpgroup has none left: its last turn came after those of the others
+    if WARPGROUP < WARPGROUPS - 1:
         named_barrier("sync", 9 + WARPGROUP, WARPGROUPS)
         for other in gl.static_range(WARPGROUP + 1, WARPGROUPS - 1):
             named_barrier("arrive", 9 + other, WARPGROUPS)
 
 
+# ---- global memory ----
+
+
 @gluon.jit
 def fence_proxy_async():
-    """Between what a warp has seen that others wrote, and what it lets TMA read."""
+    """Proxy fence: makes generic-proxy writes that this warp has seen visible to TMA."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
@@ -75,35 +135,33 @@ def fence_proxy_async():
 
 @gluon.jit
 def wait_for_counter(p_count, n, NAP: gl.constexpr):
-    """A warp, until a number in global memory has come to n: what was written before it was counted may be read and
-    added to.
+    """Makes a warp wait until a counter in global memory is at least n; acquires the writes before its increments.
 
-    NAP  nanoseconds, about, from one look to the next; 0 where the first one should do
+    NAP  nanoseconds to sleep between polls, approximately; 0 if the first poll should succeed
     """
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     text: gl.constexpr = _count_assembly(NAP)
-    given = [lane, p_count + lane * 0, n + lane * 0]
-    gl.inline_asm_elementwise(text, "=r,r,l,r", given, dtype=gl.int32, is_pure=False, pack=1)
+    operands = [lane, p_count + lane * 0, n + lane * 0]
+    gl.inline_asm_elementwise(text, "=r,r,l,r", operands, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
 def _count_assembly(nap):
-    # an ordered look empties L1, in which the indices of the steps are: of many looks the last one alone. A fence
-    # would also wait
-    # for writes
-    look = "ld.{}.gpu.global.s32 a, [$2];"
-    first, sleep, last = ("relaxed", f"nanosleep.u32 {nap};", look.format("acquire")) if nap else ("acquire", "", "")
+    # an acquire load empties L1, which holds the indices of the steps: with naps, only the last poll acquires. A fence
+    # would also wait for writes
+    poll = "ld.{}.gpu.global.s32 a, [$2];"
+    first, sleep, last = ("relaxed", f"nanosleep.u32 {nap};", poll.format("acquire")) if nap else ("acquire", "", "")
     return (
-        f"{{ .reg .pred p; .reg .b32 a; again: {look.format(first)} setp.ge.s32 p, a, $3; @p bra done;"
+        f"{{ .reg .pred p; .reg .b32 a; again: {poll.format(first)} setp.ge.s32 p, a, $3; @p bra done;"
         f" {sleep} bra again; done: {last} bar.warp.sync 0xffffffff; mov.b32 $0, $1; }}"
     )
 
 
 @gluon.jit
 def increment_counter(p_count):
-    """A warp counts in global memory, behind what it has written, or has waited for at a barrier."""
+    """Release-increments a counter in global memory after this warp's writes, and after those it has waited for."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    # TMA reads what was written: a fence between what it does and what others do; released, without emptying L1
+    # TMA reads what was written, hence the proxy fence; a release does not empty L1
     gl.inline_asm_elementwise(
         "{ .reg .pred p; fence.proxy.async; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
         " @p red.release.gpu.global.add.s32 [$2], 1; mov.b32 $0, $1; }",

@@ -8,17 +8,19 @@ from triton.experimental.gluon import language as gl
 from ... import plan_format
 from ..triton.tile import TILE
 
-# clears the sign with which a plan marks a partial tile
+# selects the tile index of a list entry, without the sign and subtile bits of a partial tile
 INDEX_BITS = gl.constexpr(plan_format.PARTIAL - 1)
 SUBTILES_BIT = gl.constexpr(plan_format.SUBTILES_BIT)
-# bits a column is shifted by before the rest, so that one shift serves every eighth column
+# columns of a thread repeat every 8: it shifts a word once by its lane's offset, then tests fixed bits
 LANE_BITS = gl.constexpr(8)
 
 
 @gluon.jit
 def load_words(p_words, WORDS: gl.constexpr):
-    """WORDS int32 (2 or 4) from each pointer on, which is aligned to them, in one load; none is written while the
-    kernel runs."""
+    """WORDS (2 or 4) int32 tensors: consecutive words from each pointer, in one vector load.
+
+    Pointers are aligned to the vector. The non-coherent load needs memory that is constant while the kernel runs.
+    """
     if WORDS == 4:
         return gl.inline_asm_elementwise(
             "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [p_words],
@@ -26,27 +28,24 @@ def load_words(p_words, WORDS: gl.constexpr):
         )  # fmt: skip
     else:
         return gl.inline_asm_elementwise(
-            "ld.global.nc.v2.b32 {$0, $1}, [$2];",
-            "=r,=r,l",
-            [p_words],
-            dtype=(gl.int32, gl.int32),
-            is_pure=True,
-            pack=1,
-        )
+            "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [p_words],
+            dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit
 def load_mask_words(words_ptr, i_bitmask, i_first, o_row, COLS: gl.constexpr):
-    """The words of rows of a bitmask that hold COLS columns, from word i_first of each row on."""
+    """Words of rows o_row of a bitmask that cover COLS columns, from word i_first of each row."""
     p_words = words_ptr + i_bitmask.to(gl.int64) * (TILE * TILE // 32) + o_row * (TILE // 32) + i_first
     return load_words(p_words, COLS // 32)
 
 
 @gluon.jit
 def mask_by_bits(b_scores, b_bits, b_bit):
-    """b_scores where a bit is set, -inf else: [rows, columns], the bits to be looked at [1, columns].
+    """Scores [rows, columns], -inf where b_bits [rows, columns] & b_bit [1, columns] is 0.
 
-    In assembly: LLVM packs the tests of all pairs into words again, and unpacks those, some 200 instructions a step.
+    In assembly, since LLVM packs the tests of all pairs into words and unpacks them again: some 200 instructions a
+    step.
     """
     b_bits, b_bit = gl.broadcast(b_bits, b_bit)
     return gl.inline_asm_elementwise(
@@ -57,8 +56,11 @@ def mask_by_bits(b_scores, b_bits, b_bit):
 
 @gluon.jit
 def mask_columns(b_scores, words, o_col):
-    """The scores of the pairs that attend, -inf else; `words` of each row and 1-D column offsets, each of a slice of
-    one layout."""
+    """Scores [rows, columns], -inf where the bitmask has no bit.
+
+    words  columns / 32 int32 tensors [rows]
+    o_col  column offsets [columns]
+    """
     o_lane = gl.expand_dims(o_col % LANE_BITS // 2 * 2, 0)
     o_word = gl.expand_dims(o_col // 32, 0)
     b_bits = gl.expand_dims(words[0], 1) >> o_lane
@@ -70,7 +72,7 @@ def mask_columns(b_scores, words, o_col):
 
 @gluon.constexpr_function
 def _halves_assembly(columns, bits, stride, fill):
-    # registers of a thread: two rows, a quarter of the columns of each
+    # a thread holds a quarter of the columns of two rows
     n, n_half = columns * bits // 64, bits
     lines = [f"mov.b32 ${i}, ${n + i};" for i in range(n)]
     for i_half in range(columns // 64):
@@ -88,13 +90,12 @@ def _halves_constraints(columns, bits):
 
 @gluon.jit
 def mask_subtiles(b_values, bits, STRIDE: gl.constexpr, FILL: gl.constexpr):
-    """An accumulator [64, columns], or what is rounded from one; of 64 columns each whose bit is not set every
-    register becomes FILL.
+    """An accumulator [64, columns], in float32 or rounded; every 64 columns whose bit is 0 become FILL.
 
-    bits  of the lowest the first 64 columns, of those STRIDE apart the next ones
+    bits  the lowest bit is for columns 0 to 63; those of the next 64 columns are STRIDE bits apart
+    FILL  the bits of a register
 
-    A branch for 64 columns, at which all threads of a warpgroup agree: to select each value would be 64 instructions
-    a step.
+    A branch per 64 columns, uniform in the warpgroup: selecting each value would take 64 instructions a step.
     """
     COLS: gl.constexpr = b_values.shape[1]
     BITS: gl.constexpr = b_values.dtype.primitive_bitwidth
@@ -108,7 +109,7 @@ def mask_subtiles(b_values, bits, STRIDE: gl.constexpr, FILL: gl.constexpr):
 
 @gluon.jit
 def transposed_mask(words_ptr, i_bitmask, o_kv, o_q):
-    """The same transposed: keys x queries."""
+    """Which pairs attend: bool [keys, queries], for offsets o_kv and o_q within the tile."""
     o_kv = gl.expand_dims(o_kv, 1)
     p_words = words_ptr + i_bitmask.to(gl.int64) * (TILE * TILE // 32)
     return ((gl.load(p_words + (gl.expand_dims(o_q * (TILE // 32), 0) + o_kv // 32)) >> (o_kv % 32)) & 1) != 0

@@ -1,38 +1,39 @@
-"""Hopper forward in Gluon (sm90): out = softmax(scale q k^T on the layout) v, and lse.
+"""Hopper forward in Gluon (sm90): out = softmax(scale q k^T) v over the pairs of a layout, and lse.
 
-One program a SM takes tile rows from a queue until none is left. A warp moves data: it fetches the next
-row, tells the others, and loads q, then k and v of each step of the row, into a ring, running ahead over the end of
-a row.
-Two warpgroups compute, 64 of the 128 queries of a row each, out in registers; at head dimension 64, where neither a
-layout nor
-lengths forbid it and enough rows are there, three, of rows of 192. With `overlap`:
+Shapes: q, out (batch, heads, q_len, head_dim), k, v (batch, kv_heads, kv_len, head_dim), lse (batch, heads, q_len).
+head_dim is padded to DIM, that of v and out to DIM_V: 64, 128 or 256. The kernel is persistent: one program per SM.
 
-    issue q k^T of step i | issue p v of step i - 1 | wait for the first | softmax of step i while the second runs
+    producer warp                     consumer warpgroups, 64 queries of a work tile each, out in registers
+    tile scheduler: next work tile -> q k^T, online softmax, p v, for each step of BLOCK_KV keys; epilogue
+    TMA loads of q, k and v        ->
 
-While one warpgroup issues, the others are kept from it (named barriers 9 to 11): they compute exponentials while it
-multiplies. Partial tiles come first, those with a bitmask and those made of whole quarters in loops of their own, so
-that full
-ones pay for no mask. Of the latter, tiles of which only 64 keys attend are a step together, two and two. A row
-without keys writes
-out 0, lse -inf. Scores and the running maximum are in base 2, `lse` in memory is natural.
+forward_producer.py has the producer and its pipelines to the consumers. A work tile has two warpgroups (128 queries),
+or three (192) at head_dim 64 without a layout and kv_lengths if there are enough work tiles. Step i overlaps its
+softmax with p v of step i - 1:
 
-A row that would be waited for is split (splitting.py): each part is work of its own, whose out and lse go to a
-workspace, in
-float32, and a launch merges them (parts.py). Where nothing is split, the kernel is compiled without.
+    issue q k^T of step i | issue p v of step i - 1 | wait for q k^T | softmax of step i while p v runs | wait for p v
+
+Warpgroups issue products in turn (ping-pong): one multiplies while the others compute exponentials.
+
+Partial tiles come first. Bitmask tiles and tiles that consist of whole 64 x 64 subtiles have loops of their own, so
+that full tiles pay for no mask; two subtiled tiles with only 64 keys each share a step. Rows without keys get out 0 and
+lse -inf. Scores and the running maximum are in base 2, `lse` in memory is natural.
+
+A tile row that would delay the others is split (schedule.py): each split is a work tile of its own, whose out and lse
+go to a float32 workspace, and a second launch combines them (combine_splits.py). Without splits the kernel is compiled
+without that code.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -46,474 +47,490 @@ from ..arguments import PlanSpecs, plan_specs_of, scale_log2, sign, strides_of_r
 from ..schedule import Split, padded_dim, split_of
 from ..triton.combine_splits import merge_rows
 from ..triton.tile import LN_2, TILE
-from .barriers import allocate_mbarriers, ping_pong_finish, ping_pong_next, ping_pong_start, ping_pong_wait
+from .barriers import (
+    allocate_pipeline,
+    consumer_release,
+    consumer_wait,
+    ping_pong_finish,
+    ping_pong_next,
+    ping_pong_start,
+    ping_pong_wait,
+)
 from .bitmask import mask_subtiles
 from .forward_producer import (
-    K_EMPTY,
-    K_FULL,
-    Q_EMPTY,
-    Q_FULL,
-    V_EMPTY,
-    V_FULL,
-    key_start,
-    move,
-    query_place,
-    read_row_work_tile,
-    row_ints,
+    END,
+    WORK_TILE_STAGES,
+    Pipelines,
+    Pointers,
+    Sizes,
+    kv_start_of,
+    load,
+    q_buffer_and_phase,
+    read_work_tile,
+    work_tile_stride,
 )
 from .registers import BEFORE_TRITON_3_9, WARPGROUP_ROWS, accumulator, clamped_kv_len, pin, store_split, zero_tail
 from .softmax import (
     MINUS_INFINITY,
-    mask_quarters,
+    empty_bitmask,
+    load_bitmask,
+    load_subtiles,
     mask_scores,
-    mask_words,
-    no_words,
     online_softmax,
     rescale,
-    row_parts,
+    row_sum_layout,
 )
 from .tma import DescriptorFactory, tma_loadable, tma_store
 
+# ---- configuration ----
 
-@dataclass(frozen=True)
-class Config:
-    """One launch configuration.
 
-    block_kv   keys of a step
-    stages     steps of k and v in flight
-    overlap    p v of a step runs during the softmax of the next one
-    ping_pong  the warpgroups issue in turn
-    pin        keep ptxas from ending the overlap early, see hopper.pin
-    warpgroups that compute; 3 want neither a layout, whose rows have 128 queries, nor lengths: zero_tail is for 2
-    queries    sets of them in flight, one a row
-    slack      by how much, in base 2, a maximum may grow before out is rescaled
-    out_in_q   out takes the place of q in shared memory
-    early_words  those of a partial step's bitmask are loaded before its keys are waited for, not behind its product
-    registers, mover_registers  of a computing thread, of the moving warp
+class Config(NamedTuple):
+    """One launch configuration, passed to the kernel as one compile-time argument.
+
+    block_kv    keys per step
+    stages      stages of the k and v pipelines
+    q_stages    stages of the q pipeline, one per work tile
+    warpgroups  consumer warpgroups. 3 need calls without a layout, whose tile rows have 128 queries, and without
+                kv_lengths, since zero_tail is written for 2
+    rescale_threshold   growth of the running maximum, in base 2, up to which out is not rescaled
+    out_in_q            out is staged for TMA in the buffers of q
+    early_bitmask       the bitmask of a step is loaded before the wait for its keys, not after q k^T
+    pin                 keeps ptxas from moving the wait for p v in front of the softmax, see registers.pin
+    consumer_registers, producer_registers  registers per thread
     """
 
     block_kv: int = 128
     stages: int = 2
-    overlap: bool = True
-    ping_pong: bool = True
-    pin: bool = False
+    q_stages: int = 1
     warpgroups: int = 2
-    queries: int = 1
-    slack: float = 0.0
+    rescale_threshold: float = 0.0
     out_in_q: bool = False
-    early_words: bool = True
-    registers: int = 240
-    mover_registers: int = 24
+    early_bitmask: bool = True
+    pin: bool = False
+    consumer_registers: int = 240
+    producer_registers: int = 24
 
 
 @functools.cache
 def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Config:
-    """The launch table: dim is the larger padded head dimension, is_wide says that rows of 192 queries are possible
-    and pay.
+    """The launch table; TUNING.md has the candidates that lost.
 
-    TFLOP/s of stored tiles, H200, 16,384 tokens, opaque size 2048, bf16, one run. Rows of 192 queries have no layout.
+    dim      the larger padded head dimension
+    is_wide  whether tile rows of 192 queries are possible and pay
 
-                                                   dense causal  local butterfly random bigbird
-        64   3 warpgroups                            545    490                                   without a layout
-        64   2 sets of queries                       473    463    437    424    450    420       with one
-        64   2 sets, slack 8                         447    433    420    416    435    422
-        64   1 set                                                 410    400    432    417
-        64   1 set, a row's sum whole in each step   460    438    407    406    432    363
-        64   3 warpgroups, no turns                  531    481
-        64   3 warpgroups, no turns, slack 8         530    497
-        64   3 warpgroups, no overlap                516    473
-        64   3 warpgroups, 64 keys a step, pin       453    434
-        64   4 warpgroups, 64 keys a step            490    449
-        64   the same, no turns, slack 8             517    492
-        64   cuDNN                                   463    449
-        128  2 sets, slack 8                         600    626    562    561    607    567       with a layout
-        128  2 sets                                  662    622    550    546    604    557       without one
-        128  1 set, a row's sum whole in each step   665    615    548    548    603    559
-        128  3 warpgroups, 64 keys a step            627    582
-        128  cuDNN                                   642    570
-
-    In another run, of 1 set: at 64, two programs a SM with slack 8 had 466 443 426 416 432 415 where the row's sum
-    whole had 430 436 403 393 421 399; an eighth of the exponentials as polynomials 437 425 403 393 418 394, a
-    quarter 422 417
-    380 382 401 383. At 128, slack 8 and two steps a round 636 615 561 559 584 540 where the sum whole had 664 597
-    533 537 579 540.
-
-    Ahead of time only: `pin` spills with Triton 3.9 (84 bytes), as queries in registers did beside it (128: 36 to
-    204), and 3
-    warpgroups with lengths (264) or with Triton 3.9 (692), and early words at 128 with Triton 3.9 (32). With Triton
-    3.6 a partial
-    step of a layout has 566 instructions at 64, 613 at 128, a full one 451 and 502; of them 64 select, 32 move bits
-    to predicates. One
-    of a tile made of whole quarters has 466 and 525, and 32 more for 64 keys that do not attend.
-
-    Tiles made of whole quarters: of blocks of 64 with 80 % stored, rate of stored blocks beside that of blocks of
-    128, all stored, local
-    and butterfly, single calls: forward 128 79, 78 %, 64 76, 77, by bitmasks 71, 71 and 69, 70; backward 128 79, 78,
-    64 76, 76, by
-    bitmasks 71, 71 and 62, 62. That one kernel has loops for them and others without is for the full tiles of the
-    others, with which
-    one for all had, at 64, local and butterfly, 429, 425 TFLOP/s forward for 442, 435 and 453, 442 backward for 478,
-    465. The words of a
-    row's first step, loaded before its keys are waited for: butterfly in blocks of 16, 80 % stored, 128 418 for 408,
-    64 299 for 294.
-    Where halves of tiles come two and two, microseconds for those before: blocks of 64 at random, 10 % of them, 128
-    616 for 1075, 64 936
-    for 1608; local, 80 % of them stored, where few tiles are half, 128 302 for 306, 64 444 for 428. Keys and values
-    then come 64 rows and 64
-    columns at a time, full tiles too.
-
-    What binds (Nsight Compute, single launches at 1.65 to 1.8 GHz, of the cycles): tensor cores, shared memory,
-    exponentials, issue:
-    128 dense 82, 53, 42, 40 %, butterfly 65, 44, 34, 32, random 75, 49, 39, 34; 64 dense 61, 41, 63, 50, butterfly
-    47, 33, 49, 45,
-    random 50, 35, 52, 47: at 64 tensor cores and exponentials wait for each other. Over and over, as
-    benchmarks.run.attention calls it, power
-    limits the clock (700 W; 668 to 727 are drawn), TFLOP/s of single calls and over and over: 128 dense 728, 660,
-    random 670, 624,
-    butterfly 593, 573; 64 dense 589, 533, butterfly 436, 433.
-
-    Tried: places given back by an arrival of each thread (cp.async.mbarrier.arrive), without the meetings of a
-    warpgroup around an
-    mbarrier's: 64 local 365 microseconds for 345, 128 local 257 for 258, dense 3,100 for 2,996; by hardware barriers
-    128 local 254 for
-    256, dense 3,070 for 3,007.
+    Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Until Triton 3.9, which spills them, all have `pin` and
+    early_bitmask.
     """
     if dim == 256:
-        # out takes 128 registers, and there is no room for it beside q
-        return Config(block_kv=64, out_in_q=True, early_words=BEFORE_TRITON_3_9)
+        # out takes 128 registers per thread, and shared memory has no room for it beside q
+        return Config(block_kv=64, out_in_q=True, early_bitmask=BEFORE_TRITON_3_9)
     if dim == 64 and is_wide and BEFORE_TRITON_3_9:
-        return Config(stages=4, warpgroups=3, registers=160, mover_registers=32)
-    slack = 8.0 if dim == 128 and has_layout and not has_lengths else 0.0
+        # dense 545, 2 warpgroups 473
+        return Config(stages=4, warpgroups=3, consumer_registers=160, producer_registers=32)
+    if dim == 64:
+        # butterfly 424, with 1 stage of q 400
+        return Config(stages=4, q_stages=2, pin=BEFORE_TRITON_3_9)
+    # with a layout butterfly 561, without the threshold 546; without a layout dense 662, with the threshold 600
+    rescale_threshold = 8.0 if has_layout and not has_lengths else 0.0
     return Config(
-        stages=2 if dim == 128 else 4,
-        queries=2,
-        slack=slack,
-        pin=BEFORE_TRITON_3_9,
-        early_words=BEFORE_TRITON_3_9 or dim == 64,
+        q_stages=2, rescale_threshold=rescale_threshold, pin=BEFORE_TRITON_3_9, early_bitmask=BEFORE_TRITON_3_9
     )
 
 
 def wide_pays(q_len: int, n_batch_heads: int, n_programs: int) -> bool:
-    """Whether rows of 192 queries are done no later than rows of 128: few of them leave SMs idle.
+    """Whether tile rows of 192 queries finish no later than those of 128; few of them leave SMs idle.
 
-    One takes 1.30 (dense) to 1.42 (causal) times as long, by the table of `config`.
+    A tile row of 192 queries takes 1.30 (dense) to 1.42 (causal) times as long, by the table in TUNING.md.
     """
     wide, narrow = (-(-(-(-q_len // side) * n_batch_heads) // n_programs) for side in (192, 128))
     return 4 * wide <= 3 * narrow
 
 
-# ---- the warpgroups that compute ----
+# ---- consumer warpgroups ----
 
 
-@gluon.jit
-def clear_values(rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
-    """Makes the values of a step finite. The warpgroups meet in it: never while one holds the turn that the other
-    waits for."""
-    _, indices_ptr, _, _, kv_lengths_ptr, _, _, _ = ptrs
-    if kv_lengths_ptr is not None:
-        v_tile = wait_for_values(rings, barriers, n_now, STAGES)
-        zero_tail(v_tile, key_start(indices_ptr, row, i_step, v_tile.shape[0]), limit, WARPGROUP)
+class RowState(NamedTuple):
+    """State of the online softmax of a warpgroup's 64 queries.
 
-
-@gluon.jit
-def wait_for_values(rings, barriers, n_now, STAGES: gl.constexpr):
-    """The values of a step: [BLOCK_KV, DIM_V]."""
-    _, _, v_ring, _, _ = rings
-    stage = n_now % STAGES
-    mbarrier.wait(barriers[V_FULL].index(stage), (n_now // STAGES) & 1)
-    return v_ring.index(stage).reshape([v_ring.shape[3], v_ring.shape[4]])
-
-
-@gluon.jit
-def attend(
-    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WARPGROUP: gl.constexpr, MASKED: gl.constexpr,
-    IS_SUBTILED: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, OVERLAP: gl.constexpr,
-    PIN: gl.constexpr, PING_PONG: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
-):  # fmt: skip
-    """The scores of step i_step and, where it is not the FIRST with OVERLAP, meanwhile the output of the step before.
-
-    Without OVERLAP the output of the same step follows. state is out, maximum, sum, and p of the step before.
+    out  [64, DIM_V] unnormalised, without the p v of the last step
+    max  [64] running maximum in base 2
+    sum  [64, 4] sum of p, one partial sum per thread of a row
+    p    [64, BLOCK_KV] of the last step, as left operand of p v
     """
-    b_out, b_max, b_sum, b_p = state
-    _, k_ring, v_ring, _, _ = rings
-    BLOCK_KV: gl.constexpr = k_ring.shape[3]
+
+    out: Any
+    max: Any
+    sum: Any
+    p: Any
+
+
+@gluon.jit
+def initial_state(BLOCK_KV: gl.constexpr, DIM_V: gl.constexpr, dtype: gl.constexpr):
+    """The RowState before the first step."""
     score_layout: gl.constexpr = accumulator(BLOCK_KV)
-    out_layout: gl.constexpr = accumulator(v_ring.shape[4])
-    BEFORE: gl.constexpr = OVERLAP and not FIRST
-    n_now = n_done + i_step
-    stage = n_now % STAGES
-    v_stage = (n_now - 1) % STAGES
-    words = None
-    quarters = None
-    # these come while this warpgroup waits for keys, its turn and the product
-    if EARLY_WORDS and MASKED and ptrs[1] is not None:
-        words = mask_words(ptrs, row, i_step, WARPGROUP, BLOCK_KV)
-    if EARLY_WORDS and FIRST and ptrs[1] is not None:
-        words = no_words(BLOCK_KV)
-        # not of a full tile, which would wait for two loads, one after the other: 1 to 2 % of its rate
-        if row[5] > 0:
-            words = mask_words(ptrs, row, i_step, WARPGROUP, BLOCK_KV)
-    if IS_SUBTILED:
-        quarters = mask_quarters(ptrs, row, i_step, WARPGROUP, BLOCK_KV)
-    mbarrier.wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1)
-    if BEFORE:
-        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WARPGROUP, STAGES)
-    ping_pong_wait(WARPGROUP, PING_PONG, WARPGROUPS)
+    out_layout: gl.constexpr = accumulator(DIM_V)
     b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_KV], gl.float32, score_layout)
-    k_tile = k_ring.index(stage).reshape([BLOCK_KV, k_ring.shape[4]]).permute((1, 0))
+    b_p = gl.convert_layout(b_zero.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
+    # finite, since -inf - (-inf) = nan, and below every score
+    b_max = gl.full([WARPGROUP_ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, score_layout))
+    b_sum = gl.full([WARPGROUP_ROWS, 4], 0.0, gl.float32, row_sum_layout())
+    b_out = gl.zeros([WARPGROUP_ROWS, DIM_V], gl.float32, out_layout)
+    return RowState(out=b_out, max=b_max, sum=b_sum, p=b_p)
+
+
+@gluon.jit
+def wait_for_v(v, i_load, STAGES: gl.constexpr):
+    """The values of the i_load-th step of this program, [BLOCK_KV, DIM_V] in shared memory."""
+    stage = i_load % STAGES
+    consumer_wait(v, stage, i_load // STAGES)
+    return v.buffers.index(stage).reshape([v.buffers.shape[3], v.buffers.shape[4]])
+
+
+@gluon.jit
+def zero_v_tail(v, ptrs, work_tile, i_step, i_load, kv_limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
+    """With kv_lengths, zeroes the values of a step from kv_limit on.
+
+    The warpgroups meet in it, so it must not run in a ping-pong turn that another one waits for.
+    """
+    if ptrs.kv_lengths_ptr is not None:
+        v_tile = wait_for_v(v, i_load, STAGES)
+        kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step, v_tile.shape[0])
+        zero_tail(v_tile, kv_start, kv_limit, WARPGROUP)
+
+
+@gluon.jit
+def step(
+    state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit,
+    KIND: gl.constexpr, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, HAS_SUBTILES: gl.constexpr,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of step i_step and, during the softmax, p v of the step before. Returns the new RowState.
+
+    q_tile  this warpgroup's queries, [64, DIM] in shared memory
+    n_done  steps of earlier work tiles
+    KIND    "first" step of the work tile, which may be partial or full; "bitmask", "subtiled" or "full" for later ones
+    """
+    STAGES: gl.constexpr = CONFIG.stages
+    WARPGROUPS: gl.constexpr = CONFIG.warpgroups
+    k, v = pipelines.k, pipelines.v
+    dtype: gl.constexpr = k.buffers.dtype
+    BLOCK_KV: gl.constexpr = CONFIG.block_kv
+    FIRST: gl.constexpr = KIND == "first"
+    MASKED: gl.constexpr = KIND == "bitmask"
+    IS_SUBTILED: gl.constexpr = KIND == "subtiled" or (FIRST and HAS_SUBTILES)
+    score_layout: gl.constexpr = accumulator(BLOCK_KV)
+    out_layout: gl.constexpr = accumulator(v.buffers.shape[4])
+    b_out, b_max, b_sum = state.out, state.max, state.sum
+    i_load = n_done + i_step
+    stage = i_load % STAGES
+    v_stage = (i_load - 1) % STAGES
+    bitmask = None
+    subtiles = None
+    # loaded early: they arrive during the waits for keys, for the turn and for the product
+    if CONFIG.early_bitmask and MASKED and ptrs.indices_ptr is not None:
+        bitmask = load_bitmask(ptrs, work_tile, i_step, WARPGROUP, BLOCK_KV)
+    if CONFIG.early_bitmask and FIRST and ptrs.indices_ptr is not None:
+        bitmask = empty_bitmask(BLOCK_KV)
+        # not for a full tile, which would wait for two dependent loads: 1 to 2 % of its rate
+        if work_tile.n_bitmask > 0:
+            bitmask = load_bitmask(ptrs, work_tile, i_step, WARPGROUP, BLOCK_KV)
+    if IS_SUBTILED:
+        subtiles = load_subtiles(ptrs.indices_ptr, work_tile, i_step, WARPGROUP, BLOCK_KV)
+    consumer_wait(k, stage, i_load // STAGES)
+    if not FIRST:
+        zero_v_tail(v, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
+    ping_pong_wait(WARPGROUP, WARPGROUPS)
+    b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_KV], gl.float32, score_layout)
+    k_tile = k.buffers.index(stage).reshape([BLOCK_KV, k.buffers.shape[4]]).permute((1, 0))
     # [WARPGROUP_ROWS, BLOCK_KV]
     scores_token = warpgroup_mma(q_tile, k_tile, b_zero, use_acc=False, is_async=True)
-    if BEFORE:
-        v_tile = wait_for_values(rings, barriers, n_now - 1, STAGES)
+    if not FIRST:
+        v_tile = wait_for_v(v, i_load - 1, STAGES)
         # [WARPGROUP_ROWS, DIM_V]
-        out_token = warpgroup_mma(b_p, v_tile, b_out, is_async=True)
-    ping_pong_next(WARPGROUP, PING_PONG, WARPGROUPS)
-    b_scores = warpgroup_mma_wait(1 if BEFORE else 0, deps=(scores_token,))
-    mbarrier.arrive(barriers[K_EMPTY].index(stage), count=1)
+        out_token = warpgroup_mma(state.p, v_tile, b_out, is_async=True)
+    ping_pong_next(WARPGROUP, WARPGROUPS)
+    b_scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores_token,))
+    consumer_release(k, stage)
     if SIGN != 1:
         b_scores = b_scores * SIGN
     if FIRST:
-        # partial or not, it is the one step that is looked at
-        if row[5] > 0:
-            b_scores = mask_scores(b_scores, words, ptrs, sizes, row, i_step, limit, WARPGROUP, True, CAUSAL, BLOCK_KV)
-        elif ptrs[4] is not None:
-            b_scores = mask_scores(b_scores, None, ptrs, sizes, row, i_step, limit, WARPGROUP, False, CAUSAL, BLOCK_KV)
+        # the only kind that is checked at run time
+        if work_tile.n_bitmask > 0:
+            b_scores = mask_scores(
+                b_scores, bitmask, ptrs, sizes, work_tile, i_step, kv_limit,
+                WARPGROUP=WARPGROUP, MASKED=True, CAUSAL=CAUSAL, BLOCK_KV=BLOCK_KV,
+            )  # fmt: skip
+        elif ptrs.kv_lengths_ptr is not None:
+            b_scores = mask_scores(
+                b_scores, None, ptrs, sizes, work_tile, i_step, kv_limit,
+                WARPGROUP=WARPGROUP, MASKED=False, CAUSAL=CAUSAL, BLOCK_KV=BLOCK_KV,
+            )  # fmt: skip
     else:
-        b_scores = mask_scores(b_scores, words, ptrs, sizes, row, i_step, limit, WARPGROUP, MASKED, CAUSAL, BLOCK_KV)
+        b_scores = mask_scores(
+            b_scores, bitmask, ptrs, sizes, work_tile, i_step, kv_limit,
+            WARPGROUP=WARPGROUP, MASKED=MASKED, CAUSAL=CAUSAL, BLOCK_KV=BLOCK_KV,
+        )  # fmt: skip
     if IS_SUBTILED:
-        b_scores = mask_subtiles(b_scores, quarters, 1, MINUS_INFINITY)
-    b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, b_max, b_sum, sizes[5], SLACK)
-    if BEFORE:
-        # with lengths to look at it would spill more
-        if PIN and ptrs[4] is None:
+        b_scores = mask_subtiles(b_scores, subtiles, STRIDE=1, FILL=MINUS_INFINITY)
+    b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, b_max, b_sum, sizes.scale_log2, CONFIG.rescale_threshold)
+    if not FIRST:
+        # with kv_lengths it would spill more
+        if CONFIG.pin and ptrs.kv_lengths_ptr is None:
             b_sum = pin(b_sum)
         b_out = warpgroup_mma_wait(0, deps=(out_token,))
-        mbarrier.arrive(barriers[V_EMPTY].index(v_stage), count=1)
-    if not (OVERLAP and FIRST):
+        consumer_release(v, v_stage)
         b_decay = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, out_layout)), 1)
-        if SLACK > 0 and not MASKED:  # noqa: SIM108
+        if CONFIG.rescale_threshold > 0 and not MASKED:  # noqa: SIM108
             b_out = rescale(b_out, b_decay)
         else:
             b_out = b_out * b_decay
-    b_p = gl.convert_layout(b_p32.to(k_ring.dtype), gl.DotOperandLayout(0, out_layout, 2))
-    if not OVERLAP:
-        b_out = add_values(b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP, STAGES)
-    return b_out, b_max, b_sum, b_p
+    b_p = gl.convert_layout(b_p32.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
+    return RowState(out=b_out, max=b_max, sum=b_sum, p=b_p)
 
 
 @gluon.jit
-def add_values(
-    b_out, b_p, rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr
-):
-    """out + p v of one step: [WARPGROUP_ROWS, DIM_V]."""
-    clear_values(rings, barriers, ptrs, row, n_now, i_step, limit, WARPGROUP, STAGES)
-    v_tile = wait_for_values(rings, barriers, n_now, STAGES)
-    out_token = warpgroup_mma(b_p, v_tile, b_out, is_async=True)
+def add_last_pv(state, v, ptrs, work_tile, n_done, kv_limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
+    """out + p v of the last step: [WARPGROUP_ROWS, DIM_V]. n_done counts the steps of this work tile too."""
+    zero_v_tail(v, ptrs, work_tile, work_tile.n_steps - 1, n_done - 1, kv_limit, WARPGROUP, STAGES)
+    v_tile = wait_for_v(v, n_done - 1, STAGES)
+    out_token = warpgroup_mma(state.p, v_tile, state.out, is_async=True)
     b_out = warpgroup_mma_wait(0, deps=(out_token,))
-    mbarrier.arrive(barriers[V_EMPTY].index(n_now % STAGES), count=1)
+    consumer_release(v, (n_done - 1) % STAGES)
     return b_out
 
 
 @gluon.jit
-def epilogue(
-    b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WARPGROUP: gl.constexpr, OUT_IN_Q: gl.constexpr
-):
-    """Writes out and lse, which comes in base 2, of a whole row."""
-    _, _, _, out_desc = descriptors
-    _, k_ring, _, out_ring, _ = rings
-    n_heads, _, _, q_len, _, _, _, _ = sizes
-    batch_head, q_start, _, _, _, _, _ = row
+def epilogue(b_out, b_lse, out_desc, out_tile, ptrs, sizes, work_tile, WARPGROUP: gl.constexpr, CONFIG: gl.constexpr):
+    """Stores out, through shared memory, and lse (in base 2) of a whole tile row."""
+    batch_head = work_tile.target
     o_q = (
-        q_start
+        work_tile.q_start
         + WARPGROUP * WARPGROUP_ROWS
-        + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, accumulator(k_ring.shape[3])))
+        + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, accumulator(CONFIG.block_kv)))
     )
-    # unsigned: else the sign of q_len is kept from the kernel's beginning on, and spilled
-    p_lse = ptrs[5] + batch_head.to(gl.uint32).to(gl.uint64) * gl.cast(q_len, gl.uint32) + o_q
-    gl.store(p_lse, b_lse * LN_2, mask=o_q < q_len)
-    if not OUT_IN_Q:
-        # the row before has left the buffer
+    # unsigned: otherwise the sign of q_len is kept from the start of the kernel, and spilled
+    p_lse = ptrs.lse_ptr + batch_head.to(gl.uint32).to(gl.uint64) * gl.cast(sizes.q_len, gl.uint32) + o_q
+    gl.store(p_lse, b_lse * LN_2, mask=o_q < sizes.q_len)
+    if not CONFIG.out_in_q:
+        # TMA has read the previous tile row from the buffer
         tma.store_wait(0)
-    out_tile = out_ring.index(i_query if OUT_IN_Q else WARPGROUP)
-    out_tile.reshape([WARPGROUP_ROWS, b_out.shape[1]]).store(b_out.to(out_ring.dtype))
+    out_tile.reshape([WARPGROUP_ROWS, b_out.shape[1]]).store(b_out.to(out_tile.dtype))
     fence_async_shared()
-    tma_store(
-        out_desc, [batch_head // n_heads, batch_head % n_heads, q_start + WARPGROUP * WARPGROUP_ROWS, 0], out_tile
-    )
-    if OUT_IN_Q:
+    q_start = work_tile.q_start + WARPGROUP * WARPGROUP_ROWS
+    tma_store(out_desc, [batch_head // sizes.n_heads, batch_head % sizes.n_heads, q_start, 0], out_tile)
+    if CONFIG.out_in_q:
         tma.store_wait(0)
 
 
 @gluon.jit
-def compute(
-    descriptors, rings, barriers, ptrs, sizes, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr, PING_PONG: gl.constexpr,
-    OUT_IN_Q: gl.constexpr, WARPGROUPS: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr, HAS_SUBTILES: gl.constexpr,
+def epilogue_split(b_out, b_lse, splits_ptr, i_block, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexpr):
+    """Stores out and lse (in base 2) of a split to block i_block of the workspace."""
+    DIM_V: gl.constexpr = b_out.shape[1]
+    p_split = splits_ptr + i_block.to(gl.int64) * (TILE * (DIM_V + 1))
+    store_split(p_split, b_out, WARPGROUP)
+    p_lse = p_split + TILE * DIM_V + WARPGROUP * WARPGROUP_ROWS
+    gl.store(p_lse + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_KV))), b_lse)
+
+
+@gluon.jit
+def mma(
+    out_desc, out_buffers, pipelines, ptrs, sizes, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_SUBTILES: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    q_ring, k_ring, v_ring, _, row_ring = rings
-    _, _, _, _, kv_lengths_ptr, _, _, splits_ptr = ptrs
-    n_heads, n_batch_heads, _, _, kv_len, _, _, _ = sizes
-    BLOCK_KV: gl.constexpr = k_ring.shape[3]
-    DIM: gl.constexpr = q_ring.shape[4]
-    DIM_V: gl.constexpr = v_ring.shape[4]
-    score_layout: gl.constexpr = accumulator(BLOCK_KV)
+    """Entry point of consumer warpgroup WARPGROUP.
+
+    out_buffers  [WARPGROUPS, 1, 1, 64, DIM_V] in shared memory; with out_in_q those of q
+    """
+    BLOCK_KV: gl.constexpr = CONFIG.block_kv
+    STAGES: gl.constexpr = CONFIG.stages
+    WARPGROUPS: gl.constexpr = CONFIG.warpgroups
+    q, v = pipelines.q, pipelines.v
+    dtype: gl.constexpr = q.buffers.dtype
+    DIM: gl.constexpr = q.buffers.shape[4]
+    DIM_V: gl.constexpr = v.buffers.shape[4]
     out_layout: gl.constexpr = accumulator(DIM_V)
-    query_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    dtype: gl.constexpr = q_ring.dtype
-    i_row = 0
+    query_layout: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_KV))
+    # work tiles and steps so far
+    i_tile = 0
     n_done = 0
-    ping_pong_start(WARPGROUP, PING_PONG, WARPGROUPS)
-    row = read_row_work_tile(row_ring, barriers, i_row, HAS_SUBTILES)
-    while row[0] >= 0:
-        batch_head, _, _, n_steps, n_partial, n_bitmask, _ = row
-        if splits_ptr is not None:
-            batch_head = batch_head % n_batch_heads
-        limit = clamped_kv_len(kv_lengths_ptr, batch_head // n_heads, kv_len)
-        b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_KV], gl.float32, score_layout)
-        b_p = gl.convert_layout(b_zero.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
-        # a row which has met no key yet: finite, since -inf - (-inf) = nan, and below every score
-        b_max = gl.full([WARPGROUP_ROWS], -3.0e38, gl.float32, query_layout)
-        b_sum = gl.full([WARPGROUP_ROWS, 4], 0.0, gl.float32, row_parts())
-        state = (gl.zeros([WARPGROUP_ROWS, DIM_V], gl.float32, out_layout), b_max, b_sum, b_p)
-        i_query, phase = query_place(i_row, WARPGROUP, q_ring, WARPGROUPS)
-        mbarrier.wait(barriers[Q_FULL].index(i_query), phase)
+    ping_pong_start(WARPGROUP, WARPGROUPS)
+    work_tile = read_work_tile(pipelines.work_tiles, i_tile, HAS_SUBTILES)
+    while work_tile.target > END:
+        n_steps, n_partial, n_bitmask = work_tile.n_steps, work_tile.n_partial, work_tile.n_bitmask
+        batch_head = work_tile.target
+        if ptrs.splits_ptr is not None:
+            # blocks of the workspace are numbered likewise
+            batch_head = batch_head % sizes.n_batch_heads
+        kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
+        state = initial_state(BLOCK_KV, DIM_V, dtype)
+        i_buffer, phase = q_buffer_and_phase(i_tile, WARPGROUP, CONFIG)
+        consumer_wait(q, i_buffer, phase)
         # [WARPGROUP_ROWS, DIM]
-        q_tile = q_ring.index(i_query).reshape([WARPGROUP_ROWS, DIM])
-        # one is known when compiling, the other is not
-        if OVERLAP:  # noqa: SIM102
-            if n_steps > 0:
-                state = attend(
-                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, 0, limit, WARPGROUP, False, HAS_SUBTILES, SIGN, CAUSAL, STAGES,
-                    True, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
-                )  # fmt: skip
-        for i_step in range(1 if OVERLAP else 0, n_bitmask):
-            state = attend(
-                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WARPGROUP, True, False, SIGN, CAUSAL, STAGES,
-                False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
+        q_tile = q.buffers.index(i_buffer).reshape([WARPGROUP_ROWS, DIM])
+        if n_steps > 0:
+            state = step(
+                state, q_tile, pipelines, ptrs, sizes, work_tile, 0, n_done, kv_limit, KIND="first",
+                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, HAS_SUBTILES=HAS_SUBTILES, CONFIG=CONFIG,
+            )  # fmt: skip
+        for i_step in range(1, n_bitmask):
+            state = step(
+                state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit, KIND="bitmask",
+                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, HAS_SUBTILES=HAS_SUBTILES, CONFIG=CONFIG,
             )  # fmt: skip
         if HAS_SUBTILES:
-            for i_step in range(gl.maximum(n_bitmask, 1) if OVERLAP else n_bitmask, n_partial):
-                state = attend(
-                    state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WARPGROUP, False, True, SIGN, CAUSAL,
-                    STAGES, False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
+            for i_step in range(gl.maximum(n_bitmask, 1), n_partial):
+                state = step(
+                    state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit, KIND="subtiled",
+                    WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, HAS_SUBTILES=HAS_SUBTILES, CONFIG=CONFIG,
                 )  # fmt: skip
-        for i_step in range(gl.maximum(n_partial, 1) if OVERLAP else n_partial, n_steps):
-            state = attend(
-                state, q_tile, rings, barriers, ptrs, sizes, row, n_done, i_step, limit, WARPGROUP, False, False, SIGN, CAUSAL, STAGES,
-                False, OVERLAP, PIN, PING_PONG, WARPGROUPS, SLACK, EARLY_WORDS,
+        for i_step in range(gl.maximum(n_partial, 1), n_steps):
+            state = step(
+                state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit, KIND="full",
+                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, HAS_SUBTILES=HAS_SUBTILES, CONFIG=CONFIG,
             )  # fmt: skip
-        b_out, b_max, b_sum, b_p = state
         n_done += n_steps
-        if not OUT_IN_Q:
-            # nothing reads the queries any more
-            mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)
-        if OVERLAP:  # noqa: SIM102
-            if n_steps > 0:
-                # the output of the last step
-                b_out = add_values(
-                    b_out, b_p, rings, barriers, ptrs, row, n_done - 1, n_steps - 1, limit, WARPGROUP, STAGES
-                )
-        b_sum = gl.convert_layout(gl.sum(b_sum, 1), query_layout, assert_trivial=True)
+        if not CONFIG.out_in_q:
+            consumer_release(q, i_buffer)
+        b_out = state.out
+        if n_steps > 0:
+            b_out = add_last_pv(state, v, ptrs, work_tile, n_done, kv_limit, WARPGROUP=WARPGROUP, STAGES=STAGES)
+        b_sum = gl.convert_layout(gl.sum(state.sum, 1), query_layout, assert_trivial=True)
         m_empty = b_sum == 0.0
         b_sum = gl.where(m_empty, 1.0, b_sum)
-        b_lse = gl.where(m_empty, float("-inf"), b_max + gl.log2(b_sum))
+        b_lse = gl.where(m_empty, float("-inf"), state.max + gl.log2(b_sum))
         b_out = b_out * gl.expand_dims(gl.convert_layout(1.0 / b_sum, gl.SliceLayout(1, out_layout)), 1)
-        # one is known when compiling, the other is not
-        if splits_ptr is None:  # noqa: SIM114
-            epilogue(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WARPGROUP, OUT_IN_Q)
-        elif row[0] < n_batch_heads:
-            epilogue(b_out, b_lse, descriptors, rings, ptrs, sizes, row, i_query, WARPGROUP, OUT_IN_Q)
+        out_tile = out_buffers.index(i_buffer if CONFIG.out_in_q else WARPGROUP)
+        # the first condition is known at compile time, the second is not
+        if ptrs.splits_ptr is None:  # noqa: SIM114
+            epilogue(b_out, b_lse, out_desc, out_tile, ptrs, sizes, work_tile, WARPGROUP=WARPGROUP, CONFIG=CONFIG)
+        elif work_tile.target < sizes.n_batch_heads:
+            epilogue(b_out, b_lse, out_desc, out_tile, ptrs, sizes, work_tile, WARPGROUP=WARPGROUP, CONFIG=CONFIG)
         else:
-            p_part = splits_ptr + (row[0] - n_batch_heads).to(gl.int64) * (TILE * (DIM_V + 1))
-            store_split(p_part, b_out, WARPGROUP)
-            gl.store(
-                p_part + TILE * DIM_V + WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=query_layout),
-                b_lse,
-            )
-        if OUT_IN_Q:
-            mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)
-        i_row += 1
-        row = read_row_work_tile(row_ring, barriers, i_row, HAS_SUBTILES)
-    ping_pong_finish(WARPGROUP, PING_PONG, WARPGROUPS)
+            i_block = work_tile.target - sizes.n_batch_heads
+            epilogue_split(b_out, b_lse, ptrs.splits_ptr, i_block, WARPGROUP=WARPGROUP, BLOCK_KV=BLOCK_KV)
+        if CONFIG.out_in_q:
+            consumer_release(q, i_buffer)
+        i_tile += 1
+        work_tile = read_work_tile(pipelines.work_tiles, i_tile, HAS_SUBTILES)
+    ping_pong_finish(WARPGROUP, WARPGROUPS)
     tma.store_wait(0)
 
 
+# ---- kernel ----
+
+
 @gluon.jit(
-    do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "group", "n_split_lines", "num_splits"]
-)
+    do_not_specialize=[
+        "n_heads", "n_batch_heads", "n_tile_rows", "q_len", "kv_len", "group", "n_split_rows", "num_splits",
+    ]
+)  # fmt: skip
 def hopper_forward_kernel(
-    # inputs; a queue, None: there is a program for each row
-    q_desc, k_desc, v_desc, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, tile_counter_ptr,
-    # outputs; what parts of rows write, None: there are none
+    # inputs; Pointers describes those that may be None
+    q_desc, k_desc, v_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr, tile_counter_ptr,
+    # outputs
     out_desc, lse_ptr, splits_ptr,
     # strides in elements: (batch, head)
     record_strides,
-    # sizes: n_batch_heads = batch * heads, n_lines = tile rows, group = query heads of a key head; the first n_split_lines lines of
-    # each
-    # head have num_splits programs each
-    n_heads, n_batch_heads, n_lines, q_len, kv_len, group, n_split_lines, num_splits, scale_log2,
-    # compile time; HAS_SUBTILES: tiles made of whole quarters are listed
-    BLOCK_KV: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, PIN: gl.constexpr,
-    PING_PONG: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
-    MOVER_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr, QUERIES: gl.constexpr, SLACK: gl.constexpr, EARLY_WORDS: gl.constexpr,
-    HAS_SUBTILES: gl.constexpr,
+    # sizes, see Sizes
+    n_heads, n_batch_heads, n_tile_rows, q_len, kv_len, group, n_split_rows, num_splits, scale_log2,
+    # compile time; SIGN of the scale, HAS_SUBTILES: the plan lists tiles that consist of whole 64 x 64 subtiles
+    SIGN: gl.constexpr, CAUSAL: gl.constexpr, HAS_SUBTILES: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
+    BLOCK_KV: gl.constexpr = CONFIG.block_kv
+    STAGES: gl.constexpr = CONFIG.stages
+    WARPGROUPS: gl.constexpr = CONFIG.warpgroups
+    Q_BUFFERS: gl.constexpr = CONFIG.q_stages * CONFIG.warpgroups
     DIM: gl.constexpr = q_desc.block_type.shape[3]
     DIM_V: gl.constexpr = out_desc.block_type.shape[3]
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [QUERIES * WARPGROUPS, 1, 1, WARPGROUP_ROWS, DIM], q_desc.layout)
-    # of a block of the descriptor, which may be smaller, they have the layout too
-    k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM_V], v_desc.layout)
-    if OUT_IN_Q:
-        out_ring = q_ring
+    q_buffers = gl.allocate_shared_memory(q_desc.dtype, [Q_BUFFERS, 1, 1, WARPGROUP_ROWS, DIM], q_desc.layout)
+    # a descriptor's block may be smaller than a buffer; their layouts agree
+    k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM_V], v_desc.layout)
+    if CONFIG.out_in_q:
+        out_buffers = q_buffers
     else:
-        out_ring = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS, 1, 1, WARPGROUP_ROWS, DIM_V], out_desc.layout)
-    row_ring = gl.allocate_shared_memory(
-        gl.int32, [2 * row_ints(HAS_SUBTILES), 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        out_shape: gl.constexpr = [WARPGROUPS, 1, 1, WARPGROUP_ROWS, DIM_V]
+        out_buffers = gl.allocate_shared_memory(out_desc.dtype, out_shape, out_desc.layout)
+    work_tile_buffers = gl.allocate_shared_memory(
+        gl.int32, [WORK_TILE_STAGES * work_tile_stride(HAS_SUBTILES), 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    barriers = (
-        allocate_mbarriers(2, 1), allocate_mbarriers(2, WARPGROUPS),
-        allocate_mbarriers(QUERIES * WARPGROUPS, 1), allocate_mbarriers(QUERIES * WARPGROUPS, 1),
-        allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, WARPGROUPS), allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, WARPGROUPS),
-    )  # fmt: skip
+    pipelines = Pipelines(
+        work_tiles=allocate_pipeline(work_tile_buffers, WORK_TILE_STAGES, CONSUMERS=WARPGROUPS),
+        q=allocate_pipeline(q_buffers, Q_BUFFERS, CONSUMERS=1),
+        k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=WARPGROUPS),
+        v=allocate_pipeline(v_buffers, STAGES, CONSUMERS=WARPGROUPS),
+    )
     fence_async_shared()
-    descriptors = (q_desc, k_desc, v_desc, out_desc)
-    rings = (q_ring, k_ring, v_ring, out_ring, row_ring)
-    ptrs = (records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, lse_ptr, tile_counter_ptr, splits_ptr)
-    sizes = (n_heads, n_batch_heads, n_lines, q_len, kv_len, scale_log2, n_split_lines, num_splits)
-    gl.warp_specialize(
-        [
-            (compute, (descriptors, rings, barriers, ptrs, sizes, who, SIGN, CAUSAL, STAGES, OVERLAP, PIN, PING_PONG,
-                       OUT_IN_Q, WARPGROUPS, SLACK, EARLY_WORDS, HAS_SUBTILES))
-            if who < WARPGROUPS else
-            (move, (descriptors, rings, barriers, ptrs, record_strides, sizes, group, CAUSAL, BLOCK_KV, STAGES, WARPGROUPS, HAS_SUBTILES))
-            for who in ((0, 1, 2) if WARPGROUPS == 2 else (0, 1, 2, 3))
-        ],
-        [4, 1] if WARPGROUPS == 2 else [4, 4, 1],
-        [REGISTERS, MOVER_REGISTERS] if WARPGROUPS == 2 else [REGISTERS, REGISTERS, MOVER_REGISTERS],
-    )  # fmt: skip
+    ptrs = Pointers(
+        records_ptr=records_ptr,
+        indices_ptr=indices_ptr,
+        bitmask_ids_ptr=bitmask_ids_ptr,
+        bitmasks_ptr=bitmasks_ptr,
+        kv_lengths_ptr=kv_lengths_ptr,
+        lse_ptr=lse_ptr,
+        tile_counter_ptr=tile_counter_ptr,
+        splits_ptr=splits_ptr,
+    )
+    sizes = Sizes(
+        n_heads=n_heads,
+        n_batch_heads=n_batch_heads,
+        n_tile_rows=n_tile_rows,
+        q_len=q_len,
+        kv_len=kv_len,
+        scale_log2=scale_log2,
+        n_split_rows=n_split_rows,
+        num_splits=num_splits,
+        group=group,
+    )
+    REGISTERS: gl.constexpr = CONFIG.consumer_registers
+    PRODUCER_REGISTERS: gl.constexpr = CONFIG.producer_registers
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 0, SIGN, CAUSAL, HAS_SUBTILES, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 1, SIGN, CAUSAL, HAS_SUBTILES, CONFIG)),
+                (load, (q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, HAS_SUBTILES, CONFIG)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 0, SIGN, CAUSAL, HAS_SUBTILES, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 1, SIGN, CAUSAL, HAS_SUBTILES, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 2, SIGN, CAUSAL, HAS_SUBTILES, CONFIG)),
+                (load, (q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, HAS_SUBTILES, CONFIG)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
-# ---- the launch ----
+# ---- launch ----
 
 
-class Prepared(NamedTuple):
-    """The memory of the results, the launch, and of split rows the one that merges their parts and how many float32
-    they are.
+class ForwardLaunches(NamedTuple):
+    """The launches of a forward, and the memory that they need.
 
-    is_queued  whether there are more rows than programs, which take them from a queue
+    out, lse          outputs; rows of out are padded so that TMA can write them
+    kernel            the launch of hopper_forward_kernel
+    combine           the launch that combines the splits; None: no tile row is split
+    n_split_floats    float32 values of the workspace of the splits
+    has_tile_counter  whether there are more work tiles than programs, which then take them from a counter
     """
 
     out: Memory
     lse: Memory
-    launch: Launch
-    merge: Launch | None
-    n_floats: int
-    is_queued: bool
+    kernel: Launch
+    combine: Launch | None
+    n_split_floats: int
+    has_tile_counter: bool
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(
+def forward_launches(
     specs: TensorSpecs,
     lists: PlanSpecs,
     lengths: tuple[torch.dtype, bool] | None,
@@ -522,75 +539,69 @@ def prepare(
     scale: float,
     causal: bool,
     index: int | None,
-) -> Prepared:
-    """How a call on such tensors is launched.
+) -> ForwardLaunches:
+    """The launches for all calls with these cache keys.
 
-    kind     of q, k and v
-    lengths  what is written of kv_lengths
-    has_subtiles  whether tiles made of whole quarters are listed
-    index    of the device
+    specs         of q, k and v
+    lists         cache key of the plan's tile rows
+    lengths       cache key of kv_lengths
+    has_subtiles  whether the plan lists tiles that consist of whole 64 x 64 subtiles
+    index         of the device
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    items, _ = lists
+    records_shape, _ = lists
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    n_sms = num_sms(index)
-    has_layout, has_lengths = items is not None, lengths is not None
-    # a row that is split has 128 queries
-    is_wide = not (has_layout or has_lengths or split.parts > 1) and wide_pays(q_len, batch * heads, n_sms)
+    n_batch_heads, n_sms = batch * heads, num_sms(index)
+    has_layout, has_lengths = records_shape is not None, lengths is not None
+    # tile rows that are split have 128 queries
+    is_wide = not (has_layout or has_lengths or split.parts > 1) and wide_pays(q_len, n_batch_heads, n_sms)
     chosen = config(max(dim, dim_v), has_layout, has_lengths, is_wide)
-    assert is_wide or chosen.warpgroups == 2, "a row of a layout has 128 queries, and two warpgroups clear values"
+    assert is_wide or chosen.warpgroups == 2, "tile rows of a layout have 128 queries, and zero_tail has two warpgroups"
     if chosen.out_in_q:
         dim = dim_v = max(dim, dim_v)
-    half = WARPGROUP_ROWS.value
-    n_lines = -(-q_len // (half * chosen.warpgroups))
-    rest = {
-        "record_strides": strides_of_records(items),
+    rows = WARPGROUP_ROWS.value
+    n_tile_rows = -(-q_len // (rows * chosen.warpgroups))
+    has_subtiles = has_subtiles and BEFORE_TRITON_3_9
+    arguments = {
+        "record_strides": strides_of_records(records_shape),
         "n_heads": heads,
-        "n_batch_heads": batch * heads,
-        "n_lines": n_lines,
+        "n_batch_heads": n_batch_heads,
+        "n_tile_rows": n_tile_rows,
         "q_len": q_len,
         "kv_len": kv_len,
         "group": heads // kv_heads,
-        "n_split_lines": split.n_lines,
+        "n_split_rows": split.n_lines,
         "num_splits": split.parts,
         "scale_log2": scale_log2(scale),
         "SIGN": sign(scale),
-        "BLOCK_KV": chosen.block_kv,
         "CAUSAL": causal,
-        "STAGES": chosen.stages,
-        "OVERLAP": chosen.overlap,
-        "PIN": chosen.pin,
-        "PING_PONG": chosen.ping_pong,
-        "OUT_IN_Q": chosen.out_in_q,
-        "REGISTERS": chosen.registers,
-        "MOVER_REGISTERS": chosen.mover_registers,
-        "WARPGROUPS": chosen.warpgroups,
-        "QUERIES": chosen.queries,
-        "SLACK": chosen.slack,
-        "EARLY_WORDS": chosen.early_words,
-        "HAS_SUBTILES": has_subtiles and BEFORE_TRITON_3_9,
+        "HAS_SUBTILES": has_subtiles,
+        "CONFIG": chosen,
         "num_warps": 4,
     }
-    # 64 keys and columns at a time, since a step may be of halves of two tiles
-    by_halves = has_subtiles and BEFORE_TRITON_3_9 and chosen.block_kv == TILE_SIDE
-    # rows padded so that TMA can write them
+    # with subtiles the halves of a step of 128 keys may come from two tiles: copies of 64 keys and 64 columns
+    in_halves = has_subtiles and chosen.block_kv == TILE_SIDE
+    k_block = (1, 1, rows, rows) if in_halves else (1, 1, chosen.block_kv, dim)
+    v_block = (1, 1, rows, rows) if in_halves else (1, 1, chosen.block_kv, dim_v)
     out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
     descriptor_factories = {
-        "q_desc": DescriptorFactory(q, (1, 1, half, dim)),
-        "k_desc": DescriptorFactory(k, (1, 1, chosen.block_kv, dim) if not by_halves else (1, 1, half, half)),
-        "v_desc": DescriptorFactory(v, (1, 1, chosen.block_kv, dim_v) if not by_halves else (1, 1, half, half)),
-        "out_desc": DescriptorFactory(out.spec, (1, 1, half, dim_v)),
+        "q_desc": DescriptorFactory(q, (1, 1, rows, dim)),
+        "k_desc": DescriptorFactory(k, k_block),
+        "v_desc": DescriptorFactory(v, v_block),
+        "out_desc": DescriptorFactory(out.spec, (1, 1, rows, dim_v)),
     }
-    n_programs = min(split.n_programs(n_lines, batch * heads), n_sms)
-    return Prepared(
-        out,
-        contiguous(torch.float32, batch, heads, q_len),
-        Launch(hopper_forward_kernel, (n_programs,), rest, descriptor_factories),
-        merge_rows(split, items, out.spec, rest, dim_v),
-        split.floats(dim_v + 1, batch * heads),
-        # by rows of 128, which is what `explain` knows: rows of 192 may have a queue that they could do without
-        split.n_programs(-(-q_len // TILE_SIDE), batch * heads) > n_sms,
+    n_programs = min(split.n_programs(n_tile_rows, n_batch_heads), n_sms)
+    # counted in tile rows of 128, as `explain` does: with those of 192 there may be a counter that is not needed
+    n_work_tiles = split.n_programs(-(-q_len // TILE_SIDE), n_batch_heads)
+    combined = {**arguments, "n_lines": n_tile_rows, "n_split_lines": split.n_lines}
+    return ForwardLaunches(
+        out=out,
+        lse=contiguous(torch.float32, batch, heads, q_len),
+        kernel=Launch(hopper_forward_kernel, (n_programs,), arguments, descriptor_factories),
+        combine=merge_rows(split, records_shape, out.spec, combined, dim_v),
+        n_split_floats=split.floats(dim_v + 1, n_batch_heads),
+        has_tile_counter=n_work_tiles > n_sms,
     )
 
 
@@ -606,26 +617,29 @@ def forward(
     dropout_p: float,
     specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous.
+    """out (batch, heads, q_len, v_head_dim) in q's dtype and lse (batch, heads, q_len) float32, both contiguous.
 
-    kind  that of q, k and v, where it is known already
+    plan   the tensors of a Plan; empty without a layout
+    specs  of q, k and v, if the caller has them already
     """
-    assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
+    assert seed is None and dropout_p == 0.0, "dispatch refuses dropout on this backend"
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
     if specs is None or not specs.is_tma_loadable:
         (q, k, v), specs = tma_loadable(q, k, v)
-    q_seen, k_seen, _ = specs.tensors
+    q_spec, k_spec, _ = specs.tensors
     device, lists, empty = q.device, tile_lists(plan, 0), allocator(q)
     index = device.index
-    split = split_of(plan, 0, q_seen.shape, k_seen.shape, causal, num_sms(index))
+    split = split_of(plan, 0, q_spec.shape, k_spec.shape, causal, num_sms(index))
     has_subtiles = bool(plan) and has_subtiles_of(plan[1].shape[0], plan[2].shape[0])
-    ready = prepare(specs, plan_specs_of(lists), cache_key_of(kv_lengths), split, has_subtiles, scale, causal, index)
-    out, lse = empty(*ready.out), empty(*ready.lse)
+    launch = forward_launches(
+        specs, plan_specs_of(lists), cache_key_of(kv_lengths), split, has_subtiles, scale, causal, index
+    )
+    out, lse = empty(*launch.out), empty(*launch.lse)
     # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
-    queue = torch.zeros(1, dtype=torch.int32, device=device) if ready.is_queued else None
-    parts = None if ready.merge is None else lse.new_empty(ready.n_floats)
-    ready.launch(q, k, v, *lists, kv_lengths, queue, out, lse, parts)
-    if ready.merge is not None:
-        ready.merge(parts, lists[0], out, lse)
+    tile_counter = torch.zeros(1, dtype=torch.int32, device=device) if launch.has_tile_counter else None
+    splits = None if launch.combine is None else lse.new_empty(launch.n_split_floats)
+    launch.kernel(q, k, v, *lists, kv_lengths, tile_counter, out, lse, splits)
+    if launch.combine is not None:
+        launch.combine(splits, lists[0], out, lse)
     return out.contiguous(), lse

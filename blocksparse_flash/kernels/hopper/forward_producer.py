@@ -1,253 +1,385 @@
-"""Producer warp of the Hopper forward: tile scheduler over tile rows, and TMA loads.
+"""Producer warp of the Hopper forward: tile scheduler, and TMA loads of Q, K and V.
 
-A warp takes tile rows from a queue until none is left, tells the computing warpgroups, and loads q, then k and v of
-each step
-of the row, into rings, running ahead over the end of a row.
+A program has one producer warp and two or three consumer warpgroups (forward.py). A work tile is one tile row of one
+head, or one split of it. For each work tile:
+
+    producer                                consumers
+    scheduler: find the next work tile
+    work_tiles  acquire, write, commit  ->  wait, read, release
+    q           acquire, TMA load       ->  wait, wgmma in every step, release
+    k, v        acquire, TMA load       ->  wait, wgmma, release                  once per step of BLOCK_KV keys
+
+The producer runs ahead: while the consumers finish one work tile, it loads the next.
+
+Buffers in shared memory
+    work_tiles  int32, two work tiles
+    q           [q_stages * warpgroups, 1, 1, 64, DIM], one per consumer warpgroup and stage
+    k           [stages, 1, 1, BLOCK_KV, DIM]
+    v           [stages, 1, 1, BLOCK_KV, DIM_V]
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ... import plan_format
 from ..triton.tile import TILE, dense_kv_steps, find_split, find_work_record, record_pointer, split_index, split_steps
+from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire, producer_commit
 from .bitmask import INDEX_BITS, SUBTILES_BIT
 from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int, store_int
 from .tma import tma_load
 
-# int32 values which the warp that moves data hands on: axis (batch * heads + head; of a part n_batch_heads and its block in
-# the
-# workspace), first query, first entry of the tile list (without a layout the first partial step), steps, partial ones
-# among them,
-# those of these, in front, that are not made of whole quarters; how many tiles of which one half of the keys attends
-# come in pairs, a
-# step each, the last of the partial ones
-ROW_FIELDS = gl.constexpr(7)
+# fields of a tile row's record
+ROW = gl.constexpr(plan_format.NUMBER)
+BEGIN = gl.constexpr(plan_format.BEGIN)
+N_TILES = gl.constexpr(plan_format.N_TILES)
+N_PARTIAL = gl.constexpr(plan_format.N_PARTIAL)
+N_SUBTILED = gl.constexpr(plan_format.N_SUBTILED)
+N_HALF = gl.constexpr(plan_format.N_HALF)
+# of the four subtile bits of a list entry, those of the first 64 keys
+FIRST_KEYS = gl.constexpr(0b0101)
+# the consumers read one work tile while the producer writes the next
+WORK_TILE_STAGES = gl.constexpr(2)
+# value of WorkTile.target that ends the consumers' loop
+END = gl.constexpr(-1)
+
+
+# ---- state ----
+
+
+class Pointers(NamedTuple):
+    """Global memory of the forward. Unused pointers are None, and cost nothing at run time.
+
+    records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr  the plan by tile row; all None without a layout
+    kv_lengths_ptr    number of keys of each batch element; None: kv_len
+    lse_ptr           output (batch, heads, q_len)
+    tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
+    splits_ptr        float32 workspace of split tile rows; None: no tile row is split
+    """
+
+    records_ptr: Any
+    indices_ptr: Any
+    bitmask_ids_ptr: Any
+    bitmasks_ptr: Any
+    kv_lengths_ptr: Any
+    lse_ptr: Any
+    tile_counter_ptr: Any
+    splits_ptr: Any
+
+
+class Sizes(NamedTuple):
+    """Run-time sizes. n_batch_heads = batch * n_heads; group: query heads per key head.
+
+    The first n_split_rows tile rows of each head, in launch order, are computed by num_splits programs each.
+    """
+
+    n_heads: Any
+    n_batch_heads: Any
+    n_tile_rows: Any
+    q_len: Any
+    kv_len: Any
+    scale_log2: Any
+    n_split_rows: Any
+    num_splits: Any
+    group: Any
+
+
+class Pipelines(NamedTuple):
+    """The pipelines between the producer and the consumers."""
+
+    work_tiles: Pipeline
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+
+
+class WorkTile(NamedTuple):
+    """One tile row, or one split of it. The order of its steps is: bitmask tiles, subtiled tiles, full tiles.
+
+    target     batch_head for a whole tile row, n_batch_heads + workspace block for a split; END: no more work tiles
+    q_start    first query
+    begin      first entry of the tile list; without a layout, the first partial step
+    n_steps    steps of BLOCK_KV keys
+    n_partial  steps that need a mask
+    n_bitmask  partial steps that need their bitmask; the other n_partial - n_bitmask consist of whole 64 x 64 subtiles
+    n_half     subtiled tiles of which only 64 keys attend; two of them share one step of 128 keys
+    """
+
+    target: Any
+    q_start: Any
+    begin: Any
+    n_steps: Any
+    n_partial: Any
+    n_bitmask: Any
+    n_half: Any
 
 
 @gluon.constexpr_function
-def row_ints(quarters):
-    """How far apart two rows stand where they are handed on; without quarters their last two fields are not."""
-    return 7 if quarters else 6
+def work_tile_ints(has_subtiles):
+    """int32 values of a work tile in shared memory; without subtiles n_bitmask = n_partial and n_half = 0."""
+    return 7 if has_subtiles else 5
 
 
-# which barriers: two for the rows handed on, one for each place of queries, one for each stage of k and v. Every kind
-# is
-# an allocation of its own, or Triton would let the threads of a warpgroup meet before each wait
-ROW_FULL, ROW_EMPTY, Q_FULL, Q_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
-K_FULL, K_EMPTY, V_FULL, V_EMPTY = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7)
-
-
-# ---- which row? ----
+@gluon.constexpr_function
+def work_tile_stride(has_subtiles):
+    """int32 values from one work tile in shared memory to the next."""
+    return 7 if has_subtiles else 6
 
 
 @gluon.jit
-def find_row(
-    ptrs,
-    record_strides,
-    pid,
-    sizes,
-    CAUSAL: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    HAS_SUBTILES: gl.constexpr,
+def q_buffer_and_phase(i_tile, WARPGROUP: gl.constexpr, CONFIG: gl.constexpr):
+    """Buffer with this warpgroup's queries of the i_tile-th work tile, and the phase of its barriers."""
+    return i_tile % CONFIG.q_stages * CONFIG.warpgroups + WARPGROUP, (i_tile // CONFIG.q_stages) & 1
+
+
+# ---- tile scheduler ----
+
+
+@gluon.jit
+def find_work_tile(
+    ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, HAS_SUBTILES: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """The row of work `pid`, or its part: the axis, and ROW_FIELDS."""
-    records_ptr, _, _, _, kv_lengths_ptr, _, _, splits_ptr = ptrs
-    n_heads, n_batch_heads, n_lines, q_len, kv_len, _, n_split_lines, num_splits = sizes
-    STEPS: gl.constexpr = TILE // BLOCK_KV
+    """(batch_head, WorkTile) of work item i_work. Long tile rows come first."""
+    BLOCK_Q: gl.constexpr = CONFIG.warpgroups * WARPGROUP_ROWS
+    BLOCK_KV: gl.constexpr = CONFIG.block_kv
+    STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_KV
     n_half = 0
-    if splits_ptr is not None:
-        batch_head, i_launch, i_split = find_split(records_ptr, pid, n_lines, n_batch_heads, n_split_lines, num_splits)
-        p_record = records_ptr
-        if records_ptr is not None:
-            p_record = record_pointer(records_ptr, record_strides, batch_head, n_heads, i_launch, 1)
-    elif records_ptr is not None:
+    if ptrs.splits_ptr is not None:
+        batch_head, i_launch, i_split = find_split(
+            ptrs.records_ptr, i_work, sizes.n_tile_rows, sizes.n_batch_heads, sizes.n_split_rows, sizes.num_splits
+        )
+        p_record = ptrs.records_ptr
+        if ptrs.records_ptr is not None:
+            p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP=1)
+    elif ptrs.records_ptr is not None:
         batch_head, p_record, _ = find_work_record(
-            records_ptr, record_strides, pid, n_lines, n_heads, n_batch_heads, 1, 1
+            ptrs.records_ptr,
+            record_strides,
+            i_work,
+            n_lines=sizes.n_tile_rows,
+            n_heads=sizes.n_heads,
+            n_batch_heads=sizes.n_batch_heads,
+            SPLIT=1,
+            GROUP=1,
         )
     else:
-        batch_head, i_launch = pid // n_lines, pid % n_lines
-    if records_ptr is not None:
-        q_start, begin = gl.load(p_record) * TILE, gl.load(p_record + 1)
-        n_tiles, n_partial = gl.load(p_record + 2), gl.load(p_record + 3)
-        n_bitmask = n_partial - gl.load(p_record + 5) if HAS_SUBTILES else n_partial
-        if splits_ptr is not None:
-            _first, _n_tiles, n_bitmask = split_steps(n_tiles, n_bitmask, i_split, num_splits)
-            first, n_tiles, n_partial = split_steps(n_tiles, n_partial, i_split, num_splits)
+        batch_head, i_launch = i_work // sizes.n_tile_rows, i_work % sizes.n_tile_rows
+    if ptrs.records_ptr is not None:
+        q_start, begin = gl.load(p_record + ROW) * TILE, gl.load(p_record + BEGIN)
+        n_tiles, n_partial = gl.load(p_record + N_TILES), gl.load(p_record + N_PARTIAL)
+        n_bitmask = n_partial - gl.load(p_record + N_SUBTILED) if HAS_SUBTILES else n_partial
+        if ptrs.splits_ptr is not None:
+            _first, _n_tiles, n_bitmask = split_steps(n_tiles, n_bitmask, i_split, sizes.num_splits)
+            first, n_tiles, n_partial = split_steps(n_tiles, n_partial, i_split, sizes.num_splits)
             begin = begin + first
-        # parts of a row are counted in tiles, and where keys end is looked for in tiles
+        # half tiles are not paired where splits or kv_lengths count whole tiles
         if HAS_SUBTILES and BLOCK_KV == TILE:  # noqa: SIM102
-            if splits_ptr is None and kv_lengths_ptr is None:
-                n_half = gl.load(p_record + 6)
+            if ptrs.splits_ptr is None and ptrs.kv_lengths_ptr is None:
+                n_half = gl.load(p_record + N_HALF)
                 n_tiles, n_partial = n_tiles - n_half // 2, n_partial - n_half // 2
-        n_steps, n_partial, n_bitmask = n_tiles * STEPS, n_partial * STEPS, n_bitmask * STEPS
+        n_steps, n_partial, n_bitmask = n_tiles * STEPS_PER_TILE, n_partial * STEPS_PER_TILE, n_bitmask * STEPS_PER_TILE
     else:
-        # without a layout the last rows are the longest, if any
-        q_start = (n_lines - 1 - i_launch) * (WARPGROUPS * WARPGROUP_ROWS)
-        limit = clamped_kv_len(kv_lengths_ptr, batch_head // n_heads, kv_len)
-        begin, n_steps = dense_kv_steps(q_start, q_len, kv_len, limit, CAUSAL, WARPGROUPS * WARPGROUP_ROWS, BLOCK_KV)
+        # last tile row first: under a causal mask it is the longest
+        q_start = (sizes.n_tile_rows - 1 - i_launch) * BLOCK_Q
+        kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
+        # full steps are 0 .. begin - 1, partial ones begin .. n_steps - 1
+        begin, n_steps = dense_kv_steps(
+            q_start, sizes.q_len, sizes.kv_len, kv_limit, CAUSAL=CAUSAL, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV
+        )
         n_partial = n_steps - begin
-        if splits_ptr is not None:
-            # of the keys in order, the full steps in front
-            first, n_steps, n_full = split_steps(n_steps, begin, i_split, num_splits)
+        if ptrs.splits_ptr is not None:
+            # n_full: full steps of this split, which come first in the order of the keys
+            first, n_steps, n_full = split_steps(n_steps, begin, i_split, sizes.num_splits)
             begin, n_partial = first + n_full, n_steps - n_full
         n_bitmask = n_partial
-    if splits_ptr is not None:
-        handed = gl.where(
-            i_split < 0,
-            batch_head,
-            n_batch_heads + split_index(batch_head, i_launch, i_split, n_batch_heads, n_split_lines),
-        )
+    if ptrs.splits_ptr is not None:
+        i_block = split_index(batch_head, i_launch, i_split, sizes.n_batch_heads, sizes.n_split_rows)
+        target = gl.where(i_split < 0, batch_head, sizes.n_batch_heads + i_block)
     else:
-        handed = batch_head
-    return batch_head, handed, q_start, begin, n_steps, n_partial, n_bitmask, n_half
+        target = batch_head
+    return batch_head, WorkTile(
+        target=target,
+        q_start=q_start,
+        begin=begin,
+        n_steps=n_steps,
+        n_partial=n_partial,
+        n_bitmask=n_bitmask,
+        n_half=n_half,
+    )
 
 
 @gluon.jit
-def key_start(indices_ptr, row, i_step, BLOCK_KV: gl.constexpr):
-    """The first key of a step of a row. Without a layout the partial steps, from `begin` on, come first too."""
-    _, _, begin, n_steps, n_partial, _, _ = row
+def write_work_tile(work_tiles, i_tile, work_tile, HAS_SUBTILES: gl.constexpr):
+    """Writes the i_tile-th work tile of this program, its fields in the order of their declaration."""
+    stage = i_tile % WORK_TILE_STAGES
+    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
+    for i in gl.static_range(work_tile_ints(HAS_SUBTILES)):
+        store_int(work_tiles.buffers.index(stage * work_tile_stride(HAS_SUBTILES) + i), work_tile[i])
+    producer_commit(work_tiles, stage)
+
+
+@gluon.jit
+def write_end(work_tiles, i_tile, HAS_SUBTILES: gl.constexpr):
+    """Writes END as the target of the i_tile-th work tile: there are no more."""
+    stage = i_tile % WORK_TILE_STAGES
+    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
+    store_int(work_tiles.buffers.index(stage * work_tile_stride(HAS_SUBTILES)), END)
+    producer_commit(work_tiles, stage)
+
+
+@gluon.jit
+def read_work_tile(work_tiles, i_tile, HAS_SUBTILES: gl.constexpr):
+    """Consumer side: the i_tile-th WorkTile of this program; after the last one, a WorkTile whose target is END."""
+    stage = i_tile % WORK_TILE_STAGES
+    first = stage * work_tile_stride(HAS_SUBTILES)
+    consumer_wait(work_tiles, stage, i_tile // WORK_TILE_STAGES)
+    target = load_int(work_tiles.buffers.index(first))
+    q_start = load_int(work_tiles.buffers.index(first + 1))
+    begin = load_int(work_tiles.buffers.index(first + 2))
+    n_steps = load_int(work_tiles.buffers.index(first + 3))
+    n_partial = load_int(work_tiles.buffers.index(first + 4))
+    n_bitmask = load_int(work_tiles.buffers.index(first + 5)) if HAS_SUBTILES else n_partial
+    n_half = load_int(work_tiles.buffers.index(first + 6)) if HAS_SUBTILES else 0
+    consumer_release(work_tiles, stage)
+    return WorkTile(
+        target=target,
+        q_start=q_start,
+        begin=begin,
+        n_steps=n_steps,
+        n_partial=n_partial,
+        n_bitmask=n_bitmask,
+        n_half=n_half,
+    )
+
+
+# ---- keys of a step ----
+
+
+@gluon.jit
+def kv_start_of(indices_ptr, work_tile, i_step, BLOCK_KV: gl.constexpr):
+    """First key of a step. Partial steps come first, with or without a layout."""
     if indices_ptr is not None:
-        STEPS: gl.constexpr = TILE // BLOCK_KV
-        # added first, here and in mask_words: else a pointer to the entry behind the list's first is kept, and spilled
-        return (gl.load(indices_ptr + (begin + i_step // STEPS)) & INDEX_BITS) * TILE + i_step % STEPS * BLOCK_KV
+        STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_KV
+        # parentheses, here and in load_bitmask: without them a pointer to the list's second entry is kept, and spilled
+        i_col = gl.load(indices_ptr + (work_tile.begin + i_step // STEPS_PER_TILE)) & INDEX_BITS
+        return i_col * TILE + i_step % STEPS_PER_TILE * BLOCK_KV
     else:
-        # the full steps end where the partial ones begin
-        return gl.where(i_step < n_partial, begin + i_step, begin + i_step - n_steps) * BLOCK_KV
+        # partial steps are begin, begin + 1, ..; the full ones end at begin - 1
+        is_partial = i_step < work_tile.n_partial
+        i_block = work_tile.begin + i_step
+        return gl.where(is_partial, i_block, i_block - work_tile.n_steps) * BLOCK_KV
 
 
 @gluon.jit
-def entries_of(row, i_step):
-    """Which entry of the list says of which tile a step of 128 keys is; whether it is a pair of halves, and whether
-    the next entry has
-    the second one."""
-    _, _, begin, _, n_partial, _, n_half = row
-    i_pair = i_step - (n_partial - (n_half + 1) // 2)
-    is_pair = (i_pair >= 0) & (i_step < n_partial)
-    n_before = gl.where(is_pair, i_pair, gl.where(i_pair >= 0, n_half // 2, 0))
-    return begin + i_step + n_before, is_pair, is_pair & (2 * i_pair + 1 < n_half)
+def entry_of(work_tile, i_step):
+    """(list entry of a step of 128 keys, whether it is a pair of half tiles, whether that pair has a second tile)."""
+    i_pair = i_step - (work_tile.n_partial - (work_tile.n_half + 1) // 2)
+    is_pair = (i_pair >= 0) & (i_step < work_tile.n_partial)
+    # each pair before this step took one entry more than it took steps
+    n_extra = gl.where(is_pair, i_pair, gl.where(i_pair >= 0, work_tile.n_half // 2, 0))
+    return work_tile.begin + i_step + n_extra, is_pair, is_pair & (2 * i_pair + 1 < work_tile.n_half)
 
 
 @gluon.jit
-def half_starts(indices_ptr, row, i_step):
-    """The first keys of both halves of a step of 128."""
-    i_entry, is_pair, has_second = entries_of(row, i_step)
+def kv_starts_of_halves(indices_ptr, work_tile, i_step):
+    """First keys of both halves of a step of 128 keys, which may come from two half tiles."""
+    i_entry, is_pair, has_second = entry_of(work_tile, i_step)
     entry = gl.load(indices_ptr + i_entry)
-    other = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))
-    # of its quarters those of the first half of the keys
-    o_first = gl.where(is_pair & (((entry >> SUBTILES_BIT) & 5) == 0), WARPGROUP_ROWS, 0)
-    o_last = gl.where(is_pair & (((other >> SUBTILES_BIT) & 5) != 0), 0, WARPGROUP_ROWS)
-    return (entry & INDEX_BITS) * TILE + o_first, (other & INDEX_BITS) * TILE + o_last
+    second = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))
+    # a half tile without its first 64 keys has its last 64
+    o_first = gl.where(is_pair & (((entry >> SUBTILES_BIT) & FIRST_KEYS) == 0), WARPGROUP_ROWS, 0)
+    o_second = gl.where(is_pair & (((second >> SUBTILES_BIT) & FIRST_KEYS) != 0), 0, WARPGROUP_ROWS)
+    return (entry & INDEX_BITS) * TILE + o_first, (second & INDEX_BITS) * TILE + o_second
 
 
 @gluon.jit
-def query_place(i_row, WARPGROUP: gl.constexpr, q_ring, WARPGROUPS: gl.constexpr):
-    """Where the queries of a row that warpgroup WARPGROUP computes lie in the ring, and in which phase of its
-    barriers."""
-    SETS: gl.constexpr = q_ring.shape[0] // WARPGROUPS
-    return i_row % SETS * WARPGROUPS + WARPGROUP, (i_row // SETS) & 1
-
-
-# ---- the warp that moves data ----
-
-
-@gluon.jit
-def starts_of(indices_ptr, row, i_step, BLOCK_KV: gl.constexpr, PAIRS: gl.constexpr):
-    """The first key of a step; with PAIRS of each of its halves."""
-    if PAIRS:
-        return half_starts(indices_ptr, row, i_step)
+def kv_starts_of(indices_ptr, work_tile, i_step, BLOCK_KV: gl.constexpr, IN_HALVES: gl.constexpr):
+    """First key of a step, as a tuple of one; IN_HALVES: of each half of the step."""
+    if IN_HALVES:
+        return kv_starts_of_halves(indices_ptr, work_tile, i_step)
     else:
-        return (key_start(indices_ptr, row, i_step, BLOCK_KV),)
+        return (kv_start_of(indices_ptr, work_tile, i_step, BLOCK_KV),)
+
+
+# ---- TMA loads ----
 
 
 @gluon.jit
-def move_keys(desc, i_batch, i_head, starts, full, tile):
-    """The keys or values of a step: at once, or each half of it from where that begins, by smaller blocks."""
-    ROWS: gl.constexpr = desc.block_type.shape[2]
-    COLS: gl.constexpr = desc.block_type.shape[3]
-    if ROWS == tile.shape[2]:
+def load_q(q_desc, q, i_tile, i_batch, i_head, q_start, CONFIG: gl.constexpr):
+    """Loads the 64 queries of each consumer warpgroup."""
+    WARPGROUPS: gl.constexpr = CONFIG.warpgroups
+    for warpgroup in gl.static_range(WARPGROUPS):
+        i_buffer, phase = q_buffer_and_phase(i_tile, warpgroup, CONFIG)
+        producer_acquire(q, i_buffer, phase)
+        q_full = q.full.index(i_buffer)
+        mbarrier.expect(q_full, q_desc.block_type.nbytes)
+        tma_load(q_desc, [i_batch, i_head, q_start + warpgroup * WARPGROUP_ROWS, 0], q_full, q.buffers.index(i_buffer))
+
+
+@gluon.jit
+def load_kv(desc, kv, i_load, i_batch, i_head, kv_starts, STAGES: gl.constexpr):
+    """Loads the keys or the values of one step: in one copy, or in 64 x 64 copies if its halves may lie apart."""
+    BOX_ROWS: gl.constexpr = desc.block_type.shape[2]
+    BOX_COLS: gl.constexpr = desc.block_type.shape[3]
+    stage = i_load % STAGES
+    producer_acquire(kv, stage, i_load // STAGES)
+    full, buffer = kv.full.index(stage), kv.buffers.index(stage)
+    if BOX_ROWS == buffer.shape[2]:
         mbarrier.expect(full, desc.block_type.nbytes)
-        tma_load(desc, [i_batch, i_head, starts[0], 0], full, tile)
+        tma_load(desc, [i_batch, i_head, kv_starts[0], 0], full, buffer)
     else:
-        # 64 rows and columns, which lie together
-        mbarrier.expect(full, tile.shape[3] // COLS * 2 * desc.block_type.nbytes)
+        N_BOX_COLS: gl.constexpr = buffer.shape[3] // BOX_COLS
+        mbarrier.expect(full, N_BOX_COLS * 2 * desc.block_type.nbytes)
         for i_half in gl.static_range(2):
-            for i_cols in gl.static_range(tile.shape[3] // COLS):
-                place = tile.slice(i_half * ROWS, ROWS, 2).slice(i_cols * COLS, COLS, 3)
-                tma_load(desc, [i_batch, i_head, starts[i_half], i_cols * COLS], full, place)
+            for i_box_col in gl.static_range(N_BOX_COLS):
+                box = buffer.slice(i_half * BOX_ROWS, BOX_ROWS, 2).slice(i_box_col * BOX_COLS, BOX_COLS, 3)
+                tma_load(desc, [i_batch, i_head, kv_starts[i_half], i_box_col * BOX_COLS], full, box)
 
 
 @gluon.jit
-def move(
-    descriptors, rings, barriers, ptrs, record_strides, sizes, group, CAUSAL: gl.constexpr, BLOCK_KV: gl.constexpr,
-    STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, HAS_SUBTILES: gl.constexpr,
+def load(
+    q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes,
+    CAUSAL: gl.constexpr, HAS_SUBTILES: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    q_desc, k_desc, v_desc, _ = descriptors
-    q_ring, k_ring, v_ring, _, row_ring = rings
-    _, indices_ptr, _, _, _, _, tile_counter_ptr, splits_ptr = ptrs
-    n_heads, n_batch_heads, n_lines, _, _, _, n_split_lines, num_splits = sizes
-    PAIRS: gl.constexpr = HAS_SUBTILES and BLOCK_KV == TILE
-    n_work = n_lines * n_batch_heads
-    if splits_ptr is not None:
-        n_work = n_work + n_split_lines * (num_splits - 1) * n_batch_heads
-    pid = gl.program_id(0)
-    i_row = 0
-    n_moved = 0
-    while pid < n_work:
-        batch_head, handed, q_start, begin, n_steps, n_partial, n_bitmask, n_half = find_row(
-            ptrs, record_strides, pid, sizes, CAUSAL, BLOCK_KV, WARPGROUPS, HAS_SUBTILES
+    """Entry point of the producer warp.
+
+    HAS_SUBTILES  whether the plan lists tiles that consist of whole 64 x 64 subtiles
+    """
+    STAGES: gl.constexpr = CONFIG.stages
+    BLOCK_KV: gl.constexpr = CONFIG.block_kv
+    IN_HALVES: gl.constexpr = HAS_SUBTILES and BLOCK_KV == TILE
+    n_work = sizes.n_tile_rows * sizes.n_batch_heads
+    if ptrs.splits_ptr is not None:
+        n_work = n_work + sizes.n_split_rows * (sizes.num_splits - 1) * sizes.n_batch_heads
+    i_work = gl.program_id(0)
+    # work tiles and steps so far: they choose the stages
+    i_tile = 0
+    n_loaded = 0
+    while i_work < n_work:
+        batch_head, work_tile = find_work_tile(
+            ptrs, record_strides, sizes, i_work, CAUSAL=CAUSAL, HAS_SUBTILES=HAS_SUBTILES, CONFIG=CONFIG
         )
-        row = (handed, q_start, begin, n_steps, n_partial, n_bitmask, n_half)
-        # early: it takes as long as a load. Without a queue there is a program for each row
-        pid = n_work if tile_counter_ptr is None else gl.atomic_add(tile_counter_ptr, 1) + gl.num_programs(0)
-        slot = i_row % 2
-        mbarrier.wait(barriers[ROW_EMPTY].index(slot), ((i_row // 2) & 1) ^ 1)
-        for i in gl.static_range(ROW_FIELDS if HAS_SUBTILES else ROW_FIELDS - 2):
-            store_int(row_ring.index(slot * row_ints(HAS_SUBTILES) + i), row[i])
-        mbarrier.arrive(barriers[ROW_FULL].index(slot), count=1)
-        i_batch = batch_head // n_heads
-        i_head = batch_head % n_heads
-        for who in gl.static_range(WARPGROUPS):
-            i_query, phase = query_place(i_row, who, q_ring, WARPGROUPS)
-            q_full = barriers[Q_FULL].index(i_query)
-            mbarrier.wait(barriers[Q_EMPTY].index(i_query), phase ^ 1)
-            mbarrier.expect(q_full, q_desc.block_type.nbytes)
-            tma_load(q_desc, [i_batch, i_head, q_start + who * WARPGROUP_ROWS, 0], q_full, q_ring.index(i_query))
-        i_kv_head = i_head // group
-        starts = starts_of(indices_ptr, row, 0, BLOCK_KV, PAIRS)
-        for i_step in range(n_steps):
-            # the next index is loaded a step ahead
-            next_starts = starts_of(indices_ptr, row, i_step + 1, BLOCK_KV, PAIRS)
-            stage = n_moved % STAGES
-            phase = (n_moved // STAGES) & 1
-            k_full, v_full = barriers[K_FULL].index(stage), barriers[V_FULL].index(stage)
-            mbarrier.wait(barriers[K_EMPTY].index(stage), phase ^ 1)
-            move_keys(k_desc, i_batch, i_kv_head, starts, k_full, k_ring.index(stage))
-            mbarrier.wait(barriers[V_EMPTY].index(stage), phase ^ 1)
-            move_keys(v_desc, i_batch, i_kv_head, starts, v_full, v_ring.index(stage))
-            n_moved += 1
-            starts = next_starts
-        i_row += 1
-    slot = i_row % 2
-    mbarrier.wait(barriers[ROW_EMPTY].index(slot), ((i_row // 2) & 1) ^ 1)
-    # no row: the end
-    store_int(row_ring.index(slot * row_ints(HAS_SUBTILES)), -1)
-    mbarrier.arrive(barriers[ROW_FULL].index(slot), count=1)
-
-
-@gluon.jit
-def read_row_work_tile(row_ring, barriers, i_row, HAS_SUBTILES: gl.constexpr):
-    """The next row that the moving warp hands on: ROW_FIELDS; the axis is -1 at the end."""
-    slot = i_row % 2
-    mbarrier.wait(barriers[ROW_FULL].index(slot), (i_row // 2) & 1)
-    batch_head = load_int(row_ring.index(slot * row_ints(HAS_SUBTILES)))
-    q_start = load_int(row_ring.index(slot * row_ints(HAS_SUBTILES) + 1))
-    begin = load_int(row_ring.index(slot * row_ints(HAS_SUBTILES) + 2))
-    n_steps = load_int(row_ring.index(slot * row_ints(HAS_SUBTILES) + 3))
-    n_partial = load_int(row_ring.index(slot * row_ints(HAS_SUBTILES) + 4))
-    n_bitmask = load_int(row_ring.index(slot * row_ints(HAS_SUBTILES) + 5)) if HAS_SUBTILES else n_partial
-    n_half = load_int(row_ring.index(slot * row_ints(HAS_SUBTILES) + 6)) if HAS_SUBTILES else 0
-    mbarrier.arrive(barriers[ROW_EMPTY].index(slot), count=1)
-    return batch_head, q_start, begin, n_steps, n_partial, n_bitmask, n_half
+        # issued early, since the atomic has the latency of a load; without a counter this is the only work tile
+        if ptrs.tile_counter_ptr is None:
+            i_work = n_work
+        else:
+            i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1) + gl.num_programs(0)
+        write_work_tile(pipelines.work_tiles, i_tile, work_tile, HAS_SUBTILES)
+        i_batch = batch_head // sizes.n_heads
+        i_head = batch_head % sizes.n_heads
+        load_q(q_desc, pipelines.q, i_tile, i_batch, i_head, q_start=work_tile.q_start, CONFIG=CONFIG)
+        i_kv_head = i_head // sizes.group
+        kv_starts = kv_starts_of(ptrs.indices_ptr, work_tile, 0, BLOCK_KV, IN_HALVES)
+        for i_step in range(work_tile.n_steps):
+            # one step ahead; the lists are padded, so that one entry past the end can be read
+            next_kv_starts = kv_starts_of(ptrs.indices_ptr, work_tile, i_step + 1, BLOCK_KV, IN_HALVES)
+            load_kv(k_desc, pipelines.k, n_loaded, i_batch, i_kv_head, kv_starts=kv_starts, STAGES=STAGES)
+            load_kv(v_desc, pipelines.v, n_loaded, i_batch, i_kv_head, kv_starts=kv_starts, STAGES=STAGES)
+            n_loaded += 1
+            kv_starts = next_kv_starts
+        i_tile += 1
+    write_end(pipelines.work_tiles, i_tile, HAS_SUBTILES)

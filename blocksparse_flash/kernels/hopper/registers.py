@@ -1,4 +1,4 @@
-"""Values in the registers of a warpgroup: layouts, compiler barriers, and exchange with shared and global memory."""
+"""Values in the registers of a warpgroup: layouts, a compiler barrier, exchange with shared and global memory."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .barriers import named_barrier
 
-# Triton 3.9 allocates more registers: kernels that spill there are left out
+# Triton 3.9 allocates more registers; configurations that spill there are used before 3.9 only
 BEFORE_TRITON_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
-# rows of a tile that one warpgroup computes: M of a wgmma
+# tile rows per warpgroup: M of a wgmma
 WARPGROUP_ROWS = gl.constexpr(64)
 
 
 @gluon.constexpr_function
 def accumulator(columns):
-    """How the sums of a product [64, columns] lie in the registers of a warpgroup."""
+    """Layout of a wgmma accumulator [64, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @builtin
 def reinterpret(tile, shape, layout, dtype, _semantic=None):
-    """The same shared memory in another shape, layout and type; Triton 3.9 made the method public."""
+    """The same shared memory with another shape, layout and dtype; Triton 3.9 made the method public."""
     reinterpret = tile.reinterpret if hasattr(tile, "reinterpret") else tile._reinterpret
     return reinterpret(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit
 def pin(b_sum):
-    """The same values, all of which are >= 0; the wait for a wgmma that follows in the source stays behind them.
+    """Returns b_sum, all >= 0; keeps a wait for wgmma that follows in the source behind its computation.
 
-    ptxas moves such a wait up, in front of the exponentials that should overlap the wgmma; not across this store, which
-    never runs. Under Triton 3.6 it also makes ptxas spill the address of shared memory. (A predicated nanosleep,
-    fence or
-    reduction holds the wait without that, but becomes a branch, which costs more.)
+    ptxas moves such a wait up, in front of the exponentials that should overlap the wgmma, but not across this store,
+    which never runs. Under Triton 3.6 it also makes ptxas spill the address of shared memory. (A predicated nanosleep,
+    fence or reduction holds the wait without that, but becomes a branch, which costs more.)
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0f00000000;"
@@ -48,43 +47,45 @@ def pin(b_sum):
 
 @gluon.jit
 def load_int(smem):
-    """The int32 which a shared buffer of one value holds.
+    """The int32 in a shared buffer of one value.
 
-    compute-sanitizer's racecheck takes these, and words of Triton's own by which it starts partitions, for races, in
-    all kernels of
-    hopper, and nothing else. Those who share one meet before one of them arrives, which orders what all of them did;
-    of a kernel that
-    hands a number from a warp to a warpgroup, and does no more, it says the same, but not where each thread arrives.
+    The racecheck tool of compute-sanitizer reports these loads, and Triton's own words that start partitions, as races,
+    and nothing else in the Hopper kernels. They are none: the threads that share a value meet at a barrier before one
+    of them arrives at the mbarrier, which orders all their accesses. A kernel that only passes one number from a warp
+    to a warpgroup gets the same report, but none if each thread arrives.
     """
     return gl.max(smem.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
 def store_int(smem, value):
+    """Stores an int32 in a shared buffer of one value."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     smem.store(gl.full([1], 0, gl.int32, layout) + value)
 
 
 @gluon.jit
 def in_register_order(b_sum):
-    """An accumulator [64, columns], columns a multiple of 32, as the values of its 16 x 32 parts, four of a thread
-    after the other."""
+    """An accumulator [64, columns] as a vector in which each thread has four consecutive values.
+
+    The order is that of its 16 x 32 pieces; columns is a multiple of 32.
+    """
     COLS: gl.constexpr = b_sum.shape[1]
-    # warp, half of its 16 rows, row, 32 columns, 8 columns, a thread's pair
+    # warp, half of its 16 rows, row, 32 columns, 8 columns, thread, pair
     b_sum = b_sum.reshape([4, 2, 8, COLS // 32, 4, 4, 2])
     return b_sum.permute((3, 0, 4, 2, 5, 1, 6)).reshape([WARPGROUP_ROWS * COLS])
 
 
 @gluon.jit
 def atomic_add_sum(ptr, b_sum):
-    """Add values to as many in memory, of which each thread has four in a row."""
+    """Adds a vector, of which each thread has four consecutive values, to memory."""
     o_value = gl.arange(0, b_sum.shape[0], layout=b_sum.type.layout)
     gl.atomic_add(ptr + o_value, b_sum, sem="relaxed")
 
 
 @gluon.jit
 def store_split(ptr, b_sum, WARPGROUP: gl.constexpr):
-    """Store a warpgroup's half of [TILE, columns] float32 numbers, where lines of parts.py stand."""
+    """Stores a warpgroup's half of a float32 block [TILE, columns] of the workspace of splits (combine_splits.py)."""
     layout: gl.constexpr = accumulator(b_sum.shape[1])
     o_row = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, layout))
     o_col = gl.arange(0, b_sum.shape[1], layout=gl.SliceLayout(0, layout))
@@ -93,7 +94,7 @@ def store_split(ptr, b_sum, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def clamped_kv_len(kv_lengths_ptr, i_batch, kv_len):
-    """How many keys exist. A length on the GPU is never read on the host: out of range is clamped here."""
+    """Number of keys of a batch element, clamped to 0 .. kv_len: the host never reads lengths on the GPU."""
     if kv_lengths_ptr is None:
         return kv_len
     else:
@@ -102,7 +103,11 @@ def clamped_kv_len(kv_lengths_ptr, i_batch, kv_len):
 
 @gluon.jit
 def zero_tail(tile, kv_start, limit, WARPGROUP: gl.constexpr):
-    """Zeros in the keys or values from `limit` on, which may hold NaN, before either warpgroup multiplies by them."""
+    """Zeroes keys or values from `limit` on, which may hold NaN. Both of two warpgroups must call it.
+
+    tile      shared memory [keys, dim]; each warpgroup clears its half
+    kv_start  first key of the tile
+    """
     ROWS: gl.constexpr = tile.shape[0] // 2
     if kv_start + 2 * ROWS > limit:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

@@ -1,6 +1,8 @@
 """Online softmax of the Hopper forward: masks, exponentials, row sums and rescaling of a step.
 
-Scores and the running maximum are in base 2.
+For scores s of a step, in base 2, with m and l the running maximum and sum of a row, and O its unnormalised output:
+
+    m' = max(m, max s)    p = 2^(s - m')    decay = 2^(m - m')    l' = l decay + sum p    O' = O decay + p v
 """
 
 from __future__ import annotations
@@ -10,123 +12,123 @@ from triton.experimental.gluon import language as gl
 
 from ..triton.tile import TILE
 from .bitmask import SUBTILES_BIT, load_mask_words, mask_columns
-from .forward_producer import entries_of, key_start
+from .forward_producer import entry_of, kv_start_of
 from .registers import WARPGROUP_ROWS, accumulator
 
-# the bits of a float32
+# -inf, as the bits of a float32
 MINUS_INFINITY = gl.constexpr(0xFF800000)
 
 
+# ---- masks ----
+
+
 @gluon.jit
-def mask_words(ptrs, row, i_step, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """The words of a partial step's bitmask, where there is a layout: two loads, one after the other."""
-    _, _, ids_ptr, words_ptr, _, _, _, _ = ptrs
-    _, _, begin, _, _, _, _ = row
-    STEPS: gl.constexpr = TILE // BLOCK_KV
-    i_bitmask = gl.load(ids_ptr + (begin + i_step // STEPS))
+def load_bitmask(ptrs, work_tile, i_step, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexpr):
+    """This warpgroup's rows of the bitmask of a partial step of a layout: BLOCK_KV / 32 words, each int32 [64].
+
+    Two dependent loads: the number of the bitmask, then its words.
+    """
+    STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_KV
+    i_bitmask = gl.load(ptrs.bitmask_ids_ptr + (work_tile.begin + i_step // STEPS_PER_TILE))
     o_q = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
-    return load_mask_words(words_ptr, i_bitmask, i_step % STEPS * (BLOCK_KV // 32), o_q, BLOCK_KV)
+    return load_mask_words(ptrs.bitmasks_ptr, i_bitmask, i_step % STEPS_PER_TILE * (BLOCK_KV // 32), o_q, BLOCK_KV)
 
 
 @gluon.jit
-def no_words(BLOCK_KV: gl.constexpr):
-    """As many words as `mask_words` loads, of no pair."""
-    none = gl.zeros([WARPGROUP_ROWS], gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV)))
+def empty_bitmask(BLOCK_KV: gl.constexpr):
+    """A bitmask like that of `load_bitmask`, of no pair."""
+    b_zero = gl.zeros([WARPGROUP_ROWS], gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV)))
     if BLOCK_KV == 128:
-        return none, none, none, none
+        return b_zero, b_zero, b_zero, b_zero
     else:
-        return none, none
+        return b_zero, b_zero
 
 
 @gluon.jit
-def mask_quarters(ptrs, row, i_step, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """Which keys of a step attend, as far as whole quarters of its tile tell: 64 a bit, from the lowest on."""
-    _, indices_ptr, _, _, _, _, _, _ = ptrs
-    _, _, begin, _, _, _, _ = row
-    STEPS: gl.constexpr = TILE // BLOCK_KV
-    if STEPS == 1:
-        i_entry, is_pair, has_second = entries_of(row, i_step)
+def load_subtiles(indices_ptr, work_tile, i_step, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexpr):
+    """Which 64 keys of a step attend to this warpgroup's queries: bit i for keys 64 i to 64 i + 63; -1 if all do."""
+    STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_KV
+    if STEPS_PER_TILE == 1:
+        i_entry, is_pair, has_second = entry_of(work_tile, i_step)
         entry = gl.load(indices_ptr + i_entry)
-        other = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))
-        quarters, others = entry >> (SUBTILES_BIT + 2 * WARPGROUP), other >> (SUBTILES_BIT + 2 * WARPGROUP)
-        # of either tile of a pair one half of the keys is there
-        first, second = ((quarters & 3) != 0).to(gl.int32), ((others & 3) != 0).to(gl.int32)
-        quarters = gl.where(is_pair, first + 2 * second * has_second.to(gl.int32), quarters)
+        second = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))
+        bits, second_bits = entry >> (SUBTILES_BIT + 2 * WARPGROUP), second >> (SUBTILES_BIT + 2 * WARPGROUP)
+        # each tile of a pair has keys in one of its halves only
+        has_first_keys, has_second_keys = ((bits & 3) != 0).to(gl.int32), ((second_bits & 3) != 0).to(gl.int32)
+        bits = gl.where(is_pair, has_first_keys + 2 * has_second_keys * has_second.to(gl.int32), bits)
     else:
-        entry = gl.load(indices_ptr + (begin + i_step // STEPS))
-        quarters = entry >> (SUBTILES_BIT + 2 * WARPGROUP + i_step % STEPS)
-    # a full tile's says nothing
-    return gl.where(entry < 0, quarters, -1)
+        entry = gl.load(indices_ptr + (work_tile.begin + i_step // STEPS_PER_TILE))
+        bits = entry >> (SUBTILES_BIT + 2 * WARPGROUP + i_step % STEPS_PER_TILE)
+    # the entry of a full tile is positive and has no subtile bits
+    return gl.where(entry < 0, bits, -1)
 
 
 @gluon.jit
 def mask_scores(
-    b_scores, words, ptrs, sizes, row, i_step, limit, WARPGROUP: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
+    b_scores, bitmask, ptrs, sizes, work_tile, i_step, kv_limit,
+    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_KV: gl.constexpr,
 ):  # fmt: skip
-    """-inf where a pair does not attend.
+    """Scores [64, BLOCK_KV], -inf where a pair does not attend.
 
-    MASKED  whether the step is partial, and not of a tile made of whole quarters
-    words   of its bitmask, as `mask_words` loads them; None: they are loaded here, if there are any
+    bitmask  of the step, as `load_bitmask` gives it; None: loaded here if needed
+    MASKED   whether the step needs its bitmask or, without a layout, a comparison of positions
     """
-    _, indices_ptr, _, _, kv_lengths_ptr, _, _, _ = ptrs
-    _, _, _, q_len, kv_len, _, _, _ = sizes
-    _, q_start, _, _, _, _, _ = row
-    if MASKED or kv_lengths_ptr is not None:
-        kv_start = key_start(indices_ptr, row, i_step, BLOCK_KV)
+    if MASKED or ptrs.kv_lengths_ptr is not None:
+        kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step, BLOCK_KV)
         o_q = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
         o_kv = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, accumulator(BLOCK_KV)))
-    if indices_ptr is not None:
+    if ptrs.indices_ptr is not None:
         if MASKED:
-            if words is None:
-                words = mask_words(ptrs, row, i_step, WARPGROUP, BLOCK_KV)
-            b_scores = mask_columns(b_scores, words, o_kv)
-        if kv_lengths_ptr is not None:
-            b_scores = gl.where(gl.expand_dims(kv_start + o_kv < limit, 0), b_scores, float("-inf"))
+            if bitmask is None:
+                bitmask = load_bitmask(ptrs, work_tile, i_step, WARPGROUP, BLOCK_KV)
+            b_scores = mask_columns(b_scores, bitmask, o_kv)
+        if ptrs.kv_lengths_ptr is not None:
+            b_scores = gl.where(gl.expand_dims(kv_start + o_kv < kv_limit, 0), b_scores, float("-inf"))
     elif MASKED:
-        last = gl.full([WARPGROUP_ROWS], 0, gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV))) + limit
+        # first key that each query does not attend to
+        o_end = gl.full([WARPGROUP_ROWS], 0, gl.int32, gl.SliceLayout(1, accumulator(BLOCK_KV))) + kv_limit
         if CAUSAL:
-            last = gl.minimum(last, q_start + o_q + (kv_len - q_len) + 1)
-        b_scores = gl.where(gl.expand_dims(kv_start + o_kv, 0) < gl.expand_dims(last, 1), b_scores, float("-inf"))
+            o_end = gl.minimum(o_end, work_tile.q_start + o_q + (sizes.kv_len - sizes.q_len) + 1)
+        b_scores = gl.where(gl.expand_dims(kv_start + o_kv, 0) < gl.expand_dims(o_end, 1), b_scores, float("-inf"))
     return b_scores
 
 
+# ---- softmax ----
+
+
 @gluon.constexpr_function
-def row_parts():
-    """How the sums over the columns of an accumulator that each thread holds lie in registers: [64, 4], four threads
-    a row."""
+def row_sum_layout():
+    """Layout of row sums [64, 4]: each of the four threads that share a row holds the sum over its own columns."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.jit
-def online_softmax(b_scores, b_max, b_sum, scale_log2, SLACK: gl.constexpr):
-    """One step of the softmax: p, the decay of what was summed before, the new maximum and sum.
+def online_softmax(b_scores, b_max, b_sum, scale_log2, RESCALE_THRESHOLD: gl.constexpr):
+    """One step: (p, decay of earlier sums, new maximum, new sum) from unscaled scores [64, BLOCK_KV].
 
-    The sum stays in four parts a row, one a thread, so that a step exchanges none. With SLACK the maximum follows
-    only where
-    it grew by more, so that most steps decay nothing: p is then at most 2 ^ SLACK, which moves the exponent of p, of
-    its sum
-    and of out, whose roundings are relative, and no more.
+    b_sum  [64, 4], one partial sum per thread of a row, so that no step exchanges sums between threads
+    RESCALE_THRESHOLD  the maximum follows only if it grew by more, so that most steps have decay 1. p is then at most
+                       2 ** RESCALE_THRESHOLD, which shifts exponents of p, sum and out, but not their relative errors
     """
     b_new_max = gl.max(b_scores, 1) * scale_log2
-    if SLACK > 0:  # noqa: SIM108
-        b_new_max = gl.where(b_new_max > b_max + SLACK, b_new_max, b_max)
+    if RESCALE_THRESHOLD > 0:
+        b_new_max = gl.where(b_new_max > b_max + RESCALE_THRESHOLD, b_new_max, b_max)
     else:
         b_new_max = gl.maximum(b_max, b_new_max)
     b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_new_max, 1))
     b_decay = gl.exp2(b_max - b_new_max)
     # a thread holds two of every eight columns
-    b_parts = gl.sum(gl.sum(b_p.reshape([WARPGROUP_ROWS, b_p.shape[1] // 8, 4, 2]), 3), 1)
-    b_parts = gl.convert_layout(b_parts, row_parts(), assert_trivial=True)
-    b_part_decay = gl.convert_layout(b_decay, gl.SliceLayout(1, row_parts()), assert_trivial=True)
-    return b_p, b_decay, b_new_max, b_sum * gl.expand_dims(b_part_decay, 1) + b_parts
+    b_step_sum = gl.sum(gl.sum(b_p.reshape([WARPGROUP_ROWS, b_p.shape[1] // 8, 4, 2]), 3), 1)
+    b_step_sum = gl.convert_layout(b_step_sum, row_sum_layout(), assert_trivial=True)
+    b_sum_decay = gl.convert_layout(b_decay, gl.SliceLayout(1, row_sum_layout()), assert_trivial=True)
+    return b_p, b_decay, b_new_max, b_sum * gl.expand_dims(b_sum_decay, 1) + b_step_sum
 
 
 @gluon.constexpr_function
 def _rescale_assembly(values):
     lines = [f"mov.b32 ${i}, ${values + i};" for i in range(values)]
-    # the two rows of a thread alternate by two values
+    # of every four values of a thread, two belong to one row and two to another
     lines.append(f"setp.neu.f32 p, ${2 * values}, 0f3F800000; @!p setp.neu.f32 p, ${2 * values + 2}, 0f3F800000;")
     lines.append("vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE;")
     lines += [f"mul.rn.f32 ${i}, ${i}, ${2 * values + i};" for i in range(values)]
@@ -140,7 +142,7 @@ def _rescale_constraints(values):
 
 @gluon.jit
 def rescale(b_out, b_decay):
-    """b_out * b_decay ([64, columns], [64, 1]); a warp whose decays are all 1 leaves the products out."""
+    """b_out * b_decay ([64, columns], [64, 1]); a warp whose decays are all 1 skips the multiplications."""
     VALUES: gl.constexpr = b_out.shape[1] // 2
     text: gl.constexpr = _rescale_assembly(VALUES)
     constraints: gl.constexpr = _rescale_constraints(VALUES)

@@ -1,4 +1,4 @@
-"""TMA of the Hopper kernels: operations that some Triton versions do not name, waits, and descriptors of tensors."""
+"""TMA of the Hopper kernels: operations under one name for all Triton versions, waits, descriptors of tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GLUON_TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.flo
 
 @builtin
 def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
-    """Add shared memory to global memory; Triton 3.6 and 3.7 have the operation but no name for it."""
+    """Adds shared memory to global memory; Triton 3.6 and 3.7 have the operation but no name for it."""
     if hasattr(tma, "async_atomic_add"):
         return tma.async_atomic_add(descriptor, coordinates, source, _semantic=_semantic)
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
@@ -35,9 +35,9 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
 
 @gluon.jit
 def tma_store_wait_writes(PENDING: gl.constexpr):
-    """Until what a warpgroup has sent by TMA is in memory, but the last PENDING stores or additions.
+    """Waits until all but the last PENDING TMA stores and additions of this warpgroup are in global memory.
 
-    tma.store_wait waits until it has been read from shared memory.
+    tma.store_wait only waits until they have been read from shared memory.
     """
     thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     text: gl.constexpr = _writes_assembly(PENDING)
@@ -50,22 +50,22 @@ def _writes_assembly(pending):
 
 
 def tma_storable(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:
-    """Memory for (batch, heads, length, head_dim), whose rows are padded so that TMA can write them.
+    """Memory for a tensor (batch, heads, length, head_dim), its rows padded so that TMA can write them.
 
-    Padding included, also that of the last row: the first head_dim columns are what is asked for.
+    The shape includes the padding; the result is its first head_dim columns.
     """
     return launch.contiguous(dtype, *shape[:-1], -(-shape[-1] // 8) * 8)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy which TMA can read."""
+    """A copy that TMA can load."""
     made = launch.allocator(tensor)(*tma_storable(tensor.dtype, tensor.shape))
     return made[..., : tensor.shape[-1]].copy_(tensor)
 
 
 def tma_loadable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], TensorSpecs]:
-    """(the tensors, each as it is where TMA can read it, else as a copy; their specs)."""
-    # asked of all at once, which saves the host questions
+    """(tensors, specs): the tensors as they are, or copied if TMA cannot load them, and their specs."""
+    # all specs at once: one cache lookup on the host
     specs = specs_of(*tensors)
     if specs.is_tma_loadable:
         return tensors, specs
@@ -75,16 +75,16 @@ def tma_loadable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Tens
 
 @functools.cache
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """How a block lies in shared memory."""
+    """Layout of a block in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])
 
 
 class DescriptorFactory(launch.DescriptorFactory):
-    """The same for Gluon, where a descriptor says how its block lies in shared memory."""
+    """Makes Gluon's TMA descriptors, which include the layout of their block in shared memory."""
 
-    def __init__(self, seen: TensorSpec, block: tuple[int, ...]) -> None:
-        super().__init__(seen, block)
-        self._layout = shared_layout(block, seen.dtype)
+    def __init__(self, spec: TensorSpec, block: tuple[int, ...]) -> None:
+        super().__init__(spec, block)
+        self._layout = shared_layout(block, spec.dtype)
 
     def make(self, tensor: torch.Tensor) -> TensorDescriptor:
         return TensorDescriptor(tensor, *self._arguments, self._layout)

@@ -101,10 +101,10 @@ def test_a_program_for_each_row(check, layout):
     """None takes a second one, and there is no queue that could be left over."""
     simulation = Simulation(seed=8, programs=99)
     asked = []
-    prepare = simulation.hopper_forward.prepare
-    simulation.hopper_forward.prepare = lambda *facts: asked.append(prepare(*facts)) or asked[-1]
+    forward_launches = simulation.hopper_forward.forward_launches
+    simulation.hopper_forward.forward_launches = lambda *facts: asked.append(forward_launches(*facts)) or asked[-1]
     check(simulation, layout, CALLS[0], backward=False)
-    assert asked and not any(ready.is_queued for ready in asked)
+    assert asked and not any(launch.has_tile_counter for launch in asked)
 
 
 @pytest.mark.parametrize("call", [CALLS[0], CALLS[-1]], ids=str)
@@ -170,20 +170,19 @@ CAUSAL = zoo.Call(head_dim=64, causal=True, dtype=BFLOAT16)
 LIMITED = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1)
 FORWARDS = [
     ForwardConfig(stages=3),
-    ForwardConfig(stages=2, ping_pong=False, pin=True),
+    ForwardConfig(stages=2, pin=True),
     ForwardConfig(stages=2, block_kv=64),
     ForwardConfig(stages=3, block_kv=64, out_in_q=True),
-    ForwardConfig(stages=3, block_kv=64, overlap=False, ping_pong=False),
+    ForwardConfig(stages=2, early_bitmask=False),
     ForwardConfig(stages=2),
-    ForwardConfig(stages=2, overlap=False),
-    ForwardConfig(stages=1, overlap=False),
-    ForwardConfig(stages=2, queries=2, slack=8.0),
-    ForwardConfig(stages=1, block_kv=64, out_in_q=True, queries=2, overlap=False, slack=8.0),
+    ForwardConfig(stages=1),
+    ForwardConfig(stages=2, q_stages=2, rescale_threshold=8.0),
+    ForwardConfig(stages=1, block_kv=64, out_in_q=True, q_stages=2, rescale_threshold=8.0),
 ]
 WIDE_FORWARDS = [
     ForwardConfig(stages=2, warpgroups=3),
-    ForwardConfig(stages=2, block_kv=64, ping_pong=False, warpgroups=3, queries=2),
-    ForwardConfig(stages=1, out_in_q=True, warpgroups=3, slack=8.0, overlap=False),
+    ForwardConfig(stages=2, block_kv=64, warpgroups=3, q_stages=2),
+    ForwardConfig(stages=1, out_in_q=True, warpgroups=3, rescale_threshold=8.0),
 ]
 # rows of 192 queries: one with a query past the end of the first warpgroup's 64, a whole one, one more with a query;
 # keys of
@@ -242,19 +241,19 @@ STEEP = [zoo.Call(head_dim=64, scale=1.0, dtype=BFLOAT16), zoo.Call(head_dim=64,
 
 @pytest.mark.parametrize("call", STEEP, ids=str)
 @pytest.mark.parametrize("layout", [TRIANGLE, (113, 600)], ids=zoo.name_of)
-def test_a_maximum_that_grows_by_less_than_the_slack_and_by_more(check, monkeypatch, layout, call):
+def test_a_maximum_that_grows_by_less_than_the_rescale_threshold_and_by_more(check, monkeypatch, layout, call):
     simulation = Simulation(seed=6)
     met = []
 
-    def online_softmax(b_scores, b_max, b_sum, scale_log2, slack):
+    def online_softmax(b_scores, b_max, b_sum, scale_log2, rescale_threshold):
         grew = b_scores.amax(1) * scale_log2 - b_max
         met.extend(grew[(b_max > -1.0e38) & (grew > 0)].tolist())
-        return plain_soften(b_scores, b_max, b_sum, scale_log2, slack)
+        return original(b_scores, b_max, b_sum, scale_log2, rescale_threshold)
 
-    plain_soften = simulation.hopper_forward.online_softmax
+    original = simulation.hopper_forward.online_softmax
     monkeypatch.setattr(simulation.hopper_forward, "online_softmax", online_softmax)
-    slack = ForwardConfig(stages=2, queries=2, slack=8.0)
-    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: slack)
+    config = ForwardConfig(stages=2, q_stages=2, rescale_threshold=8.0)
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
     check(simulation, layout, call, backward=False)
     assert any(grew < 8.0 for grew in met)
     assert any(grew > 8.0 for grew in met)
@@ -310,7 +309,7 @@ PART_FAULTS = {
     ),
     "long lines twice": Change("triton.tile", "i_work - n_more),\n        tl", "i_work),\n        tl"),
     "a part handed in as a whole row": Change(
-        FORWARD, "        elif row[0] < n_batch_heads:\n", "        elif row[0] >= 0:\n"
+        FORWARD, "elif work_tile.target < sizes.n_batch_heads:", "elif work_tile.target >= 0:"
     ),
     "a part handed in as a whole column": Change(
         BACKWARD, "        elif work_tile.i_block < 0:\n", "        elif work_tile.i_block >= -1:\n"
@@ -320,57 +319,47 @@ FAULTS = {
     "values released before they are read": Change(
         FORWARD,
         """        b_out = warpgroup_mma_wait(0, deps=(out_token,))
-        mbarrier.arrive(barriers[V_EMPTY].index(v_stage), count=1)
-    if not""",
-        """        mbarrier.arrive(barriers[V_EMPTY].index(v_stage), count=1)
+        consumer_release(v, v_stage)
+""",
+        """        consumer_release(v, v_stage)
         b_out = warpgroup_mma_wait(0, deps=(out_token,))
-    if not""",
+""",
     ),
     "keys released by one warpgroup": Change(
         FORWARD,
-        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, WARPGROUPS), allocate_mbarriers(STAGES, 1), new",
-        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 1), new",
+        "k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=WARPGROUPS)",
+        "k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=1)",
     ),
-    "values not waited for": Change(
-        FORWARD, "mbarrier.wait(barriers[V_FULL].index(stage), (n_now // STAGES) & 1)", "stage = n_now % STAGES"
-    ),
+    "values not waited for": Change(FORWARD, "    consumer_wait(v, stage, i_load // STAGES)\n", ""),
     "keys waited for in the wrong phase": Change(
-        FORWARD,
-        "wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1)",
-        "wait(barriers[K_FULL].index(stage), (n_now // STAGES) & 1 ^ 1)",
+        FORWARD, "consumer_wait(k, stage, i_load // STAGES)", "consumer_wait(k, stage, i_load // STAGES + 1)"
     ),
     "scores not waited for": Change(
-        FORWARD, "warpgroup_mma_wait(1 if BEFORE else 0,", "warpgroup_mma_wait(2 if BEFORE else 0,"
+        FORWARD, "warpgroup_mma_wait(0 if FIRST else 1,", "warpgroup_mma_wait(0 if FIRST else 2,"
     ),
-    "the last turn not taken": Change(FORWARD, "    ping_pong_finish(WARPGROUP, PING_PONG, WARPGROUPS)", "    pass"),
-    "the first turn not given": Change(FORWARD, "    ping_pong_start(WARPGROUP, PING_PONG, WARPGROUPS)", "    pass"),
+    "the last turn not taken": Change(FORWARD, "    ping_pong_finish(WARPGROUP, WARPGROUPS)", "    pass"),
+    "the first turn not given": Change(FORWARD, "    ping_pong_start(WARPGROUP, WARPGROUPS)", "    pass"),
     "values cleared within a turn": Change(
         FORWARD,
-        """        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WARPGROUP, STAGES)
-    ping_pong_wait(WARPGROUP, PING_PONG, WARPGROUPS)""",
+        """        zero_v_tail(v, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
+    ping_pong_wait(WARPGROUP, WARPGROUPS)""",
         """        pass
-    ping_pong_wait(WARPGROUP, PING_PONG, WARPGROUPS)
-    if BEFORE:
-        clear_values(rings, barriers, ptrs, row, n_now - 1, i_step - 1, limit, WARPGROUP, STAGES)""",
+    ping_pong_wait(WARPGROUP, WARPGROUPS)
+    if not FIRST:
+        zero_v_tail(v, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)""",
     ),
-    "out stored without a fence": Change(
-        FORWARD, "    fence_async_shared()\n    tma_store(out_desc", "    tma_store(out_desc"
-    ),
+    "out stored without a fence": Change(FORWARD, "    fence_async_shared()\n    q_start", "    q_start"),
     "out overwritten while it leaves": Change(
         FORWARD,
-        "        # the row before has left the buffer\n        tma.store_wait(0)\n",
+        "        # TMA has read the previous tile row from the buffer\n        tma.store_wait(0)\n",
         "        pass\n",
     ),
     "a row overwritten before it was taken": Change(
-        FORWARD,
-        "allocate_mbarriers(2, 1), allocate_mbarriers(2, WARPGROUPS),",
-        "allocate_mbarriers(2, 1), allocate_mbarriers(2, 1),",
+        FORWARD, "WORK_TILE_STAGES, CONSUMERS=WARPGROUPS)", "WORK_TILE_STAGES, CONSUMERS=1)"
     ),
-    "the decay forgotten": Change(FORWARD, "    if not (OVERLAP and FIRST):", "    if False:"),
-    "a step left out": Change(
-        FORWARD, "for i_step in range(1 if OVERLAP else 0, n_bitmask)", "for i_step in range(2, n_bitmask)"
-    ),
-    "queries not waited for": Change(FORWARD, "        mbarrier.wait(barriers[Q_FULL].index(i_query), phase)\n", ""),
+    "the decay forgotten": Change(FORWARD, "            b_out = b_out * b_decay\n", "            pass\n"),
+    "a step left out": Change(FORWARD, "for i_step in range(1, n_bitmask)", "for i_step in range(2, n_bitmask)"),
+    "queries not waited for": Change(FORWARD, "        consumer_wait(q, i_buffer, phase)\n", ""),
     "the tail of the values not cleared": Change(
         "hopper.registers", "gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0)", "b_tile"
     ),
@@ -444,39 +433,41 @@ FAULTS = {
 }
 # seen where tiles are made of whole quarters
 QUARTER_FAULTS = {
-    "quartered rows as full ones": Change(FORWARD, "WARPGROUP, False, True, SIGN", "WARPGROUP, False, False, SIGN"),
-    "quartered rows as part of a mask": Change(ROWS, "n_partial - gl.load(p_record + 5)", "n_partial - 1"),
+    "quartered rows as full ones": Change(FORWARD, 'KIND="subtiled"', 'KIND="full"'),
+    "quartered rows as part of a mask": Change(ROWS, "n_partial - gl.load(p_record + N_SUBTILED)", "n_partial - 1"),
     "quarters of the first step forgotten": Change(
         FORWARD, "    if IS_SUBTILED:\n        b_scores =", "    if IS_SUBTILED and not FIRST:\n        b_scores ="
     ),
     "a full first step by quarters": Change(
         SOFTMAX,
-        "return gl.where(entry < 0, quarters, -1)",
-        "return quarters",
+        "return gl.where(entry < 0, bits, -1)",
+        "return bits",
     ),
     "the other queries' quarters": Change(
         SOFTMAX,
-        "quarters, others = entry >> (SUBTILES_BIT + 2 * WARPGROUP)",
-        "quarters, others = entry >> (SUBTILES_BIT + 2 - 2 * WARPGROUP)",
+        "bits, second_bits = entry >> (SUBTILES_BIT + 2 * WARPGROUP)",
+        "bits, second_bits = entry >> (SUBTILES_BIT + 2 - 2 * WARPGROUP)",
     ),
     "the other queries' quarters of a second half": Change(
-        SOFTMAX, "other >> (SUBTILES_BIT + 2 * WARPGROUP)", "other >> (SUBTILES_BIT + 2 - 2 * WARPGROUP)"
+        SOFTMAX, "second >> (SUBTILES_BIT + 2 * WARPGROUP)", "second >> (SUBTILES_BIT + 2 - 2 * WARPGROUP)"
     ),
     "a pair of one tile": Change(
-        ROWS, "other = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))", "other = entry"
+        ROWS, "second = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))", "second = entry"
     ),
     "the other keys of a first half": Change(
         ROWS,
-        "(is_pair & (((entry >> SUBTILES_BIT) & 5) == 0), WARPGROUP_ROWS, 0)",
-        "(is_pair & (((entry >> SUBTILES_BIT) & 5) != 0), WARPGROUP_ROWS, 0)",
+        "(is_pair & (((entry >> SUBTILES_BIT) & FIRST_KEYS) == 0), WARPGROUP_ROWS, 0)",
+        "(is_pair & (((entry >> SUBTILES_BIT) & FIRST_KEYS) != 0), WARPGROUP_ROWS, 0)",
     ),
     "the other keys of a second half": Change(
-        ROWS, "((other >> SUBTILES_BIT) & 5) != 0)", "((other >> SUBTILES_BIT) & 5) == 0)"
+        ROWS, "((second >> SUBTILES_BIT) & FIRST_KEYS) != 0)", "((second >> SUBTILES_BIT) & FIRST_KEYS) == 0)"
     ),
     "a half without a second one twice": Change(
-        SOFTMAX, "first + 2 * second * has_second.to(gl.int32)", "first + 2 * second"
+        SOFTMAX,
+        "has_first_keys + 2 * has_second_keys * has_second.to(gl.int32)",
+        "has_first_keys + 2 * has_second_keys",
     ),
-    "the tiles of pairs as full ones": Change(ROWS, "gl.where(i_pair >= 0, n_half // 2, 0)", "0"),
+    "the tiles of pairs as full ones": Change(ROWS, "gl.where(i_pair >= 0, work_tile.n_half // 2, 0)", "0"),
     "halves one by one": Change(ROWS, "n_partial - n_half // 2\n", "n_partial\n"),
     "quartered columns as full ones": Change(
         BACKWARD, "MASKED=False, IS_SUBTILED=True,", "MASKED=False, IS_SUBTILED=False,"
@@ -508,32 +499,32 @@ WIDE_FAULTS = {
     ),
     "keys released by two": Change(
         FORWARD,
-        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, WARPGROUPS), allocate_mbarriers(STAGES, 1), new",
-        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 2), allocate_mbarriers(STAGES, 1), new",
+        "k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=WARPGROUPS)",
+        "k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=2)",
     ),
     "values released by two": Change(
         FORWARD,
-        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, WARPGROUPS),\n",
-        "allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 2),\n",
+        "v=allocate_pipeline(v_buffers, STAGES, CONSUMERS=WARPGROUPS)",
+        "v=allocate_pipeline(v_buffers, STAGES, CONSUMERS=2)",
     ),
     "a row overwritten before all took it": Change(
-        FORWARD,
-        "allocate_mbarriers(2, 1), allocate_mbarriers(2, WARPGROUPS),",
-        "allocate_mbarriers(2, 1), allocate_mbarriers(2, 2),",
+        FORWARD, "WORK_TILE_STAGES, CONSUMERS=WARPGROUPS)", "WORK_TILE_STAGES, CONSUMERS=2)"
     ),
-    "rows of 128 queries": Change(ROWS, "i_launch) * (WARPGROUPS * WARPGROUP_ROWS)", "i_launch) * TILE"),
+    "rows of 128 queries": Change(ROWS, "i_launch) * BLOCK_Q", "i_launch) * TILE"),
     "keys of rows of 128 queries": Change(
-        ROWS, "CAUSAL, WARPGROUPS * WARPGROUP_ROWS, BLOCK_KV)", "CAUSAL, TILE, BLOCK_KV)"
+        ROWS, "BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV", "BLOCK_Q=TILE, BLOCK_KV=BLOCK_KV"
     ),
 }
 SET_FAULTS = {
-    "queries waited for in the wrong phase": Change(ROWS, "(i_row // SETS) & 1", "i_row & 1"),
-    "both sets in one place": Change(ROWS, "return i_row % SETS * WARPGROUPS + WARPGROUP,", "return WARPGROUP,"),
+    "queries waited for in the wrong phase": Change(ROWS, "(i_tile // CONFIG.q_stages) & 1", "i_tile & 1"),
+    "both sets in one place": Change(
+        ROWS, "return i_tile % CONFIG.q_stages * CONFIG.warpgroups + WARPGROUP,", "return WARPGROUP,"
+    ),
     "queries not waited for": FAULTS["queries not waited for"],
     "queries released before they are read": Change(
         FORWARD,
-        "        # one is known when compiling, the other is not\n        if OVERLAP:",
-        "        mbarrier.arrive(barriers[Q_EMPTY].index(i_query), count=1)\n        if OVERLAP:",
+        "        if n_steps > 0:\n            state",
+        "        consumer_release(q, i_buffer)\n        if n_steps > 0:\n            state",
     ),
     "out not rescaled": Change(FORWARD, "b_out = rescale(b_out, b_decay)", "pass"),
     "the maximum forgotten": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
@@ -696,8 +687,8 @@ def test_without_a_fault_of_quarters_none_is_seen(check, tight, seed):
 
 # none are made of parts of rows, nor where keys end somewhere
 UNPAIRED = {
-    "parts": Change(ROWS, "if splits_ptr is None and kv", "if kv"),
-    "lengths": Change(ROWS, " and kv_lengths_ptr is None:\n                n_half", ":\n                n_half"),
+    "parts": Change(ROWS, "if ptrs.splits_ptr is None and ptrs.kv", "if ptrs.kv"),
+    "lengths": Change(ROWS, " and ptrs.kv_lengths_ptr is None:\n                n_half", ":\n                n_half"),
 }
 
 
@@ -758,8 +749,8 @@ def test_few_columns_get_lse_and_delta_from_the_preprocess_launch(
 ):
     monkeypatch.setattr("blocksparse_flash.kernels.overlap_schedule.MIN_LSE_DELTA_COLUMNS", 99)
     simulation, prepared = tight(3, programs=2, dq_from_registers=dq_from_registers), []
-    prepare = simulation.hopper_backward.prepare
-    simulation.hopper_backward.prepare = lambda *facts: prepared.append(prepare(*facts)) or prepared[-1]
+    prepare = simulation.hopper_backward.backward_launches
+    simulation.hopper_backward.backward_launches = lambda *facts: prepared.append(prepare(*facts)) or prepared[-1]
     check(simulation, layout, call)
     assert prepared and not any(ready.lse_delta_overlaps for ready in prepared)
 
@@ -803,7 +794,7 @@ def test_a_seeded_fault_of_dq_is_seen(check, tight, fault):
 # the chosen configurations, few places in their rings: a call that each is launched for, and what can go wrong
 CHOSEN = {
     "3 warpgroups": (ForwardConfig(stages=2, warpgroups=3), (577, 300), CAUSAL, WIDE_FAULTS),
-    "2 sets": (ForwardConfig(stages=2, queries=2, slack=8.0), (203, 600), STEEP[0], SET_FAULTS),
+    "2 sets": (ForwardConfig(stages=2, q_stages=2, rescale_threshold=8.0), (203, 600), STEEP[0], SET_FAULTS),
 }
 
 
