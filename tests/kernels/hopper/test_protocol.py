@@ -397,7 +397,9 @@ FAULTS = {
     ),
     "ds over dk that leaves": Change(
         BACKWARD,
-        "        # TMA has read dk and dv of the previous work tile from the buffers that the steps write\n        tma.store_wait(0)\n",
+        """        # TMA has read dk and dv of the previous work tile from the buffers that the steps write
+        tma.store_wait(0)
+""",
         "\n\n",
     ),
     "ds over dk of the other warpgroup": Change(
@@ -549,7 +551,9 @@ DQ_FAULTS = {
     ),
     "a column counted before its sums are in memory": Change(
         BACKWARD,
-        "            # its sums of dQ are in global memory: all but the last store of this warpgroup, dk or dv\n            tma_store_wait_writes(1)\n",
+        """            # its sums of dQ are in global memory: all but the last store of this warpgroup, dk or dv
+            tma_store_wait_writes(1)
+""",
         "            pass\n\n",
     ),
     "a column counted by one warpgroup": Change(
