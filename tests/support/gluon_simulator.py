@@ -95,11 +95,11 @@ class Descriptor:
 # ---- the language ----
 
 
-def mask_subtiles(values: Tensor, bits: Tensor, stride: int, fill: int) -> Tensor:
+def mask_subtiles(values: Tensor, bits: Tensor, STRIDE: int, FILL: int) -> Tensor:
     """What the assembly of hopper.mask_subtiles does."""
-    filling = torch.tensor(fill, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    filling = torch.tensor(FILL, dtype=torch.int64).to(torch.int32).view(torch.float32)
     halves = [
-        half if int(bits) >> i * stride & 1 else torch.full_like(half, filling)
+        half if int(bits) >> i * STRIDE & 1 else torch.full_like(half, filling)
         for i, half in enumerate(values.split(64, 1))
     ]
     return torch.cat(halves, 1)
