@@ -40,8 +40,8 @@ def _zoo(*cases: str) -> str:
 
 RANKS = 'tests/distributed/test_distributed.py -k "every_case and 2"'
 GROUPS = 'tests/test_zoo.py -k "several_key and triton"'
-LISTED = "tests/kernels/triton/test_block_selection.py -k test_selected_by_index"
-SCORED = "tests/kernels/triton/test_block_selection.py -k 'test_selected_by_score or of_equal_scores'"
+LISTED = "tests/kernels/triton/test_block_selection.py -k selection_by_index"
+SCORED = "tests/kernels/triton/test_block_selection.py -k 'selection_by_score or equal_scores'"
 OPERATIONS = "tests/plan/test_block_selection.py -k 'host and not triton or bitmasks or scores'"
 DENSE = _zoo("dense-113x203-float32-gqa-16", "dense-203x113")
 DIAGONAL = "tests/test_zoo.py -k a_diagonal_about"
@@ -407,7 +407,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "kernels/triton/plan_builder.py",
             "tl.minimum(n_long, n_major - 1)",
             "tl.minimum(n_long, n_major)",
-            "tests/kernels/triton/test_block_selection.py -k every_line_of_a_head",
+            "tests/kernels/triton/test_block_selection.py -k one_line_of_a_head",
         ),
         ("kernels/triton/plan_builder.py", "- TILE * (b_diagonal - 1)", "- TILE * b_diagonal", LISTED),
         (
@@ -429,7 +429,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "kernels/triton/block_selection.py",
             "(b_col >= 0) & (b_col < n_cols)",
             "(b_col >= 0) & (b_col <= n_cols)",
-            "tests/kernels/triton/test_block_selection.py -k not_a_col",
+            "tests/kernels/triton/test_block_selection.py -k out_of_range",
         ),
         ("plan/block_selection.py", "first = ahead + block_q - 1", "first = ahead + block_q", OPERATIONS),
         ("plan/block_selection.py", "(cols[:, 1:] != cols[:, :-1])", "(cols[:, 1:] >= cols[:, :-1])", OPERATIONS),
@@ -650,7 +650,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "triton/combine_splits.py",
             "b_out = b_out * b_decay + tl.sum(b_split",
             "b_out = b_out + tl.sum(b_split",
-            "tests/kernels/triton/test_split_kv.py -k merged_by_their_weight",
+            "tests/kernels/triton/test_split_kv.py -k merged_by_weight",
         ),
         (
             "triton/combine_splits.py",
