@@ -1,4 +1,4 @@
-"""The paths of four users, each a script of at most 15 lines of their own code, run as they stand."""
+"""Scripts of four users run unchanged and have at most 15 lines of code each."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def test_an_engineer_from_flex_attention(run: Any) -> None:
 def test_a_user_of_transformers(run: Any) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     found = run("transformers_user")
-    model, said = found["model"], found["said"]
-    assert said.shape == (1, 308) and all(weight.grad is not None for weight in model.parameters())
-    assert torch.equal(said[0, 300:], model(said).logits[0, 299:-1].argmax(dim=-1))
-    dense = model(said).logits
+    model, generated = found["model"], found["generated"]
+    assert generated.shape == (1, 308) and all(weight.grad is not None for weight in model.parameters())
+    assert torch.equal(generated[0, 300:], model(generated).logits[0, 299:-1].argmax(dim=-1))
+    dense = model(generated).logits
     model.config.attention_layout = None
-    assert not torch.allclose(model(said).logits, dense)
+    assert not torch.allclose(model(generated).logits, dense)
