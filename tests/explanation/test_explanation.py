@@ -280,7 +280,7 @@ def test_a_good_call_needs_no_advice(on: Any) -> None:
 @pytest.mark.parametrize("heads", [[0, 1, 2, 3], [4, 4, 4, 4], [0, 0, 1, 0], [0, 1, 1, 2]], ids=str)
 def test_different_heads_are_not_called_repeated(on: Any, heads: list[int]) -> None:
     k = torch.cat([torch.rand(1, 4, 2048, 64), torch.zeros(1, 1, 2048, 64)], dim=1).half()[:, heads]
-    assert not advised("stands there", on(with_keys(k)).advice)
+    assert not advised("is repeated", on(with_keys(k)).advice)
 
 
 def test_advice_depends_on_the_gpu(on: Any) -> None:
