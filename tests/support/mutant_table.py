@@ -30,7 +30,7 @@ def _of(folder: str, *rows: tuple[str, ...]) -> list[Mutant]:
     return [Mutant(f"{folder}/{row[0]}", *row[1:]) for row in rows]
 
 
-OURS = "blocksparse_flash"
+PACKAGE = "blocksparse_flash"
 
 
 def _zoo(*cases: str) -> str:
@@ -40,8 +40,8 @@ def _zoo(*cases: str) -> str:
 
 RANKS = 'tests/distributed/test_distributed.py -k "every_case and 2"'
 GROUPS = 'tests/test_zoo.py -k "several_key and triton"'
-LISTED = "tests/kernels/triton/test_block_selection.py -k selection_by_index"
-SCORED = "tests/kernels/triton/test_block_selection.py -k 'selection_by_score or equal_scores'"
+BY_INDEX = "tests/kernels/triton/test_block_selection.py -k selection_by_index"
+BY_SCORE = "tests/kernels/triton/test_block_selection.py -k 'selection_by_score or equal_scores'"
 OPERATIONS = "tests/plan/test_block_selection.py -k 'host and not triton or bitmasks or scores'"
 DENSE = _zoo("dense-113x203-float32-gqa-16", "dense-203x113")
 DIAGONAL = "tests/test_zoo.py -k a_diagonal_about"
@@ -207,7 +207,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ),
     "blocks": _of(
-        OURS,
+        PACKAGE,
         (
             "blocks/block_list.py",
             'packbits(bits, axis=-1, bitorder="little")',
@@ -311,11 +311,11 @@ MUTANTS: dict[str, list[Mutant]] = {
             "min(stop * block_kv, frame.kv_len) - first * block_kv",
             "(stop - first) * block_kv",
             "tests/blocks/test_reindexing.py -k 'shifting or permuting or crops'",
-            "no key beyond those of the crop is read, however long the frame says that the keys are",
+            "keys beyond the crop are never read, whatever kv_len the frame has",
         ),
     ),
     "plan": _of(
-        OURS,
+        PACKAGE,
         # on the host
         (
             "plan/host_builder.py",
@@ -382,26 +382,26 @@ MUTANTS: dict[str, list[Mutant]] = {
             "kernels/triton/plan_builder.py",
             "- 1 + kv_len - q_len >= b_first_kv",
             "- 1 + kv_len - q_len > b_first_kv",
-            LISTED,
+            BY_INDEX,
         ),
         (
             "kernels/triton/plan_builder.py",
             "b_first_q + kv_len - q_len >= b_first_kv + HALF - 1",
             "b_first_q + kv_len - q_len > b_first_kv + HALF - 1",
-            LISTED,
+            BY_INDEX,
         ),
-        ("kernels/triton/plan_builder.py", "4 * (behind < 0)", "4 * (behind <= 0)", LISTED),
+        ("kernels/triton/plan_builder.py", "4 * (behind < 0)", "4 * (behind <= 0)", BY_INDEX),
         (
             "kernels/triton/plan_builder.py",
             "(last_q + kv_len - q_len >= first_kv)",
             "(last_q + kv_len - q_len > first_kv)",
-            LISTED,
+            BY_INDEX,
         ),
         (
             "kernels/triton/plan_builder.py",
             "(o_other[None, :] < o_line[:, None])",
             "(o_other[None, :] > o_line[:, None])",
-            LISTED,
+            BY_INDEX,
         ),
         (
             "kernels/triton/plan_builder.py",
@@ -409,21 +409,26 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tl.minimum(n_long, n_major)",
             "tests/kernels/triton/test_block_selection.py -k one_line_of_a_head",
         ),
-        ("kernels/triton/plan_builder.py", "- TILE * (b_diagonal - 1)", "- TILE * b_diagonal", LISTED),
+        ("kernels/triton/plan_builder.py", "- TILE * (b_diagonal - 1)", "- TILE * b_diagonal", BY_INDEX),
         (
             "kernels/triton/plan_builder.py",
             "b_next_both = b_next_full - b_quartered",
             "b_next_both = b_next_full - b_single",
-            LISTED,
+            BY_INDEX,
         ),
         # selection: kernels, operations
-        ("kernels/triton/block_selection.py", "(o_col * block_kv <= last_kv)", "(o_col * block_kv < last_kv)", SCORED),
-        ("kernels/triton/block_selection.py", "(b_place <= k - n_above)", "(b_place < k - n_above)", SCORED),
+        (
+            "kernels/triton/block_selection.py",
+            "(o_col * block_kv <= last_kv)",
+            "(o_col * block_kv < last_kv)",
+            BY_SCORE,
+        ),
+        ("kernels/triton/block_selection.py", "(b_place <= k - n_above)", "(b_place < k - n_above)", BY_SCORE),
         (
             "kernels/triton/block_selection.py",
             "b_key ^ ((b_key >> 31) & 0x7FFFFFFF)",
             "b_key ^ ((b_key >> 31) & 0)",
-            SCORED,
+            BY_SCORE,
         ),
         (
             "kernels/triton/block_selection.py",
@@ -436,10 +441,10 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("plan/block_selection.py", "indptr[1:, 0] = indptr[:-1, -1]", "indptr[1:, 0] = indptr[:-1, 0]", OPERATIONS),
         ("plan/block_selection.py", "row % parts[0] * parts[1] + col", "row % parts[0] * parts[0] + col", OPERATIONS),
         ("plan/block_selection.py", "- TILE * (diagonal - 1)", "- TILE * diagonal", OPERATIONS),
-        ("plan/block_selection.py", "for least in (TILE - 1, 0):", "for least in (TILE, 0):", LISTED),
+        ("plan/block_selection.py", "for least in (TILE - 1, 0):", "for least in (TILE, 0):", BY_INDEX),
     ),
     "eager": _of(
-        f"{OURS}/kernels",
+        f"{PACKAGE}/kernels",
         (
             "eager/attention.py",
             "head_idx // (sizes.heads // sizes.kv_heads)",
@@ -521,7 +526,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ),
     "kernels": _of(
-        f"{OURS}/kernels",
+        f"{PACKAGE}/kernels",
         (
             "triton/forward.py",
             "i_kv_head = i_head // C.GROUP",
@@ -684,7 +689,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ),
     "interop": _of(
-        f"{OURS}/interop",
+        f"{PACKAGE}/interop",
         (
             "key_runs.py",
             "is_full = crossing == heights",
@@ -790,13 +795,13 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ),
     "distributed": _of(
-        OURS,
+        PACKAGE,
         (
             "distributed/routing.py",
             "np.lexsort((tile, sender, receiver))",
             "np.lexsort((tile, receiver, sender))",
             "tests/distributed/test_routing.py",
-            "a rank reads the moves that it sends, or those that it receives: either order leaves these as they are",
+            "a rank reads only the moves that it sends or that it receives, and their order is the same in both",
         ),
         (
             "distributed/routing.py",
@@ -886,7 +891,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ),
     "models": _of(
-        OURS,
+        PACKAGE,
         (
             "plan/block_bias.py",
             "of_head = axis % heads if leads[1] > 1 else torch.zeros_like(axis)",
