@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,30 +183,29 @@ def test_predictions_near_a_measurement_have_caveats(on: Any) -> None:
         assert f"not calibrated: {found.prediction.caveats[0]}" in str(found)
 
 
-def test_device_of_reads_the_properties_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(
-        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, clock_rate=1_980_000,
-        memory_clock_rate=3_201_000,
-        memory_bus_width=6144,
-    )  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cost.device_of.cache_clear()
-    try:
-        found = cost.device_of(torch.device("cuda", 0))
-    finally:
-        cost.device_of.cache_clear()
+@pytest.fixture
+def device_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """cost.device_of an H200 with further properties."""
+    device_of = cost.device_of
+
+    def read(**properties: int) -> Device | None:
+        h200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, **properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+        device_of.cache_clear()
+        return device_of(torch.device("cuda", 0))
+
+    yield read
+    device_of.cache_clear()
+
+
+def test_device_of_reads_the_properties_of_a_gpu(device_with: Any) -> None:
+    found = device_with(clock_rate=1_980_000, memory_clock_rate=3_201_000, memory_bus_width=6144)
     assert found is not None and found[:4] == H200[:4] and found.bandwidth == pytest.approx(4300, rel=0.01)
     assert cost.device_of(torch.device("cpu")) is None
 
 
-def test_a_gpu_without_clock_and_bandwidth_is_still_predicted(monkeypatch: pytest.MonkeyPatch, on: Any) -> None:
-    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cost.device_of.cache_clear()
-    try:
-        found = cost.device_of(torch.device("cuda", 0))
-    finally:
-        cost.device_of.cache_clear()
+def test_a_gpu_without_clock_and_bandwidth_is_still_predicted(device_with: Any, on: Any) -> None:
+    found = device_with()
     assert found == H200._replace(clock=0.0, bandwidth=0.0)
     # a GPU that was measured needs neither
     assert on(call(), found).prediction == on(call(), H200).prediction
