@@ -1,7 +1,6 @@
 """A Crew of ranks, one process per GPU or a few on the CPU, that run checks by name.
 
-A check is a function of a module, called on every rank with the same arguments. Ranks that do not answer in time are
-killed.
+A check is a function of a module, called on every rank with the same arguments. Ranks that answer too late are killed.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def run(call: Call) -> list[Tensor]:
     """out, lse, dq, dk, dv, and the gradients of the score mods."""
     tensors, lengths, options = _inputs(call)
     leaves = [buried(tensors[name]).requires_grad_() for name in ("q", "k", "v")]
-    added = {name: tensor.detach().clone().requires_grad_() for name, tensor in options.items()}
+    score_mods = {name: tensor.detach().clone().requires_grad_() for name, tensor in options.items()}
     layout, variant = call.layout(), call.variant
     out, lse = attention_with_lse(
         *leaves,
@@ -76,10 +76,10 @@ def run(call: Call) -> list[Tensor]:
         deterministic=variant.deterministic,
         backend=call.backend,
         softcap=variant.softcap,
-        **added,
+        **score_mods,
     )
     douts = (buried(tensors["dout"]), tensors["dlse"].to(lse.dtype))
-    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), [*leaves, *added.values()], douts)]
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), [*leaves, *score_mods.values()], douts)]
 
 
 @functools.lru_cache(maxsize=32)
@@ -94,7 +94,7 @@ def expected(
     """For each result of `run`: valid values in the dtype of the call, and the value in float64.
 
     roundings  as in plain.results
-    more_rows  queries added in front, so that products have more rows; their gradients are 0, their results are dropped
+    more_rows  queries added in front, so that products have more rows; their gradients are 0 and their results dropped
     """
     tensors, lengths, options = _inputs(call)
     layout, variant, blocks = call.layout(), call.variant, _blocks(call)
@@ -118,7 +118,7 @@ def expected(
             kv_lengths=lengths,
             dropout_p=variant.dropout_p,
             seed=torch.tensor([SEED], device=DEVICE),
-            added={name: tensor.to(wide) for name, tensor in options.items()},
+            score_mods={name: tensor.to(wide) for name, tensor in options.items()},
             blocks=blocks,
             softcap=variant.softcap,
             roundings=roundings,

@@ -1,8 +1,7 @@
 """Calls that reach every configuration of the launch tables, and the configurations that a call chooses.
 
 `known` evaluates the tables for all arguments that occur on a GPU; `cover` collects calls until each configuration is
-reached by each kind of call that can reach it. The choices of a call are read from its prepared launches, which need
-not run.
+reached by each kind of call that can reach it. The choices of a call are read from its launches, which need not run.
 """
 
 from __future__ import annotations
@@ -381,8 +380,7 @@ def _known_hopper() -> Iterator[Key]:
 
 def candidates(gpu: Gpu) -> Iterator[Call]:
     """Calls of every kind, cheap ones first."""
-    # few tile rows and many; many keys, so that tensors with small head_dim are large enough for TMA; enough rows for
-    # causal calls
+    # few and many tile rows; many keys, so that tensors of small heads are large enough for TMA; enough causal rows
     shapes = [(2, 20, 300, 300), (2, 20, 300, 900), (2, 20, 300, 1600), (4, 12, 300, 1100), (8, 50, 300, 300)]
     for dim, dtype in itertools.product(DIMS, (HALF, SINGLE)):
         variants = ALL if dim in (64, 128) and dtype == HALF else FEW
@@ -415,17 +413,17 @@ def cover(gpu: Gpu) -> tuple[Call, ...]:
 
     Each with a negative and a positive scale; the first call that reaches a configuration also with scale 0.
     """
-    met: set[tuple[Key, str]] = set()
+    reached: set[tuple[Key, str]] = set()
     calls: list[Call] = []
     for call in candidates(gpu):
         # the choice does not depend on the scale
         keys = chosen(call, gpu)
         pairs = {(key, call.variant.name) for key in keys}
-        if pairs <= met:
+        if pairs <= reached:
             continue
         scales = [-0.2, 0.15]
-        if not keys <= {key for key, _ in met}:
+        if not keys <= {key for key, _ in reached}:
             scales.append(0.0)
-        met |= pairs
+        reached |= pairs
         calls += [replace(call, scale=scale) for scale in scales]
     return tuple(calls)

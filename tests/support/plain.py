@@ -52,7 +52,7 @@ def results(
     dlse: Tensor,
     mask: Tensor | None = None,
     *,
-    added: Mapping[str, Tensor] | None = None,
+    score_mods: Mapping[str, Tensor] | None = None,
     blocks: Tensor | None = None,
     roundings: Sequence[int] | None = None,
     **options: Any,
@@ -60,37 +60,37 @@ def results(
     """Valid values of out, lse, dq, dk and dv: one list each, which begins with that of the reference.
 
     dout, dlse  gradients of out and lse; lse is computed from q and k in float32 or float64
-    added       sinks, alibi_slopes and block_bias, if any; their gradients follow in this order
+    score_mods  sinks, alibi_slopes and block_bias, if any; their gradients follow in this order
     blocks      block of each pair, from block_of_pairs; needed with block_bias
     roundings   seeds. In half types each draws one way in which kernels may round; by default ROUNDINGS seeds with
-                `added`, else none. In other types each changes the last bit of lse: odd ones up, even ones down
+                `score_mods`, else none. In other types each changes the last bit of lse: odd ones up, even ones down
     options     those of reference.attention
 
     All values have the type of q, and are computed by autograd through the reference and by the backward of
     FlashAttention. In half types the latter runs twice, with the reference's out and with one from float32 weights. In
-    other types both run twice, summing q k^T from the first and from the last component, and with `added` in ORDERS
+    other types both run twice, summing q k^T from the first and from the last component, and with score_mods in ORDERS
     more orders. lse is computed in ORDERS more orders of that sum in every type: it has no other rounding, and with few
     keys a single order may be exact by chance.
     """
-    added = added or {}
-    all_options = options | _reference_options(added, blocks)
+    score_mods = score_mods or {}
+    all_options = options | _reference_options(score_mods, blocks)
     if q.dtype in (torch.float16, torch.bfloat16):
         wide = (tensor.detach().float() for tensor in (q, k, v))
         others: list[Tensor | int] = [reference.attention(*wide, mask, **all_options)[0].to(q.dtype)]
         # rounding may dominate a gradient that is summed over all pairs of a block or head, and a single rounding may
         # be exact by chance
-        others += roundings if roundings is not None else range(ROUNDINGS if added else 0)
-        found = _by_both_methods(q, k, v, dout, dlse, mask, others, added, blocks, **options)
+        others += roundings if roundings is not None else range(ROUNDINGS if score_mods else 0)
+        found = _by_both_methods(q, k, v, dout, dlse, mask, others, score_mods, blocks, **options)
     else:
         # rows with equally many keys round lse alike, so one lse may be exact by chance
-        found = _by_both_methods(q, k, v, dout, dlse, mask, list(roundings or []), added, blocks, **options)
+        found = _by_both_methods(q, k, v, dout, dlse, mask, list(roundings or []), score_mods, blocks, **options)
         orders = [torch.arange(q.shape[-1] - 1, -1, -1, device=q.device)]
         # a gradient summed over all pairs of a block or head has few elements, which one order may hit by chance
-        orders += _orders(q.shape[-1], q.device) if added else []
+        orders += _orders(q.shape[-1], q.device) if score_mods else []
         for order in orders:
             back = order.argsort()
             for result in _by_both_methods(
-                q[..., order], k[..., order], v, dout, dlse, mask, [], added, blocks, **options
+                q[..., order], k[..., order], v, dout, dlse, mask, [], score_mods, blocks, **options
             ):
                 result[2], result[3] = result[2][..., back], result[3][..., back]
                 found.append(result)
@@ -116,15 +116,15 @@ def _by_both_methods(
     dlse: Tensor,
     mask: Tensor | None,
     other_outs: list[Tensor | int],
-    added: Mapping[str, Tensor],
+    score_mods: Mapping[str, Tensor],
     blocks: Tensor | None,
     **options: Any,
 ) -> list[list[Tensor]]:
     """Results by autograd, by the backward of FlashAttention, and by the latter with other values of out."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    added = {name: tensor.detach().requires_grad_() for name, tensor in added.items()}
-    out, lse = reference.attention(*leaves, mask, **options, **_reference_options(added, blocks))
-    leaves += added.values()
+    score_mods = {name: tensor.detach().requires_grad_() for name, tensor in score_mods.items()}
+    out, lse = reference.attention(*leaves, mask, **options, **_reference_options(score_mods, blocks))
+    leaves += score_mods.values()
     dlse = dlse.to(lse.dtype)
     by_autograd = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     out, lse = out.detach(), lse.detach()
@@ -132,18 +132,18 @@ def _by_both_methods(
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     for rounded in (out, *other_outs):
         if is_half or not isinstance(rounded, int):
-            found.append(_by_flash_attention(leaves, rounded, lse, dout, dlse, mask, added, blocks, **options))
+            found.append(_by_flash_attention(leaves, rounded, lse, dout, dlse, mask, score_mods, blocks, **options))
         else:
             stepped = torch.nextafter(lse, lse.new_tensor(torch.inf if rounded % 2 else -torch.inf))
             stepped = stepped.where(lse.isfinite(), lse)
-            grads = _by_flash_attention(leaves, out, stepped, dout, dlse, mask, added, blocks, **options)[2:]
+            grads = _by_flash_attention(leaves, out, stepped, dout, dlse, mask, score_mods, blocks, **options)[2:]
             found.append([out, lse, *grads])
     return found
 
 
-def _reference_options(added: Mapping[str, Tensor], blocks: Tensor | None) -> dict[str, Tensor]:
+def _reference_options(score_mods: Mapping[str, Tensor], blocks: Tensor | None) -> dict[str, Tensor]:
     """Score mods as options of reference.attention, which takes a bias of pairs instead of block_bias."""
-    options = dict(added)
+    options = dict(score_mods)
     if blocks is not None and "block_bias" in options:
         options["bias"] = bias_of_pairs(options.pop("block_bias"), blocks)
     return options
@@ -156,7 +156,7 @@ def _by_flash_attention(
     dout: Tensor,
     dlse: Tensor,
     mask: Tensor | None,
-    added: Mapping[str, Tensor],
+    score_mods: Mapping[str, Tensor],
     blocks: Tensor | None,
     *,
     softcap: float | None = None,
@@ -181,15 +181,15 @@ def _by_flash_attention(
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
     attends = reference._attending_pairs(q, kv_len, mask, causal, kv_lengths)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    mods = _reference_options(added, blocks)
+    mods = _reference_options(score_mods, blocks)
     sinks = mods.pop("sinks", None)
     rounds_operands = isinstance(out, int)
     if mods or softcap is not None or rounds_operands:
-        added_terms = [mods.get(name) for name in ("alibi_slopes", "bias")]
+        modifiers = [mods.get(name) for name in ("alibi_slopes", "bias")]
         products = (q.to(dtype) * scale) @ keys.to(dtype).mT
         if rounds_operands:
             products.register_hook(lambda ds: ds.to(q.dtype).to(dtype))
-        scores = reference._modified(products, softcap, *added_terms) * math.log2(math.e)
+        scores = reference._modified(products, softcap, *modifiers) * math.log2(math.e)
     else:
         scores = (q.to(dtype) * (scale * math.log2(math.e))) @ keys.to(dtype).mT
     total = lse.masked_fill(lse == -torch.inf, 0)[..., None] * math.log2(math.e)

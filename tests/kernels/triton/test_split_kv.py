@@ -21,7 +21,6 @@ from tests.test_zoo import (
     BFLOAT16,
     Call,
     Layout,
-    added,
     assert_backend_is_accurate,
     buried,
     expected,
@@ -29,6 +28,7 @@ from tests.test_zoo import (
     kv_lengths,
     name_of,
     run,
+    score_mods,
     sizes_of,
 )
 
@@ -156,7 +156,7 @@ def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call,
             kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
             backend="triton",
             softcap=call.softcap,
-            **added(layout, call, call.dtype, device),
+            **score_mods(layout, call, call.dtype, device),
         )
         for name, result, references in zip(("out", "lse"), found, expected(layout, call, device), strict=False):
             assert_as_accurate(result, *references, name=name)
