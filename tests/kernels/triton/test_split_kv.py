@@ -137,7 +137,7 @@ def spread() -> list[Any]:
         chosen.append((layout, SCORES[index % len(SCORES)], NUM_SPLITS[index % len(NUM_SPLITS)]))
     # all options together, all heads in one program, several splits
     chosen.append((LAYOUTS[3], SCORES[3], 2))
-    return [pytest.param(*each, id=f"{name_of(each[0])}-{each[1]}-{each[2]}-splits") for each in chosen]
+    return [pytest.param(*each, id=f"{name_of(each[0])}-{each[1]}-splits{each[2]}") for each in chosen]
 
 
 @pytest.mark.parametrize(("layout", "call", "n_splits"), spread(), indirect=["n_splits"])
