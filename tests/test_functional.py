@@ -545,7 +545,7 @@ def with_gradients(call: dict[str, Any], **options: Any) -> dict[str, torch.Tens
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_shapes_and_types(dtype, backend):
+def test_results_have_the_documented_shapes_and_dtypes(dtype, backend):
     call = good_call(dtype)
     out, lse = attention_with_lse(**call, layout=window(), backend=backend)
     assert out.shape == (BATCH, HEADS, Q_LEN, V_DIM) and out.dtype == dtype and out.is_contiguous()
@@ -790,7 +790,7 @@ def test_eager_equals_the_reference(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wanted", ["q", "k", "v"])
-def test_a_gradient_for_one_input_only(wanted, backend):
+def test_one_input_alone_may_require_a_gradient(wanted, backend):
     call = good_call()
     expected = with_gradients(call, layout=window(), backend=backend)
     call[wanted].requires_grad_()
@@ -804,7 +804,7 @@ def test_a_gradient_for_one_input_only(wanted, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_gradient_through_lse_alone(backend):
+def test_lse_alone_has_a_gradient(backend):
     call = {name: value.requires_grad_() for name, value in good_call(torch.float64).items()}
     attention_with_lse(**call, backend=backend)[1].sum().backward()
     k = call["k"].detach().repeat_interleave(2, dim=1)

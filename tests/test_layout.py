@@ -715,7 +715,7 @@ def test_operators_are_set_operations_on_pairs(op: Any, problem: Problem) -> Non
 
 
 @given(problems())
-def test_complement_and_transpose(problem: Problem) -> None:
+def test_complement_and_transpose_equal_those_of_the_mask(problem: Problem) -> None:
     block_size, mask = problem.block_size, problem.mask
     layout = BlockLayout.from_dense(mask, block_size=block_size)
     assert_means(~layout, ~mask)

@@ -35,7 +35,7 @@ def layout(device: torch.device) -> BlockLayout:
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("case", ["layout", "dense", "causal, lengths", "dropout"])
-def test_opcheck(case: str, backend: str, device: torch.device, layout: BlockLayout) -> None:
+def test_operators_pass_opcheck(case: str, backend: str, device: torch.device, layout: BlockLayout) -> None:
     q, k, v = tensors(device)
     plan = list(layout.plan(device)) if case in ("layout", "dropout") else []
     lengths = torch.tensor([100], device=device) if "lengths" in case else None
@@ -171,7 +171,7 @@ def test_checkpointing_repeats_the_dropout(use_reentrant: bool, device: torch.de
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
 
-def test_functional_call_with_other_weights(device: torch.device, layout: BlockLayout) -> None:
+def test_functional_call_uses_other_weights(device: torch.device, layout: BlockLayout) -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -31,7 +31,7 @@ def keep(seed: int, batch: int, heads: int, q_len: int, kv_len: int, dropout_p: 
 
 
 @pytest.mark.parametrize("name", KNOWN_ANSWERS)
-def test_known_answers(name):
+def test_philox_gives_the_published_answers(name):
     counter, key, expected = KNOWN_ANSWERS[name]
     words = philox.philox_4x32(as_int64(*counter), as_int64(*key))
     assert tuple(word.item() for word in words) == expected

@@ -236,7 +236,7 @@ def test_dropout_keeps_the_mean():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_output_dtypes(dtype):
+def test_results_have_the_documented_dtypes(dtype):
     q, k, v = random_inputs(q_len=64, kv_len=80, head_dim=16, dtype=dtype)
     out, lse = reference.attention(q, k, v)
     assert out.dtype == dtype

@@ -68,7 +68,7 @@ def test_formats_of_other_packages_are_imported_lazily() -> None:
 # ---- names ----
 
 
-def test_public_names() -> None:
+def test_public_names_are_fixed() -> None:
     assert blocksparse_flash.__all__ == [
         "BlockLayout",
         "Explanation",

@@ -393,7 +393,7 @@ def test_several_key_heads_each_serve_a_group(name, layout, device):
 
 # the diagonal masks one pair of a step of 32 keys, or all but one
 @pytest.mark.parametrize("layout", [(70, 100), (70, 103)], ids=name_of)
-def test_a_diagonal_near_the_edge_of_a_step(layout, device):
+def test_a_diagonal_near_the_edge_of_a_step_is_accurate(layout, device):
     assert_backend_is_accurate("triton", layout, Call(head_dim=16, causal=True), device)
 
 

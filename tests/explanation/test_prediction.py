@@ -190,7 +190,7 @@ def test_calibrated_kernels_equal_the_launch_tables() -> None:
     ("backend", "expected"),
     [("triton", [16, 16, 32, 64, 128, 128, 256, 256]), ("hopper", [64, 64, 64, 64, 128, 128, 256, 256])],
 )
-def test_padded_dims(backend: str, expected: list[int]) -> None:
+def test_head_dims_are_padded_by_backend(backend: str, expected: list[int]) -> None:
     assert [padded_dim(backend, head_dim) for head_dim in (1, 16, 17, 64, 65, 128, 200, 256)] == expected
 
 

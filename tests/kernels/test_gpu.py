@@ -86,7 +86,7 @@ def check_sampled(
 
 
 @on_every_backend
-def test_butterfly_of_65536_tokens(backend: str) -> None:
+def test_butterfly_of_65536_tokens_is_accurate(backend: str) -> None:
     layout = masks.butterfly(65536)
 
     def attends(q_pos: Tensor, kv_pos: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_butterfly_of_65536_tokens(backend: str) -> None:
 
 
 @on_every_backend
-def test_a_million_tokens_with_offsets_past_2_to_the_31(backend: str) -> None:
+def test_a_million_tokens_with_offsets_past_2_to_the_31_are_accurate(backend: str) -> None:
     """18 heads of 1,048,576 x 128: 2.4e9 elements a tensor; the last head lies past 2^31."""
     length, heads, head_dim = 1 << 20, 18, 128
     assert (heads - 1) * length * head_dim > 2**31
@@ -414,7 +414,9 @@ def test_a_host_layout_is_copied_once() -> None:
 )
 # less than one tile row of 192 queries, exactly two, one query more or less than whole rows, many; more or fewer keys
 @pytest.mark.parametrize("lengths", [(65, 65), (384, 256), (193, 700), (575, 130), (3001, 3001)], ids=str)
-def test_rows_of_192_queries(lengths: tuple[int, int], call: zoo.Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_192_queries_are_accurate(
+    lengths: tuple[int, int], call: zoo.Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forced, since only long sequences use them."""
     from blocksparse_flash.kernels.hopper import forward as hopper_forward
 
@@ -429,9 +431,7 @@ def test_rows_of_192_queries(lengths: tuple[int, int], call: zoo.Call, monkeypat
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", cases.LAYOUTS, ids=str)
-def test_maxima_that_grow_by_less_and_by_more_than_the_rescale_threshold(
-    layout: cases.Case, dtype: torch.dtype
-) -> None:
+def test_maxima_that_grow_around_the_rescale_threshold_are_accurate(layout: cases.Case, dtype: torch.dtype) -> None:
     """Scores have a standard deviation of 11.4 in base 2; the rescale threshold is 8."""
     call = zoo.Call(head_dim=128, dtype=dtype, scale=0.7)
     zoo.assert_backend_is_accurate("hopper", layout, call, torch.device("cuda"))
@@ -516,14 +516,14 @@ def assert_heads_are_accurate(
 
 @pytest.mark.parametrize("q_len", [1, 3, 16, 64])
 @pytest.mark.parametrize("case", ["sparse", "dense"])
-def test_decoding_over_131072_keys(q_len: int, case: str) -> None:
+def test_decoding_over_131072_keys_is_accurate(q_len: int, case: str) -> None:
     q, k, v = decoding(q_len, 1 << 17, batch=2)
     layout = sparse(q_len, 1 << 17) if case == "sparse" else None
     out, lse = attention_with_lse(q, k, v, layout, backend="triton")
     assert_heads_are_accurate(out, lse, q, k, v, layout, [(0, 0), (0, 13), (1, 31)])
 
 
-def test_decoding_with_offsets_past_2_to_the_31() -> None:
+def test_decoding_with_offsets_past_2_to_the_31_is_accurate() -> None:
     """17 kv heads of 1,048,576 x 128: 2.3e9 elements; the last head lies past 2^31."""
     q, k, v = decoding(1, 1 << 20, heads=34, kv_heads=17)
     assert k[0, :16].numel() >= 2**31
@@ -577,7 +577,7 @@ def test_a_cuda_graph_replays_decoding(case: str) -> None:
         assert all(map(torch.equal, captured, step()))
 
 
-def test_gradients_of_a_single_query() -> None:
+def test_gradients_of_a_single_query_are_accurate() -> None:
     q, k, v = (t.requires_grad_() for t in decoding(1, 5000, heads=4, kv_heads=2, head_dim=64))
     layout = sparse(1, 5000)
     dout = torch.randn_like(q)

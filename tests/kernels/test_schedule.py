@@ -211,7 +211,7 @@ def test_many_long_lines_have_fewer_splits(n_long: int, parts: int) -> None:
     assert choose(512, 4, n_long=n_long, **sizes) == Split(n_long, parts)
 
 
-def test_programs_and_memory() -> None:
+def test_a_split_counts_programs_and_memory() -> None:
     split = Split(2, 3)
     # 4 heads of 10 lines, two of which have three programs each
     assert split.n_programs(10, 4) == 4 * (8 + 2 * 3)

@@ -70,7 +70,7 @@ def test_a_researcher_trains(run: Any) -> None:
     assert mask[0].all() and mask[:, 0].all() and mask[300].sum() == 1 + 129
 
 
-def test_an_experiment_on_long_range_arena(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_experiment_on_long_range_arena_trains_and_tests(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("numba", reason="needs the extra [lra]")
     pytest.importorskip("lightning", reason="needs the extra [lra]")
     pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
@@ -79,14 +79,14 @@ def test_an_experiment_on_long_range_arena(run: Any, capsys: pytest.CaptureFixtu
     assert "accuracy" in capsys.readouterr().out
 
 
-def test_an_engineer_from_flex_attention(run: Any) -> None:
+def test_a_user_of_flex_attention_gets_the_same_mask(run: Any) -> None:
     found = run("flex_attention_user")
     n = found["n"]
     assert found["layout"] == masks.sink_window(n, sinks=4, window=200)
     torch.testing.assert_close(found["layout"].to_dense()[0, 0], found["mask"])
 
 
-def test_a_user_of_transformers(run: Any) -> None:
+def test_a_user_of_transformers_generates(run: Any) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     found = run("transformers_user")
     model, generated = found["model"], found["generated"]

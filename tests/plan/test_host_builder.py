@@ -119,7 +119,7 @@ def test_both_directions_list_the_tiles_of_the_mask(
     check_side(plan, masks, of_rows=False)
 
 
-def test_subtiles_of_a_bitmask() -> None:
+def test_subtiles_of_a_bitmask_are_found() -> None:
     made = np.array([[bool(i >> bit & 1) for bit in range(4)] for i in range(16)]).reshape(16, 2, 1, 2, 1)
     tiles = np.broadcast_to(made, (16, 2, 64, 2, 64)).reshape(16, TILE, TILE)
     # one pair more or less

@@ -234,7 +234,7 @@ def test_make_fx_traces_lengths_and_layouts(mode: str) -> None:
     torch.testing.assert_close(traced(*inputs, lengths), attention(*inputs, layout, kv_lengths=lengths))
 
 
-def test_fake_cuda_tensors_without_a_gpu() -> None:
+def test_fake_cuda_tensors_work_without_a_gpu() -> None:
     if torch.cuda.is_available():
         return
     layout = host_layout()

@@ -138,7 +138,9 @@ def test_selection_by_score_equals_pytorch(frame: Frame, causal: bool, device: t
 
 @pytest.mark.usefixtures("by_kernels", "in_small_pieces")
 @pytest.mark.parametrize(("block_size", "has_one_batch"), [((128, 128), True), ((64, 64), False)], ids=str)
-def test_programs_with_many_iterations(block_size: tuple[int, int], has_one_batch: bool, device: torch.device) -> None:
+def test_programs_with_many_iterations_equal_pytorch(
+    block_size: tuple[int, int], has_one_batch: bool, device: torch.device
+) -> None:
     frame = Frame(3, 1, 300, 400, block_size)
     indices = random_indices(frame, 20, device)
     indices[:, :, 1] = -1
@@ -164,7 +166,7 @@ def test_one_line_of_a_head_is_never_counted_as_long(device: torch.device) -> No
 
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-def test_indices_of_any_type_out_of_range_or_strided(dtype: torch.dtype, device: torch.device) -> None:
+def test_out_of_range_indices_of_any_dtype_are_ignored(dtype: torch.dtype, device: torch.device) -> None:
     """Indices on a GPU are not checked; those that are not a col are ignored."""
     frame = FRAMES[0]
     indices = random_indices(frame, 4, device, dtype=dtype)
@@ -181,7 +183,7 @@ def test_indices_of_any_type_out_of_range_or_strided(dtype: torch.dtype, device:
 
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_scores_of_any_type(dtype: torch.dtype, device: torch.device) -> None:
+def test_scores_may_have_any_float_dtype(dtype: torch.dtype, device: torch.device) -> None:
     scores = torch.tensor([[5, -1, 3, 0.5], [0, -0.5, -2, -7], [-torch.inf, 1, torch.nan, torch.inf], [1, 2, 3, 4]])
     layout = BlockLayout.from_scores(scores.to(device, dtype)[None, None], 512, 512, k=2, block_size=128)
     rows, cols = [0, 0, 1, 1, 2, 2, 3, 3], [0, 2, 0, 1, 1, 3, 2, 3]

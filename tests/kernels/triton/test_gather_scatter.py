@@ -146,7 +146,7 @@ def test_sums_are_in_the_order_of_ranks(
             assert torch.allclose(total, wanted, rtol=2**-7 if truncates else 0, atol=0), backend
 
 
-def test_a_sum_of_all_tokens_without_messages(device: torch.device) -> None:
+def test_sums_of_all_tokens_need_no_messages(device: torch.device) -> None:
     mine, table = (
         drawn((1, 2, 9, 8), torch.float32, device, 1),
         torch.full((2, 9), -1, dtype=torch.int32, device=device),

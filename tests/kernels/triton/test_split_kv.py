@@ -169,7 +169,7 @@ QUERIES = [1, 2, 3, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 63, 64]
 
 @pytest.mark.parametrize("index", range(len(QUERIES)), ids=[str(q_len) for q_len in QUERIES])
 @pytest.mark.parametrize("n_splits", [3], indirect=True)
-def test_any_number_of_queries(index: int, n_splits: int, device) -> None:
+def test_any_number_of_queries_is_accurate(index: int, n_splits: int, device) -> None:
     """With about the fewest keys that are split; in turn dense, causal, one layout for all heads, one per head."""
     q_len, kind = QUERIES[index], index % 4
     kv_len = max(100, split_kv.KEYS_PER_QUERY * q_len + index % 3)
@@ -280,7 +280,7 @@ def test_few_queries_with_many_keys_are_split(q_len: int, kv_len: int, dropout_p
         (0, 8, 132, 1),
     ],
 )
-def test_num_splits(n_tiles: int, n_programs: int, n_sms: int, expected: int) -> None:
+def test_num_splits_fills_the_gpu(n_tiles: int, n_programs: int, n_sms: int, expected: int) -> None:
     assert split_kv.num_splits(n_tiles, n_programs, n_sms) == expected
 
 
