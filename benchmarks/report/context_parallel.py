@@ -51,8 +51,8 @@ def bound(line: Line) -> float:
 def caption(setting: Setting, lines: Sequence[Line]) -> str:
     shared = f"{setting.n:,} tokens {'in all' if setting.scaling == 'strong' else 'on all ranks together'}"
     return (
-        f"{setting.ranks} {setting.device}, {shared}, {setting.heads} query heads on {setting.kv_heads} key heads of "
-        f'{setting.head_dim}, {lines[0]["dtype"]}, order "{setting.order}", '
+        f"{setting.ranks} {setting.device}, {shared}, {setting.heads} query heads and {setting.kv_heads} key heads of "
+        f'dimension {setting.head_dim}, {lines[0]["dtype"]}, order "{setting.order}", '
         f"{measurements.versions(lines, 'torch', 'triton')}"
     )
 
@@ -60,11 +60,11 @@ def caption(setting: Setting, lines: Sequence[Line]) -> str:
 def link(lines: Sequence[Line]) -> str:
     """The measured rates of the link."""
     said = [
-        f"{line['ranks']} {line['device']}: {line['what']} of {line['bytes'] / 2**20:.0f} MiB a rank, "
+        f"{line['ranks']} {line['device']}: {line['what']} of {line['bytes'] / 2**20:.0f} MiB per rank, "
         f"{line['gb_s']:.0f} GB/s"
         for line in measurements.of_bench(lines, "link")
     ]
-    return "Link. " + "; ".join(said) + "." if said else ""
+    return "Measured rates of the link: " + "; ".join(said) + "." if said else ""
 
 
 def speedups(lines: Sequence[Line], direction: str) -> str:
@@ -93,7 +93,8 @@ def summary(lines: Sequence[Line]) -> str:
     shown = {setting: of_step(each) for setting, each in found.items() if setting.ranks == ranks}
     every = [line for each in shown.values() for line in each]
     providers = [name for name in LABELS if any(line["provider"] == name for line in every)]
-    rows = [["pattern", *(f"{setting.n:,} tokens, {setting.heads} heads on {setting.kv_heads}" for setting in shown)]]
+    columns = [f"{one.n:,} tokens, {one.heads} query and {one.kv_heads} key heads" for one in shown]
+    rows = [["pattern", *columns]]
     for pattern in dict.fromkeys(line["pattern"] for line in every):
         of_pattern = [
             {line["provider"]: line for line in each if line["pattern"] == pattern} for each in shown.values()
@@ -131,8 +132,8 @@ def section(lines: Sequence[Line]) -> str:
         return ""
     parts = [
         (
-            "Speed-up over one GPU, forward and backward together. In brackets: the upper bound set by computing or by "
-            "receiving, whichever is slower. `-`: cannot run, or was not measured. All measurements are in "
+            "Speed-up over one GPU, forward and backward together. In brackets: the upper bound, and what sets it, "
+            "computing or the link between the GPUs. `-`: cannot run, or was not measured. All measurements are in "
             "[results/context_parallel.md](benchmarks/results/context_parallel.md)."
         ),
         link(lines),

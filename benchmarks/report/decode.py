@@ -34,8 +34,9 @@ def section(lines: Sequence[Line]) -> str:
     )
     first = shown[0]
     caption = (
-        f"Microseconds of one call on one {first['device']}, {first['dtype']}, {first['heads']} query heads on "
-        f"{first['kv_heads']} key heads of {first['head_dim']}, in a CUDA graph (`python -m benchmarks.run.decode`, "
+        f"Microseconds of one call on one {first['device']}, {first['dtype']}, {first['heads']} query heads and "
+        f"{first['kv_heads']} key heads of dimension {first['head_dim']}, in a CUDA graph "
+        f"(`python -m benchmarks.run.decode`, "
         f"{measurements.versions(shown, 'torch', 'triton')}).{sparse} `-`: not measured."
     )
     return f"{caption}\n\n{table(rows)}"

@@ -54,8 +54,8 @@ def _growth(values: Sequence[Value], lines: Sequence[Line]) -> str:
         return ""
     lengths = [line["n"] for line in select(lines, pattern="local") if line["n"] >= summaries.LINEAR_FROM]
     return (
-        f"- With a fixed number of keys per query, {max(lengths):,} tokens take {min(found):.0f} to {max(found):.0f} "
-        f"times as long as {min(lengths):,} ({max(lengths) // min(lengths)} times as many)."
+        f"- With a fixed number of keys per query, {max(lengths) // min(lengths)} times as many tokens "
+        f"({max(lengths):,} instead of {min(lengths):,}) take {min(found):.0f} to {max(found):.0f} times as long."
     )
 
 

@@ -18,7 +18,7 @@ IDENTITY = (
 # the baseline `pattern` of --sweep change
 SAME_MASK = "same mask"
 # directions of --sweep change
-TIMED = {"step": "a synchronised step", "steps": "one of many steps in a row"}
+TIMED = {"step": "a synchronized step", "steps": "one of many steps in a row"}
 
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 

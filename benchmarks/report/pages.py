@@ -39,7 +39,7 @@ MASK_COLUMNS = {
     "blocksparse_flash": "blocksparse_flash",
     "flex, compiled": "`create_block_mask`, compiled (first call)",
     "flex": "`create_block_mask`",
-    "dense": "dense bools, then blocks",
+    "dense": "dense boolean mask, then blocks",
 }
 
 
@@ -108,7 +108,7 @@ def speed_section(lines: Sequence[Line]) -> str:
     """Caption, table and speed-ups of the main benchmark on one GPU."""
     setting, shown = main_setting(lines)
     rate = measurements.matmul_rate(lines, shown)
-    beside = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f}."
+    beside = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s."
     return _joined(
         f"{caption(setting, shown)} TFLOP/s of stored 128 x 128 blocks, forward / backward; `-`: unsupported or not "
         f"measured.{beside}",
@@ -164,7 +164,7 @@ def everything(lines: Sequence[Line]) -> str:
 
 def change_table(lines: Sequence[Line]) -> str:
     """Wall-clock milliseconds of a step with one mask and with a new mask; lines of one setting and direction."""
-    rows = [["by", "pattern", "head_dim", "ms a step (p20 to p80)", "ms for the change", "first call ms"]]
+    rows = [["library", "mask", "head_dim", "ms per step (p20 to p80)", "ms for the change", "first call ms"]]
     rows += [
         [
             label(provider_of(line)), line["pattern"], str(line["head_dim"]),
@@ -178,7 +178,7 @@ def change_table(lines: Sequence[Line]) -> str:
 
 def change_section(lines: Sequence[Line]) -> str:
     """The tables of each setting, under its caption."""
-    parts = ["`< x`: the steps vary by x (p20 to p80), and the change costs less."]
+    parts = ["p20 and p80 are percentiles. `< x`: the change costs less than x, the variation between steps."]
     if any(line["provider"] == "flex" for line in lines):
         parts.append(
             "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at "
@@ -307,7 +307,7 @@ def io_section(lines: Sequence[Line]) -> str:
     if not groups:
         return ""
     rows = [
-        ["backend", "direction", "heads", "head_dim", "L2 to SMs", "times the bound", "of what tiles load",
+        ["backend", "direction", "heads", "head_dim", "L2 to SMs", "L2 to SMs / bound", "L2 to SMs / tile loads",
          "device memory"]
     ]  # fmt: skip
     for group in groups:
@@ -324,12 +324,15 @@ def io_section(lines: Sequence[Line]) -> str:
         )  # fmt: skip
     first, last = groups[0][0], groups[0][-1]
     return _joined(
-        f"Bytes moved at {first['n']:,} tokens and a share s of stored blocks, {first['density']:.2g} to "
+        f"Bytes moved at {first['n']:,} tokens, as the density s grows from {first['density']:.2g} to "
         f"{last['density']:.2g} (`python -m benchmarks.run.io`, {first['device']}, "
-        f"{measurements.versions(lines, 'torch', 'triton')}). The bound is N d + s N^2 d^2 / M numbers "
-        "([FlashAttention](https://arxiv.org/abs/2205.14135), Proposition 4, constant 1), where M numbers fit in the "
-        "shared "
-        "memory of a program. [All of them](benchmarks/results/io.md).",
+        f"{measurements.versions(lines, 'torch', 'triton')}). [All measurements](benchmarks/results/io.md).",
+        "- `L2 to SMs` is a linear fit in s.\n"
+        "- `bound` is N d + s N^2 d^2 / M numbers ([FlashAttention](https://arxiv.org/abs/2205.14135), Proposition 4, "
+        "constant 1), where M is how many numbers fit in the shared memory of a program.\n"
+        "- `tile loads` are the bytes loaded and stored if each program loads all of its tiles.\n"
+        "- The ratios are the smallest and the largest over s. `device memory` has the bytes read and written at the "
+        "smallest and at the largest s.",
         table(rows),
         "![Bytes moved against density](benchmarks/results/io.png)",
     )
@@ -366,8 +369,8 @@ def every_byte(lines: Sequence[Line]) -> str:
 def prediction_section(calibrations: Sequence[prediction.Calibration]) -> str:
     """Errors of explain's predictions on the measurements that they were fitted to."""
     rows = [
-        ["GPU", "backend", "direction", "head_dim", "measurements", "median error", "worst",
-         "worst of those left out of a fit"]
+        ["GPU", "backend", "direction", "head_dim", "measurements", "median error", "largest error",
+         "largest error, left out of the fit"]
     ]  # fmt: skip
     rows += [
         [
@@ -402,8 +405,8 @@ def highlights(lines: dict[str, list[Line]]) -> str:
     ]
     changes = summaries.changes(select(attention, bench="change"))
     head = (
-        "Milliseconds that a new mask adds to a step (mask, forward and backward). `< x`: the steps vary by x, and the "
-        "mask adds less:"
+        "Milliseconds that a new mask adds to a step (mask, forward and backward). `< x`: less than x, the variation "
+        "between steps. `-`: not measured."
     )
     return _joined(ranges(values, "measurement", "backend", "baseline"), *([head, changes] if changes else []))
 

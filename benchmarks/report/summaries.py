@@ -101,7 +101,8 @@ def growth(lines: Sequence[Line]) -> list[Value]:
         for backend in ours(panel):
             first, last = (pick(select(panel, backend), key=lambda line: line["n"]) for pick in (min, max))
             if first["n"] < last["n"]:
-                name = f"time of {last['n'] // first['n']}x the tokens, {last['n']:,}, fixed keys per query"
+                times = last["n"] // first["n"]
+                name = f"time at {last['n']:,} tokens, {times} times as many, fixed keys per query"
                 found.append(_value(name, last, f"{first['n']:,} tokens", last["ms"] / first["ms"]))
     return found
 
@@ -183,7 +184,7 @@ def changes(lines: Sequence[Line]) -> str:
         if select(found, direction=direction)
     }
     shown = [provider for provider in measured(lines) if not is_ours(provider) or provider == ours(lines)[0]]
-    rows = [["by", "ms added by", *columns]]
+    rows = [["library", "change", *columns]]
     for provider in shown:
         for way in dict.fromkeys(line["pattern"] for line in select(lines, provider)):
             cells = []
