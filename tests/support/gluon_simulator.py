@@ -28,7 +28,7 @@ from tests.support.gluon_machine import CURRENT, Barrier, Barriers, Machine, Par
 
 KERNELS = Path(kernels.__file__).parent
 # modules with device functions, in the order of their imports
-HELPERS = ("hopper.barriers", "hopper.tma", "hopper.bitmask", "hopper.registers")
+HELPERS = ("hopper.barriers", "hopper.tma", "hopper.bitmask", "hopper.registers", "hopper.work_tiles")
 
 
 # ---- global memory ----

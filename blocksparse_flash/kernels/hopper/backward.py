@@ -60,7 +60,6 @@ from .backward_postprocess import postprocess_launch
 from .backward_producer import (
     STAGES,
     WORK_TILE_INTS,
-    WORK_TILE_STAGES,
     Descriptors,
     DOutBuffers,
     KVBuffers,
@@ -88,6 +87,7 @@ from .registers import (
     zero_tail,
 )
 from .tma import DescriptorFactory, tma_loadable, tma_reduce_add, tma_storable, tma_store
+from .work_tiles import WORK_TILE_STAGES
 
 MAX_HEAD_DIM = 128
 # values of a row of the descriptor with which TMA adds to the sum of dQ

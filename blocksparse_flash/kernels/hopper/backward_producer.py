@@ -21,6 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..triton.tile import (
+    BEGIN,
+    N_PARTIAL,
+    N_SUBTILED,
+    N_TILES,
+    NUMBER,
     TILE,
     dense_q_steps,
     find_line_record,
@@ -30,21 +35,16 @@ from ..triton.tile import (
     split_index,
     split_steps,
 )
-from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire, producer_commit
+from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
 from .bitmask import INDEX_BITS, SUBTILES_BIT
-from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int, store_int
+from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int
 from .tma import tma_load
+from .work_tiles import WORK_TILE_STAGES, write_end, write_work_tile
 
-# int32 fields of a tile column's record
-COL, BEGIN, N_TILES, N_PARTIAL, N_SUBTILED = (gl.constexpr(i) for i in (0, 1, 2, 3, 5))
 # buffers of queries and dO
 STAGES = gl.constexpr(2)
-# the consumers read one work tile while the producer writes the next
-WORK_TILE_STAGES = gl.constexpr(2)
 # int32 values of a work tile in shared memory; the last one is only used if the plan has subtiled tiles
 WORK_TILE_INTS = gl.constexpr(8)
-# WorkTile.batch_head that ends the loops over work tiles
-END = gl.constexpr(-1)
 
 
 # ---- state ----
@@ -262,7 +262,7 @@ def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, HAS
                 GROUP,
             )  # fmt: skip
     if ptrs.records_ptr is not None:
-        kv_start = gl.load(p_record + COL) * TILE
+        kv_start = gl.load(p_record + NUMBER) * TILE
         begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
         n_partial = gl.load(p_record + N_PARTIAL)
         n_bitmask = n_partial - gl.load(p_record + N_SUBTILED) if HAS_SUBTILES else n_partial
@@ -278,25 +278,6 @@ def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, HAS
         i_block=i_block,
         n_bitmask=n_bitmask,
     )
-
-
-@gluon.jit
-def write_work_tile(work_tiles, i_tile, work_tile, HAS_SUBTILES: gl.constexpr):
-    """Producer side: passes a work tile to the consumers, its fields in declaration order."""
-    stage = i_tile % WORK_TILE_STAGES
-    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
-    for i in gl.static_range(WORK_TILE_INTS if HAS_SUBTILES else WORK_TILE_INTS - 1):
-        store_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + i), work_tile[i])
-    producer_commit(work_tiles, stage)
-
-
-@gluon.jit
-def write_end(work_tiles, i_tile):
-    """Producer side: says that there are no more work tiles."""
-    stage = i_tile % WORK_TILE_STAGES
-    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
-    store_int(work_tiles.buffers.index(stage * WORK_TILE_INTS), END)
-    producer_commit(work_tiles, stage)
 
 
 @gluon.jit
@@ -382,7 +363,8 @@ def load(
             i_work = n_work
         else:
             i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
-        write_work_tile(pipelines.work_tiles, i_tile, work_tile, HAS_SUBTILES)
+        n_ints: gl.constexpr = WORK_TILE_INTS if HAS_SUBTILES else WORK_TILE_INTS - 1
+        write_work_tile(pipelines.work_tiles, i_tile, work_tile, n_ints, WORK_TILE_INTS)
         i_batch = batch_head // n_heads
         i_kv_head = batch_head % n_heads
         if KV_STAGES > 1:
@@ -411,4 +393,4 @@ def load(
             if n_loaded == n_before:
                 load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
         i_tile += 1
-    write_end(pipelines.work_tiles, i_tile)
+    write_end(pipelines.work_tiles, i_tile, WORK_TILE_INTS)
