@@ -60,7 +60,7 @@ def of_tiles(line: Line) -> int:
             # q, dout, dq; lse and delta
             total += 3 * rows + 2 * FLOAT * line["n"]
     moved = memory.backward(_call(line))
-    return axes * total + (0 if is_forward else moved.overlapped + moved.passes)
+    return axes * total + (0 if is_forward else moved.passes)
 
 
 def _call(line: Line) -> Call:

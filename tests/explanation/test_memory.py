@@ -130,56 +130,43 @@ def test_what_launchers_allocate(
     assert said.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *walked))
 
 
-# heads (query, key) and layout. 16 heads: overlapped; dense: never; two query heads per key head: groups of twice
-# as many rows; one: no later column to overlap with; bigbird: long columns, with which no preprocess overlaps; few
-# tiles per row: no sum at all
+# heads (query, key) and layout; with few tiles per row dq has no float32 sum
 SUMS = {
-    "overlapped": (16, 16, masks.butterfly(4096)),
     "dense": (16, 16, None),
     "groups": (16, 8, masks.butterfly(4096)),
-    "one head": (1, 1, masks.butterfly(4096)),
     "long columns": (16, 16, masks.bigbird(4096, seed=0)),
     "few tiles": (256, 256, masks.block_diagonal(4096, size=256)),
 }
 
 
-# 32 tile columns: too few for LSE and delta to overlap, and enough
-@pytest.mark.parametrize("min_columns", [33, 32])
 @pytest.mark.parametrize("kind", SUMS)
-def test_what_is_overlapped_is_what_the_launcher_leaves_out_around(
-    launchers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, kind: str, min_columns: int
+def test_pre_and_postprocess_move_what_their_launches_move(
+    launchers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The overlapped bytes are those that the preprocess and postprocess launches leave out."""
     heads, kv_heads, layout = SUMS[kind]
     q = torch.empty(1, heads, 4096, 64, dtype=torch.bfloat16)
     k = torch.empty(1, kv_heads, 4096, 64, dtype=torch.bfloat16)
     call = Call(q, k, k, layout, False, False, 0.0, False, q.dtype, "hopper")
     plan = [] if call.plan is None else list(call.plan)
-    written: dict[str, Any] = {}
-    grids: dict[str, tuple[int, ...]] = {}
-
-    def record(self: Any, *tensors: Any) -> None:
-        written[self._kernel.fn.__name__], grids[self._kernel.fn.__name__] = self._rest, self._grid
-
-    monkeypatch.setattr("blocksparse_flash.runtime.launch.Launch.__call__", record)
-    monkeypatch.setattr("blocksparse_flash.kernels.overlap_schedule.MIN_LSE_DELTA_COLUMNS", min_columns)
+    launched: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "blocksparse_flash.runtime.launch.Launch.__call__",
+        lambda self, *tensors: launched.update({self._kernel.fn.__name__: self}),
+    )
     lse = torch.empty(q.shape[:3])
     inputs = BackwardInputs(q, None, q, k, k, q, lse)
     launchers["hopper_backward"].backward(inputs, plan, None, None, 0.1, False, 0.0)
-    said = memory.backward(call)
-    statistics = 2 * q.nbytes + lse.nbytes + 2 * lse.nbytes
-    if "postprocess_kernel" not in written:
-        assert kind == "few tiles" and said.overlapped == 0 and said.passes == statistics + 2 * lse.nbytes
+    said, preprocess = memory.backward(call), launched["preprocess_kernel"]
+    cleared = q.numel() // 64 * preprocess._rest["CLEARED"] * 4
+    # out, dout and lse are read; lse and delta written
+    lse_delta = 2 * q.nbytes + lse.nbytes + 2 * lse.nbytes
+    if kind == "few tiles":
+        # and once more as pairs
+        assert "postprocess_kernel" not in launched and said.passes == lse_delta + 2 * lse.nbytes and cleared == 0
         return
-    # float32, read again and written in two bytes
-    cleared = written["preprocess_kernel"]["n_cleared"] * 4096 * 64 * 4
-    before = statistics // heads * grids["preprocess_kernel"][1]
-    # steps of 512 values
-    converted = (q.numel() - written["postprocess_kernel"]["first"] * 512) * (4 + 2)
-    assert said.passes == before + cleared + converted
-    assert said.overlapped + said.passes == statistics + q.numel() * (4 + 4 + 2)
-    assert (said.overlapped > 0) == (kind not in ("one head", "dense"))
-    assert (before < statistics) == (min_columns == 32 and kind in ("overlapped", "groups"))
+    # programs of 64 x 32 values: float32 read, two bytes written
+    converted = launched["postprocess_kernel"]._grid[0] * 64 * 32 * (4 + 2)
+    assert said.passes == lse_delta + cleared + converted
 
 
 def test_what_was_allocated_on_a_gpu() -> None:
@@ -198,6 +185,6 @@ def test_what_was_allocated_on_a_gpu() -> None:
 def test_nothing_is_known_of_what_pytorchs_operators_allocate() -> None:
     q = torch.zeros(1, 2, 64, 16)
     call = Call(q, q, q, None, False, False, 0.0, False, q.dtype, "eager")
-    assert memory.forward(call) == (3 * q.nbytes, q.nbytes + 4 * 2 * 64, None, 4 * q.nbytes + 4 * 2 * 64, 0, 0)
+    assert memory.forward(call) == (3 * q.nbytes, q.nbytes + 4 * 2 * 64, None, 4 * q.nbytes + 4 * 2 * 64, 0)
     empty = Call(q[:0], q[:0], q[:0], None, False, False, 0.0, False, q.dtype, "triton")
-    assert memory.forward(empty) == memory.backward(empty) == (0, 0, 0, 0, 0, 0)
+    assert memory.forward(empty) == memory.backward(empty) == (0, 0, 0, 0, 0)

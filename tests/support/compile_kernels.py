@@ -30,7 +30,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from blocksparse_flash.kernels import arguments, overlap_schedule
+from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
@@ -80,8 +80,6 @@ def launches(
         mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, parts)),
         mock.patch.object(hopper_backward, "split_of", lambda *_: Split(2, parts)),
         mock.patch.object(split_kv, "num_sms", lambda _: 132),
-        # those of 8192 keys
-        mock.patch.object(overlap_schedule, "MIN_LSE_DELTA_COLUMNS", 64),
     ):
         run_both(**call)
     return caught
@@ -476,11 +474,6 @@ def hopper_calls() -> list[dict[str, Any]]:
     # so few rows that none waits in a queue
     grid += [
         {"head_dim": head_dim, "dtype": half, "mode": mode, "length": 1024}
-        for head_dim, mode in itertools.product((64, 128), ("layout", "causal"))
-    ]
-    # so few columns that lse and delta are written before them
-    grid += [
-        {"head_dim": head_dim, "dtype": half, "mode": mode, "length": 6144}
         for head_dim, mode in itertools.product((64, 128), ("layout", "causal"))
     ]
     grid += [{"head_dim": head_dim, "dtype": half, "limited": True} for head_dim in (64, 128)]

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-# how much less often what is slow comes than the rest
-SELDOM = 1e-5
 
 
 class ProtocolError(AssertionError):
@@ -44,14 +41,9 @@ class Partition:
         self.is_done = False
         self.error: BaseException | None = None
         self.products: list[Any] = []
-        # copies that its threads wait for
-        self.fetches: list[Callable[[], None]] = []
-        # read by TMA, and what it has still to write, in order
+        # read by TMA, in order
         self.stores: list[Shared] = []
-        self.writes: list[Callable[[], None]] = []
-        self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0]) * (
-            SELDOM if machine.slow and machine.slow in name else 1.0
-        )
+        self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0])
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
@@ -60,8 +52,8 @@ class Partition:
         try:
             if self.machine.error is None:
                 self._call()
-                if self.products or self.fetches or self.stores:
-                    raise ProtocolError(f"{self.name} ends with products, copies or stores under way")
+                if self.products or self.stores:
+                    raise ProtocolError(f"{self.name} ends with products or stores under way")
         except Stop:
             pass
         except BaseException as error:  # noqa: BLE001 - handed to the scheduler
@@ -79,13 +71,10 @@ class Partition:
 
 
 class Machine:
-    """One program: its partitions, barriers and copies under way.
+    """One program: its partitions, barriers and copies under way."""
 
-    slow  part of the name of partitions, or "writes", those of TMA, that come when nothing else can, or seldom
-    """
-
-    def __init__(self, seed: int, program: int, n_programs: int, slow: str = "") -> None:
-        self.random, self.slow = random.Random(f"{seed} {program}"), slow
+    def __init__(self, seed: int, program: int, n_programs: int) -> None:
+        self.random = random.Random(f"{seed} {program}")
         self.program, self.n_programs = program, n_programs
         self.back = threading.Semaphore(0)
         self.error: BaseException | None = None
@@ -124,8 +113,7 @@ class Machine:
         choices: list[Any] = [*able, *self.copies, *self.writes]
         if not choices:
             return False
-        weights = [p.weight for p in able] + [self.copy_weight] * len(self.copies)
-        weights += [self.copy_weight * (SELDOM if self.slow == "writes" else 1.0)] * len(self.writes)
+        weights = [p.weight for p in able] + [self.copy_weight] * (len(self.copies) + len(self.writes))
         (chosen,) = self.random.choices(choices, weights)
         if not isinstance(chosen, Partition):
             (self.copies if chosen in self.copies else self.writes).remove(chosen)
@@ -148,35 +136,27 @@ class Machine:
             raise ProtocolError("a barrier ends waiting for bytes")
 
 
-def run_all(machines: Iterator[Machine], n_resident: int, seed: int) -> None:
-    """Run programs to their end, so many at a time, or raise what one of them did wrong; each machine comes with
-    partitions begun."""
+def run_all(machines: list[Machine], seed: int) -> None:
+    """Run programs, whose partitions have begun, to their end, or raise what one of them did wrong."""
     chance = random.Random(seed)
-    running: list[Machine] = []
-    weights: list[float] = []
+    running = [(machine, chance.choice([0.1, 1.0, 8.0])) for machine in machines]
     error: BaseException | None = None
     try:
-        while True:
-            while len(running) < n_resident and (machine := next(machines, None)) is not None:
-                running.append(machine)
-                weights.append(chance.choice([0.1, 1.0, 8.0]))
-            if not running:
-                return
-            # in an order of chance, until one can do something
-            order = sorted(range(len(running)), key=lambda i: -(chance.random() ** (1 / weights[i])))
-            chosen = next((i for i in order if running[i].is_done or running[i].step()), None)
+        while running:
+            # in random order, until one can do something
+            order = sorted(running, key=lambda each: -(chance.random() ** (1 / each[1])))
+            chosen = next((each for each in order if each[0].is_done or each[0].step()), None)
             if chosen is None:
-                raise ProtocolError(f"deadlock: {'; '.join(machine.stuck() for machine in running)}")
-            if running[chosen].is_done:
-                weights.pop(chosen)
-                machine = running.pop(chosen)
-                machine.stop(None)
-                machine.check_end()
+                raise ProtocolError(f"deadlock: {'; '.join(machine.stuck() for machine, _ in running)}")
+            if chosen[0].is_done:
+                running.remove(chosen)
+                chosen[0].stop(None)
+                chosen[0].check_end()
     except BaseException as raised:
         error = raised
         raise
     finally:
-        for machine in running:
+        for machine, _ in running:
             machine.stop(error)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from tests.support.gluon_machine import CURRENT, Barrier, Barriers, Machine, Par
 
 KERNELS = Path(kernels.__file__).parent
 # modules with device functions, in the order of their imports
-HELPERS = ("hopper.barriers", "hopper.tma", "hopper.bitmask", "hopper.registers")
+HELPERS = ("hopper.barriers", "hopper.tma", "hopper.bitmask", "hopper.registers", "hopper.work_tiles")
 
 
 # ---- global memory ----
@@ -300,7 +300,6 @@ class Language:
             part.copy_(part + values if add else values)
 
         who.stores.append(source)
-        who.writes.append(land)
         machine.writes.append(land)
 
     def tma_reduce_add(self, descriptor: Descriptor, start: list[Any], source: Shared) -> None:
@@ -311,47 +310,11 @@ class Language:
         pointer = pointer + torch.arange(len(values))
         pointer.flat[pointer.at()] += values
 
-    def cp_async(self, target: Shared, pointer: Pointer, mask: Any = None) -> None:
-        """What a warp sends for and waits for itself."""
-        who = self._who
-        who.pause("the issue of a copy")
-        target.begin_landing()
-
-        def land() -> None:
-            target.values[:] = self.load(pointer, mask, 0)
-            target.end_landing()
-
-        who.fetches.append(land)
-
-    def cp_async_wait(self) -> None:
-        self._who.pause("copies")
-        while self._who.fetches:
-            self._who.fetches.pop(0)()
-
-    def fence_proxy_async(self) -> None:
-        # what TMA sees of global memory is not simulated
-        pass
-
     def store_wait(self, n_pending: int) -> None:
         who = self._who
         who.pause("stores")
         while len(who.stores) > n_pending:
             who.stores.pop(0).end_read()
-
-    def tma_store_wait_writes(self, n_pending: int) -> None:
-        who, machine = self._who, self.machine
-        waited = who.writes[: max(0, len(who.writes) - n_pending)]
-        who.pause("writes", lambda: not any(write in machine.writes for write in waited))
-        del who.writes[: len(waited)]
-
-    # counters
-
-    def wait_for_counter(self, counter: Pointer, n: Any, nap: int) -> None:
-        at = int(counter.at())
-        self._who.pause(f"{int(n)} at counter {at}", lambda: int(counter.flat[at]) >= int(n))
-
-    def increment_counter(self, counter: Pointer) -> None:
-        self.atomic_add(counter, 1)
 
     # products
 
@@ -402,27 +365,13 @@ class Simulation:
     seed      chooses the order of events
     changes   made in the source first
     programs  SMs of the machine
-    slow      what comes seldom, see Machine
-    resident  how many programs run at a time, the next one when one ends; 0: all of them
     """
 
-    def __init__(
-        self, seed: int = 0, changes: Sequence[Change] = (), programs: int = 2, slow: str = "", resident: int = 0
-    ) -> None:
-        self.seed, self.changes, self.slow, self.resident = seed, changes, slow, resident
+    def __init__(self, seed: int = 0, changes: Sequence[Change] = (), programs: int = 2) -> None:
+        self.seed, self.changes = seed, changes
         self.language = Language()
         names = ["named_barrier", "fence_async_shared", "tma_load", "tma_store", "tma_reduce_add"]
-        names += [
-            "atomic_add_sum",
-            "cp_async",
-            "cp_async_wait",
-            "fence_proxy_async",
-            "tma_store_wait_writes",
-            "wait_for_counter",
-            "increment_counter",
-            "warpgroup_mma",
-            "warpgroup_mma_wait",
-        ]
+        names += ["atomic_add_sum", "warpgroup_mma", "warpgroup_mma_wait"]
         self.known: dict[str, Any] = {
             **{name: getattr(self.language, name) for name in names},
             **dict.fromkeys(("gl", "mbarrier", "tma"), self.language),
@@ -432,7 +381,7 @@ class Simulation:
             "mask_subtiles": mask_subtiles,
             "mask_by_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
             # where in a buffer, or in which thread, values lie is not simulated
-            "dq_store_layout": lambda warps: None,
+            "dq_layout": lambda: None,
             "reinterpret": lambda tile, shape, layout, dtype: tile.reinterpret(shape, dtype),
             "opaque": lambda i: i,
             "bits_of": lambda dtype: 8 * dtype.itemsize,
@@ -451,9 +400,9 @@ class Simulation:
         self._load("hopper.forward_producer")
         self._load("hopper.softmax")
         self.hopper_forward = self._load("hopper.forward")
-        self._load("hopper.overlapped_passes")
         # some names are those of the forward's producer, which is loaded before
         self._load("hopper.backward_producer")
+        self._load("hopper.backward_postprocess")
         self.hopper_backward = self._load("hopper.backward")
         self.forward = self.hopper_forward.forward
         self.backward = self.hopper_backward.backward
@@ -488,8 +437,8 @@ class Simulation:
             *HELPERS,
             "hopper.forward_producer",
             "hopper.softmax",
-            "hopper.overlapped_passes",
             "hopper.backward_producer",
+            "hopper.backward_postprocess",
         ):
             # for the modules that import them
             shared = {
@@ -516,12 +465,11 @@ class Simulation:
             of_each = [(descriptor_factories or {}).get(name) for name in names[: len(tensors)]]
             given = [pointers(each) for each in launcher.described(tensors, of_each)]
 
-            def begun() -> Iterator[Machine]:
-                for program in range(grid[0]):
-                    self.language.begun = Machine(self.seed, program, grid[0], self.slow)
-                    kernel(**dict(zip(names, given, strict=False)), **options)
-                    yield self.language.begun
-
-            run_all(begun(), self.resident or grid[0], self.seed)
+            machines = []
+            for program in range(grid[0]):
+                self.language.begun = Machine(self.seed, program, grid[0])
+                kernel(**dict(zip(names, given, strict=False)), **options)
+                machines.append(self.language.begun)
+            run_all(machines, self.seed)
 
         return run

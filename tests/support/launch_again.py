@@ -18,7 +18,6 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from blocksparse_flash.kernels import arguments as launch
-from blocksparse_flash.kernels import overlap_schedule
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.hopper.backward_producer import Pointers
@@ -212,32 +211,18 @@ def main() -> None:
             given = [(*call, *walks, None, queue, torch.empty_like(out), lse, parts) for call in calls]
             check(recorder, hopper.kernel, given[0], given)
             recorder.calls.clear()
-        # few tile columns on fewer SMs; LSE and delta overlap too
-        with (
-            mock.patch.object(hopper_backward, "num_sms", lambda _: 1),
-            mock.patch.object(overlap_schedule, "MIN_LSE_DELTA_COLUMNS", 1),
-        ):
-            lines, sums = torch.empty(2, 512), [torch.empty(shape) for _ in calls]
-            chosen = overlap_schedule.overlap_schedule_of(plan, shape, shape, WHOLE, 1)
-            assert chosen is not None
-            overlapped = hopper_backward.backward_launches.__wrapped__(
-                specs_of(*[out] * 4),
-                launch.plan_specs_of(walks),
-                WHOLE,
-                chosen,
-                False,
-                True,
-                options._replace(others=(launch.cache_key_of(out),)),
+        # more tile columns than programs
+        with mock.patch.object(hopper_backward, "num_sms", lambda _: 1):
+            columns = hopper_backward.backward_launches.__wrapped__(
+                specs_of(*[out] * 4), launch.plan_specs_of(walks), WHOLE, False, True, options
             )
-        queue = overlapped.workspaces[2]
-        assert queue is not None and overlapped.lse_delta_overlaps and not overlapped.adds_by_tma
-        counts, dk, dq = torch.empty(queue.shape, dtype=queue.dtype), torch.empty_like(out), torch.empty_like(out)
+        assert columns.workspaces[2] is not None and not columns.adds_by_tma
+        lines, counter = torch.empty(2, 512), torch.empty(1, dtype=torch.int32)
         given = [
-            (*call, dk, *lines, None, dk, dk, Pointers(*walks, None, counts, None, dq_sum, dq, q, dk, lse, None, lines))
-            for call, dq_sum in zip(calls, sums, strict=True)
-            for q in call[:1]
+            (*call, call[0], *lines, None, *call[1:], Pointers(*walks, None, counter, None, torch.empty(shape)))
+            for call in calls
         ]
-        check(recorder, overlapped.cols, given[0], given)
+        check(recorder, columns.cols, given[0], given)
         recorder.calls.clear()
         assert hopper.combine is not None
         given = [(parts, items, call[0], lse) for call in calls]

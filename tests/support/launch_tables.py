@@ -200,15 +200,6 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         yield from ((name, dim, word) for word in _features(rest, pointers))
         if pointers["dq_sum_ptr"] is None:
             yield name, dim, "dq in a launch of its own"
-        if rest["n_postprocessed"]:
-            n_batch_heads = rest["n_batch_heads"]
-            yield (
-                name,
-                dim,
-                "postprocess, long columns" if rest["n_preprocessed"] == n_batch_heads else "postprocess",
-            )
-        if pointers["out_ptr"] is not None:
-            yield name, dim, "lse and delta"
     elif name in ("combine", "merge_rows", "sum_cols", "postprocess"):
         yield name, dim
 
@@ -359,18 +350,8 @@ def _known_hopper() -> Iterator[Key]:
         of_cols = hopper_backward.config(dim)
         for has in itertools.product(flags, flags):
             yield "hopper_backward", dim, *has, of_cols.kv_stages
-        words = (
-            "quarters",
-            "split",
-            "queued",
-            "one round",
-            "dq in a launch of its own",
-            "postprocess",
-            "lse and delta",
-        )
+        words = ("quarters", "split", "queued", "one round", "dq in a launch of its own")
         yield from (("hopper_backward", dim, word) for word in words)
-        if dim <= 64:
-            yield "hopper_backward", dim, "postprocess, long columns"
         yield from (("sum_cols", dim), ("postprocess", dim))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
 
@@ -394,7 +375,7 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
                 yield Call("triton", (2, heads, q_len, kv_len), dim, dtype, variant)
     if gpu.major != 9:
         return
-    # one round of programs and many; rows of 192 queries; head groups that overlap
+    # one round of programs and many; rows of 192 queries
     small = [
         (2, 4, 300, 300),
         (4, 40, 300, 500),

@@ -41,12 +41,6 @@ WIDE = [call for call in zoo.HOPPER_CALLS if call not in CALLS]
 BFLOAT16 = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def lse_and_delta_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few tile columns there are."""
-    monkeypatch.setattr("blocksparse_flash.kernels.overlap_schedule.MIN_LSE_DELTA_COLUMNS", 1)
-
-
 @pytest.fixture
 def check(monkeypatch):
     """Raises where a call on simulated kernels is not as accurate as the reference."""
@@ -295,7 +289,7 @@ MIXED = cases.Case("mixed", mixed)
 QUARTER_CALLS = [zoo.Call(head_dim=64, dtype=torch.float16), PARTED]
 SMALL = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
 FORWARD, BACKWARD, SOFTMAX = (f"hopper.{name}" for name in ("forward", "backward", "softmax"))
-ROWS, COLS, OVERLAP = "hopper.forward_producer", "hopper.backward_producer", "hopper.overlapped_passes"
+ROWS, COLS = "hopper.forward_producer", "hopper.backward_producer"
 # seen where lines are split
 PART_FAULTS = {
     "a part that begins where the line does": Change(ROWS, "            begin = begin + first\n", "            pass\n"),
@@ -404,8 +398,8 @@ FAULTS = {
     ),
     "ds over dk of the other warpgroup": Change(
         BACKWARD,
-        '            tma_store_wait_writes(1)\n        named_barrier("sync", 9)\n        if OVERLAPPED and',
-        "            tma_store_wait_writes(1)\n\n        if OVERLAPPED and",
+        '        tma.store_wait(0)\n        named_barrier("sync", 9)\n        kv_stage',
+        "        tma.store_wait(0)\n\n        kv_stage",
     ),
     "keys released before they are read": Change(
         BACKWARD,
@@ -425,8 +419,8 @@ FAULTS = {
     ),
     "a column overwritten before both took it": Change(
         BACKWARD,
-        "WORK_TILE_CONSUMERS: gl.constexpr = 3 if OVERLAPPED else 2",
-        "WORK_TILE_CONSUMERS: gl.constexpr = 2 if OVERLAPPED else 1",
+        "allocate_pipeline(work_tile_ints, WORK_TILE_STAGES, CONSUMERS=2)",
+        "allocate_pipeline(work_tile_ints, WORK_TILE_STAGES, CONSUMERS=1)",
     ),
     "dp waited for too little": Change(
         BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
@@ -532,101 +526,6 @@ SET_FAULTS = {
     "the maximum forgotten": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
 }
 
-# seen where pre- and postprocess overlap with the tile columns
-DQ_FAULTS = {
-    "the first column not waited for": Change(
-        COLS, "    mbarrier.wait(pipelines.finished.index(0), 0)\n    while", "    while"
-    ),
-    "zeros not waited for": Change(OVERLAP, "    if head_group >= overlap.n_preprocessed:\n", "    if False:\n"),
-    "the preprocess of the previous head group waited for": Change(
-        OVERLAP, "GROUP_COUNTERS + head_group, n_items", "GROUP_COUNTERS + (head_group - 1), n_items"
-    ),
-    "columns not waited for": Change(
-        OVERLAP, "            wait_for_counter(p_counter, overlap.n_group_tiles, POSTPROCESS_NAP)\n", ""
-    ),
-    "a column too few waited for": Change(
-        OVERLAP,
-        "wait_for_counter(p_counter, overlap.n_group_tiles,",
-        "wait_for_counter(p_counter, overlap.n_group_tiles - 1,",
-    ),
-    "a column counted before its sums are in memory": Change(
-        BACKWARD,
-        """            # its sums of dQ are in global memory: all but the last store of this warpgroup, dk or dv
-            tma_store_wait_writes(1)
-""",
-        "            pass\n\n",
-    ),
-    "a column counted by one warpgroup": Change(
-        BACKWARD,
-        """        named_barrier("sync", 9)
-        if OVERLAPPED and WARPGROUP == 0:
-            # before waiting for data, since the preprocess of their head group may wait for the previous work tile
-            mbarrier.arrive(pipelines.finished.index(i_tile % 2), count=1)
-""",
-        """        if OVERLAPPED and WARPGROUP == 0:
-            # before both are there
-            mbarrier.arrive(pipelines.finished.index(i_tile % 2), count=1)
-        named_barrier("sync", 9)
-""",
-    ),
-    "a column counted when the next one has its keys": Change(
-        BACKWARD,
-        """        if OVERLAPPED and WARPGROUP == 0:
-            # before waiting for data, since the preprocess of their head group may wait for the previous work tile
-            mbarrier.arrive(pipelines.finished.index(i_tile % 2), count=1)
-        kv_stage = i_tile % KV_STAGES
-        consumer_wait(pipelines.kv, kv_stage, i_tile // KV_STAGES)
-""",
-        """        kv_stage = i_tile % KV_STAGES
-        consumer_wait(pipelines.kv, kv_stage, i_tile // KV_STAGES)
-        if OVERLAPPED and WARPGROUP == 0:
-            # not before
-            mbarrier.arrive(pipelines.finished.index(i_tile % 2), count=1)
-""",
-    ),
-    "a column counted as it begins": Change(
-        COLS,
-        "        i_tile += 1\n        mbarrier.wait(pipelines.finished",
-        "        mbarrier.wait(pipelines.finished",
-    ),
-    "columns handed on before they are counted": Change(
-        BACKWARD, "WORK_TILE_CONSUMERS: gl.constexpr = 3 if OVERLAPPED else 2", "WORK_TILE_CONSUMERS = 2"
-    ),
-    "a chunk left out": Change(
-        OVERLAP,
-        "gl.minimum(first + PREPROCESS_CHUNKS, n_chunks)",
-        "gl.minimum(first + PREPROCESS_CHUNKS - 1, n_chunks)",
-    ),
-    "a head group too far ahead preprocessed": Change(
-        OVERLAP,
-        "overlap.n_preprocessed + i_item // n_pieces, overlap.n_ahead + i_round",
-        "overlap.n_preprocessed + i_item // n_pieces, overlap.n_ahead + 1 + i_round",
-    ),
-    "the first column not from the queue": Change(
-        COLS,
-        'i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed")\n        n_static = 0',
-        "i_work = gl.program_id(0)\n        n_static = gl.num_programs(0)",
-    ),
-    "a column twice": Change(COLS, "        n_static = 0\n", "        n_static = -1\n"),
-    "LSE and delta of another chunk": Change(
-        OVERLAP, "lse_delta, buffer, head_group * n_chunks + i_chunk,", "lse_delta, buffer, head_group * n_chunks,"
-    ),
-    "LSE and delta of what has not arrived": Change(
-        OVERLAP, "        cp_async_wait()\n        for i_piece", "        for i_piece"
-    ),
-    "sums converted before they arrive": Change(OVERLAP, "                cp_async_wait()\n", ""),
-    "a column's data before its preprocess": Change(
-        COLS,
-        "            wait_for_preprocess(overlap, batch_head)\n        i_batch",
-        "            pass\n        i_batch",
-    ),
-    "columns out of order": Change(
-        COLS,
-        "i_work // sizes.n_tile_cols, i_work % sizes.n_tile_cols\n        if",
-        "sizes.n_batch_heads - 1 - i_work // sizes.n_tile_cols, i_work % sizes.n_tile_cols\n        if",
-    ),
-}
-
 
 @pytest.fixture
 def tight(monkeypatch):
@@ -637,11 +536,9 @@ def tight(monkeypatch):
         *changes: Change,
         config: ForwardConfig | None = None,
         programs: int = 1,
-        slow: str = "",
-        resident: int = 0,
         dq_from_registers: bool = False,
     ) -> Simulation:
-        simulation = Simulation(seed=seed, changes=changes, programs=programs, slow=slow, resident=resident)
+        simulation = Simulation(seed=seed, changes=changes, programs=programs)
         chosen = ForwardConfig(stages=2) if config is None else config
         monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: chosen)
         monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: chosen.warpgroups == 3)
@@ -726,50 +623,23 @@ def staircase() -> BlockLayout:
     return BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos + 100, 300, 400, block_size=64)
 
 
-# the preprocess launch handles one head group, and the postprocess launch one
-OVERLAPPED = [
+# layouts of several tile columns, more than programs
+COLUMNS = [
     (MIXED, zoo.Call(head_dim=64, dtype=torch.float16)),
     (cases.Case("staircase", staircase), zoo.Call(head_dim=64, has_kv_lengths=True, dtype=BFLOAT16)),
 ]
-SLOW = ["overlapped", "writes", ""]
-
-
-# programs, and how many run at a time: what is counted must do for fewer than there should be
-CROWDS = [(1, 1), (2, 2), (3, 2)]
-
-
-@pytest.mark.parametrize("slow", SLOW)
-@pytest.mark.parametrize("crowd", CROWDS, ids=str)
-@pytest.mark.parametrize(("layout", "call"), OVERLAPPED, ids=str)
-def test_without_a_fault_of_dq_none_is_seen(check, tight, layout, call, crowd, slow):
-    programs, resident = crowd
-    check(tight(sum(crowd), programs=programs, resident=resident, slow=slow), layout, call)
-
-
-@pytest.mark.parametrize("dq_from_registers", [False, True])
-@pytest.mark.parametrize(("layout", "call"), OVERLAPPED, ids=str)
-def test_few_columns_get_lse_and_delta_from_the_preprocess_launch(
-    check, tight, monkeypatch, layout, call, dq_from_registers
-):
-    monkeypatch.setattr("blocksparse_flash.kernels.overlap_schedule.MIN_LSE_DELTA_COLUMNS", 99)
-    simulation, prepared = tight(3, programs=2, dq_from_registers=dq_from_registers), []
-    prepare = simulation.hopper_backward.backward_launches
-    simulation.hopper_backward.backward_launches = lambda *facts: prepared.append(prepare(*facts)) or prepared[-1]
-    check(simulation, layout, call)
-    assert prepared and not any(ready.lse_delta_overlaps for ready in prepared)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_without_a_fault_sums_are_added_without_the_copy_engine(check, tight, seed):
-    check(tight(seed, dq_from_registers=True), (300, 400), SMALL)
-    layout, call = OVERLAPPED[seed % 2]
-    programs, resident = CROWDS[seed % 3]
-    check(tight(seed, programs=programs, resident=resident, slow=SLOW[seed // 2], dq_from_registers=True), layout, call)
+@pytest.mark.parametrize("dq_from_registers", [False, True])
+def test_without_a_fault_sums_of_dq_are_right(check, tight, dq_from_registers, seed):
+    check(tight(seed, dq_from_registers=dq_from_registers), (300, 400), SMALL)
+    layout, call = COLUMNS[seed % 2]
+    check(tight(seed, programs=1 + seed % 3, dq_from_registers=dq_from_registers), layout, call)
 
 
-# seen where those that compute add to the sum of dq themselves
+# seen where the consumers add to the sum of dq with atomics
 DIRECT_FAULTS = {
-    "columns not waited for": DQ_FAULTS["columns not waited for"],
     "dv over dk": Change(
         BACKWARD, "staging_buffer(ds_buffers, dv_desc, bytes_of(", "staging_buffer(ds_buffers, dv_desc, 0 * bytes_of("
     ),
@@ -778,21 +648,11 @@ DIRECT_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", DIRECT_FAULTS)
-def test_a_seeded_fault_without_the_copy_engine_is_seen(check, tight, fault):
+def test_a_seeded_fault_of_atomics_is_seen(check, tight, fault):
     change = DIRECT_FAULTS[fault]
     with pytest.raises((ProtocolError, AssertionError)):
-        for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, OVERLAPPED):
-            simulation = tight(seed, change, programs=programs, resident=resident, slow=slow, dq_from_registers=True)
-            check(simulation, layout, call)
-
-
-@pytest.mark.parametrize("fault", DQ_FAULTS)
-def test_a_seeded_fault_of_dq_is_seen(check, tight, fault):
-    """Likewise, on columns of several tiles and on few, one program or several."""
-    change = DQ_FAULTS[fault]
-    with pytest.raises((ProtocolError, AssertionError)):
-        for seed, slow, (programs, resident), (layout, call) in itertools.product(range(2), SLOW, CROWDS, OVERLAPPED):
-            check(tight(seed, change, programs=programs, resident=resident, slow=slow), layout, call)
+        for seed, (layout, call) in itertools.product(range(4), COLUMNS):
+            check(tight(seed, change, programs=1 + seed % 3, dq_from_registers=True), layout, call)
 
 
 # the chosen configurations, few places in their rings: a call that each is launched for, and what can go wrong
