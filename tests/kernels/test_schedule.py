@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -173,9 +173,6 @@ def test_empty_calls_are_not_split(shape: tuple[int, ...]) -> None:
     assert split_of([], 3, torch.Size(shape), torch.Size(shape), False, N_SMS) == WHOLE
 
 
-# Hypothesis derives its examples from the name and the text of a test, which are kept here: other examples exceed the
-# bound (n_lines 1, n_batch_heads 33, others 29, mean 0.125, n_long 0, is_even False, n_sms 16). No call has such lines:
-# those of causal attention, the only uneven ones, have about half of the longest on average
 @given(
     n_lines=st.integers(1, 9000),
     n_batch_heads=st.integers(1, 300),
@@ -185,10 +182,11 @@ def test_empty_calls_are_not_split(shape: tuple[int, ...]) -> None:
     is_even=st.booleans(),
     n_sms=st.sampled_from([1, 16, 132]),
 )
-def test_what_is_chosen_is_bounded(
+@example(n_lines=1, n_batch_heads=33, others=29, mean=0.125, n_long=0, is_even=False, n_sms=16)
+def test_splits_and_their_workspace_are_bounded(
     n_lines: int, n_batch_heads: int, others: int, mean: float, n_long: int, is_even: bool, n_sms: int
 ) -> None:
-    """Parts take no more memory than half of a tensor of 16 bits, or few lines a SM; lines are those there are."""
+    """The workspace is at most half of a 16-bit tensor, or 4 tile rows per SM."""
     n_long = min(n_long, n_lines)
     work = math.ceil(n_lines * n_batch_heads * others * mean)
     split = choose(
