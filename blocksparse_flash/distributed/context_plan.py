@@ -43,7 +43,7 @@ class LayerPlan:
     tensors, counts  flattened ExchangePlans of pass_kv.py; empty under "ulysses"
     work     work of the busiest rank
     costs    of every scheme, and why this one was chosen
-    cache    results of earlier calls: number of messages by time_model.Call, PassKVContext or UlyssesContext by options
+    cache    PassKVContext or UlyssesContext of earlier calls, by their options
     """
 
     scheme: str
@@ -71,7 +71,6 @@ class ContextPlan:
     is_deterministic, keeps_received, checks_calls  the arguments deterministic, keep_received and check_calls of `plan`
     layers     one for each layout
     unfitted   why no speed-up over one GPU is predicted; empty if the time model was fitted to these GPUs
-    calls      checked calls by tensor specs and arguments, see functional.py
     """
 
     group: Any
@@ -90,8 +89,6 @@ class ContextPlan:
     checks_calls: bool
     layers: tuple[LayerPlan, ...]
     unfitted: str
-    # init=False: a copy made by `dataclasses.replace` starts empty
-    calls: dict[Any, Any] = field(init=False, default_factory=dict, repr=False)
 
     @property
     def local_length(self) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import dispatch, validation
-from ..runtime import tracing
-from ..runtime.tensor_spec import specs_of
 from . import dtensors, pass_kv, time_model, ulysses
 from .agreement import agreed
 from .context_plan import ContextPlan
@@ -57,20 +55,12 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
         return 1
     if chunks is None:
         call = time_model.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, dtype.itemsize)
-        if torch.compiler.is_compiling():
-            return time_model.best_chunks(found.work, call, kv_heads, seconds)
-        if call not in found.cache:
-            found.cache[call] = time_model.best_chunks(found.work, call, kv_heads, seconds)
-        return found.cache[call]
+        return time_model.best_chunks(found.work, call, kv_heads, seconds)
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         raise TypeError(f"chunks must be an int or None, got {chunks!r}")
     if chunks < 1 or kv_heads % chunks:
         raise ValueError(f"chunks must divide the {kv_heads} key heads{whose}, got {chunks}; None chooses")
     return chunks
-
-
-# q, k, v, plan, layer, scale, chunks, backend: the arguments of `attention`, in its order
-_Arguments = tuple[Tensor, Tensor, Tensor, ContextPlan, int, float | None, int | None, str]
 
 
 class _Call(NamedTuple):
@@ -80,9 +70,17 @@ class _Call(NamedTuple):
     autocast: torch.dtype | None
 
 
-def _checked(asked: _Arguments) -> _Call:
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    layer: int,
+    scale: float | None,
+    chunks: int | None,
+    backend: str,
+) -> _Call:
     """The checked call: raises if the arguments do not fit attention or the plan."""
-    q, k, v, plan, layer, scale, chunks, backend = asked
     autocast = validation.autocast_dtype(q)
     dtype, factor = validation.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
@@ -95,40 +93,16 @@ def _checked(asked: _Arguments) -> _Call:
     return _Call(factor, n_chunks(chunks, plan, layer, k, v, dtype), chosen, autocast)
 
 
-def _checked_cached(asked: _Arguments) -> _Call:
-    """`_checked`, cached in the plan by tensor specs and arguments. Errors are not cached."""
-    q, k, v, plan, layer, scale, chunks, backend = asked
-    # other types are not cached, since True == 1 == 1.0
-    is_usual = (
-        type(plan) is ContextPlan
-        and type(layer) is int
-        and (scale is None or type(scale) is float)
-        and (chunks is None or type(chunks) is int)
-        and type(backend) is str
-        and tracing.can_launch_directly(q, k, v)
-    )
-    if not is_usual or (not tracing.is_without_autocast(q) and validation.autocast_dtype(q) is not None):
-        return _checked(asked)
-    # specs do not contain the device
-    key = specs_of(q, k, v), q.device, k.device, v.device, layer, scale, chunks, backend
-    found = plan.calls.get(key)
-    if found is None:
-        found = plan.calls[key] = _checked(asked)
-    return found
-
-
-def _checked_on_all_ranks(asked: _Arguments) -> _Call:
+def _checked_on_all_ranks(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, *options: Any) -> _Call:
     """`_checked` on all ranks: all raise if one raises or if their calls differ."""
-    q, k, v, plan, layer, *_ = asked
     if torch.compiler.is_compiling():
         raise ValueError(
             "plan(..., check_calls=True) compares the calls of all ranks on the host, which torch.compile cannot "
-            "trace: "
-            "compile with check_calls=False"
+            "trace: compile with check_calls=False"
         )
 
     def make() -> tuple[_Call, dict[str, str]]:
-        call = _checked(asked)
+        call = _checked(q, k, v, plan, layer, *options)
         facts = {
             "batch": str(q.shape[0]),
             "head dimensions": f"{q.shape[3]} and {v.shape[3]}",
@@ -174,7 +148,7 @@ def _attend(
         out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
         return dtensors.like(out, whole), None if lse is None else dtensors.like(lse, whole)
     checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
-    call = (_checked_on_all_ranks if checks_calls else _checked_cached)((q, k, v, plan, layer, scale, chunks, backend))
+    call = (_checked_on_all_ranks if checks_calls else _checked)(q, k, v, plan, layer, scale, chunks, backend)
     if call.autocast is None:
         return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
     # the operators choose the dtype of each product themselves

@@ -34,8 +34,8 @@ def test_several_ranks_choose_by_the_size_of_the_whole(monkeypatch: pytest.Monke
         for asked, enough in ((plan, sum(HEADS) * LENGTH * DIM), (halved, sum(HEADS) * 2 * LENGTH * DIM)):
             for worth in (enough + 1, enough):
                 monkeypatch.setattr(dispatch, "MIN_HOPPER_ELEMENTS", worth)
-                shared._checked((q, k, k, asked, 0, None, None, "auto"))
-        shared._checked((q, k, k, plan, 0, None, None, "hopper"))
+                shared._checked(q, k, k, asked, 0, None, None, "auto")
+        shared._checked(q, k, k, plan, 0, None, None, "hopper")
     finally:
         dist.destroy_process_group()
     assert unfit == [dispatch.SMALL, None, dispatch.SMALL, None, None]
@@ -49,35 +49,6 @@ def alone() -> Iterator[distributed.ContextPlan]:
         yield distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=HEADS)
     finally:
         dist.destroy_process_group()
-
-
-def test_calls_that_are_alike_are_checked_once(alone: distributed.ContextPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked, inner = [], shared._checked
-
-    def counting(asked: Any) -> Any:
-        checked.append(asked)
-        return inner(asked)
-
-    monkeypatch.setattr(shared, "_checked", counting)
-    q, k = (torch.zeros(1, heads, LENGTH, DIM) for heads in HEADS)
-    for _ in range(3):
-        distributed.attention(q.clone(), k.clone(), k.clone(), alone, scale=0.5)
-    assert len(checked) == 1
-    # each differs from the first in one argument
-    across = torch.zeros(1, LENGTH, HEADS[0], DIM).transpose(1, 2)
-    renamed = dataclasses.replace(alone, order="as given")
-    calls: list[Any] = [
-        (across, k, k, alone, 0, 0.5, None, "auto"), (q, k, k, alone, 0, 0.25, None, "auto"),
-        (q, k, k, alone, 0, 0.5, 1, "auto"), (q, k, k, alone, 0, 0.5, None, "eager"),
-        (q, k, k, renamed, 0, 0.5, None, "auto"),
-        (*(x.double() for x in (q, k, k)), alone, 0, 0.5, None, "auto"),
-    ]  # fmt: skip
-    for i, call in enumerate(calls):
-        for _ in range(2):
-            assert shared._checked_cached(call) == inner(call)
-        assert len(checked) == 2 + i
-    with torch.autocast("cpu", torch.bfloat16):
-        assert shared._checked_cached(calls[1]).autocast == torch.bfloat16
 
 
 @pytest.mark.parametrize(
