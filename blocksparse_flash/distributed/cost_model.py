@@ -61,10 +61,9 @@ class Costs:
 
 def _received(pairs: Pairs, is_pass_q: Array, owner: Array, length: int, heads: tuple[int, int], n_ranks: int) -> Array:
     """What each rank receives with these pass-Q rows: keys and values, queries, and outputs of its own queries."""
-    travels = is_pass_q[pairs.row]
-    row, col = pairs.row[~travels], pairs.col[~travels]
-    keys = routing.transfers(owner[row], col, owner)
-    queries = routing.transfers(owner[pairs.col[travels]], pairs.row[travels], owner)
+    stay, travel = (pairs.where(is_pass_q[pairs.row] == travels) for travels in (False, True))
+    keys = routing.transfers(owner[stay.row], stay.col, owner)
+    queries = routing.transfers(owner[travel.col], travel.row, owner)
     received = 2 * heads[1] * routing.tokens_by(keys.receiver, keys.tile, length, n_ranks)
     for rank in (queries.receiver, queries.sender):
         received += heads[0] * routing.tokens_by(rank, queries.tile, length, n_ranks)
@@ -88,8 +87,7 @@ def _exchange(
 ) -> tuple[float, Work, Array]:
     """With these pass-Q rows: seconds of a step, work of the other rows, what each rank receives."""
     received = _received(pairs, is_pass_q, owner, length, heads, n_ranks)
-    travels = is_pass_q[pairs.row]
-    stay, travel = Pairs(pairs.row[~travels], pairs.col[~travels]), Pairs(pairs.row[travels], pairs.col[travels])
+    stay, travel = (pairs.where(is_pass_q[pairs.row] == travels) for travels in (False, True))
     call = _call(heads)
     work = _work(stay, owner[stay.row], int(received.max()))
     seconds = time_model.pass_kv(work, call, time_model.best_chunks(work, call, heads[1]))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import dispatch, validation
-from . import dtensors, pass_kv, time_model, ulysses
+from . import all_to_all, dtensors, pass_kv, time_model, ulysses
 from .agreement import agreed
+from .communication import redistribute
 from .context_plan import ContextPlan
 
 
@@ -36,6 +38,15 @@ def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) ->
         raise ValueError(f"q must be on the plan's device {plan.device}, got {q.device}: use .to(plan.device)")
 
 
+def _is_direct(plan: ContextPlan, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether Ulysses sends heads directly, without packing: each rank holds one long stretch of the sequence.
+
+    head_dim, dtype  of the keys
+    """
+    n_tokens = plan.length // plan.n_ranks
+    return plan.rearrange is None and time_model.sends_heads_directly(n_tokens, head_dim, dtype.itemsize)
+
+
 def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:
     """Number of messages: `chunks`, or the fastest for the busiest rank, so that all ranks agree.
 
@@ -44,18 +55,17 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
     (q_heads, kv_heads), found = plan.heads, plan.layers[layer]
     whose, seconds = "", time_model.pass_kv
     if found.scheme == "ulysses":
-        if not ulysses.is_direct(plan, k.shape[3], dtype):
-            # packed in one message
-            q_heads, kv_heads, whose = 1, 1, " that are sent together"
-        else:
-            q_heads, kv_heads, whose = q_heads // plan.n_ranks, kv_heads // plan.n_ranks, " of a rank"
         seconds = time_model.direct_ulysses
-    if chunks is None and found.scheme == "all_gather":
-        # only one message was timed
-        return 1
+        if _is_direct(plan, k.shape[3], dtype):
+            q_heads, kv_heads, whose = q_heads // plan.n_ranks, kv_heads // plan.n_ranks, " of a rank"
+        else:
+            q_heads, kv_heads, whose = 1, 1, " that are sent together"
     if chunks is None:
+        # only one message was timed
+        if found.scheme == "all_gather":
+            return 1
         call = time_model.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, dtype.itemsize)
-        return time_model.best_chunks(found.work, call, kv_heads, seconds)
+        return time_model.best_chunks(found.costs.work, call, kv_heads, seconds)
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         raise TypeError(f"chunks must be an int or None, got {chunks!r}")
     if chunks < 1 or kv_heads % chunks:
@@ -119,16 +129,21 @@ def _checked_on_all_ranks(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, la
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _Call, *, wants_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse); lse may be None unless wants_lse."""
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); lse is of this rank's tokens if wants_lse."""
     found = plan.layers[layer]
-    if found.layout is not None:
-        facts = plan, found.layout, call.scale, call.n_chunks, call.backend, found.cache
-        return ulysses.attention(q, k, v, *facts, wants_lse=wants_lse)
-    gathers = found.scheme == "all_gather"
-    deterministic = dispatch.is_deterministic(plan.is_deterministic or None)
-    options = call.n_chunks, plan.keeps_received, gathers, plan.group_name, call.backend, deterministic
-    return pass_kv.attention(q, k, v, found.tensors, found.counts, call.scale, options, found.cache)
+    common = plan.group_name, call.backend, dispatch.is_deterministic(plan.is_deterministic or None)
+    options: tuple[Any, ...] = plan.keeps_received, found.scheme == "all_gather", *common
+    run = pass_kv.attention
+    if found.scheme == "ulysses":
+        options = not _is_direct(plan, k.shape[3], k.dtype), *common
+        run = ulysses.attention
+    out, lse = run(q, k, v, found.tensors, found.counts, (call.scale, call.n_chunks, *options), found.cache)
+    if wants_lse and found.scheme == "ulysses":
+        send = partial(redistribute, group=plan.group_name)
+        (lse,) = all_to_all.to_tokens([lse[..., None]], plan.sizes, plan.local_length, plan.rearrange, send)
+        lse = lse[..., 0]
+    return out, lse
 
 
 def _attend(
@@ -142,11 +157,11 @@ def _attend(
     backend: str,
     *,
     wants_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     if dtensors.are_dtensors(q, k, v):
         whole, (q, k, v) = q, (dtensors.to_local(name, x, plan) for name, x in (("q", q), ("k", k), ("v", v)))
         out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
-        return dtensors.like(out, whole), None if lse is None else dtensors.like(lse, whole)
+        return dtensors.like(out, whole), dtensors.like(lse, whole) if wants_lse else lse
     checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
     call = (_checked_on_all_ranks if checks_calls else _checked)(q, k, v, plan, layer, scale, chunks, backend)
     if call.autocast is None:
@@ -172,9 +187,7 @@ def attention_with_lse(
 
     q, k, v, plan, layer, scale, chunks, backend  as `attention`. All ranks must call the same one of the two functions
     """
-    out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=True)
-    assert lse is not None
-    return out, lse
+    return _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=True)
 
 
 def attention(
