@@ -34,6 +34,11 @@ def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) ->
             f"q and k must have the plan's heads {plan.heads}, got ({q.shape[1]}, {k.shape[1]}); "
             "plan(..., heads=(query heads, key heads)) takes others"
         )
+    if plan.layers[layer].batch not in (1, q.shape[0]):
+        raise ValueError(
+            f"layout of layer {layer} must have batch 1 or q's {q.shape[0]}, got {plan.layers[layer].batch}; build it "
+            "for that batch"
+        )
     if q.device != plan.device:
         raise ValueError(f"q must be on the plan's device {plan.device}, got {q.device}: use .to(plan.device)")
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import masks
-from blocksparse_flash import dispatch, distributed
+from blocksparse_flash import BlockLayout, dispatch, distributed
 from blocksparse_flash.distributed import functional as shared
 
 LENGTH, HEADS, DIM = 512, (2, 1), 16
@@ -76,6 +76,19 @@ def test_what_equals_an_argument_that_was_taken_is_refused(
             distributed.attention(q, k, k, alone, **(taken | wrong))
     with pytest.raises(ValueError, match="q's device"):
         distributed.attention(q, k.to("meta"), k, alone, **taken)
+
+
+@pytest.mark.parametrize("scheme", ["exchange", "all_gather", "ulysses"])
+@pytest.mark.usefixtures("alone")
+def test_a_layout_of_another_batch_is_refused(scheme: str) -> None:
+    """Its tile lists would be read out of bounds."""
+    layout = BlockLayout.stack_batches([masks.local(LENGTH, window=64), masks.local(LENGTH, window=32)])
+    plan = distributed.plan(layout, dist.group.WORLD, heads=HEADS, scheme=scheme)
+    q, k = (torch.zeros(3, heads, LENGTH, DIM) for heads in HEADS)
+    assert distributed.attention(q[:2], k[:2], k[:2], plan).shape == q[:2].shape
+    for n in (1, 3):
+        with pytest.raises(ValueError, match=f"must have batch 1 or q's {n}, got 2"):
+            distributed.attention(q[:n], k[:n], k[:n], plan)
 
 
 @pytest.mark.parametrize("scheme", ["exchange", "ulysses"])
