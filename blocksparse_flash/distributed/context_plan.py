@@ -6,7 +6,7 @@ import hashlib
 import socket
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -149,10 +149,8 @@ def _members(group: Any) -> tuple[Any, torch.device]:
     """The process group, and the device of its tensors."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"group must be a mesh of one dimension, got {group.mesh_dim_names or group.ndim}; mesh[name] is one "
-                "of them"
-            )
+            names = group.mesh_dim_names or group.ndim
+            raise ValueError(f"group must be a mesh of one dimension, got {names}; mesh[name] is one of them")
         device_type, group = group.device_type, group.get_group()
     elif isinstance(group, dist.ProcessGroup):
         # get_backend returns "undefined" for a group without an explicit backend
@@ -212,10 +210,9 @@ def _scheme(scheme: object, kv_heads: int, n_ranks: int) -> str:
 
 def _pairs(tiles: BlockLayout) -> Pairs:
     """The tiles of a layout with 128 x 128 blocks, over all batches and heads."""
-    indptr, indices = (tensor.cpu().numpy().astype(np.int64) for tensor in (tiles.indptr, tiles.indices))
-    counts: Array = np.diff(indptr, axis=2).reshape(-1)
-    row = np.repeat(np.arange(len(counts)), counts) % max(tiles.n_rows, 1)
-    return Pairs(*np.divmod(np.unique(row * max(tiles.n_cols, 1) + indices[: len(row)]), max(tiles.n_cols, 1)))
+    counts, n_tiles = tiles.indptr.diff(dim=2).flatten().numpy(), max(tiles.n_rows, 1)
+    row = np.repeat(np.arange(len(counts)), counts) % n_tiles
+    return Pairs(*np.divmod(np.unique(row * n_tiles + tiles.indices.numpy()), n_tiles))
 
 
 def _heads_of(layout: BlockLayout, q_heads: int, rank: int, n_ranks: int) -> BlockLayout:
@@ -243,7 +240,7 @@ def _layer(
 
 def _build(
     layouts: object, members: Any, device: torch.device, heads: object, order: object, scheme: object,
-    flags: dict[str, bool],
+    flags: dict[str, bool], unfitted: str,
 ) -> tuple[ContextPlan, dict[str, str]]:  # fmt: skip
     """The plan of this rank, and the facts on which all ranks must agree."""
     rank, n_ranks = dist.get_rank(members), dist.get_world_size(members)
@@ -293,7 +290,7 @@ def _build(
         keeps_received=flags["keep_received"],
         checks_calls=flags["check_calls"],
         layers=tuple(layers),
-        unfitted="",
+        unfitted=unfitted,
     )
     return plan, facts
 
@@ -326,8 +323,7 @@ def plan(
              backend="hopper"
     keep_received  True keeps received keys and values for the backward; False receives them again, which costs time
     check_calls  True: before each call of attention the ranks compare their arguments, and all raise if one differs.
-                 For
-             development: it waits for the device, and cannot be compiled
+             For development: it waits for the device, and cannot be compiled
     returns  ContextPlan. Printing it shows the predicted speed-up over one GPU; if a layer is predicted to be slower,
              the first rank issues a UserWarning
     raises   TypeError, ValueError, on every rank alike, naming the ranks that differ; RuntimeError if a rank does not
@@ -335,14 +331,10 @@ def plan(
     """
     members, device = _members(group)
     flags = {"deterministic": deterministic, "keep_received": keep_received, "check_calls": check_calls}
-    made = agreed(lambda: _build(layouts, members, device, heads, order, scheme, flags), members, "plan")
-    made = replace(made, unfitted=time_model.unfitted(gather_objects(_machine(device), members)))
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, socket.gethostname()
+    unfitted = time_model.unfitted(gather_objects(machine, members))
+    made = agreed(lambda: _build(layouts, members, device, heads, order, scheme, flags, unfitted), members, "plan")
     complaint = slower_than_one(made)
     if complaint and made.rank == 0:
         warnings.warn(complaint, UserWarning, stacklevel=2)
     return made
-
-
-def _machine(device: torch.device) -> tuple[str, str]:
-    """The GPU of this rank, or "cpu", and its host."""
-    return (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type), socket.gethostname()
