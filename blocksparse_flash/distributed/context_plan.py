@@ -138,6 +138,11 @@ class ContextPlan:
         )
 
 
+def check_plan(plan: Any) -> None:
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
+
+
 def _check_length(x: Tensor, dim: int, length: int, whose: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")

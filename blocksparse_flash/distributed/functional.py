@@ -12,13 +12,12 @@ from .. import dispatch, validation
 from . import all_to_all, dtensors, pass_kv, time_model, ulysses
 from .agreement import agreed
 from .communication import redistribute
-from .context_plan import ContextPlan
+from .context_plan import ContextPlan, check_plan
 
 
 def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
     """Raises if the arguments do not fit the plan."""
-    if not isinstance(plan, ContextPlan):
-        raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
+    check_plan(plan)
     if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(plan.layers):
         raise ValueError(f"layer must be 0 .. {len(plan.layers) - 1}, one of the plan's layouts, got {layer!r}")
     if backend == "reference":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 from .. import ops
 from ..runtime import tracing
 
-Grads = tuple[Tensor, Tensor, Tensor]
+# q, k and v, or their gradients
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
-class Scheme:
+class Scheme(ABC):
     """What calls with equal arguments share, prepared once.
 
     NAME     of the operators, <name>_forward and <name>_backward
@@ -34,11 +35,11 @@ class Scheme:
 
     @staticmethod
     @abstractmethod
-    def saved(inputs: Grads, out: Tensor, lse: Tensor, kept: list[Tensor]) -> list[Tensor]:
+    def saved(inputs: QKV, out: Tensor, lse: Tensor, kept: list[Tensor]) -> list[Tensor]:
         """What the backward takes, from the inputs and results of `forward`."""
 
     @abstractmethod
-    def backward(self, dout: Tensor, dlse: Tensor | None, saved: list[Tensor]) -> Grads:
+    def backward(self, dout: Tensor, dlse: Tensor | None, saved: list[Tensor]) -> QKV:
         """dq, dk and dv; dlse None is 0. Every rank of the group must call it."""
 
     @staticmethod
@@ -48,7 +49,7 @@ class Scheme:
 
     @staticmethod
     @abstractmethod
-    def fake_backward(dout: Tensor, dlse: Tensor | None, saved: list[Tensor], *arguments: Any) -> Grads:
+    def fake_backward(dout: Tensor, dlse: Tensor | None, saved: list[Tensor], *arguments: Any) -> QKV:
         """Empty results of `backward`."""
 
 
@@ -78,7 +79,7 @@ class Operators:
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         return self.scheme(*arguments).forward(q, k, v)
 
-    def _backward(self, dout: Tensor, dlse: Tensor | None, saved: list[Tensor], *arguments: Any) -> Grads:
+    def _backward(self, dout: Tensor, dlse: Tensor | None, saved: list[Tensor], *arguments: Any) -> QKV:
         dq, dk, dv = self.scheme(*arguments).backward(dout, dlse, saved)
         # contiguous, as the fake operator says
         return dq.contiguous(), dk.contiguous(), dv.contiguous()

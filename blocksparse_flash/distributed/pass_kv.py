@@ -33,7 +33,7 @@ from .local_attention import (
     chunk_plans,
     rank_context,
 )
-from .operators import Grads, Operators, Scheme
+from .operators import QKV, Operators, Scheme
 
 
 class PassKV(Scheme):
@@ -108,10 +108,10 @@ class PassKV(Scheme):
         return out, lse, kept
 
     @staticmethod
-    def saved(inputs: Grads, out: Tensor, lse: Tensor, kept: list[Tensor]) -> list[Tensor]:
+    def saved(inputs: QKV, out: Tensor, lse: Tensor, kept: list[Tensor]) -> list[Tensor]:
         return [*inputs, out, lse, *kept]
 
-    def backward(self, dout: Tensor, dlse: Tensor | None, saved: list[Tensor]) -> Grads:
+    def backward(self, dout: Tensor, dlse: Tensor | None, saved: list[Tensor]) -> QKV:
         keys, ranks, backend, n_chunks = self.keys, self.ranks, self.ranks.backend, len(self.plans)
         q, k, v, out, lse, *kept = saved
         # the gradient of a sum has stride 0
@@ -167,7 +167,7 @@ class PassKV(Scheme):
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q)), kept
 
     @staticmethod
-    def fake_backward(dout: Tensor, dlse: Tensor | None, saved: list[Tensor], *arguments: Any) -> Grads:
+    def fake_backward(dout: Tensor, dlse: Tensor | None, saved: list[Tensor], *arguments: Any) -> QKV:
         q, k, v, *_ = saved
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 

@@ -30,7 +30,7 @@ from .local_attention import (
     chunk_plans,
     rank_context,
 )
-from .operators import Grads, Operators, Scheme
+from .operators import QKV, Operators, Scheme
 
 # chunks in flight ahead of the one being computed
 PREFETCH = 2
@@ -79,10 +79,10 @@ class Ulysses(Scheme):
         return out, cat_heads(lses), [*whole, *outs]
 
     @staticmethod
-    def saved(inputs: Grads, out: Tensor, lse: Tensor, kept: list[Tensor]) -> list[Tensor]:
+    def saved(inputs: QKV, out: Tensor, lse: Tensor, kept: list[Tensor]) -> list[Tensor]:
         return [*kept, lse]
 
-    def backward(self, dout: Tensor, dlse: Tensor | None, saved: list[Tensor]) -> Grads:
+    def backward(self, dout: Tensor, dlse: Tensor | None, saved: list[Tensor]) -> QKV:
         q_all, k_all, v_all, *outs, lse = saved
         if self.packs:
             (dout_all,) = to_heads([dout], self.sizes, self.restore, self.send)
@@ -143,7 +143,7 @@ class Ulysses(Scheme):
         return q.new_empty(*q.shape[:3], v.shape[3]), lse, [*whole, *outs]
 
     @staticmethod
-    def fake_backward(dout: Tensor, dlse: Tensor | None, saved: list[Tensor], *arguments: Any) -> Grads:
+    def fake_backward(dout: Tensor, dlse: Tensor | None, saved: list[Tensor], *arguments: Any) -> QKV:
         _, sizes, *_ = arguments
         return _empty_for_own_tokens(saved[:3], len(sizes), dout.shape[2])
 
@@ -153,7 +153,7 @@ def _empty_for_all_tokens(x: Tensor, sizes: list[int]) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // len(sizes), sum(sizes), x.shape[3])
 
 
-def _empty_for_own_tokens(whole: Sequence[Tensor], n_ranks: int, n_local: int) -> Grads:
+def _empty_for_own_tokens(whole: Sequence[Tensor], n_ranks: int, n_local: int) -> QKV:
     """Buffers for all heads of this rank's tokens, from three tensors with its heads of all tokens."""
     q, k, v = (x.new_empty(x.shape[0], x.shape[1] * n_ranks, n_local, x.shape[3]) for x in whole)
     return q, k, v

@@ -68,11 +68,6 @@ def rotate(heads: Tensor, table: RotaryTable) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def rotate_at(heads: Tensor, base: float, positions: Tensor) -> Tensor:
-    """`rotate` by the table of positions (length, axes)."""
-    return rotate(heads, rotary_table(positions, base, heads.shape[-1]))
-
-
 class LearnedPositions(nn.Module):
     """Learned absolute positions: adds weight[i], of weight (length, embed_dim), to token i.
 
