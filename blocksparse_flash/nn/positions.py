@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..score_mods import slopes_of
-from .arguments import check_positions, positive_int, rotary_base
+from .arguments import check_positions, check_tensor, positive_int, rotary_base
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -51,9 +51,8 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
     coordinates = positions[:, None] if positions.dim() == 1 else positions
     if coordinates.dim() != 2 or not coordinates.shape[1] or head_dim % (2 * coordinates.shape[1]):
         raise ValueError(
-            "positions must have shape (length,) or (length, axes), each axis turning pairs of features, so that "
-            "head_dim is "
-            f"a multiple of 2 axes, got {tuple(positions.shape)} and head_dim={head_dim}"
+            "positions must have shape (length,) or (length, axes), with a head_dim that is a multiple of 2 * axes, "
+            f"since each axis turns pairs of features, got {tuple(positions.shape)} and head_dim={head_dim}"
         )
     n_pairs, axes = head_dim // 2, coordinates.shape[1]
     exponents = torch.arange(n_pairs // axes, device=coordinates.device, dtype=torch.float32) * (axes / n_pairs)
@@ -82,8 +81,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, length, embed_dim) to the same shape."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        check_tensor("x", x)
         if x.dim() != 3 or x.shape[2] != self.weight.shape[1]:
             raise ValueError(
                 f"x must have shape (batch, length, embed_dim={self.weight.shape[1]}), got {tuple(x.shape)}"
