@@ -135,11 +135,11 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
                 f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             )
         is_batched = query.dim() == 3
-        batched = [
-            x.transpose(0, 1) if is_batched and not self.batch_first else x if is_batched else x[None]
-            for x in (query, key, value)
-        ]
-        q, k, v = self._project(*batched)
+        if not is_batched:
+            query, key, value = query[None], key[None], value[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = self._project(query, key, value)
         if key_padding_mask is not None:
             is_row = not is_batched and isinstance(key_padding_mask, Tensor)
             kv_lengths = _lengths(key_padding_mask[None] if is_row else key_padding_mask, q.shape[0], k.shape[2])
