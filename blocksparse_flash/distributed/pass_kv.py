@@ -88,21 +88,22 @@ class PassKV(Scheme):
             out, lse = attend(q, k, v, self.local_plan, spec)
         if queries is not None:
             queries.attend(k, v)
-        if self.local_plan:
-            of_out, of_lse = chunk_heads(out, n_chunks), chunk_heads(lse[..., None], n_chunks)
-        results = []
+        outs, lses = [], []
         of_q, of_k, of_v = (chunk_heads(x, n_chunks) for x in (q, *(kept or (k, v))))
         for i, (plan, message) in enumerate(zip(self.plans, pending, strict=True)):
             k_all, v_all = (of_k[i], of_v[i]) if kept else self.own_kv_in_slots(of_k[i], of_v[i])
             gather_scatter.unpack(message.wait(), [k_all, v_all], self.slots, backend)
-            if self.local_plan:
-                (q_rows,) = gather_scatter.picked([of_q[i]], keys.rows, backend)
-                out_rows, lse_rows = attend(q_rows, k_all, v_all, plan, spec)
-                gather_scatter.move([out_rows, lse_rows[..., None]], [of_out[i], of_lse[i]], backend, put=keys.rows)
-            else:
-                results.append(attend(of_q[i], k_all, v_all, plan, spec))
-        if not self.local_plan:
-            out, lse = (cat_heads(parts) for parts in zip(*results, strict=True))
+            rows = gather_scatter.picked([of_q[i]], keys.rows, backend)[0] if self.local_plan else of_q[i]
+            out_rows, lse_rows = attend(rows, k_all, v_all, plan, spec)
+            outs.append(out_rows)
+            lses.append(lse_rows)
+        if self.local_plan:
+            for i, into in enumerate(
+                zip(chunk_heads(out, n_chunks), chunk_heads(lse[..., None], n_chunks), strict=True)
+            ):
+                gather_scatter.move([outs[i], lses[i][..., None]], into, backend, put=keys.rows)
+        else:
+            out, lse = cat_heads(outs), cat_heads(lses)
         if queries is not None:
             queries.finish(out, lse)
         return out, lse, kept
