@@ -60,13 +60,9 @@ class Operators:
         self.scheme = scheme
         arguments = f"Tensor[] tensors, SymInt[] counts, {scheme.OPTIONS}"
         forward, backward = (f"blocksparse_flash::{scheme.NAME}_{direction}" for direction in ("forward", "backward"))
-        torch.library.define(
-            forward, f"(Tensor q, Tensor k, Tensor v, {arguments}) -> (Tensor out, Tensor lse, Tensor[] kept)"
-        )
-        torch.library.define(
-            backward,
-            f"(Tensor dout, Tensor? dlse, Tensor[] saved, {arguments}) -> (Tensor dq, Tensor dk, Tensor dv)",
-        )
+        inputs, grads = "Tensor q, Tensor k, Tensor v", "Tensor dq, Tensor dk, Tensor dv"
+        torch.library.define(forward, f"({inputs}, {arguments}) -> (Tensor out, Tensor lse, Tensor[] kept)")
+        torch.library.define(backward, f"(Tensor dout, Tensor? dlse, Tensor[] saved, {arguments}) -> ({grads})")
         torch.library.impl(forward, "default", self._forward)
         torch.library.impl(backward, "default", self._backward)
         torch.library.register_fake(forward, scheme.fake_forward)
@@ -95,7 +91,9 @@ class Operators:
 
     def _differentiate(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
         saved, (tensors, *others) = list(ctx.saved_tensors), ctx.arguments
-        grads = self.backward(_or_zeros(dout, ctx), dlse, saved, *ctx.arguments)
+        # only lse was used
+        dout = saved[0].new_zeros(ctx.out_shape) if dout is None else dout
+        grads = self.backward(dout, dlse, saved, *ctx.arguments)
         return *grads, [None] * len(tensors), *[None] * len(others)
 
     def __call__(
@@ -128,18 +126,15 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        saved, dout = list(ctx.saved_tensors), _or_zeros(dout, ctx)
+        saved = list(ctx.saved_tensors)
+        # only lse was used
+        dout = saved[0].new_zeros(ctx.out_shape) if dout is None else dout
         # create_graph=True goes through the dispatcher, which raises
         if tracing.can_launch_directly(saved[0], saved[1], dout) and not torch.is_grad_enabled():
             grads = ctx.scheme.backward(dout, dlse, saved)
         else:
             grads = ctx.operators.backward(dout, dlse, saved, *ctx.scheme.arguments)
         return *grads, None, None
-
-
-def _or_zeros(dout: Tensor | None, ctx: Any) -> Tensor:
-    """The gradient of out; zeros if only lse was used."""
-    return ctx.saved_tensors[0].new_zeros(ctx.out_shape) if dout is None else dout
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> None:  # noqa: ARG001
