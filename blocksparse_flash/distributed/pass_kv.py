@@ -45,7 +45,7 @@ class PassKV(Scheme):
     gathers  True: every rank receives all keys, by an all-gather
     """
 
-    NAME = "pass_kv"
+    NAME = "context_pass_kv"
     OPTIONS = "float scale, SymInt n_chunks, bool keeps, bool gathers, str group, str backend, bool deterministic"
 
     def __init__(self, tensors: list[Tensor], counts: list[int], *options: Any) -> None:

@@ -46,7 +46,7 @@ class Ulysses(Scheme):
     packs    True: one packed message, and n_chunks is 1; False: direct messages, for tokens in order
     """
 
-    NAME = "ulysses"
+    NAME = "context_ulysses"
     OPTIONS = "float scale, SymInt n_chunks, bool packs, str group, str backend, bool deterministic"
 
     def __init__(self, tensors: list[Tensor], counts: list[int], *options: Any) -> None:
