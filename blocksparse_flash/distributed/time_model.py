@@ -157,8 +157,8 @@ def best_chunks(work: Work, call: Call, kv_heads: int, seconds: Callable[[Work, 
 
     seconds  `pass_kv`, or `direct_ulysses` with the heads of a rank
     """
-    best = 1
+    best, shortest = 1, seconds(work, call, 1)
     for n_chunks in range(2, MAX_CHUNKS + 1):
-        if kv_heads % n_chunks == 0 and seconds(work, call, n_chunks) < CHUNKING_MARGIN * seconds(work, call, best):
-            best = n_chunks
+        if kv_heads % n_chunks == 0 and (found := seconds(work, call, n_chunks)) < CHUNKING_MARGIN * shortest:
+            best, shortest = n_chunks, found
     return best
