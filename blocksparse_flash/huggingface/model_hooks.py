@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,12 +17,11 @@ _WATCHED = "_blocksparse_flash_watched"
 _CHECKED = "_blocksparse_flash_checked"
 
 
-class _Forward:
+class _Forward(NamedTuple):
     """A running forward of a model whose config holds a layout; `read` names the configs that attention has read."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.read: set[str | None] = set()
+    model: torch.nn.Module
+    read: set[str | None]
 
 
 class _Running(threading.local):
@@ -118,7 +117,7 @@ def _before(model: torch.nn.Module, _: Any) -> None:
     _last.attended = False
     if not torch.compiler.is_compiling():
         _running.forwards = [forward for forward in _running.forwards if forward.model is not model]
-        _running.forwards.append(_Forward(model))
+        _running.forwards.append(_Forward(model, set()))
 
 
 def _after(model: torch.nn.Module, _: Any, output: Any) -> None:
