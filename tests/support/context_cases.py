@@ -28,7 +28,7 @@ import masks
 from benchmarks.run import train_context_parallel
 from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
-from blocksparse_flash.distributed import context_plan, time_model
+from blocksparse_flash.distributed import exchange_plan, time_model
 from blocksparse_flash.distributed.exchange_plan import unflatten
 from blocksparse_flash.nn import SelfAttention
 from tests.support import closeness
@@ -79,7 +79,7 @@ def sums_gradients_in_place(layout: str, kv_heads: int) -> None:
     dist.all_gather_object(counts, plan.layers[0].counts[-1])
     assert max(counts) >= 0, "no rank sums in place: the case tests nothing"
     case = whole(layout, LENGTH, heads)
-    with mock.patch.object(context_plan, "MOST_TOUCHED", -1.0):
+    with mock.patch.object(exchange_plan, "MOST_TOUCHED", -1.0):
         other = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True)
     assert other.layers[0].counts[-1] == -1
     assert_equal_to_one_process(plan, case, has_exact_rows=True)
