@@ -137,6 +137,14 @@ def check_range(values: Array, limit: int, name: str, limit_name: str, of: str =
         raise ValueError(f"{name} must be in 0 .. {limit_name} - 1 = {limit - 1}, got {values[where]} at {where}{of}")
 
 
+def check_distinct(keys: Array, frame: Frame, name: str) -> None:
+    """Refuse ascending keys that name a block twice."""
+    twice = keys[1:] == keys[:-1]
+    if twice.any():
+        _, row, col = (int(i) for i in frame.positions(keys[twice.argmax()]))
+        raise ValueError(f"{name} must name every block once, but block (row {row}, col {col}) comes again")
+
+
 def bools(mask: object, name: str) -> Array:
     """The bool array of a tensor or an array with 2 to 4 axes, as (batch, heads, ., .)."""
     if not isinstance(mask, (torch.Tensor, np.ndarray)):

@@ -12,18 +12,14 @@ from .block_list import FULL, Array, BlockList, Frame
 
 def by_index(rows: object, cols: object, frame: Frame) -> Array:
     """Keys of blocks (rows[i], cols[i]) in any order; repeated blocks are refused."""
-    n_rows, n_cols = frame.n_rows, frame.n_cols
     row, col = checks.integers(rows, "rows"), checks.integers(cols, "cols")
     if len(row) != len(col):
         raise ValueError(f"rows and cols must have one entry for each block, got {len(row)} and {len(col)}")
-    checks.check_range(row, n_rows, "rows", "n_rows")
-    checks.check_range(col, n_cols, "cols", "n_cols")
-    keys = row * n_cols + col
+    checks.check_range(row, frame.n_rows, "rows", "n_rows")
+    checks.check_range(col, frame.n_cols, "cols", "n_cols")
+    keys = row * frame.n_cols + col
     keys.sort(kind="stable")
-    twice = keys[1:] == keys[:-1]
-    if twice.any():
-        again = divmod(int(keys[twice.argmax()]), n_cols)
-        raise ValueError(f"rows and cols must name every block once, but block {again} comes again")
+    checks.check_distinct(keys, frame, "rows and cols")
     return keys
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from . import block_list, checks, set_operations
 from .block_list import FULL, Array, BlockList, Frame, Size
+from .reindexing import gather
 
 # kinds of cells
 _EMPTY, _PARTIAL, _FULL = 0, 1, 2
@@ -34,15 +35,15 @@ def _cells(found: BlockList, frame: Frame, most: int) -> tuple[Array, Size]:
 
     A cell is _FULL if all its blocks are, _EMPTY if none is stored, otherwise _PARTIAL.
     """
-    n_rows, n_cols = frame.n_rows, frame.n_cols
     down, across = _blocks_a_cell(frame, most)
-    height, width = -(-n_rows // down), -(-n_cols // across)
-    is_first = found.keys < n_rows * n_cols
-    keys, is_full = found.keys[is_first], found.ids[is_first] == FULL
-    place = keys // max(n_cols, 1) // down * width + keys % max(n_cols, 1) // across
+    height, width = -(-frame.n_rows // down), -(-frame.n_cols // across)
+    is_first = found.keys < frame.blocks_per_lead
+    is_full = found.ids[is_first] == FULL
+    _, rows, cols = frame.positions(found.keys[is_first])
+    place = rows // down * width + cols // across
     n_all = np.outer(
-        np.bincount(np.arange(n_rows) // down, minlength=height),
-        np.bincount(np.arange(n_cols) // across, minlength=width),
+        np.bincount(np.arange(frame.n_rows) // down, minlength=height),
+        np.bincount(np.arange(frame.n_cols) // across, minlength=width),
     )
     n_stored = np.bincount(place, minlength=height * width).reshape(height, width)
     n_full = np.bincount(place[is_full], minlength=height * width).reshape(height, width)
@@ -55,19 +56,17 @@ def _cells(found: BlockList, frame: Frame, most: int) -> tuple[Array, Size]:
 def _sizes(found: BlockList, frame: Frame) -> list[str]:
     """Two lines with the sizes of a layout."""
     batch, heads, q_len, kv_len, block_size = frame
-    n_rows, n_cols, n_distinct = frame.n_rows, frame.n_cols, len(found.bitmasks)
-    n_blocks = frame.leads * n_rows * n_cols
-    density = len(found.keys) / n_blocks if n_blocks else 0.0
+    nnz, density = len(found.keys), frame.density(len(found.keys))
     return [
         f"BlockLayout({q_len} x {kv_len} tokens, {block_size=}, {batch=}, {heads=})",
-        f"{n_rows} x {n_cols} blocks, nnz={len(found.keys)}, density={density:.4g}, {n_distinct} distinct bitmasks",
+        f"{frame.n_rows} x {frame.n_cols} blocks, {nnz=}, {density=:.4g}, {len(found.bitmasks)} distinct bitmasks",
     ]
 
 
 def text(found: BlockList, frame: Frame) -> str:
     """The sizes of a layout, and its first head drawn in letters."""
     lines = _sizes(found, frame)
-    if frame.n_rows * frame.n_cols == 0:
+    if not frame.blocks_per_lead:
         return "\n".join(lines)
     cells, (down, across) = _cells(found, frame, _LETTERS)
     key = "# full, + partial, . empty"
@@ -109,7 +108,7 @@ def svg(found: BlockList, frame: Frame) -> str:
 def html(found: BlockList, frame: Frame) -> str:
     """The sizes of a layout and its `svg`, with a legend, for notebooks."""
     lines = _sizes(found, frame)
-    if frame.n_rows * frame.n_cols == 0:
+    if not frame.blocks_per_lead:
         return f"<div>{'<br>'.join(lines)}</div>"
     down, across = _blocks_a_cell(frame, _SQUARES)
     legend = ", ".join(
@@ -234,7 +233,7 @@ def _grid(matplotlib: Any, panels: dict[str, BlockList], frame: Frame, region: A
     for index, (title, mask) in enumerate(panels.items()):
         ax = figure.add_subplot(n_down, n_across, index + 1)
         _panel(ax, mask, frame, region)
-        ax.set_title(f"{title}: density {_density(mask, frame):.3g}" if region is None else title, fontsize=10)
+        ax.set_title(f"{title}: density {frame.density(len(mask.keys)):.3g}" if region is None else title, fontsize=10)
         # labels at the left, and where no panel is below
         is_left, is_last = index % n_across == 0, index + n_across >= len(panels)
         ax.tick_params(labelleft=is_left, labelbottom=is_last)
@@ -256,17 +255,12 @@ def _named(region: tuple[Size, Size]) -> str:
     return f"pairs of queries {top} to {bottom - 1} and keys {left} to {right - 1}"
 
 
-def _density(mask: BlockList, frame: Frame) -> float:
-    n_blocks = frame.n_rows * frame.n_cols
-    return len(mask.keys) / n_blocks if n_blocks else 0.0
-
-
 def _facts(mask: BlockList | None, frame: Frame) -> str:
     """Title of a picture of blocks; without a mask, for all heads."""
     block_q, block_kv = frame.block_size
     facts = f"blocks of {block_q} x {block_kv} tokens"
     if mask is not None:
-        facts = f"{len(mask.keys)} {facts}, density {_density(mask, frame):.3g}"
+        facts = f"{len(mask.keys)} {facts}, density {frame.density(len(mask.keys)):.3g}"
     down, across = _blocks_a_cell(frame, _DOTS)
     if down * across == 1:
         return facts
@@ -305,20 +299,10 @@ def _panel(ax: Any, mask: BlockList, frame: Frame, region: tuple[Size, Size] | N
 
 
 def _pairs(mask: BlockList, frame: Frame, region: tuple[Size, Size]) -> Array:
-    """bool (q_stop - q_start, kv_stop - kv_start): the pairs of a region. O(its blocks)."""
-    (top, bottom), (left, right) = region
-    block_q, block_kv = frame.block_size
-    row, col = np.divmod(mask.keys, frame.n_cols)
-    is_near = (row >= top // block_q) & (row * block_q < bottom) & (col >= left // block_kv) & (col * block_kv < right)
-    first_row, first_col = top // block_q, left // block_kv
-    part = frame._replace(
-        q_len=min(frame.q_len, -(-bottom // block_q) * block_q) - first_row * block_q,
-        kv_len=min(frame.kv_len, -(-right // block_kv) * block_kv) - first_col * block_kv,
-    )
-    keys = (row[is_near] - first_row) * part.n_cols + col[is_near] - first_col
-    near = block_list.to_mask(BlockList(keys, mask.ids[is_near], mask.bitmasks), leads=1, **part.sizes)[0]
-    q_offset, kv_offset = first_row * block_q, first_col * block_kv
-    return near[top - q_offset : bottom - q_offset, left - kv_offset : right - kv_offset]
+    """bool (q_stop - q_start, kv_stop - kv_start): the pairs of a region."""
+    q_order, kv_order = (np.arange(*side) for side in region)
+    part = gather(mask, frame, q_order, kv_order)
+    return block_list.to_mask(part, frame._replace(q_len=len(q_order), kv_len=len(kv_order)))[0]
 
 
 def _swatches(*, is_zoom: bool) -> list[Any]:

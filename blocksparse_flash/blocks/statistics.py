@@ -155,7 +155,7 @@ def _idle_queries(found: BlockList, frame: Frame) -> int:
     attends = np.zeros((frame.leads * frame.n_rows, block_q), np.bool_)
     for part in block_list.chunks(len(pairs), block_q):
         here = pairs[part] // n_ids
-        starts = np.flatnonzero(np.append(True, here[1:] != here[:-1]))
+        starts, _ = block_list.run_lengths(here)
         attends[here[starts]] |= np.logical_or.reduceat(has_key[pairs[part] % n_ids], starts, axis=0)
     exists = attends.reshape(frame.leads, frame.n_rows * block_q)[:, : frame.q_len]
     return int(exists.size - np.count_nonzero(exists))
@@ -168,17 +168,16 @@ def describe(found: BlockList, frame: Frame, *, head_dim: int, element_bytes: in
             raise TypeError(f"{name} must be an int, got {value!r}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    nnz, n_blocks = len(found.keys), frame.leads * frame.n_rows * frame.n_cols
+    nnz, n_blocks = len(found.keys), frame.n_blocks
     block_q, block_kv = frame.block_size
     pairs, n_pairs = int(set_operations.counts_of_pairs(found, frame).sum()), frame.leads * frame.q_len * frame.kv_len
     line, col = np.divmod(found.keys, max(frame.n_cols, 1))
-    turned = frame._replace(q_len=frame.kv_len, kv_len=frame.q_len, block_size=frame.block_size[::-1])
     queries = 2 * frame.leads * frame.q_len
     return Description(
         **frame._asdict(),
         nnz=nnz,
         full_share=float((found.ids == FULL).mean()) if nnz else 0.0,
-        density=nnz / n_blocks if n_blocks else 0.0,
+        density=frame.density(nnz),
         pairs=pairs,
         pair_density=pairs / n_pairs if n_pairs else 0.0,
         distinct_bitmasks=len(found.bitmasks),
@@ -191,7 +190,7 @@ def describe(found: BlockList, frame: Frame, *, head_dim: int, element_bytes: in
         rows=_balance(line, frame.leads * frame.n_rows),
         cols=_balance(line // max(frame.n_rows, 1) * frame.n_cols + col, frame.leads * frame.n_cols),
         idle_queries=_idle_queries(found, frame),
-        idle_keys=_idle_queries(set_operations.transpose(*found, **frame.sizes), turned),
+        idle_keys=_idle_queries(set_operations.transpose(found, frame), frame.transposed),
         mixing=_mixing(found, frame) if frame.q_len == frame.kv_len else None,
     )
 
@@ -204,9 +203,7 @@ def _mixing(found: BlockList, frame: Frame) -> Mixing:
     import scipy.sparse
 
     side = max(frame.block_size)
-    keys = block_list.regroup(
-        *found, q_len=frame.q_len, kv_len=frame.kv_len, old=frame.block_size, new=(side, side)
-    ).keys
+    keys = block_list.regroup(found, frame, (side, side)).keys
     n = -(-frame.q_len // side)
     if n == 0:
         return Mixing(0, False, 1.0)
