@@ -19,25 +19,6 @@ from .block_arrays import blocks_of, check_zeros_and_ones, host, layout_of, one_
 from .key_runs import layout_of_runs, merged, runs_of
 
 
-class Bsr(NamedTuple):
-    """A block-sparse-row matrix on the host: indptr, indices int64; pairs bool (nnz, block_q, block_kv)."""
-
-    indptr: Array
-    indices: Array
-    pairs: Array
-
-
-def _to_bsr(layout: BlockLayout) -> Bsr:
-    """The matrix of a layout of one batch and head."""
-    found, frame = blocks_of(layout)
-    rows, block_kv, is_full = block_list.by_rows(found, frame), frame.block_size[1], found.ids == FULL
-    pairs = np.empty((len(found.ids), *frame.block_size), np.bool_)
-    there = block_list.unpack(block_list.existing(frame), block_kv)
-    pairs[is_full] = there[block_list.edge_kinds(found.keys[is_full], frame)]
-    pairs[~is_full] = block_list.unpack(found.bitmasks, block_kv)[found.ids[~is_full]]
-    return Bsr(rows.indptr[0].astype(np.int64), rows.cols.astype(np.int64), pairs)
-
-
 def _read_rows(indptr: Any, indices: Any, n_rows: int, n_cols: int) -> tuple[Array, Array]:
     """(rows, cols) of the entries, int64 (nnz,), checked."""
     begins, cols = checks.integers(indptr, "indptr"), checks.integers(indices, "indices")
@@ -51,7 +32,7 @@ def _read_rows(indptr: Any, indices: Any, n_rows: int, n_cols: int) -> tuple[Arr
     return np.repeat(np.arange(n_rows), counts), cols
 
 
-def _from_bsr(rows: Array, cols: Array, pairs: Array | None, frame: Frame) -> BlockLayout:
+def _from_pairs(rows: Array, cols: Array, pairs: Array | None, frame: Frame) -> BlockLayout:
     """The layout of blocks in any order; pairs bool (nnz, block_q, block_kv), or None if all are full."""
     keys = rows * frame.n_cols + cols
     order = np.argsort(keys, kind="stable")
@@ -61,6 +42,60 @@ def _from_bsr(rows: Array, cols: Array, pairs: Array | None, frame: Frame) -> Bl
     if pairs is not None:
         found = block_list.canonical(BlockList(keys, order, block_list.pack(pairs)), frame)
     return layout_of(found, frame)
+
+
+def _pairs_of(found: BlockList, frame: Frame) -> Array:
+    """The pairs of each block, bool (nnz, block_q, block_kv)."""
+    is_full, block_kv = found.ids == FULL, frame.block_size[1]
+    pairs = np.empty((len(found.ids), *frame.block_size), np.bool_)
+    there = block_list.unpack(block_list.existing(frame), block_kv)
+    pairs[is_full] = there[block_list.edge_kinds(found.keys[is_full], frame)]
+    pairs[~is_full] = block_list.unpack(found.bitmasks, block_kv)[found.ids[~is_full]]
+    return pairs
+
+
+# ------------------------------------------------------------------------------------------------- matrices of 0 and 1
+
+
+def _from_bsr(
+    indptr: Any,
+    indices: Any,
+    values: Array,
+    shape: Sequence[int],
+    name: str,
+    *,
+    q_len: int | None,
+    kv_len: int | None,
+) -> BlockLayout:
+    """The layout of a matrix of whole blocks, of which the last ones may reach beyond the lengths.
+
+    values  (nnz, block_q, block_kv)
+    name    of the matrix, for messages
+    """
+    block_size = tuple(int(side) for side in values.shape[1:])
+    frame = checks.frame(shape[0] if q_len is None else q_len, shape[1] if kv_len is None else kv_len, block_size)
+    for length, size, side, axis in zip(frame[2:4], shape, frame.block_size, ("q_len", "kv_len"), strict=True):
+        if not size - side < length <= size:
+            raise ValueError(f"{axis} must end in the last block, in {size - side + 1} .. {size}, got {length}")
+    check_zeros_and_ones(values, name)
+    rows, cols = _read_rows(indptr, indices, frame.n_rows, frame.n_cols)
+    every = block_list.full_list(rows * frame.n_cols + cols, frame.block_size)
+    if ((values != 0) & ~_pairs_of(every, frame)).any():
+        raise ValueError(
+            f"{name} must be 0 beyond q_len x kv_len = {frame.q_len} x {frame.kv_len}, but a pair there is 1"
+        )
+    return _from_pairs(rows, cols, values != 0, frame)
+
+
+def _from_csr(
+    indptr: Any, indices: Any, values: Array, shape: Sequence[int], name: str, *, block_size: int | Size
+) -> BlockLayout:
+    """The layout of a matrix of single pairs."""
+    frame = checks.frame(shape[0], shape[1], block_size)
+    check_zeros_and_ones(values, name)
+    queries, keys = _read_rows(indptr, indices, frame.q_len, frame.kv_len)
+    queries, keys = queries[values != 0], keys[values != 0]
+    return layout_of_runs(merged(queries, keys, keys + 1, frame.kv_len), frame)
 
 
 # ------------------------------------------------------------------------------------------------------- FlashInfer
@@ -96,19 +131,21 @@ def to_flashinfer(layout: BlockLayout, batch: int = 0, head: int = 0, *, packed:
     raises       ValueError if kv_len is not a multiple of block_kv: FlashInfer would read keys beyond the last
     """
     single, packed = one_head(layout, batch, head), checks.switch(packed, "packed")
-    (block_q, block_kv), found = single.block_size, _to_bsr(single)
+    block_q, block_kv = single.block_size
     if single.kv_len % block_kv:
         raise ValueError(
             f"layout has {single.kv_len} keys, but FlashInfer takes multiples of block_kv = {block_kv} only: "
             "pad the keys, and build the layout for the padded length"
         )
-    arrays: dict[str, Array] = {"indptr": found.indptr.astype(np.int32), "indices": found.indices.astype(np.int32)}
-    if len(single.bitmasks) and packed:
-        rows = np.repeat(np.arange(single.n_rows), np.diff(found.indptr))
-        in_order = found.pairs.reshape(-1, block_kv)[_query_by_query(rows, block_q)]
+    found, frame = blocks_of(single)
+    rows = block_list.by_rows(found, frame)
+    arrays: dict[str, Array] = {"indptr": rows.indptr[0], "indices": rows.cols}
+    if len(found.bitmasks) and packed:
+        order = _query_by_query(found.keys // frame.n_cols, block_q)
+        in_order = _pairs_of(found, frame).reshape(-1, block_kv)[order]
         arrays["packed_mask"] = np.packbits(in_order, bitorder="little")
-    elif len(single.bitmasks):
-        arrays["mask"] = found.pairs
+    elif len(found.bitmasks):
+        arrays["mask"] = _pairs_of(found, frame)
     tensors = {name: torch.from_numpy(array).to(layout.device) for name, array in arrays.items()}
     return FlashInferBsr(M=single.q_len, N=single.kv_len, R=block_q, C=block_kv, **tensors)
 
@@ -147,7 +184,7 @@ def from_flashinfer(
         pairs = host(mask, "mask")
     if packed_mask is not None:
         pairs = _unpacked(packed_mask, rows, frame)
-    return _from_bsr(rows, cols, pairs, frame)
+    return _from_pairs(rows, cols, pairs, frame)
 
 
 def _query_by_query(rows: Array, block_q: int) -> Array:
@@ -184,12 +221,12 @@ def to_scipy_bsr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
     """
     import scipy.sparse
 
-    single = one_head(layout, batch, head)
-    found = _to_bsr(single)
+    found, frame = blocks_of(one_head(layout, batch, head))
+    rows, (block_q, block_kv) = block_list.by_rows(found, frame), frame.block_size
     return scipy.sparse.bsr_array(
-        (found.pairs.view(np.int8), found.indices, found.indptr),
-        shape=_padded_shape(single),
-        blocksize=single.block_size,
+        (_pairs_of(found, frame).view(np.int8), rows.cols, rows.indptr[0]),
+        shape=(frame.n_rows * block_q, frame.n_cols * block_kv),
+        blocksize=frame.block_size,
     )
 
 
@@ -212,8 +249,8 @@ def from_scipy_bsr(matrix: Any, *, q_len: int | None = None, kv_len: int | None 
         # copied, since sum_duplicates works in place
         matrix = _countable(matrix).copy()
         matrix.sum_duplicates()
-    frame = _whole_blocks(matrix.shape, matrix.blocksize, q_len, kv_len)
-    return _from_values(matrix.indptr, matrix.indices, matrix.data, frame, "matrix")
+    arrays = matrix.indptr, matrix.indices, matrix.data
+    return _from_bsr(*arrays, matrix.shape, "matrix", q_len=q_len, kv_len=kv_len)
 
 
 def to_scipy_csr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
@@ -224,8 +261,12 @@ def to_scipy_csr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
     import scipy.sparse
 
     single = one_head(layout, batch, head)
-    indptr, cols, values = _to_csr(single)
-    return scipy.sparse.csr_array((values.view(np.int8), cols, indptr), shape=single.shape[2:])
+    runs = runs_of(single)
+    counts = runs.stop - runs.first
+    per_query = np.bincount(runs.lines, weights=counts, minlength=single.q_len).astype(np.int64)
+    cols = block_list.ranges(runs.first, counts)
+    values, indptr = np.ones(len(cols), np.int8), np.append(0, np.cumsum(per_query))
+    return scipy.sparse.csr_array((values, cols, indptr), shape=single.shape[2:])
 
 
 def from_scipy_csr(matrix: Any, *, block_size: int | Size = 128) -> BlockLayout:
@@ -249,8 +290,7 @@ def from_scipy_csr(matrix: Any, *, block_size: int | Size = 128) -> BlockLayout:
         raise ValueError(f"matrix must have two axes (q_len, kv_len), got shape {matrix.shape}")
     csr = _countable(matrix).tocsr(copy=True)
     csr.sum_duplicates()
-    frame = checks.frame(csr.shape[0], csr.shape[1], block_size)
-    return _from_csr(csr.indptr, csr.indices, csr.data, frame, "matrix")
+    return _from_csr(csr.indptr, csr.indices, csr.data, csr.shape, "matrix", block_size=block_size)
 
 
 def _countable(matrix: Any) -> Any:
@@ -271,15 +311,14 @@ def to_torch_sparse(
                    False beyond the lengths; torch.sparse_csr: shape (q_len, kv_len), in O(pairs that attend)
     raises         ValueError for another sparse_layout
     """
-    single = one_head(layout, batch, head)
-    if sparse_layout == torch.sparse_bsr:
-        arrays, shape = tuple(_to_bsr(single)), _padded_shape(single)
-    elif sparse_layout == torch.sparse_csr:
-        arrays, shape = _to_csr(single), single.shape[2:]
-    else:
+    if sparse_layout not in (torch.sparse_bsr, torch.sparse_csr):
         raise ValueError(f"sparse_layout must be torch.sparse_bsr or torch.sparse_csr, got {sparse_layout}")
+    matrix = (to_scipy_bsr if sparse_layout == torch.sparse_bsr else to_scipy_csr)(layout, batch, head)
+    arrays = matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64), matrix.data.view(np.bool_)
     indptr, cols, values = (torch.from_numpy(array).to(layout.device) for array in arrays)
-    return torch.sparse_compressed_tensor(indptr, cols, values, shape, layout=sparse_layout, check_invariants=True)
+    return torch.sparse_compressed_tensor(
+        indptr, cols, values, matrix.shape, layout=sparse_layout, check_invariants=True
+    )
 
 
 def from_torch_sparse(
@@ -306,64 +345,12 @@ def from_torch_sparse(
         )
     indptr, cols, values = tensor.crow_indices(), tensor.col_indices(), host(tensor.values(), "tensor")
     if tensor.layout == torch.sparse_bsr:
-        if block_size is not None and checks.sides(block_size) != tuple(values.shape[1:]):
-            raise ValueError(
-                f"block_size must be the tensor's own, {tuple(values.shape[1:])}, or None, got {block_size}"
-            )
-        frame = _whole_blocks(tensor.shape, values.shape[1:], q_len, kv_len)
-        return _from_values(indptr, cols, values, frame, "tensor")
+        own_size = tuple(values.shape[1:])
+        if block_size is not None and checks.sides(block_size) != own_size:
+            raise ValueError(f"block_size must be the tensor's own, {own_size}, or None, got {block_size}")
+        return _from_bsr(indptr, cols, values, tensor.shape, "tensor", q_len=q_len, kv_len=kv_len)
     for length, size, name in ((q_len, tensor.shape[0], "q_len"), (kv_len, tensor.shape[1], "kv_len")):
         if length is not None and length != size:
             raise ValueError(f"{name} must be the length of the CSR tensor, {size}, or None, got {length}")
-    frame = checks.frame(tensor.shape[0], tensor.shape[1], 128 if block_size is None else block_size)
-    return _from_csr(indptr, cols, values, frame, "tensor")
-
-
-# ------------------------------------------------------------------------------------------------------ over tokens
-
-
-def _to_csr(layout: BlockLayout) -> tuple[Array, Array, Array]:
-    """(indptr, kv_pos, True) of the pairs that attend, for a layout of one batch and head."""
-    runs = runs_of(layout)
-    counts = runs.stop - runs.first
-    per_query = np.bincount(runs.lines, weights=counts, minlength=layout.q_len).astype(np.int64)
-    cols = block_list.ranges(runs.first, counts)
-    return np.append(0, np.cumsum(per_query)), cols, np.ones(len(cols), np.bool_)
-
-
-def _from_csr(indptr: Any, cols: Any, values: Array, frame: Frame, name: str) -> BlockLayout:
-    """The layout of the entries that are 1."""
-    check_zeros_and_ones(values, name)
-    queries, keys = _read_rows(indptr, cols, frame.q_len, frame.kv_len)
-    queries, keys = queries[values != 0], keys[values != 0]
-    return layout_of_runs(merged(queries, keys, keys + 1, frame.kv_len), frame)
-
-
-# ----------------------------------------------------------------------------------------------------- whole blocks
-
-
-def _padded_shape(layout: BlockLayout) -> Size:
-    return layout.n_rows * layout.block_size[0], layout.n_cols * layout.block_size[1]
-
-
-def _whole_blocks(shape: Sequence[int], block_size: Sequence[int], q_len: int | None, kv_len: int | None) -> Frame:
-    """The frame of a matrix of whole blocks, of which the last ones may reach beyond the lengths."""
-    sides = checks.sides(tuple(int(side) for side in block_size))
-    frame = checks.frame(shape[0] if q_len is None else q_len, shape[1] if kv_len is None else kv_len, sides)
-    for length, size, side, name in zip(frame[2:4], shape, sides, ("q_len", "kv_len"), strict=True):
-        if not size - side < length <= size:
-            raise ValueError(f"{name} must end in the last block, in {size - side + 1} .. {size}, got {length}")
-    return frame
-
-
-def _from_values(indptr: Any, indices: Any, values: Array, frame: Frame, name: str) -> BlockLayout:
-    """The layout of blocks of values (nnz, block_q, block_kv): 0 and 1, and 0 beyond the lengths."""
-    check_zeros_and_ones(values, name)
-    rows, cols = _read_rows(indptr, indices, frame.n_rows, frame.n_cols)
-    pairs, (block_q, block_kv) = values != 0, frame.block_size
-    q_pos, kv_pos = rows[:, None] * block_q + np.arange(block_q), cols[:, None] * block_kv + np.arange(block_kv)
-    if (pairs.any(axis=2) & (q_pos >= frame.q_len)).any() or (pairs.any(axis=1) & (kv_pos >= frame.kv_len)).any():
-        raise ValueError(
-            f"{name} must be 0 beyond q_len x kv_len = {frame.q_len} x {frame.kv_len}, but a pair there is 1"
-        )
-    return _from_bsr(rows, cols, pairs, frame)
+    block_size = 128 if block_size is None else block_size
+    return _from_csr(indptr, cols, values, tensor.shape, "tensor", block_size=block_size)

@@ -783,7 +783,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "bsr.py",
-            ".reshape(-1, block_kv)[_query_by_query(rows, block_q)]",
+            ".reshape(-1, block_kv)[order]",
             ".reshape(-1, block_kv)",
             "tests/interop/test_bsr.py",
         ),
