@@ -30,11 +30,8 @@ def _blocks_a_cell(frame: Frame, most: int) -> Size:
     return max(1, -(-frame.n_rows // most)), max(1, -(-frame.n_cols // most))
 
 
-def _cells(found: BlockList, frame: Frame, most: int) -> tuple[Array, Size]:
-    """(cells, (down, across)): the first head in at most `most` x `most` cells of down x across blocks each.
-
-    A cell is _FULL if all its blocks are, _EMPTY if none is stored, otherwise _PARTIAL.
-    """
+def _cells(found: BlockList, frame: Frame, most: int) -> Array:
+    """The first head in at most `most` x `most` cells: _FULL if all their blocks are, _EMPTY if none is stored."""
     down, across = _blocks_a_cell(frame, most)
     height, width = -(-frame.n_rows // down), -(-frame.n_cols // across)
     is_first = found.keys < frame.blocks_per_lead
@@ -47,7 +44,14 @@ def _cells(found: BlockList, frame: Frame, most: int) -> tuple[Array, Size]:
     )
     n_stored = np.bincount(place, minlength=height * width).reshape(height, width)
     n_full = np.bincount(place[is_full], minlength=height * width).reshape(height, width)
-    return np.where(n_full == n_all, _FULL, np.where(n_stored > 0, _PARTIAL, _EMPTY)), (down, across)
+    return np.where(n_full == n_all, _FULL, np.where(n_stored > 0, _PARTIAL, _EMPTY))
+
+
+def _notes(frame: Frame, most: int, cell: str, rule: str = "") -> str:
+    """What a legend adds if cells hold several blocks, or if there are several heads."""
+    down, across = _blocks_a_cell(frame, most)
+    notes = f"; a {cell} is {down} x {across} blocks{rule}" if down * across > 1 else ""
+    return notes + "; batch 0, head 0" * (frame.leads > 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -68,13 +72,9 @@ def text(found: BlockList, frame: Frame) -> str:
     lines = _sizes(found, frame)
     if not frame.blocks_per_lead:
         return "\n".join(lines)
-    cells, (down, across) = _cells(found, frame, _LETTERS)
-    key = "# full, + partial, . empty"
-    if down * across > 1:
-        key += f"; a character is {down} x {across} blocks"
-    if frame.leads > 1:
-        key += "; batch 0, head 0"
-    return "\n".join([*lines, key, *("".join(row) for row in np.array(list(".+#"))[cells])])
+    key = "# full, + partial, . empty" + _notes(frame, _LETTERS, "character")
+    drawn = np.array(list(".+#"))[_cells(found, frame, _LETTERS)]
+    return "\n".join([*lines, key, *map("".join, drawn)])
 
 
 # ------------------------------------------------------------------------------------------------------------ notebooks
@@ -82,7 +82,7 @@ def text(found: BlockList, frame: Frame) -> str:
 
 def svg(found: BlockList, frame: Frame) -> str:
     """The first head of a layout as SVG, at most 64 x 64 squares. A few kilobytes."""
-    cells, _ = _cells(found, frame, _SQUARES)
+    cells = _cells(found, frame, _SQUARES)
     height, width = cells.shape
     ratio = _ratio(frame.q_len, frame.kv_len)
     size = _PIXELS * min(1, 1 / ratio), _PIXELS * min(1, ratio)
@@ -110,16 +110,12 @@ def html(found: BlockList, frame: Frame) -> str:
     lines = _sizes(found, frame)
     if not frame.blocks_per_lead:
         return f"<div>{'<br>'.join(lines)}</div>"
-    down, across = _blocks_a_cell(frame, _SQUARES)
     legend = ", ".join(
         f'<span style="color:{_COLOURS[kind]};background:{_COLOURS[kind]};border:1px solid #888">&#9632;</span> '
         f"{_NAMES[kind]}"
         for kind in (_FULL, _PARTIAL, _EMPTY)
     )
-    if down * across > 1:
-        legend += f"; a square is {down} x {across} blocks: full or empty if all of them are, else partial"
-    if frame.leads > 1:
-        legend += "; batch 0, head 0"
+    legend += _notes(frame, _SQUARES, "square", ": full or empty if all of them are, else partial")
     return f"<div>{'<br>'.join(lines)}<br>{svg(found, frame)}<br>{legend}</div>"
 
 
@@ -272,7 +268,7 @@ def _panel(ax: Any, mask: BlockList, frame: Frame, region: tuple[Size, Size] | N
     from matplotlib.colors import ListedColormap
 
     if region is None:
-        cells, (down, across) = _cells(mask, frame, _DOTS)
+        cells, (down, across) = _cells(mask, frame, _DOTS), _blocks_a_cell(frame, _DOTS)
         sides = down * frame.block_size[0], across * frame.block_size[1]
         span = cells.shape[0] * sides[0], cells.shape[1] * sides[1]
         left, top, right, bottom = 0, 0, frame.kv_len, frame.q_len

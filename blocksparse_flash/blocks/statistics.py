@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import block_list, set_operations
+from . import block_list, checks, set_operations
 from .block_list import FULL, Array, BlockList, Frame, Size
 
 # edges that all searches for `hops` may visit, 1 to 4 s
@@ -164,9 +164,7 @@ def _idle_queries(found: BlockList, frame: Frame) -> int:
 def describe(found: BlockList, frame: Frame, *, head_dim: int, element_bytes: int) -> Description:
     """The description of a canonical list. O(nnz log nnz), plus the searches of `Mixing`."""
     for value, name in ((head_dim, "head_dim"), (element_bytes, "element_bytes")):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
+        if checks.integer(value, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     nnz, n_blocks = len(found.keys), frame.n_blocks
     block_q, block_kv = frame.block_size

@@ -116,7 +116,7 @@ def from_kv_lists(
     block_size  multiples of 16; sides above 256 are split
     axes        (batch, heads) for which mask_mod is evaluated; None: those of the lists
     """
-    keys, frame = _keys(partial, names[0], q_len, kv_len, _sizes(block_size))
+    keys, frame = _keys(partial, names[0], q_len, kv_len, checks.sides(block_size, most=None))
     layout = _full_layout(keys, frame)
     if mask_mod is not None:
         batch, heads = (size if want is None else want for size, want in zip(frame[:2], axes, strict=True))
@@ -188,20 +188,6 @@ def _keys(given: KvList, name: str, q_len: int, kv_len: int, block_size: Size) -
     keys = np.sort(np.repeat(np.arange(len(count)), count) * frame.n_cols + cols)
     checks.check_distinct(keys, frame, name)
     return keys, frame
-
-
-def _sizes(block_size: object) -> Size:
-    """block_size as a pair of multiples of 16."""
-    given = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(given) != 2:
-        raise ValueError(f"block_size must be (block_q, block_kv), got {block_size!r}")
-    block_q, block_kv = (checks.integer(side, "block_size") for side in given)
-    if min(block_q, block_kv) < 16 or block_q % 16 or block_kv % 16:
-        raise ValueError(
-            f"block_size must be a multiple of 16 on each side, got {block_size!r}: "
-            "make the lists again with such a size, 128 for example"
-        )
-    return block_q, block_kv
 
 
 def _full_layout(keys: Array, frame: Frame) -> BlockLayout:
