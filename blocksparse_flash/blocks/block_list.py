@@ -416,21 +416,18 @@ def _join(codes: Array, counts: Array, bitmasks: Array, n_across: int, old: Size
     source = np.concatenate([ones, bitmasks]).view(np.uint16)
     joined = np.zeros((len(counts), new[0], words_per_query(new[1])), np.uint32)
     target = joined.view(np.uint16)
-    places, which = distinct(codes % n_all_places, n_all_places)
+    ids, places = np.divmod(codes, n_all_places)
     # pieces at one place are copied together: the loop is over places, at most 32 x 32, not over blocks
-    order = np.argsort(which, kind="stable")
-    bounds = np.searchsorted(which[order], np.arange(len(places) + 1))
-    for place, begin, end in zip(places.tolist(), bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        pieces = order[begin:end]
+    order = np.argsort(places, kind="stable")
+    for pieces in np.split(order, run_lengths(places[order])[0][1:]):
+        place = int(places[pieces[0]])
         down = place // n_across * SIDE_UNIT - old[0]
         # in units of 16 keys, which is one uint16
         across = place % n_across - old[1] // SIDE_UNIT
         q_begin, q_end = max(0, down), min(new[0], down + old[0])
         kv_begin, kv_end = max(0, across), min(new[1] // SIDE_UNIT, across + old[1] // SIDE_UNIT)
-        block = source[
-            codes[pieces] // n_all_places, q_begin - down : q_end - down, kv_begin - across : kv_end - across
-        ]
-        target[tiles[pieces], q_begin:q_end, kv_begin:kv_end] = block
+        piece = source[ids[pieces], q_begin - down : q_end - down, kv_begin - across : kv_end - across]
+        target[tiles[pieces], q_begin:q_end, kv_begin:kv_end] = piece
     return joined
 
 
