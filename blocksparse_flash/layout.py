@@ -40,7 +40,7 @@ Integers = torch.Tensor | Array | list[int]
 _ALL = slice(None)
 
 
-# every layout has a number: torch.compile guards it, and passes it to untraced code, which takes no layout (torch 2.11)
+# torch.compile guards the number of a layout, and passes it to untraced code, which takes no layout (torch 2.11)
 _NUMBERS_OF_LAYOUTS = itertools.count()
 _NUMBERED: weakref.WeakValueDictionary[int, BlockLayout] = weakref.WeakValueDictionary()
 
@@ -843,7 +843,8 @@ class BlockLayout:
     @classmethod
     def _selected(cls, found: block_selection.Selection, frame: Frame) -> BlockLayout:
         """The layout of selected blocks, which plans itself on its device."""
-        bitmasks = storage.no_bitmasks(frame, found.indptr.device)
+        block_q, block_kv = frame.block_size
+        bitmasks = found.indptr.new_empty(0, block_q, block_list.words_per_query(block_kv))
         layout = cls._bare(found.indptr, found.indices, found.bitmask_ids, bitmasks, *frame[2:])
         layout._cache["selection"] = found
         return layout

@@ -135,7 +135,7 @@ def evaluate(
         chosen, number = _representatives(dedup_key, keys, kinds, frame)
     gathering, (block_q, block_kv) = block_list.Gathering(block_list.existing(frame)), frame.block_size
     step = max(1, _PAIRS_AT_ONCE // (block_q * block_kv))
-    # device named: the caller may have set another default device
+    # explicit, since the caller may have set another default device
     q_step, kv_step = (torch.arange(side, device="cpu") for side in frame.block_size)
     starts = range(0, len(chosen), step)
     for start in _with_progress(starts) if shows_progress else starts:

@@ -18,7 +18,7 @@ _LANCZOS_RESTARTS = 100
 
 
 class Balance(NamedTuple):
-    """Stored blocks per row (or col) over all heads: most, mean, most / mean (1.0 without work), empty rows."""
+    """Stored blocks per row (or col) over all heads: most, mean, most / mean (1.0 if none), number of empty rows."""
 
     most: int
     mean: float
@@ -95,8 +95,8 @@ class Description:
         ]
         for name, side in (("rows", self.rows), ("cols", self.cols)):
             lines.append(
-                f"{name}      at most {side.most} blocks, {side.mean:.4g} in the mean, imbalance {side.imbalance:.3g}; "
-                f"{side.idle} without work"
+                f"{name}      {side.most} blocks at most, {side.mean:.4g} on average, imbalance {side.imbalance:.3g}; "
+                f"{side.idle} empty"
             )
         lines.append(f"tokens    {self.idle_queries} queries without a key, {self.idle_keys} keys without a query")
         return "\n".join([*lines, f"mixing    {self._said_mixing()}"])
@@ -108,12 +108,12 @@ class Description:
 
     def _said_mixing(self) -> str:
         if self.mixing is None:
-            return "only of as many queries as keys"
+            return "only for q_len == kv_len"
         hops, is_sampled, gap = self.mixing
         if hops is None:
-            reach = "some block never hears of another"
+            reach = "some block never reaches another"
         else:
-            reach = f"every block hears of every other in {'at least ' * is_sampled}{hops} hops"
+            reach = f"every block reaches every other in {'at least ' * is_sampled}{hops} hops"
         return f"{reach}; spectral gap {'not computed, the graph is too large' if gap is None else f'{gap:.3g}'}"
 
 

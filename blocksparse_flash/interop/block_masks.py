@@ -241,7 +241,6 @@ def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: b
     returns     int64 (heads | 1, n, n)
     raises      ValueError as to_deepspeed
     """
-    check_layout(layout)
     causal = checks.switch(causal, "causal")
     return _to_square(layout, block_size, "xFormers", causal=causal).to(layout.device)
 

@@ -67,7 +67,7 @@ def _from_bsr(
     q_len: int | None,
     kv_len: int | None,
 ) -> BlockLayout:
-    """The layout of a matrix of whole blocks, of which the last ones may reach beyond the lengths.
+    """The layout of a matrix of whole blocks; the last ones may reach beyond the lengths, where they must be 0.
 
     values  (nnz, block_q, block_kv)
     name    of the matrix, for messages

@@ -1,8 +1,7 @@
 """Padded block lists, the common format of FlexAttention and FlashAttention-4.
 
-Each list is a pair: counts int32 (batch, heads, n_rows), and cols int32 (batch, heads, n_rows, width), whose first
-`count` entries per row are valid. One list holds the partial blocks, whose pairs are decided by a function
-mask_mod(batch, head, q_pos, kv_pos), the other the full blocks.
+One list holds the full blocks, the other the partial blocks; a function mask_mod(batch, head, q_pos, kv_pos) decides
+which pairs of partial blocks attend.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MaskMod = Callable[..., torch.Tensor]
 
 
 class KvList(NamedTuple):
-    """Padded block list, int32: counts (batch, heads, n_rows), cols (batch, heads, n_rows, width)."""
+    """int32 counts (batch, heads, n_rows), and cols (batch, heads, n_rows, width): the first `count` are valid."""
 
     counts: torch.Tensor
     cols: torch.Tensor

@@ -1,6 +1,6 @@
 """Slices of MagiAttention (q_ranges, k_ranges, attn_type_map).
 
-A slice is a rectangle of queries [q0, q1) and keys [k0, k1), of which the type keeps a part (MagiAttention, AttnSlice):
+The type of a slice selects some pairs of its queries [q0, q1) and keys [k0, k1) (MagiAttention, AttnSlice):
 
     0 full        1 causal      2 inverse     3 both
     1 1 1 1       1 1 0 0       1 1 1 1       1 1 0 0        query q sees the keys k with
