@@ -224,7 +224,7 @@ def to_scipy_bsr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
     found, frame = blocks_of(one_head(layout, batch, head))
     rows, (block_q, block_kv) = block_list.by_rows(found, frame), frame.block_size
     return scipy.sparse.bsr_array(
-        (_pairs_of(found, frame).view(np.int8), rows.cols, rows.indptr[0]),
+        (_pairs_of(found, frame).view(np.int8), rows.cols.astype(np.int64), rows.indptr[0].astype(np.int64)),
         shape=(frame.n_rows * block_q, frame.n_cols * block_kv),
         blocksize=frame.block_size,
     )
