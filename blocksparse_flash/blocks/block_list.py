@@ -226,8 +226,11 @@ def distinct(codes: Array, limit: int) -> tuple[Array, Array]:
 
 def _first_equal_bitmask(words: Array) -> Array:
     """Index of the first equal bitmask, for each bitmask, int64."""
+    width = words.shape[1] * words.shape[2]
+    # as bytes, which Python hashes and compares
+    each = np.ascontiguousarray(words).reshape(len(words), width).view(f"V{4 * width}").reshape(-1).tolist()
     first: dict[bytes, int] = {}
-    return np.fromiter((first.setdefault(each.tobytes(), i) for i, each in enumerate(words)), np.int64, len(words))
+    return np.fromiter(map(first.setdefault, each, range(len(each))), np.int64, len(each))
 
 
 def _mix(values: Array, seed: int) -> Array:
@@ -263,6 +266,11 @@ def first_equal_run(codes: Array, starts: Array, counts: Array, kinds: Array) ->
 # ------------------------------------------------------------------------------------------------------- canonical form
 
 
+def _mapped(ids: Array, outcome: Array) -> Array:
+    """outcome[id] of each id; FULL and EMPTY stay."""
+    return np.append(outcome, [EMPTY, FULL])[ids]
+
+
 def renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
     """Drop EMPTY blocks and unused bitmasks, and number the bitmasks by first appearance."""
     stored = ids != EMPTY
@@ -276,11 +284,9 @@ def renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
     order = used[np.argsort(first[used], kind="stable")]
     if len(order) == len(bitmasks) and np.array_equal(order, np.arange(len(order))):
         return BlockList(keys, ids.astype(np.int32, copy=False), bitmasks)
-    number = np.empty(len(bitmasks), np.int32)
-    number[order] = np.arange(len(order), dtype=np.int32)
-    new_ids = np.full(len(ids), FULL, np.int32)
-    new_ids[partial] = number[ids[partial]]
-    return BlockList(keys, new_ids, bitmasks[order])
+    number = np.empty(len(bitmasks), np.int64)
+    number[order] = np.arange(len(order))
+    return BlockList(keys, _mapped(ids, number).astype(np.int32), bitmasks[order])
 
 
 def _classify(words: Array, kinds: Array, there: Array) -> Array:
@@ -298,14 +304,6 @@ def _classify(words: Array, kinds: Array, there: Array) -> Array:
             outcome[chosen[(words[chosen] == there[kind]).all(axis=(1, 2))]] = FULL
     outcome[~words.any(axis=(1, 2))] = EMPTY
     return outcome
-
-
-def _mapped(ids: Array, outcome: Array) -> Array:
-    """outcome[id] of each id; FULL and EMPTY stay."""
-    mapped = ids.copy()
-    is_partial = ids >= 0
-    mapped[is_partial] = outcome[ids[is_partial]]
-    return mapped
 
 
 def settle(keys: Array, ids: Array, words: Array, kinds: Array, there: Array) -> BlockList:

@@ -130,9 +130,10 @@ def evaluate(
     shows_progress  a progress bar, or a log without tqdm
     """
     kinds = block_list.edge_kinds(keys, frame)
-    chosen, number = np.arange(len(keys)), np.arange(len(keys))
     if dedup_key is not None and len(keys):
         chosen, number = _representatives(dedup_key, keys, kinds, frame)
+    else:
+        chosen = number = np.arange(len(keys))
     gathering, (block_q, block_kv) = block_list.Gathering(block_list.existing(frame)), frame.block_size
     step = max(1, _PAIRS_AT_ONCE // (block_q * block_kv))
     # explicit, since the caller may have set another default device

@@ -141,8 +141,8 @@ def to_flashinfer(layout: BlockLayout, batch: int = 0, head: int = 0, *, packed:
     rows = block_list.by_rows(found, frame)
     arrays: dict[str, Array] = {"indptr": rows.indptr[0], "indices": rows.cols}
     if len(found.bitmasks) and packed:
-        order = _query_by_query(found.keys // frame.n_cols, block_q)
-        in_order = _pairs_of(found, frame).reshape(-1, block_kv)[order]
+        in_order = np.empty((len(found.keys) * block_q, block_kv), np.bool_)
+        in_order[_query_by_query(found.keys // frame.n_cols, block_q)] = _pairs_of(found, frame)
         arrays["packed_mask"] = np.packbits(in_order, bitorder="little")
     elif len(found.bitmasks):
         arrays["mask"] = _pairs_of(found, frame)
@@ -188,25 +188,26 @@ def from_flashinfer(
 
 
 def _query_by_query(rows: Array, block_q: int) -> Array:
-    """FlashInfer's order of the queries of blocks: by block row, then query, then block; index in (nnz * block_q,)."""
-    return np.argsort((rows[:, None] * block_q + np.arange(block_q)).reshape(-1), kind="stable")
+    """Place of each query of each block in FlashInfer's order (block row, query, block), int64 (nnz, block_q)."""
+    counts = np.bincount(rows)
+    begins = np.cumsum(counts) - counts
+    in_row = np.arange(len(rows)) - begins[rows]
+    return (begins[rows] * block_q + in_row)[:, None] + counts[rows][:, None] * np.arange(block_q)
 
 
 def _unpacked(packed: torch.Tensor, rows: Array, frame: Frame) -> Array:
     """bool (nnz, block_q, block_kv) of FlashInfer's packed mask, with or without the queries beyond q_len."""
     block_q, block_kv = frame.block_size
-    shape = len(rows) * block_q, block_kv
+    n_queries = len(rows) * block_q
     n_absent = int((rows == frame.n_rows - 1).sum()) * (-frame.q_len % block_q)
-    expected = sorted({-(-n_queries * block_kv // 8) for n_queries in (shape[0], shape[0] - n_absent)})
+    expected = sorted({-(-n * block_kv // 8) for n in (n_queries, n_queries - n_absent)})
     if packed.dtype != torch.uint8 or packed.ndim != 1 or len(packed) not in expected:
         raise ValueError(
             f"packed_mask must be uint8 with {' or '.join(map(str, expected))} entries, one bit for each pair of "
             f"{len(rows)} blocks, got {packed.dtype} {tuple(packed.shape)}"
         )
-    pairs = np.empty(shape, np.bool_)
-    bits = np.unpackbits(host(packed, "packed_mask"), bitorder="little", count=pairs.size)
-    pairs[_query_by_query(rows, block_q)] = bits.reshape(shape)
-    return pairs.reshape(-1, *frame.block_size)
+    bits = np.unpackbits(host(packed, "packed_mask"), bitorder="little", count=n_queries * block_kv).view(np.bool_)
+    return bits.reshape(n_queries, block_kv)[_query_by_query(rows, block_q)]
 
 
 # ------------------------------------------------------------------------------------------------------------ SciPy

@@ -777,14 +777,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "bsr.py",
-            "pairs[_query_by_query(rows, block_q)] = bits.reshape(shape)",
-            "pairs[:] = bits.reshape(shape)",
+            "bits.reshape(n_queries, block_kv)[_query_by_query(rows, block_q)]",
+            "bits.reshape(len(rows), block_q, block_kv)",
             "tests/interop/test_bsr.py",
         ),
         (
             "bsr.py",
-            ".reshape(-1, block_kv)[order]",
-            ".reshape(-1, block_kv)",
+            "begins[rows] * block_q + in_row",
+            "begins[rows] * block_q + 0 * in_row",
             "tests/interop/test_bsr.py",
         ),
         (
