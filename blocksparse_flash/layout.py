@@ -606,7 +606,7 @@ class BlockLayout:
 
     def to_scipy(self, batch: int = 0, head: int = 0) -> Any:
         """The blocks of one batch and head as scipy.sparse.csr_array (n_rows, n_cols), int8: 1 full, 2 partial."""
-        return constructors.to_matrix(self._block_list(), self._frame, batch, head)
+        return constructors.to_matrix(self._rows(), self._frame, batch, head)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers for any file format, read by `from_state_dict`.

@@ -1,4 +1,4 @@
-"""Keys of full blocks from indices, ranges, a mask or a SciPy matrix; and the SciPy matrix of a block list."""
+"""Keys of full blocks from indices, ranges, a mask or a SciPy matrix; and the SciPy matrix of blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import block_list, checks
-from .block_list import FULL, Array, BlockList, Frame
+from .block_list import FULL, Array, BlockRows, Frame
 
 
 def by_index(rows: object, cols: object, frame: Frame) -> Array:
@@ -79,16 +79,14 @@ def by_matrix(matrix: Any, frame: Frame) -> Array:
     return by_index(row[stored], csr.indices[stored], frame)
 
 
-def to_matrix(found: BlockList, frame: Frame, batch: int, head: int) -> Any:
+def to_matrix(rows: BlockRows, frame: Frame, batch: int, head: int) -> Any:
     """The blocks of one batch and head as scipy.sparse.csr_array (n_rows, n_cols), int8: 1 full, 2 partial."""
     import scipy.sparse
 
     for value, name, size in ((batch, "batch", frame.batch), (head, "head", frame.heads)):
         checks.position(value, size, name, f"; the layout has {frame.batch} batches of {frame.heads} heads")
-    first = (batch * frame.heads + head) * frame.n_rows
-    offsets = np.searchsorted(found.keys, np.arange(first, first + frame.n_rows + 1) * frame.n_cols)
-    of_lead = slice(offsets[0], offsets[-1])
-    values = np.where(found.ids[of_lead] == FULL, 1, 2).astype(np.int8)
-    cols = (found.keys[of_lead] % max(frame.n_cols, 1)).astype(np.int32)
-    indptr = (offsets - offsets[0]).astype(np.int32)
-    return scipy.sparse.csr_array((values, cols, indptr), shape=(frame.n_rows, frame.n_cols))
+    indptr = rows.indptr[batch * frame.heads + head]
+    of_lead = slice(indptr[0], indptr[-1])
+    values = np.where(rows.ids[of_lead] == FULL, 1, 2).astype(np.int8)
+    matrix = values, rows.cols[of_lead].copy(), indptr - indptr[0]
+    return scipy.sparse.csr_array(matrix, shape=(frame.n_rows, frame.n_cols))
