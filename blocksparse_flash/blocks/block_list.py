@@ -289,44 +289,44 @@ def renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
     return BlockList(keys, _mapped(ids, number).astype(np.int32), bitmasks[order])
 
 
-def _classify(words: Array, kinds: Array, there: Array) -> Array:
+def _classify(words: Array, kinds: Array, exists: Array) -> Array:
     """EMPTY, FULL or the index of the first equal bitmask, for each bitmask.
 
     words  uint32 (n, block_q, words), 0 for pairs that do not exist
     kinds  (n,): edge kind of the blocks with this bitmask
-    there  from `existing`
+    exists  `existing` of the frame
     """
     outcome = _first_equal_bitmask(words)
     for kind in range(4):
         of_kind = np.flatnonzero(kinds == kind)
-        for part in chunks(len(of_kind), there[0].nbytes):
+        for part in chunks(len(of_kind), exists[0].nbytes):
             chosen = of_kind[part]
-            outcome[chosen[(words[chosen] == there[kind]).all(axis=(1, 2))]] = FULL
+            outcome[chosen[(words[chosen] == exists[kind]).all(axis=(1, 2))]] = FULL
     outcome[~words.any(axis=(1, 2))] = EMPTY
     return outcome
 
 
-def settle(keys: Array, ids: Array, words: Array, kinds: Array, there: Array) -> BlockList:
+def settle(keys: Array, ids: Array, words: Array, kinds: Array, exists: Array) -> BlockList:
     """The canonical list of blocks with these bitmasks.
 
     keys  ascending
     ids   (nnz,): index into words, FULL or EMPTY
-    words, kinds, there  as in `_classify`
+    words, kinds, exists  as in `_classify`
     """
-    return renumber(keys, _mapped(ids, _classify(words, kinds, there)), words)
+    return renumber(keys, _mapped(ids, _classify(words, kinds, exists)), words)
 
 
 class Gathering:
     """`settle` of bitmasks that are added chunk by chunk, so that only one chunk with duplicates is in memory."""
 
-    def __init__(self, there: Array) -> None:
-        self.there = there
+    def __init__(self, exists: Array) -> None:
+        self.exists = exists
         self._ids: list[Array] = []
-        self._words: list[Array] = [there[:0]]
+        self._words: list[Array] = [exists[:0]]
         self._n_words = 0
 
     def add(self, words: Array, kinds: Array) -> None:
-        ids = _classify(words, kinds, self.there)
+        ids = _classify(words, kinds, self.exists)
         used, number = distinct(ids[ids >= 0], len(words))
         ids[ids >= 0] = number + self._n_words
         self._ids.append(ids)
@@ -345,12 +345,12 @@ def canonical(found: BlockList, frame: Frame) -> BlockList:
     keys, ids, bitmasks = found
     if not len(bitmasks):
         return full_list(keys, frame.block_size)
-    there, is_partial = existing(frame), ids >= 0
+    exists, is_partial = existing(frame), ids >= 0
     kinds = edge_kinds(keys[is_partial], frame)
     values, number = distinct(4 * ids[is_partial].astype(np.int64) + kinds, 4 * len(bitmasks))
     new_ids = np.full(len(ids), FULL, np.int64)
     new_ids[is_partial] = number
-    return settle(keys, new_ids, bitmasks[values // 4] & there[values % 4], values % 4, there)
+    return settle(keys, new_ids, bitmasks[values // 4] & exists[values % 4], values % 4, exists)
 
 
 # -------------------------------------------------------------------------------------------------------------- regroup
@@ -399,10 +399,10 @@ def regroup(found: BlockList, frame: Frame, new: Size) -> BlockList:
     kinds = edge_kinds(tile_keys, tiled)
     first, which = distinct(first_equal_run(codes, starts, counts, kinds), len(starts))
 
-    there = existing(tiled)
+    exists = existing(tiled)
     words = _join(codes[ranges(starts[first], counts[first])], counts[first], bitmasks, n_places[1], old, new)
-    words &= there[kinds[first]]
-    return settle(tile_keys, which, words, kinds[first], there)
+    words &= exists[kinds[first]]
+    return settle(tile_keys, which, words, kinds[first], exists)
 
 
 def _join(codes: Array, counts: Array, bitmasks: Array, n_across: int, old: Size, new: Size) -> Array:
@@ -441,7 +441,7 @@ def from_mask(mask: Array, frame: Frame) -> BlockList:
     lines = mask.reshape(frame.leads * n_rows, block_q, n_cols, block_kv)
     gathering = Gathering(existing(frame))
     for part in chunks(len(lines), n_cols * block_q * block_kv):
-        words = pack(lines[part].swapaxes(1, 2)).reshape(-1, *gathering.there.shape[1:])
+        words = pack(lines[part].swapaxes(1, 2)).reshape(-1, *gathering.exists.shape[1:])
         gathering.add(words, edge_kinds(np.arange(part.start * n_cols, part.stop * n_cols), frame))
     keys = np.arange(frame.n_blocks)
     return gathering.settle(keys, keys)

@@ -146,7 +146,7 @@ def evaluate(
         kv_pos = (cols * block_kv + kv_step).clamp_(max=frame.kv_len - 1)
         axes = [leads // frame.heads, leads % frame.heads] if by_head else []
         bits = _checked(_evaluated(fn, [*axes, q_pos, kv_pos]), (len(part), block_q, block_kv))
-        gathering.add(block_list.pack(bits.numpy()) & gathering.there[kinds[part]], kinds[part])
+        gathering.add(block_list.pack(bits.numpy()) & gathering.exists[kinds[part]], kinds[part])
     return gathering.settle(keys, number)
 
 

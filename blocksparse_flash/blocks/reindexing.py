@@ -112,10 +112,10 @@ def _gather_queries(found: BlockList, frame: Frame, order: Array) -> BlockList:
     pattern = np.tile(patches.pattern, frame.leads)
     begin, counts = offsets[old_line], offsets[old_line + 1] - offsets[old_line]
 
-    there = block_list.existing(new)
-    gathering = block_list.Gathering(there)
+    exists = block_list.existing(new)
+    gathering = block_list.Gathering(exists)
     keys, numbers, n_added = [], [], 0
-    for part in _parts(new_line, counts, block_list.at_once(there[0].nbytes)):
+    for part in _parts(new_line, counts, block_list.at_once(exists[0].nbytes)):
         source = block_list.ranges(begin[part], counts[part])
         piece_keys = np.repeat(new_line[part], counts[part]) * new.n_cols + found.keys[source] % frame.n_cols
         codes = (found.ids[source].astype(np.int64) + 1) * len(patches.starts) + np.repeat(pattern[part], counts[part])
@@ -126,7 +126,7 @@ def _gather_queries(found: BlockList, frame: Frame, order: Array) -> BlockList:
         chosen, number = block_list.distinct(block_list.first_equal_run(codes, starts, n_pieces, kinds), len(starts))
         pieces = block_list.ranges(starts[chosen], n_pieces[chosen])
         words = _join(codes[pieces], n_pieces[chosen], found.bitmasks, patches)
-        gathering.add(words & there[kinds[chosen]], kinds[chosen])
+        gathering.add(words & exists[kinds[chosen]], kinds[chosen])
         keys.append(piece_keys[starts])
         numbers.append(number + n_added)
         n_added += len(chosen)

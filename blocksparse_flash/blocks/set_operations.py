@@ -70,11 +70,11 @@ def _ids_at(blocks: BlockList, keys: Array) -> Array:
     return found
 
 
-def _words_of(ids: Array, kinds: Array, bitmasks: Array, there: Array) -> Array:
+def _words_of(ids: Array, kinds: Array, bitmasks: Array, exists: Array) -> Array:
     """The bitmask of each id, including FULL and EMPTY, uint32 (n, block_q, words)."""
-    words = np.zeros((len(ids), *there.shape[1:]), np.uint32)
+    words = np.zeros((len(ids), *exists.shape[1:]), np.uint32)
     is_full, is_partial = ids == FULL, ids >= 0
-    words[is_full] = there[kinds[is_full]]
+    words[is_full] = exists[kinds[is_full]]
     words[is_partial] = bitmasks[ids[is_partial]]
     return words
 
@@ -107,10 +107,10 @@ def combine(a: BlockList, b: BlockList, op: Operation, frame: Frame) -> BlockLis
     # ids begin at -2
     codes = ((_ids_at(a, keys) + 2) * n_b + _ids_at(b, keys) + 2) * 4 + kinds
     values, which = distinct(codes, (len(a.bitmasks) + 2) * n_b * 4)
-    there, kinds = existing(frame), values % 4
-    of_a = _words_of(values // 4 // n_b - 2, kinds, a.bitmasks, there)
-    of_b = _words_of(values // 4 % n_b - 2, kinds, b.bitmasks, there)
-    return settle(keys, which, _ON_WORDS[op](of_a, of_b), kinds, there)
+    exists, kinds = existing(frame), values % 4
+    of_a = _words_of(values // 4 // n_b - 2, kinds, a.bitmasks, exists)
+    of_b = _words_of(values // 4 % n_b - 2, kinds, b.bitmasks, exists)
+    return settle(keys, which, _ON_WORDS[op](of_a, of_b), kinds, exists)
 
 
 def complement(found: BlockList, frame: Frame) -> BlockList:

@@ -48,8 +48,8 @@ def _pairs_of(found: BlockList, frame: Frame) -> Array:
     """The pairs of each block, bool (nnz, block_q, block_kv)."""
     is_full, block_kv = found.ids == FULL, frame.block_size[1]
     pairs = np.empty((len(found.ids), *frame.block_size), np.bool_)
-    there = block_list.unpack(block_list.existing(frame), block_kv)
-    pairs[is_full] = there[block_list.edge_kinds(found.keys[is_full], frame)]
+    exists = block_list.unpack(block_list.existing(frame), block_kv)
+    pairs[is_full] = exists[block_list.edge_kinds(found.keys[is_full], frame)]
     pairs[~is_full] = block_list.unpack(found.bitmasks, block_kv)[found.ids[~is_full]]
     return pairs
 

@@ -31,9 +31,9 @@ class Runs(NamedTuple):
 
 def merged(lines: Array, first: Array, stop: Array, length: int) -> Runs:
     """Runs of the union of intervals in any order. Empty intervals are dropped. length is the number of keys."""
-    there = stop > first
-    if not there.all():
-        lines, first, stop = lines[there], first[there], stop[there]
+    is_kept = stop > first
+    if not is_kept.all():
+        lines, first, stop = lines[is_kept], first[is_kept], stop[is_kept]
     # a gap of 1 between lines, so that intervals of different lines never touch
     starts = lines * (length + 1) + first
     order = np.argsort(starts, kind="stable")
@@ -50,9 +50,9 @@ def complement(runs: Runs, n_lines: int, length: int) -> Runs:
     # a line of n runs has n + 1 gaps: each begins where a run stops and ends where the next begins
     begins = np.sort(np.concatenate([origins, lines + runs.stop]), kind="stable")
     ends = np.sort(np.concatenate([lines + runs.first, origins + length]), kind="stable")
-    there = ends > begins
-    lines, first = np.divmod(begins[there], length + 1)
-    return Runs(lines, first, ends[there] - lines * (length + 1))
+    is_kept = ends > begins
+    lines, first = np.divmod(begins[is_kept], length + 1)
+    return Runs(lines, first, ends[is_kept] - lines * (length + 1))
 
 
 # --------------------------------------------------------------------------------------------------- layout -> runs

@@ -76,10 +76,10 @@ def test_packing_puts_key_0_in_the_lowest_bit(block_kv: int, seed: int) -> None:
 def test_existing_pairs_are_those_inside_the_lengths(problem: Problem) -> None:
     frame, (block_q, block_kv) = framed(problem.mask, problem.block_size), problem.block_size
     keys = np.arange(frame.n_blocks)
-    there = block_list.unpack(block_list.existing(frame), block_kv)[block_list.edge_kinds(keys, frame)]
+    exists = block_list.unpack(block_list.existing(frame), block_kv)[block_list.edge_kinds(keys, frame)]
     _, rows, cols = (index[:, None, None] for index in frame.positions(keys))
     q_pos, kv_pos = rows * block_q + np.arange(block_q)[:, None], cols * block_kv + np.arange(block_kv)
-    np.testing.assert_array_equal(there, (q_pos < frame.q_len) & (kv_pos < frame.kv_len))
+    np.testing.assert_array_equal(exists, (q_pos < frame.q_len) & (kv_pos < frame.kv_len))
     interior, last_col, last_row, corner = block_list.existing(frame)
     if frame.q_len % block_q == 0:
         assert np.array_equal(interior, last_row) and np.array_equal(last_col, corner)
@@ -262,13 +262,13 @@ def test_ranges_lie_one_after_another(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_settling_drops_what_is_empty_and_fills_what_is_full() -> None:
-    there = block_list.existing(Frame(1, 1, 20, 20, (16, 16)))
-    words = np.stack([there[0] * 0, there[0], there[1], there[1]])
+    exists = block_list.existing(Frame(1, 1, 20, 20, (16, 16)))
+    words = np.stack([exists[0] * 0, exists[0], exists[1], exists[1]])
     # bits that are full at the edge, and the same bits in an interior block
-    found = block_list.settle(np.arange(5), np.array([0, 1, 2, 3, EMPTY]), words, np.array([0, 0, 1, 0]), there)
+    found = block_list.settle(np.arange(5), np.array([0, 1, 2, 3, EMPTY]), words, np.array([0, 0, 1, 0]), exists)
     assert found.keys.tolist() == [1, 2, 3]
     assert found.ids.tolist() == [FULL, FULL, 0]
-    np.testing.assert_array_equal(found.bitmasks, there[1:2])
+    np.testing.assert_array_equal(found.bitmasks, exists[1:2])
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 5), (4, 3, 2), (2, 1, 7), (2, 0, 3), (3, 2, 0)])

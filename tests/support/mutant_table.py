@@ -242,13 +242,13 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/block_list.py",
-            "words &= there[kinds[first]]",
-            "words &= there[0]",
+            "words &= exists[kinds[first]]",
+            "words &= exists[0]",
             "tests/blocks/test_block_list.py",
         ),
         (
             "blocks/block_list.py",
-            "bitmasks[values // 4] & there[values % 4]",
+            "bitmasks[values // 4] & exists[values % 4]",
             "bitmasks[values // 4]",
             "tests/blocks/test_block_list.py",
         ),
