@@ -77,12 +77,12 @@ class Frame(NamedTuple):
 
     @property
     def blocks_per_lead(self) -> int:
-        """Stored or not."""
+        """Number of blocks of one lead, stored or not."""
         return self.n_rows * self.n_cols
 
     @property
     def n_blocks(self) -> int:
-        """Stored or not."""
+        """Number of blocks of all leads, stored or not."""
         return self.leads * self.blocks_per_lead
 
     def density(self, nnz: int) -> float:
@@ -268,6 +268,7 @@ def first_equal_run(codes: Array, starts: Array, counts: Array, kinds: Array) ->
 
 def _mapped(ids: Array, outcome: Array) -> Array:
     """outcome[id] of each id; FULL and EMPTY stay."""
+    # negative indices: EMPTY is -2, FULL -1
     return np.append(outcome, [EMPTY, FULL])[ids]
 
 
@@ -297,11 +298,8 @@ def _classify(words: Array, kinds: Array, exists: Array) -> Array:
     exists  `existing` of the frame
     """
     outcome = _first_equal_bitmask(words)
-    for kind in range(4):
-        of_kind = np.flatnonzero(kinds == kind)
-        for part in chunks(len(of_kind), exists[0].nbytes):
-            chosen = of_kind[part]
-            outcome[chosen[(words[chosen] == exists[kind]).all(axis=(1, 2))]] = FULL
+    for part in chunks(len(words), exists[0].nbytes):
+        outcome[part][(words[part] == exists[kinds[part]]).all(axis=(1, 2))] = FULL
     outcome[~words.any(axis=(1, 2))] = EMPTY
     return outcome
 
