@@ -18,7 +18,7 @@ from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs, specs_of
 from .validation import ScoreOptions
 
-# ---- the way of a call ----
+# ---- one call ----
 
 
 def _attend(
@@ -69,14 +69,13 @@ def _run(
     scores: ScoreOptions | None,
     specs: TensorSpecs | None,
 ) -> tuple[Tensor, Tensor]:
-    """Make a plan of the layout and a tensor of the seed, and call the operator or the reference."""
+    """Plan the layout, make a tensor of the seed, and call the operator or the reference."""
     is_reference = spec.backend == "reference"
     if specs is None and not is_reference and tracing.is_transformed(q, k, v, kv_lengths, seed, *(scores or ())):
         raise RuntimeError(
-            f'backend "{spec.backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and what is made of '
-            "them: torch.autograd.grad differentiates it, batch and heads may be as many as are mapped, and "
-            'backend="reference" '
-            "goes through all of them"
+            f'backend "{spec.backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and others: '
+            "differentiate it by torch.autograd.grad, and make a mapped axis part of the batch or heads; "
+            'or use backend="reference", which supports all transforms'
         )
     if scores is not None:
         scores = _for_kernels(scores, q)
@@ -174,14 +173,7 @@ def _for_reference(scores: ScoreOptions | None, layout: BlockLayout | None) -> d
         return {}
     sinks, softcap, alibi_slopes, bias = scores
     if bias is not None and layout is not None:
-        bias = biases.dense(
-            bias,
-            layout._tensors.indptr,
-            layout._tensors.indices,
-            q_len=layout.q_len,
-            kv_len=layout.kv_len,
-            block_size=layout.block_size,
-        )
+        bias = biases.dense(bias, *layout._tensors[:2], **layout._frame.sizes)
     return {"sinks": sinks, "softcap": softcap, "alibi_slopes": alibi_slopes, "bias": bias}
 
 

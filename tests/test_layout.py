@@ -455,7 +455,7 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "block-twice": (
         lambda: _by_index([2, 0, 2], [1, 0, 1]),
         ValueError,
-        r"rows and cols .* block \(2, 1\) comes again",
+        r"rows and cols .* block \(row 2, col 1\) comes again",
     ),
     "no-such-block": (lambda: _by_index([0], [0], q_len=0), ValueError, "rows must be"),
     "first-length": (

@@ -214,7 +214,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             'packbits(bits, axis=-1, bitorder="big")',
             "tests/blocks/test_block_list.py",
         ),
-        ("blocks/block_list.py", "bits[1::2, :, (kv_len", "bits[1:, :, (kv_len", "tests/blocks/test_block_list.py"),
+        ("blocks/block_list.py", "bits[1::2, :, (frame", "bits[1:, :, (frame", "tests/blocks/test_block_list.py"),
         (
             "blocks/block_list.py",
             "(keys // n_cols % n_rows == n_rows - 1)",
@@ -233,7 +233,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "if True:",
             "tests/blocks/test_block_list.py",
         ),
-        ("blocks/block_list.py", "ids + self._n_words, ids)", "ids, ids)", "tests/blocks/test_block_list.py"),
+        ("blocks/block_list.py", "= number + self._n_words", "= number", "tests/blocks/test_block_list.py"),
         (
             "blocks/block_list.py",
             "down = place // n_across * SIDE_UNIT - old[0]",
@@ -242,20 +242,26 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/block_list.py",
-            "words &= there[kinds[first]]",
-            "words &= there[0]",
+            "words &= exists[kinds[first]]",
+            "words &= exists[0]",
             "tests/blocks/test_block_list.py",
         ),
         (
             "blocks/block_list.py",
-            "values = values[n_full:] - 1",
-            "values = values - 1",
+            "bitmasks[values // 4] & exists[values % 4]",
+            "bitmasks[values // 4]",
             "tests/blocks/test_block_list.py",
         ),
         (
+            "blocks/predicates.py",
+            "-block_q, block_kv),",
+            "-block_q, block_kv - 2),",
+            "tests/blocks/test_set_operations.py",
+        ),
+        (
             "blocks/set_operations.py",
-            "(np.arange(len(leads)) - leads) * n_blocks",
-            "np.arange(len(leads)) * n_blocks",
+            "(np.arange(len(leads)) - leads) * frame.blocks_per_lead",
+            "np.arange(len(leads)) * frame.blocks_per_lead",
             "tests/blocks/test_block_list.py",
         ),
         (
@@ -266,8 +272,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/set_operations.py",
-            "turned = (leads * n_cols + keys",
-            "turned = (leads * n_rows + keys",
+            "turned = (leads * frame.n_cols + cols)",
+            "turned = (leads * frame.n_rows + cols)",
             "tests/blocks/test_block_list.py",
         ),
         (
@@ -284,14 +290,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/set_operations.py",
-            "counts = in_edge[edge_kinds(found.keys, **frame.sizes)]",
+            "counts = in_edge[edge_kinds(found.keys, frame)]",
             "counts = in_edge[0 * found.keys]",
             "tests/blocks/test_set_operations.py",
         ),
         (
             "blocks/set_operations.py",
-            "there[values % 4] & ~blocks.bitmasks",
-            "there[0] & ~blocks.bitmasks",
+            "stays[found.keys[is_full]] = False",
+            "stays[found.keys] = False",
             "tests/blocks/test_block_list.py",
         ),
         (
@@ -698,14 +704,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "key_runs.py",
-            "np.minimum(block_size[0], q_len - rows % n_rows * block_size[0])",
-            "np.minimum(block_size[0], q_len - rows * block_size[0])",
+            "np.minimum(block_q, frame.q_len - rows % max(frame.n_rows, 1) * block_q)",
+            "np.minimum(block_q, frame.q_len - rows * block_q)",
             "tests/interop/test_key_runs.py -k 'runs or few_pairs or from_flashmask'",
         ),
         (
             "flashmask.py",
-            "np.minimum(bounds, q_len).reshape",
-            "np.asarray(bounds).reshape",
+            "np.minimum(array, min(q_len, np.iinfo(array.dtype).max)).astype",
+            "array.astype",
             "tests/interop/test_key_runs.py -k flashmask",
         ),
         (
@@ -716,8 +722,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "flashmask.py",
-            "(columns[0], end), (np.zeros_like(end), columns[1])",
-            "(columns[1], end), (np.zeros_like(end), columns[0])",
+            "[columns[0], end], [zero, columns[1]]",
+            "[columns[1], end], [zero, columns[0]]",
             "tests/interop/test_key_runs.py -k flashmask",
         ),
         (
@@ -728,8 +734,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "magi.py",
-            "q1[which] - 1 - lines, 0)",
-            "q1[which] - lines, 0)",
+            "(q1[which] - 1 - lines)",
+            "(q1[which] - lines)",
             "tests/interop/test_key_runs.py -k from_magi",
         ),
         (
@@ -746,7 +752,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "kv_lists.py",
-            "np.minimum(down, n_fine_rows - rows * down)",
+            "np.minimum(down, fine.n_rows - rows * down)",
             "np.full_like(rows, down)",
             "tests/interop/test_kv_lists.py -k 'attention_and_back or taken_apart'",
         ),
@@ -764,27 +770,26 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "block_masks.py",
-            "-(-max(kv_len - q_len, 0) // _MIT_BLOCK) + 1",
-            "max(kv_len - q_len, 0) // _MIT_BLOCK + 1",
+            "-(-max(ahead, 0) // _MIT_BLOCK) + 1",
+            "max(ahead, 0) // _MIT_BLOCK + 1",
             "tests/interop/test_block_masks.py",
         ),
         (
             "block_arrays.py",
-            "found.leads == batch * layout.shape[1] + head",
-            "found.leads == head * layout.shape[0] + batch",
-            "tests/interop/test_bsr.py",
-        ),
-        ("block_arrays.py", "-block_q, block_kv),", "-block_q, block_kv - 2),", "tests/interop/test_block_masks.py"),
-        (
-            "bsr.py",
-            "row.reshape(sides[0], end - begin, sides[1]).swapaxes(0, 1)",
-            "row.reshape(end - begin, sides[0], sides[1])",
+            'layout.batch(batch).head(checks.position(head, layout.shape[1], "head", way_out))',
+            'layout.batch(batch).head(min(batch, checks.position(head, layout.shape[1], "head", way_out)))',
             "tests/interop/test_bsr.py",
         ),
         (
             "bsr.py",
-            "[pairs[begin:end].swapaxes(0, 1).reshape(-1)",
-            "[pairs[begin:end].reshape(-1)",
+            "bits.reshape(n_queries, block_kv)[_query_by_query(rows, block_q)]",
+            "bits.reshape(len(rows), block_q, block_kv)",
+            "tests/interop/test_bsr.py",
+        ),
+        (
+            "bsr.py",
+            "begins[rows] * block_q + in_row",
+            "begins[rows] * block_q + 0 * in_row",
             "tests/interop/test_bsr.py",
         ),
         (
