@@ -93,7 +93,7 @@ def test_a_wide_head_forward(check, layout, call):
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_a_program_for_each_row(check, layout):
     """None takes a second one, and there is no queue that could be left over."""
-    simulation = Simulation(seed=8, programs=99)
+    simulation = Simulation(seed=8, n_sms=99)
     asked = []
     forward_launches = simulation.hopper_forward.forward_launches
     simulation.hopper_forward.forward_launches = lambda *facts: asked.append(forward_launches(*facts)) or asked[-1]
@@ -151,7 +151,7 @@ def test_split_lines_give_equal_bits_in_any_order(monkeypatch):
     """Of events; dq apart, where it is added in the order of the events."""
     results = []
     for seed in range(3):
-        simulation = split(Simulation(seed=seed, programs=1 + seed), 3, 2)
+        simulation = split(Simulation(seed=seed, n_sms=1 + seed), 3, 2)
         monkeypatch.setattr(ops, "_kernels", lambda *_, s=simulation: (s.forward, s.backward))
         monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
         call = zoo.Call(head_dim=64, kv_heads=1, dtype=BFLOAT16)
@@ -188,7 +188,7 @@ WIDE_LENGTHS = [(65, 65), (192, 256), (193, 130), (400, 203)]
 @pytest.mark.parametrize("layout", [WINDOW, (203, 400)], ids=zoo.name_of)
 @pytest.mark.parametrize("config", FORWARDS, ids=str)
 def test_every_configuration_of_the_forward(check, monkeypatch, config, layout, call):
-    simulation = Simulation(seed=3, programs=1)
+    simulation = Simulation(seed=3, n_sms=1)
     monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
     check(simulation, layout, call, backward=False)
 
@@ -263,7 +263,7 @@ def test_a_maximum_that_grows_by_less_than_the_rescale_threshold_and_by_more(che
     ids=str,
 )
 def test_every_configuration_of_the_backward(check, monkeypatch, config, call):
-    simulation = Simulation(seed=4, programs=1)
+    simulation = Simulation(seed=4, n_sms=1)
     monkeypatch.setattr(simulation.hopper_backward, "config", lambda *_: config)
     check(simulation, WINDOW, call)
 
@@ -535,10 +535,10 @@ def tight(monkeypatch):
         seed: int,
         *changes: Change,
         config: ForwardConfig | None = None,
-        programs: int = 1,
+        n_sms: int = 1,
         dq_from_registers: bool = False,
     ) -> Simulation:
-        simulation = Simulation(seed=seed, changes=changes, programs=programs)
+        simulation = Simulation(seed=seed, changes=changes, n_sms=n_sms)
         chosen = ForwardConfig(stages=2) if config is None else config
         monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: chosen)
         monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: chosen.warpgroups == 3)
@@ -635,7 +635,7 @@ COLUMNS = [
 def test_without_a_fault_sums_of_dq_are_right(check, tight, dq_from_registers, seed):
     check(tight(seed, dq_from_registers=dq_from_registers), (300, 400), SMALL)
     layout, call = COLUMNS[seed % 2]
-    check(tight(seed, programs=1 + seed % 3, dq_from_registers=dq_from_registers), layout, call)
+    check(tight(seed, n_sms=1 + seed % 3, dq_from_registers=dq_from_registers), layout, call)
 
 
 # seen where the consumers add to the sum of dq with atomics
@@ -652,7 +652,7 @@ def test_a_seeded_fault_of_atomics_is_seen(check, tight, fault):
     change = DIRECT_FAULTS[fault]
     with pytest.raises((ProtocolError, AssertionError)):
         for seed, (layout, call) in itertools.product(range(4), COLUMNS):
-            check(tight(seed, change, programs=1 + seed % 3, dq_from_registers=True), layout, call)
+            check(tight(seed, change, n_sms=1 + seed % 3, dq_from_registers=True), layout, call)
 
 
 # the chosen configurations, few places in their rings: a call that each is launched for, and what can go wrong
