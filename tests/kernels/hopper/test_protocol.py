@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -273,41 +273,23 @@ def test_every_configuration_of_the_backward(check, monkeypatch, config, call):
 
 # ---- seeded faults ----
 
-GQA = zoo.Call(head_dim=64, dtype=torch.float16, kv_heads=1)
-
-
-def mixed() -> BlockLayout:
-    """Lines of up to 5 tiles, of which some are partial and some full, others for each of 4 heads; one row has none."""
-    mask = (
-        torch.rand(1, 4, 10, 10, generator=torch.Generator().manual_seed(0))
-        < torch.tensor([0.5, 0.7, 0.85, 0.95])[:, None, None]
-    )
-    mask[:, :, 4:6] = False
-    return BlockLayout.from_block_mask(mask, 600, 640, block_size=64)
-
-
-MIXED = cases.Case("mixed", mixed)
-(SUBTILED,) = [case for case in cases.LAYOUTS if case.name == "quarters"]
-# one query head to a key head, and four
-SUBTILE_CALLS = [zoo.Call(head_dim=64, dtype=torch.float16), GQA]
-CAUSAL_LENGTHS = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
 FORWARD, BACKWARD, SOFTMAX = (f"hopper.{name}" for name in ("forward", "backward", "softmax"))
-ROWS, COLS = "hopper.forward_producer", "hopper.backward_producer"
+ROWS, COLS, TILE = "hopper.forward_producer", "hopper.backward_producer", "triton.tile"
 # faults of split tile rows and columns
 SPLIT_FAULTS = {
     "split starts at the first step of the tile row": Change(
         ROWS, "            begin = begin + first\n", "            pass\n"
     ),
     "partial steps of a split counted over the whole tile row": Change(
-        "triton.tile", "tl.minimum(tl.maximum(n_front - begin, 0), end - begin)", "n_front"
+        TILE, "tl.minimum(tl.maximum(n_front - begin, 0), end - begin)", "n_front"
     ),
     "workspace block of a split without its head": Change(
-        "triton.tile",
+        TILE,
         "(i_split * n_split_lines + i_launch) * n_batch_heads + batch_head",
         "(i_split * n_split_lines + i_launch) * n_batch_heads",
     ),
     "extra splits counted in the positions of whole tile rows": Change(
-        "triton.tile", "i_work - n_more),\n        tl", "i_work),\n        tl"
+        TILE, "i_work - n_more),\n        tl", "i_work),\n        tl"
     ),
     "split stored as a whole tile row": Change(
         FORWARD, "elif work_tile.target < sizes.n_batch_heads:", "elif work_tile.target >= 0:"
@@ -549,124 +531,15 @@ Q_STAGE_FAULTS = {
     "out not rescaled": Change(FORWARD, "b_out = rescale(b_out, b_decay)", "pass"),
     "running maximum not updated": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
 }
-
-
-DENSE_FAULTS = {"forward": FORWARD_FAULTS, "backward": BACKWARD_FAULTS}
-
-
-@pytest.fixture
-def tight(monkeypatch):
-    """A simulation with few places in the rings, so that each is soon used again."""
-
-    def tight(
-        seed: int,
-        *changes: Change,
-        config: ForwardConfig | None = None,
-        n_sms: int = 1,
-        dq_from_registers: bool = False,
-    ) -> Simulation:
-        simulation = Simulation(seed=seed, changes=changes, n_sms=n_sms)
-        chosen = ForwardConfig(stages=2) if config is None else config
-        monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: chosen)
-        monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: chosen.warpgroups == 3)
-        monkeypatch.setattr(
-            simulation.hopper_backward, "config", lambda *_: BackwardConfig(dq_from_registers=dq_from_registers)
-        )
-        return simulation
-
-    return tight
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_without_a_fault_none_is_seen(check, tight, seed):
-    check(tight(seed), (203, 400), CAUSAL_LENGTHS)
-    check(tight(seed), (300, 400), CAUSAL_LENGTHS)
-
-
-@pytest.mark.parametrize(
-    ("faults", "fault"), [(faults, fault) for faults in DENSE_FAULTS for fault in DENSE_FAULTS[faults]]
-)
-def test_a_seeded_fault_is_seen(check, tight, faults, fault):
-    """Under one of a few orders of events."""
-    change = DENSE_FAULTS[faults][fault]
-    with pytest.raises((ProtocolError, AssertionError)):
-        # columns of an even number of steps, then of an odd one
-        for lengths, seed in itertools.product(((203, 400), (300, 400)), range(8)):
-            check(tight(seed, change), lengths, CAUSAL_LENGTHS, backward=change.module in (BACKWARD, COLS))
-
-
-@pytest.mark.parametrize("fault", SPLIT_FAULTS)
-def test_a_seeded_fault_of_parts_is_seen(check, tight, fault):
-    """Likewise, on rows and columns of several tiles, partial ones and full."""
-    change = SPLIT_FAULTS[fault]
-    with pytest.raises((ProtocolError, AssertionError)):
-        for seed in range(8):
-            check(split(tight(seed, change), 2, 1), MIXED, GQA, backward=change.module != FORWARD)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_without_a_fault_of_parts_none_is_seen(check, tight, seed):
-    check(split(tight(seed), 2, 1), MIXED, GQA)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_without_a_fault_of_quarters_none_is_seen(check, tight, seed):
-    config = ForwardConfig(stages=2, block_kv=64) if seed % 2 else None
-    check(tight(seed, config=config), SUBTILED, SUBTILE_CALLS[seed // 2])
-
-
-# none are made of parts of rows, nor where keys end somewhere
-UNPAIRED = {
-    "parts": Change(ROWS, "if ptrs.splits_ptr is None and ptrs.kv", "if ptrs.kv"),
-    "lengths": Change(ROWS, " and ptrs.kv_lengths_ptr is None:\n                n_half", ":\n                n_half"),
+# half tiles are paired where splits or kv_lengths count whole tiles
+PAIRED_WITH_SPLITS = {
+    "half tiles paired in split tile rows": Change(ROWS, "if ptrs.splits_ptr is None and ptrs.kv", "if ptrs.kv"),
 }
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("what", UNPAIRED)
-def test_quarters_with_parts_or_lengths(check, tight, what, seed):
-    call = dataclasses.replace(GQA, has_kv_lengths=what == "lengths")
-    simulation = tight(seed)
-    check(split(simulation, 2, 2) if what == "parts" else simulation, SUBTILED, call)
-
-
-@pytest.mark.parametrize("what", UNPAIRED)
-def test_pairs_with_parts_or_lengths_are_seen(check, tight, what):
-    call = dataclasses.replace(GQA, has_kv_lengths=what == "lengths")
-    with pytest.raises((ProtocolError, AssertionError)):
-        for seed in range(4):
-            simulation = tight(seed, UNPAIRED[what])
-            check(split(simulation, 2, 2) if what == "parts" else simulation, SUBTILED, call, backward=False)
-
-
-@pytest.mark.parametrize("fault", SUBTILE_FAULTS)
-def test_a_seeded_fault_of_quarters_is_seen(check, tight, fault):
-    change = SUBTILE_FAULTS[fault]
-    with pytest.raises((ProtocolError, AssertionError)):
-        for seed in range(4):
-            check(tight(seed, change), SUBTILED, SUBTILE_CALLS[seed % 2], backward=change.module in (BACKWARD, COLS))
-
-
-def staircase() -> BlockLayout:
-    """Causal blocks of 64, of 300 queries and 400 keys."""
-    return BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos + 100, 300, 400, block_size=64)
-
-
-# layouts of several tile columns, more than programs
-COLUMNS = [
-    (MIXED, zoo.Call(head_dim=64, dtype=torch.float16)),
-    (cases.Case("staircase", staircase), zoo.Call(head_dim=64, has_kv_lengths=True, dtype=BFLOAT16)),
-]
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("dq_from_registers", [False, True])
-def test_without_a_fault_sums_of_dq_are_right(check, tight, dq_from_registers, seed):
-    check(tight(seed, dq_from_registers=dq_from_registers), (300, 400), CAUSAL_LENGTHS)
-    layout, call = COLUMNS[seed % 2]
-    check(tight(seed, n_sms=1 + seed % 3, dq_from_registers=dq_from_registers), layout, call)
-
-
+PAIRED_WITH_LENGTHS = {
+    "half tiles paired with kv_lengths": Change(
+        ROWS, " and ptrs.kv_lengths_ptr is None:\n                n_half", ":\n                n_half"
+    ),
+}
 # faults of dq that the consumers add with atomics
 DQ_FROM_REGISTERS_FAULTS = {
     "dv written over dk": Change(
@@ -678,38 +551,142 @@ DQ_FROM_REGISTERS_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", DQ_FROM_REGISTERS_FAULTS)
-def test_a_seeded_fault_of_atomics_is_seen(check, tight, fault):
-    change = DQ_FROM_REGISTERS_FAULTS[fault]
-    with pytest.raises((ProtocolError, AssertionError)):
-        for seed, (layout, call) in itertools.product(range(4), COLUMNS):
-            check(tight(seed, change, n_sms=1 + seed % 3, dq_from_registers=True), layout, call)
+class Run(NamedTuple):
+    """One call on the simulator, with few pipeline stages and SMs, so that buffers are soon reused.
+
+    seed               chooses the order of events
+    layout             a layout, or (q_len, kv_len) of a dense call
+    config             of the forward
+    dq_from_registers  of the backward: the consumers add dq with atomics, not with TMA
+    n_sms              SMs of the simulated GPU
+    splits             (num_splits, split tile rows and columns of each head), None without splits
+    has_backward       False: the forward only
+    """
+
+    seed: int
+    layout: cases.Case | tuple[int, int]
+    call: zoo.Call
+    config: ForwardConfig = ForwardConfig(stages=2)
+    dq_from_registers: bool = False
+    n_sms: int = 1
+    splits: tuple[int, int] | None = None
+    has_backward: bool = True
 
 
-# the chosen configurations, few places in their rings: a call that each is launched for, and what can go wrong
-CHOSEN = {
-    "3 warpgroups": (ForwardConfig(stages=2, warpgroups=3), (577, 300), CAUSAL, WIDE_FAULTS),
-    "2 stages of Q": (
-        ForwardConfig(stages=2, q_stages=2, rescale_threshold=8.0),
+def mixed() -> BlockLayout:
+    """Random blocks: partial and full tiles, up to 5 in a tile row or column, different in 4 heads; an empty row."""
+    mask = (
+        torch.rand(1, 4, 10, 10, generator=torch.Generator().manual_seed(0))
+        < torch.tensor([0.5, 0.7, 0.85, 0.95])[:, None, None]
+    )
+    mask[:, :, 4:6] = False
+    return BlockLayout.from_block_mask(mask, 600, 640, block_size=64)
+
+
+def staircase() -> BlockLayout:
+    """Causal blocks of 64 tokens, 300 queries and 400 keys."""
+    return BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos + 100, 300, 400, block_size=64)
+
+
+MIXED = cases.Case("mixed", mixed)
+# tiles that consist of whole 64 x 64 subtiles
+(SUBTILED,) = [case for case in cases.LAYOUTS if case.name == "quarters"]
+MHA, GQA = zoo.Call(head_dim=64, dtype=torch.float16), zoo.Call(head_dim=64, dtype=torch.float16, kv_heads=1)
+CAUSAL_LENGTHS = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
+# more tile columns than programs
+COLUMNS = [
+    (MIXED, MHA),
+    (cases.Case("staircase", staircase), zoo.Call(head_dim=64, has_kv_lengths=True, dtype=BFLOAT16)),
+]
+# an even and an odd number of steps per tile column
+DENSE = [Run(seed, lengths, CAUSAL_LENGTHS) for lengths in ((203, 400), (300, 400)) for seed in range(8)]
+SPLIT = [Run(seed, MIXED, GQA, splits=(2, 1)) for seed in range(8)]
+SUBTILES_SPLIT = [Run(seed, SUBTILED, GQA, splits=(2, 2)) for seed in range(4)]
+SUBTILES_LENGTHS = [Run(seed, SUBTILED, dataclasses.replace(GQA, has_kv_lengths=True)) for seed in range(4)]
+WIDE = [
+    Run(seed, (577, 300), CAUSAL, config=ForwardConfig(stages=2, warpgroups=3), has_backward=False)
+    for seed in range(24)
+]
+Q_STAGES = [
+    Run(
+        seed,
         (203, 600),
         LARGE_SCORES[0],
-        Q_STAGE_FAULTS,
+        config=ForwardConfig(stages=2, q_stages=2, rescale_threshold=8.0),
+        has_backward=False,
+    )
+    for seed in range(24)
+]
+# (faults, runs): each fault must be detected in one of the runs
+FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
+    "forward": (FORWARD_FAULTS, DENSE),
+    "backward": (BACKWARD_FAULTS, DENSE),
+    "splits": (SPLIT_FAULTS, SPLIT),
+    "subtiles": (SUBTILE_FAULTS, [Run(seed, SUBTILED, (MHA, GQA)[seed % 2]) for seed in range(4)]),
+    "subtiles and splits": (PAIRED_WITH_SPLITS, SUBTILES_SPLIT),
+    "subtiles and kv_lengths": (PAIRED_WITH_LENGTHS, SUBTILES_LENGTHS),
+    "dq from registers": (
+        DQ_FROM_REGISTERS_FAULTS,
+        [
+            Run(seed, *COLUMNS[i], n_sms=1 + seed % 3, dq_from_registers=True)
+            for seed, i in itertools.product(range(4), range(2))
+        ],
     ),
+    "3 warpgroups": (WIDE_FAULTS, WIDE),
+    "2 stages of Q": (Q_STAGE_FAULTS, Q_STAGES),
+}
+# runs that must be accurate without a fault
+CORRECT_RUNS = {
+    "dense": DENSE,
+    "splits": SPLIT[:2],
+    "subtiles": [
+        Run(seed, SUBTILED, (MHA, GQA)[seed // 2], config=ForwardConfig(stages=2, block_kv=(128, 64)[seed % 2]))
+        for seed in range(4)
+    ],
+    "subtiles and splits": SUBTILES_SPLIT[:2],
+    "subtiles and kv_lengths": SUBTILES_LENGTHS[:2],
+    "dq by TMA": [Run(seed, *COLUMNS[seed % 2], n_sms=1 + seed % 3) for seed in range(6)],
+    "dq from registers": [
+        *(Run(seed, (300, 400), CAUSAL_LENGTHS, dq_from_registers=True) for seed in range(6)),
+        *(Run(seed, *COLUMNS[seed % 2], n_sms=1 + seed % 3, dq_from_registers=True) for seed in range(6)),
+    ],
+    "3 warpgroups": WIDE[:4],
+    "2 stages of Q": Q_STAGES[:4],
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("chosen", CHOSEN)
-def test_without_a_fault_a_chosen_configuration_is_right(check, tight, chosen, seed):
-    config, lengths, call, _ = CHOSEN[chosen]
-    check(tight(seed, config=config), lengths, call, backward=False)
+@pytest.fixture
+def check_run(check, monkeypatch):
+    """Raises if a Run, with changes in the kernels' sources, is not as accurate as the reference."""
+
+    def check_run(run: Run, *changes: Change) -> None:
+        simulation = Simulation(seed=run.seed, changes=changes, n_sms=run.n_sms)
+        forward, backward = simulation.hopper_forward, simulation.hopper_backward
+        monkeypatch.setattr(forward, "config", lambda *_: run.config)
+        monkeypatch.setattr(forward, "wide_pays", lambda *_: run.config.warpgroups == 3)
+        monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
+        if run.splits is not None:
+            split(simulation, *run.splits)
+        check(simulation, run.layout, run.call, backward=run.has_backward)
+
+    return check_run
 
 
 @pytest.mark.parametrize(
-    ("chosen", "fault"), [(chosen, fault) for chosen, (*_, faults) in CHOSEN.items() for fault in faults]
+    "run", [pytest.param(run, id=f"{name}-{i}") for name, runs in CORRECT_RUNS.items() for i, run in enumerate(runs)]
 )
-def test_a_seeded_fault_of_a_chosen_configuration_is_seen(check, tight, chosen, fault):
-    config, lengths, call, faults = CHOSEN[chosen]
+def test_runs_without_a_fault_are_accurate(check_run, run):
+    check_run(run)
+
+
+@pytest.mark.parametrize(
+    ("group", "fault"), [(group, fault) for group, (faults, _) in FAULTS.items() for fault in faults]
+)
+def test_seeded_faults_are_detected(check_run, group, fault):
+    faults, runs = FAULTS[group]
+    change = faults[fault]
+    # faults of the forward are detected without the backward, which takes longer
+    concerns_backward = change.module in (BACKWARD, COLS, TILE)
     with pytest.raises((ProtocolError, AssertionError)):
-        for seed in range(24):
-            check(tight(seed, faults[fault], config=config), lengths, call, backward=False)
+        for run in runs:
+            check_run(run._replace(has_backward=run.has_backward and concerns_backward), change)
