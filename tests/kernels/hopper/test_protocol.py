@@ -1,8 +1,7 @@
-"""The Hopper kernels under many orders of events, on the simulator of gluon_simulator.py; no GPU needed.
+"""The Hopper kernels under many orders of events, on a simulator of their synchronisation; needs no GPU.
 
-The zoo's layouts and calls, held to the one tolerance, each under another order of events; then every launch
-configuration, and
-faults seeded in the source, all of which must be seen.
+The layouts and calls of test_zoo.py and every launch configuration are accurate, each under another order of events.
+Seeded faults, which are changes in the kernels' sources, are detected. gluon_simulator.py has the simulator.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton'
 
 CPU = torch.device("cpu")
 LAYOUTS = [*cases.LAYOUTS, *zoo.DENSE]
-# beyond 128 only the forward is simulated: the portable backward answers, which the interpreter makes slow
+# wider heads use the Triton backward, which is slow in the interpreter: only their forward is simulated
 CALLS = [call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128]
-WIDE_CALLS = [call for call in zoo.HOPPER_CALLS if call not in CALLS]
+WIDE_HEAD_CALLS = [call for call in zoo.HOPPER_CALLS if call not in CALLS]
 (WINDOW,) = [case for case in cases.LAYOUTS if case.name == "window"]
-# has rows of several full tiles
+# has tile rows with several full tiles
 (CAUSAL_LAYOUT,) = [case for case in cases.LAYOUTS if case.name == "causal"]
 BFLOAT16 = torch.bfloat16
 
 
 @pytest.fixture
 def check(monkeypatch):
-    """Raises where a call on simulated kernels is not as accurate as the reference."""
+    """Raises if a call on the simulated kernels is not as accurate as the reference."""
 
     def check(
         simulation: Simulation, layout: Any, call: zoo.Call, *, backward: bool = True, deterministic: bool = False
     ) -> None:
-        gradients = functools.partial(simulation.backward, deterministic=deterministic)
-        monkeypatch.setattr(ops, "_kernels", lambda *_: (simulation.forward, gradients))
+        run_backward = functools.partial(simulation.backward, deterministic=deterministic)
+        monkeypatch.setattr(ops, "_kernels", lambda *_: (simulation.forward, run_backward))
         monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
         tensors = zoo.inputs(layout, call)
         tensors = {name: zoo.buried(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
@@ -73,82 +72,80 @@ def check(monkeypatch):
 
 
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[zoo.name_of(layout) for layout in LAYOUTS])
-def test_every_layout(check, index):
-    # seven: prime to the number of calls, so that neighbours differ and each comes
+def test_every_layout_is_accurate(check, index):
+    # 7 is coprime to the number of calls: consecutive layouts get different calls, and every call is used
     assert len(CALLS) % 7
     check(Simulation(seed=index), LAYOUTS[index], CALLS[7 * index % len(CALLS)])
 
 
 @pytest.mark.parametrize("layout", [zoo.PER_HEAD, (40, 50)], ids=zoo.name_of)
-def test_several_key_heads_have_a_group_each(check, layout):
+def test_several_key_heads_each_serve_a_group(check, layout):
     check(Simulation(seed=4), layout, zoo.Call(head_dim=64, kv_heads=2, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("call", WIDE_CALLS, ids=str)
+@pytest.mark.parametrize("call", WIDE_HEAD_CALLS, ids=str)
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
-def test_a_wide_head_forward(check, layout, call):
+def test_wide_heads_are_accurate(check, layout, call):
     check(Simulation(seed=1), layout, call, backward=False)
 
 
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
-def test_a_program_for_each_row(check, layout):
-    """None takes a second one, and there is no queue that could be left over."""
+def test_no_tile_counter_with_a_program_per_work_tile(check, layout):
     simulation = Simulation(seed=8, n_sms=99)
-    asked = []
+    launches = []
     forward_launches = simulation.hopper_forward.forward_launches
-    simulation.hopper_forward.forward_launches = lambda *facts: asked.append(forward_launches(*facts)) or asked[-1]
+    simulation.hopper_forward.forward_launches = lambda *key: launches.append(forward_launches(*key)) or launches[-1]
     check(simulation, layout, CALLS[0], backward=False)
-    assert asked and not any(launch.has_tile_counter for launch in asked)
+    assert launches and not any(launch.has_tile_counter for launch in launches)
 
 
 @pytest.mark.parametrize("call", [CALLS[0], CALLS[-1]], ids=str)
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
-def test_deterministic(check, layout, call):
+def test_the_deterministic_backward_is_accurate(check, layout, call):
     check(Simulation(seed=2), layout, call, deterministic=True)
 
 
 def split(simulation: Simulation, num_splits: int, n_lines: int) -> Simulation:
-    """The same, which splits so many lines of a layout, and all without one."""
+    """The simulation, with n_lines tile rows and columns of each head split, and all of them without a layout."""
     for module in (simulation.hopper_forward, simulation.hopper_backward):
         module.split_of = test_combine_splits.forced(num_splits, n_lines)
     return simulation
 
 
-def rounded(call: zoo.Call) -> zoo.Call:
-    """The call in float16: Triton's interpreter, which runs the kernels that merge, cuts bfloat16 off instead of
-    rounding it."""
+def in_float16(call: zoo.Call) -> zoo.Call:
+    """The call in float16: the kernels that combine splits run in Triton's interpreter, which truncates bfloat16."""
     return dataclasses.replace(call, dtype=torch.float16)
 
 
-# every other one: a GPU runs them all, in test_parts.py
+# every other layout; on a GPU, tests/kernels/triton/test_combine_splits.py runs all of them
 @pytest.mark.parametrize("index", range(0, len(LAYOUTS), 2), ids=[zoo.name_of(layout) for layout in LAYOUTS[::2]])
-def test_layouts_split(check, index):
-    """One line of each head, so that whole ones follow, two, or all of them."""
-    # eleven: prime to the number of calls as well, and other calls than above
+def test_split_layouts_are_accurate(check, index):
+    """One, two or all tile rows and columns of each head are split."""
+    # 11 is coprime to the number of calls too, and gives other calls than 7
     assert len(CALLS) % 11
     simulation = split(Simulation(seed=index), (3, 2)[index // 2 % 2], (1, 99, 2)[index % 3])
-    check(simulation, LAYOUTS[index], rounded(CALLS[11 * index % len(CALLS)]))
+    check(simulation, LAYOUTS[index], in_float16(CALLS[11 * index % len(CALLS)]))
 
 
 @pytest.mark.parametrize("n_lines", [1, 99])
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
-def test_more_parts_than_tiles(check, layout, n_lines):
-    """Some have nothing to do, with keys missing and query heads in groups."""
-    check(split(Simulation(seed=5), 7, n_lines), layout, rounded(CAUSAL_LENGTHS_GQA))
+def test_more_splits_than_tiles_are_accurate(check, layout, n_lines):
+    """Some splits are empty; with kv_lengths and grouped heads."""
+    check(split(Simulation(seed=5), 7, n_lines), layout, in_float16(CAUSAL_LENGTHS_GQA))
 
 
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
-def test_split_and_deterministic(check, layout):
-    check(split(Simulation(seed=6), 2, 2), layout, rounded(CALLS[0]), deterministic=True)
+def test_the_deterministic_backward_with_splits_is_accurate(check, layout):
+    check(split(Simulation(seed=6), 2, 2), layout, in_float16(CALLS[0]), deterministic=True)
 
 
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
-def test_a_wide_head_forward_split(check, layout):
-    check(split(Simulation(seed=7), 2, 2), layout, rounded(WIDE_CALLS[0]), backward=False)
+def test_wide_heads_with_splits_are_accurate(check, layout):
+    check(split(Simulation(seed=7), 2, 2), layout, in_float16(WIDE_HEAD_CALLS[0]), backward=False)
 
 
-def test_split_lines_give_equal_bits_in_any_order(monkeypatch):
-    """Of events; dq apart, where it is added in the order of the events."""
+def test_splits_give_the_same_bits_under_every_order_of_events(monkeypatch):
+    """All results but dq, whose additions have no fixed order."""
     results = []
     for seed in range(3):
         simulation = split(Simulation(seed=seed, n_sms=1 + seed), 3, 2)
@@ -173,30 +170,29 @@ FORWARD_CONFIGS = [
     ForwardConfig(stages=2, q_stages=2, rescale_threshold=8.0),
     ForwardConfig(stages=1, block_kv=64, out_in_q=True, q_stages=2, rescale_threshold=8.0),
 ]
-WIDE_CONFIGS = [
+THREE_WARPGROUP_CONFIGS = [
     ForwardConfig(stages=2, warpgroups=3),
     ForwardConfig(stages=2, block_kv=64, warpgroups=3, q_stages=2),
     ForwardConfig(stages=1, out_in_q=True, warpgroups=3, rescale_threshold=8.0),
 ]
-# rows of 192 queries: one with a query past the end of the first warpgroup's 64, a whole one, one more with a query;
-# keys of
-# whole steps and ragged, more and fewer than queries
-WIDE_LENGTHS = [(65, 65), (192, 256), (193, 130), (400, 203)]
+# (q_len, kv_len), with tile rows of 192 queries: one query in the second warpgroup, one full tile row, one query more,
+# three tile rows. Whole and ragged steps of keys, more and fewer than queries
+THREE_WARPGROUP_LENGTHS = [(65, 65), (192, 256), (193, 130), (400, 203)]
 
 
 @pytest.mark.parametrize("call", [CAUSAL, CAUSAL_LENGTHS_GQA], ids=str)
 @pytest.mark.parametrize("layout", [WINDOW, (203, 400)], ids=zoo.name_of)
 @pytest.mark.parametrize("config", FORWARD_CONFIGS, ids=str)
-def test_every_configuration_of_the_forward(check, monkeypatch, config, layout, call):
+def test_every_forward_configuration_is_accurate(check, monkeypatch, config, layout, call):
     simulation = Simulation(seed=3, n_sms=1)
     monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
     check(simulation, layout, call, backward=False)
 
 
 @pytest.mark.parametrize("call", [zoo.Call(head_dim=40, kv_heads=1), CAUSAL], ids=str)
-@pytest.mark.parametrize("lengths", WIDE_LENGTHS, ids=str)
-@pytest.mark.parametrize("config", WIDE_CONFIGS, ids=str)
-def test_every_configuration_of_three_warpgroups(check, monkeypatch, config, lengths, call):
+@pytest.mark.parametrize("lengths", THREE_WARPGROUP_LENGTHS, ids=str)
+@pytest.mark.parametrize("config", THREE_WARPGROUP_CONFIGS, ids=str)
+def test_every_configuration_with_three_warpgroups_is_accurate(check, monkeypatch, config, lengths, call):
     simulation = Simulation(seed=5)
     monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
     monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: True)
@@ -204,32 +200,33 @@ def test_every_configuration_of_three_warpgroups(check, monkeypatch, config, len
 
 
 @pytest.mark.parametrize(("layout", "call"), [(WINDOW, CAUSAL), ((203, 400), CAUSAL_LENGTHS_GQA)], ids=str)
-def test_three_warpgroups_are_refused_where_two_are_needed(check, monkeypatch, layout, call):
+def test_three_warpgroups_are_rejected_with_a_layout_or_kv_lengths(check, monkeypatch, layout, call):
     simulation = Simulation()
-    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: WIDE_CONFIGS[0])
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: THREE_WARPGROUP_CONFIGS[0])
     with pytest.raises(AssertionError, match="two warpgroups"):
         check(simulation, layout, call, backward=False)
 
 
 @pytest.mark.parametrize(
-    ("q_len", "axes", "expected"),
+    ("q_len", "n_batch_heads", "expected"),
     [
-        # as many rows of either side as one turn of 132 programs has place for, and as two have
+        # tile rows of 192 and of 128 queries both take one wave of 132 programs, or both two
         (66 * 128, 1, False),
         (66 * 128, 4, False),
-        # 132 rows of 192 in one turn, 198 of 128 in two
+        # 132 tile rows of 192 queries take one wave, 198 of 128 take two
         (66 * 192, 2, True),
         (16384, 32, True),
-        # one row, and two, of either side; two for three
+        # per head one tile row of either size, two of either size, and two of 192 queries or three of 128
         (128, 1000, False),
         (256, 1000, False),
         (384, 1000, True),
     ],
 )
-def test_wide_rows_are_taken_where_they_are_done_first(q_len, axes, expected):
-    assert wide_pays(q_len, axes, 132) == expected
+def test_wide_tile_rows_are_chosen_if_they_finish_first(q_len, n_batch_heads, expected):
+    assert wide_pays(q_len, n_batch_heads, 132) == expected
 
 
+# scales at which the running maximum grows by more than the rescale threshold
 LARGE_SCORES = [
     zoo.Call(head_dim=64, scale=1.0, dtype=BFLOAT16),
     zoo.Call(head_dim=64, scale=-1.0, dtype=torch.float16),
@@ -238,13 +235,13 @@ LARGE_SCORES = [
 
 @pytest.mark.parametrize("call", LARGE_SCORES, ids=str)
 @pytest.mark.parametrize("layout", [CAUSAL_LAYOUT, (113, 600)], ids=zoo.name_of)
-def test_a_maximum_that_grows_by_less_than_the_rescale_threshold_and_by_more(check, monkeypatch, layout, call):
+def test_growth_below_and_above_the_rescale_threshold_is_accurate(check, monkeypatch, layout, call):
     simulation = Simulation(seed=6)
-    met = []
+    growths = []
 
     def online_softmax(b_scores, b_max, b_sum, scale_log2, rescale_threshold):
-        grew = b_scores.amax(1) * scale_log2 - b_max
-        met.extend(grew[(b_max > -1.0e38) & (grew > 0)].tolist())
+        growth = b_scores.amax(1) * scale_log2 - b_max
+        growths.extend(growth[(b_max > -1.0e38) & (growth > 0)].tolist())
         return original(b_scores, b_max, b_sum, scale_log2, rescale_threshold)
 
     original = simulation.hopper_forward.online_softmax
@@ -252,8 +249,8 @@ def test_a_maximum_that_grows_by_less_than_the_rescale_threshold_and_by_more(che
     config = ForwardConfig(stages=2, q_stages=2, rescale_threshold=8.0)
     monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
     check(simulation, layout, call, backward=False)
-    assert any(grew < 8.0 for grew in met)
-    assert any(grew > 8.0 for grew in met)
+    assert any(growth < 8.0 for growth in growths)
+    assert any(growth > 8.0 for growth in growths)
 
 
 @pytest.mark.parametrize("call", [CAUSAL, CAUSAL_LENGTHS_GQA], ids=str)
@@ -265,7 +262,7 @@ def test_a_maximum_that_grows_by_less_than_the_rescale_threshold_and_by_more(che
     ],
     ids=str,
 )
-def test_every_configuration_of_the_backward(check, monkeypatch, config, call):
+def test_every_backward_configuration_is_accurate(check, monkeypatch, config, call):
     simulation = Simulation(seed=4, n_sms=1)
     monkeypatch.setattr(simulation.hopper_backward, "config", lambda *_: config)
     check(simulation, WINDOW, call)
@@ -491,7 +488,7 @@ SUBTILE_FAULTS = {
     ),
 }
 # faults of three consumer warpgroups
-WIDE_FAULTS = {
+THREE_WARPGROUP_FAULTS = {
     "ping-pong started without arrivals": FORWARD_FAULTS["ping-pong started without arrivals"],
     "last ping-pong arrivals left over": FORWARD_FAULTS["last ping-pong arrivals left over"],
     "ping_pong_finish without arrivals": Change("hopper.barriers", "range(WARPGROUP + 1, WARPGROUPS - 1)", "range(0)"),
@@ -531,7 +528,7 @@ Q_STAGE_FAULTS = {
     "out not rescaled": Change(FORWARD, "b_out = rescale(b_out, b_decay)", "pass"),
     "running maximum not updated": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
 }
-# half tiles are paired where splits or kv_lengths count whole tiles
+# faults that pair half tiles where splits or kv_lengths count whole tiles
 PAIRED_WITH_SPLITS = {
     "half tiles paired in split tile rows": Change(ROWS, "if ptrs.splits_ptr is None and ptrs.kv", "if ptrs.kv"),
 }
@@ -598,12 +595,12 @@ COLUMNS = [
     (MIXED, MHA),
     (cases.Case("staircase", staircase), zoo.Call(head_dim=64, has_kv_lengths=True, dtype=BFLOAT16)),
 ]
-# an even and an odd number of steps per tile column
+# tile columns with an even and with an odd number of steps
 DENSE = [Run(seed, lengths, CAUSAL_LENGTHS) for lengths in ((203, 400), (300, 400)) for seed in range(8)]
 SPLIT = [Run(seed, MIXED, GQA, splits=(2, 1)) for seed in range(8)]
 SUBTILES_SPLIT = [Run(seed, SUBTILED, GQA, splits=(2, 2)) for seed in range(4)]
 SUBTILES_LENGTHS = [Run(seed, SUBTILED, dataclasses.replace(GQA, has_kv_lengths=True)) for seed in range(4)]
-WIDE = [
+THREE_WARPGROUPS = [
     Run(seed, (577, 300), CAUSAL, config=ForwardConfig(stages=2, warpgroups=3), has_backward=False)
     for seed in range(24)
 ]
@@ -632,7 +629,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
             for seed, i in itertools.product(range(4), range(2))
         ],
     ),
-    "3 warpgroups": (WIDE_FAULTS, WIDE),
+    "3 warpgroups": (THREE_WARPGROUP_FAULTS, THREE_WARPGROUPS),
     "2 stages of Q": (Q_STAGE_FAULTS, Q_STAGES),
 }
 # runs that must be accurate without a fault
@@ -650,7 +647,7 @@ CORRECT_RUNS = {
         *(Run(seed, (300, 400), CAUSAL_LENGTHS, dq_from_registers=True) for seed in range(6)),
         *(Run(seed, *COLUMNS[seed % 2], n_sms=1 + seed % 3, dq_from_registers=True) for seed in range(6)),
     ],
-    "3 warpgroups": WIDE[:4],
+    "3 warpgroups": THREE_WARPGROUPS[:4],
     "2 stages of Q": Q_STAGES[:4],
 }
 
