@@ -167,7 +167,7 @@ def faults(record: Record) -> list[str]:
     call = record["call"]
     is_half = call["dtype"] in ("float16", "bfloat16")
     said = []
-    options = bool(call.get("limited")), call.get("parts", 1) > 1
+    options = bool(call.get("limited")), call.get("num_splits", 1) > 1
     allowed = KNOWN_SPILLS.get((record["kernel"], call["head_dim"], *options), 0)
     if (
         record["kernel"] == "keys_kernel"
@@ -257,9 +257,9 @@ def test_every_launch_has_a_test(target: str, version: str | None, compiler: Cal
     calls = [call for launch in launches if launch["kernel"] == "hopper_forward_kernel" for call in launch["calls"]]
     for head_dim in (64, 128):
         of_dim = [call for call in calls if call["head_dim"] == head_dim]
-        assert {call.get("mode", "layout") for call in of_dim} == {"layout", "quarters", "dense", "causal"}
+        assert {call.get("mode", "layout") for call in of_dim} == {"layout", "subtiles", "dense", "causal"}
         assert {call.get("limited", False) for call in of_dim} == {False, True}
-        assert {call.get("parts", 1) > 1 for call in of_dim} == {False, True}
+        assert {call.get("num_splits", 1) > 1 for call in of_dim} == {False, True}
 
 
 def test_make_installs_the_other_tritons() -> None:
@@ -432,7 +432,7 @@ def test_what_is_no_fault() -> None:
     assert faults({**spilled, "spills": 2292}) == []
     (fault,) = faults({**spilled, "spills": 2293})
     assert "spills 2293 bytes" in fault
-    parted = {**spilled, "call": {**GOOD["call"], "head_dim": 128, "parts": 3}}
+    parted = {**spilled, "call": {**GOOD["call"], "head_dim": 128, "num_splits": 3}}
     assert faults({**parted, "spills": 732}) == []
     assert len(faults({**parted, "spills": 733})) == 1
     assert faults({**GOOD, "kernel": "keys_kernel", "spills": 32, "call": {**CALL, "group": 4}}) == []

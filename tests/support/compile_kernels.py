@@ -49,12 +49,12 @@ EVERYTHING = "sinks softcap slopes learned bias16"
 
 
 def launches(
-    arch: int, *, parts: int = 1, small: bool = False, **call: Any
+    arch: int, *, num_splits: int = 1, small: bool = False, **call: Any
 ) -> list[tuple[JITFunction, dict[str, Any]]]:
     """(kernel, keyword arguments) of every launch of one forward and backward, or of one decoding step.
 
-    parts  number of splits of the two tile rows and columns of each head that `hopper` splits; 1: none is split
-    small  whether the call leaves SMs idle: blocks of queries are halved, and one launch computes dk, dv and dq
+    num_splits  splits of the two tile rows and columns of each head that `hopper` splits; 1: none is split
+    small       whether the call leaves SMs idle: blocks of queries are halved, and one launch computes dk, dv and dq
     """
     caught: list[tuple[JITFunction, dict[str, Any]]] = []
 
@@ -78,8 +78,8 @@ def launches(
         mock.patch.object(backward, "num_sms", lambda _: 1 << 30 if small else 0),
         mock.patch.object(hopper_forward, "num_sms", lambda _: 132),
         mock.patch.object(hopper_backward, "num_sms", lambda _: 132),
-        mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, parts)),
-        mock.patch.object(hopper_backward, "split_of", lambda *_: Split(2, parts)),
+        mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, num_splits)),
+        mock.patch.object(hopper_backward, "split_of", lambda *_: Split(2, num_splits)),
         mock.patch.object(split_kv, "num_sms", lambda _: 132),
     ):
         run_both(**call)
@@ -105,7 +105,7 @@ def run_both(
 ) -> None:
     """Call the launchers of a backend, forward and backward.
 
-    mode     "layout"; "quarters": a layout with tiles that consist of whole 64 x 64 subtiles; "dense"; "causal";
+    mode     "layout"; "subtiles": a layout with tiles that consist of whole 64 x 64 subtiles; "dense"; "causal";
              "rows": the kernels that gather and scatter rows; "select": the kernels that select blocks
     length   of the keys, and of the queries if q_len is None; with q_len only the forward runs
     group    query heads per key head
@@ -125,11 +125,11 @@ def run_both(
     records = torch.zeros(1, 1, 8 if q_len is None else 1, 8, dtype=torch.int32)
     # so many tiles per row that dq has no separate launch
     indices = torch.zeros(33, dtype=torch.int32)
-    ids = torch.zeros(33 + (mode == "quarters"), dtype=torch.int32)
+    ids = torch.zeros(33 + (mode == "subtiles"), dtype=torch.int32)
     plan = Plan(records, indices, ids, records, indices, ids, torch.zeros(3, 128, 4, dtype=torch.int32))
     lengths = torch.zeros(2, dtype=torch.int64) if limited else None
     seed = torch.zeros(1, dtype=torch.int64)
-    options = (list(plan) if mode in ("layout", "quarters") else [], lengths, seed, scale, mode == "causal", dropout_p)
+    options = (list(plan) if mode in ("layout", "subtiles") else [], lengths, seed, scale, mode == "causal", dropout_p)
     if backend == "hopper":
         options = (*options[:2], None, *options[3:])
         out, lse = hopper_forward.forward(q, k, v, *options)
@@ -468,7 +468,7 @@ def hopper_calls() -> list[dict[str, Any]]:
     half = torch.bfloat16
     grid: list[dict[str, Any]] = [
         {"head_dim": head_dim, "dtype": half, "mode": mode}
-        for head_dim, mode in itertools.product((64, 128, 256), ("layout", "quarters", "dense", "causal"))
+        for head_dim, mode in itertools.product((64, 128, 256), ("layout", "subtiles", "dense", "causal"))
     ]
     # so long that tile rows of 192 queries are chosen
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, "length": 24576} for mode in ("dense", "causal")]
@@ -483,15 +483,16 @@ def hopper_calls() -> list[dict[str, Any]]:
     # head_dim 100: rows of 200 bytes, which TMA cannot load, are copied
     grid += [{"head_dim": 128, "dtype": torch.float16, "group": 4}, {"head_dim": 100, "dtype": half, "dlse": True}]
     # each kernel with splits
-    grid += [{"head_dim": 64, "dtype": half, "mode": mode, "parts": 3} for mode in ("layout", "causal")]
+    grid += [{"head_dim": 64, "dtype": half, "mode": mode, "num_splits": 3} for mode in ("layout", "causal")]
     grid += [
-        {"head_dim": head_dim, "dtype": half, "mode": "quarters", "parts": 3, "limited": True} for head_dim in (64, 128)
+        {"head_dim": head_dim, "dtype": half, "mode": "subtiles", "num_splits": 3, "limited": True}
+        for head_dim in (64, 128)
     ]
     options: list[dict[str, Any]] = [{}, {"group": 4}, {"limited": True}]
-    grid += [{"head_dim": 128, "dtype": half, "parts": 3, **option} for option in options]
-    grid += [{"head_dim": 256, "dtype": half, "parts": 3}]
+    grid += [{"head_dim": 128, "dtype": half, "num_splits": 3, **option} for option in options]
+    grid += [{"head_dim": 256, "dtype": half, "num_splits": 3}]
     grid += [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128, 256) for option in SIGNS]
-    grid += [{"head_dim": 64, "dtype": half, "mode": mode, **SIGNS[0]} for mode in ("quarters", "dense", "causal")]
+    grid += [{"head_dim": 64, "dtype": half, "mode": mode, **SIGNS[0]} for mode in ("subtiles", "dense", "causal")]
     # the deterministic dq, which a Triton kernel computes
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
     return [{**call, "backend": "hopper"} for call in grid]
@@ -500,8 +501,8 @@ def hopper_calls() -> list[dict[str, Any]]:
 def few_hopper_calls() -> list[dict[str, Any]]:
     """Calls of backend `hopper` in tuned configurations, each with kv_lengths, splits and deterministic once."""
     half = torch.bfloat16
-    options: list[dict[str, Any]] = [{"mode": mode} for mode in ("layout", "quarters", "dense", "causal")]
-    options += [{"limited": True}, {"parts": 3}, {"deterministic": True}]
+    options: list[dict[str, Any]] = [{"mode": mode} for mode in ("layout", "subtiles", "dense", "causal")]
+    options += [{"limited": True}, {"num_splits": 3}, {"deterministic": True}]
     grid = [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128) for option in options]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
     grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]
