@@ -169,7 +169,7 @@ def faults(record: Record) -> list[str]:
     call = record["call"]
     is_half = call["dtype"] in ("float16", "bfloat16")
     found = []
-    options = bool(call.get("limited")), call.get("parts", 1) > 1
+    options = bool(call.get("limited")), call.get("num_splits", 1) > 1
     allowed = KNOWN_SPILLS.get((record["kernel"], call["head_dim"], *options), 0)
     if (
         record["kernel"] == "keys_kernel"
@@ -265,9 +265,9 @@ def test_targets_cover_all_launches(
     calls = [call for launch in launches if launch["kernel"] == "hopper_forward_kernel" for call in launch["calls"]]
     for head_dim in (64, 128):
         at_dim = [call for call in calls if call["head_dim"] == head_dim]
-        assert {call.get("mode", "layout") for call in at_dim} == {"layout", "quarters", "dense", "causal"}
+        assert {call.get("mode", "layout") for call in at_dim} == {"layout", "subtiles", "dense", "causal"}
         assert {call.get("limited", False) for call in at_dim} == {False, True}
-        assert {call.get("parts", 1) > 1 for call in at_dim} == {False, True}
+        assert {call.get("num_splits", 1) > 1 for call in at_dim} == {False, True}
 
 
 def test_make_installs_the_other_tritons() -> None:
@@ -443,7 +443,7 @@ def test_acceptable_kernels_have_no_faults() -> None:
     assert faults({**spilled, "spills": 2292}) == []
     (fault,) = faults({**spilled, "spills": 2293})
     assert "spills 2293 bytes" in fault
-    with_splits = {**spilled, "call": {**GOOD["call"], "head_dim": 128, "parts": 3}}
+    with_splits = {**spilled, "call": {**GOOD["call"], "head_dim": 128, "num_splits": 3}}
     assert faults({**with_splits, "spills": 732}) == []
     assert len(faults({**with_splits, "spills": 733})) == 1
     assert faults({**GOOD, "kernel": "keys_kernel", "spills": 32, "call": {**CALL, "group": 4}}) == []
