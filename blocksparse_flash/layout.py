@@ -59,17 +59,18 @@ def numbered(number: int) -> BlockLayout:
 class BlockLayout:
     """A token-exact attention mask, stored as blocks. Immutable.
 
-    indptr       int32 (batch | 1, heads | 1, n_rows + 1): offsets into indices; an axis of size 1 is shared by all
-    indices      int32 (capacity,): col of each stored block, ascending in a row; capacity is nnz, or more for a layout
-                 that `from_topk` or `from_scores` selected, whose last entries are then unused
+    indptr       int32 (batch | 1, heads | 1, n_rows + 1): offsets into indices; a size of 1 is shared by all batches
+                 or heads
+    indices      int32 (capacity,): col of each stored block, ascending in a row; capacity equals nnz, except for
+                 layouts from `from_topk` and `from_scores`, whose last entries may be unused
     bitmask_ids  int32 (capacity,): -1 if every existing pair of the block attends, otherwise index of its bitmask
     bitmasks     int32 (distinct, block_q, ceil(block_kv / 32)): bit j of word w of row i is the pair (query i, key
                  32 w + j) of the block, True attends; no two are equal
     q_len, kv_len  tokens; a ragged last block is allowed
     block_size   tokens, multiples of 16 from 16 to 256: an int, or (block_q, block_kv)
 
-    The constructor checks every tensor (rows must be sorted). Layouts are canonical: equal masks over equal batch and
-    head axes give equal layouts and equal hashes.
+    The constructor checks every tensor (cols must ascend in each row). Layouts are canonical: equal masks over equal
+    batch and head axes give equal layouts and equal hashes.
 
     A layout shares no tensor with its caller: each access to indptr, indices, bitmask_ids or bitmasks makes a copy, so
     keep it in a variable to read it often. To change a mask, make another layout, by the algebra or by
@@ -160,8 +161,8 @@ class BlockLayout:
         heads, batch  None: one layout shared by all
         looks    the old name of dedup_key, deprecated
 
-        Without `within` and dedup_key it warns above 10^8 pairs, and shows a progress bar, or without tqdm logs
-        progress (logger "blocksparse_flash", level INFO).
+        Without `within` and dedup_key it warns above 10^8 pairs. It then shows a progress bar, or logs progress (logger
+        "blocksparse_flash", level INFO) if tqdm is not installed.
 
         >>> window = lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 64
         >>> BlockLayout.from_predicate(window, 256, 256, block_size=64).density
@@ -248,8 +249,8 @@ class BlockLayout:
     def from_topk(cls, indices: torch.Tensor, q_len: int, kv_len: int, *, block_size: int | Size = 128) -> BlockLayout:
         """The layout of full blocks that a model selects, made on the device of `indices` without waiting for it.
 
-        indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order; -1 is none, and
-                 repeated cols are ignored. Other numbers are refused on the CPU, and ignored on a GPU
+        indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order. -1 marks an unused
+                 entry; repeated cols are ignored. Other numbers are refused on the CPU and ignored on a GPU
         q_len, kv_len  lengths in tokens
         block_size  sides that divide 128, or 256. Below 64 the plan takes up to 2 KB per selected block
         returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==` and `hash`
@@ -295,7 +296,8 @@ class BlockLayout:
         """The layout of a `state_dict`; its numbers may be tensors.
 
         state   what `state_dict` returned
-        raises  ValueError if the tensors are not those of a canonical layout, or of a selected one if so marked
+        raises  ValueError if the tensors are not those of a canonical layout, or, for a state with "selected": True,
+                of a selected one
         """
         tensors, numbers, is_selected = storage.read_state(state)
         frame = checks.frame(**numbers)
@@ -513,7 +515,7 @@ class BlockLayout:
                  batches and heads are those of the layout, or 1, shared by all; for a layout without batches and
                  heads they are free
         returns  (capacity,) for a layout with batches or heads, otherwise (batch | 1, heads | 1, capacity), on the
-                 device of block_scores. Entries behind the last block of a selected layout are 0, without a gradient
+                 device of block_scores. Unused entries of a selected layout are 0, without a gradient
         raises   TypeError, ValueError
 
         Selecting blocks has no gradient. A gate learns if its scores also are the bias of the blocks it selected:
@@ -645,7 +647,7 @@ class BlockLayout:
         causal  True: only the pairs with kv_pos <= q_pos + (kv_len - q_len)
         non_blocking  True: the host does not wait for the copy to a GPU. Streams other than the current one must wait
                 before they use the plan or the layout: `torch.cuda.Stream.wait_stream`
-        raises  ValueError while torch.compile traces, unless cached; TypeError if an option is no bool
+        raises  ValueError while torch.compile traces, unless cached; TypeError if an option is not a bool
         """
         if causal is not True and causal is not False:
             checks.switch(causal, "causal")
@@ -699,7 +701,7 @@ class BlockLayout:
         return drawing.text(self._block_list(), self._frame)
 
     def _repr_svg_(self) -> str:
-        """The first head as SVG: dark blocks are full, orange ones partial."""
+        """The first head as SVG: blue blocks are full, orange ones partial."""
         return drawing.svg(self._block_list(), self._frame)
 
     def _repr_html_(self) -> str:

@@ -22,7 +22,7 @@ class KVCache:
     kv_heads    key and value heads of the layer
     head_dim    features per head of the layer
     device      of the tensors; None is PyTorch's default device
-    dtype       of the tensors, that of the layer's keys; None is PyTorch's default dtype
+    dtype       of the tensors, equal to that of the layer's keys; None is PyTorch's default dtype
     raises      TypeError, ValueError
 
     `layer.new_cache(batch, max_length)` makes one that fits the layer. `layer(x, cache=cache)` reads the next tokens: a

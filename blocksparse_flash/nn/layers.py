@@ -45,8 +45,8 @@ class SelfAttention(HoldsLayout):
 
     The `state_dict` holds the projections and sinks but not the layout, so it loads into a module with another layout
     or length. Copies, pickles and `torch.save(module)` keep the layout. The constructor and `module.to(device)` move it
-    to the weights' device and plan it there, so the module can be compiled; a function should return planned layouts,
-    `layout.to(device)`.
+    to the weights' device and plan it there, so the module can be compiled. If `layout` is a function, let it return
+    planned layouts, `layout.to(device)`.
 
     A causal layer decodes with a KVCache: make `cache = layer.new_cache(batch, max_length)` and call
     `layer(x, cache=cache)` for the prompt and each step. Together the outputs equal those of one call with all tokens.
@@ -236,12 +236,12 @@ class SelfAttention(HoldsLayout):
         """x (batch, length, embed_dim) to the same shape.
 
         kv_lengths  int32 or int64 (batch,): tokens from kv_lengths[b] on are padding: no token attends to them, and
-                    their outputs are meaningless
+                    their outputs are meaningless. x must be finite there, since NaN would reach the gradients
         positions   positions for rope: numbers (length,) or (length, axes), such as rows and columns of pixels, in any
                     unit; or their rotary_table, which layers can share; None means 0, 1, 2, ..., with a cache
                     continued from the tokens in it
-        cache       KVCache of this layer: x are the tokens after those in it, which attend to those too. Needs a
-                    causal layer, and no gradients. torch.compile leaves the attention out of its graphs
+        cache       KVCache of this layer: x holds the tokens after those in the cache, and attends to those too. Needs
+                    a causal layer, and no gradients. torch.compile leaves the attention out of its graphs
         """
         if cache is None:
             return self.unite(self.attend(*self.project(x, positions), kv_lengths))

@@ -34,13 +34,13 @@ class RotaryTable(NamedTuple):
 
 
 def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
-    """Rotary table for the `positions` argument of SelfAttention and Encoder, which shares it between layers and calls.
+    """Rotary table for the `positions` argument of SelfAttention and Encoder; layers and calls can share one.
 
     positions  (length,) or (length, axes): positions of the tokens, in any unit
     base       the `rope` of the layers
     head_dim   the `head_dim` of the layers
 
-    A token at position p rotates the pair d, features d and d + head_dim / 2, by p * base ** (-2 d / head_dim), so the
+    A token at position p rotates features d and d + head_dim / 2 together, by p * base ** (-2 d / head_dim), so the
     score of a query and a key depends on their distance. With several axes the pairs are split into equal groups, one
     per axis, and each group is rotated as if it were the whole head. Angles are float32, since half types cannot
     represent large positions.

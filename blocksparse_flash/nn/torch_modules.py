@@ -71,7 +71,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
     ) -> None:
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if value:
-                raise ValueError(f"{name} must be False, got {value!r}: it adds a key that no layout names")
+                raise ValueError(f"{name} must be False, got {value!r}: it adds a key that is not in the layout")
         probability("dropout", dropout, below_one=True)
         super().__init__(embed_dim, num_heads, dropout, bias, False, False, *others, **named)
         self.layout, self.causal = checked_layout(layout), switch(causal, "causal")
