@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .blocks.transfer import to_device
 
-# tokens per side of a tile
-TILE = 128
+# tokens per side of a tile, and of the tiles of fine layouts
+TILE, FINE_TILE = 128, 64
 # int32 words of a record, and their order
 RECORD = 8
 NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_SUBTILED, N_HALF, N_LONG = range(RECORD)

@@ -83,6 +83,7 @@ from .registers import (
     clamped_kv_len,
     in_register_order,
     reinterpret,
+    round_p_ds,
     store_split,
     zero_tail,
 )
@@ -151,7 +152,7 @@ def pair_mask(ptrs, sizes, kv_start, kv_limit, step, o_kv, o_q, CAUSAL: gl.const
     STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_Q
     if ptrs.indices_ptr is not None:
         i_bitmask = gl.load(ptrs.bitmask_ids_ptr + step // STEPS_PER_TILE)
-        return transposed_mask(ptrs.bitmasks_ptr, i_bitmask, o_kv, step % STEPS_PER_TILE * BLOCK_Q + o_q)
+        return transposed_mask(ptrs.bitmasks_ptr, i_bitmask, o_kv, step % STEPS_PER_TILE * BLOCK_Q + o_q, TILE)
     else:
         # first query of the step that attends to each key
         o_first = o_kv * 0
@@ -159,33 +160,6 @@ def pair_mask(ptrs, sizes, kv_start, kv_limit, step, o_kv, o_q, CAUSAL: gl.const
             o_first = kv_start + o_kv - (step * BLOCK_Q + sizes.kv_len - sizes.q_len)
         o_first = gl.where(kv_start + o_kv < kv_limit, o_first, BLOCK_Q)
         return gl.expand_dims(o_q, 0) >= gl.expand_dims(o_first, 1)
-
-
-@gluon.constexpr_function
-def _round_assembly(dtype):
-    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    return (
-        "{ .reg .f32 a, b; sub.f32 a, $4, $6; mul.f32 a, a, $2; sub.f32 b, $5, $7; mul.f32 b, b, $3;"
-        f" cvt.rn.{kind}.f32 $0, $3, $2; cvt.rn.{kind}.f32 $1, b, a; }}"
-    )
-
-
-@gluon.jit
-def round_p_ds(b_p, b_dp, b_delta, dtype: gl.constexpr):
-    """p and ds = p * (dp - delta), rounded to 16 bits.
-
-    In assembly, pair by pair: rounding all of p first needs more registers than there are.
-    """
-    b_p, b_delta = gl.broadcast(b_p, gl.expand_dims(b_delta, 0))
-    text: gl.constexpr = _round_assembly(dtype)
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            text, "=r,=r,f,f,f,f,f,f", [b_p, b_dp, b_delta], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            text, "=r,=r,f,f,f,f,f,f", [b_p, b_dp, b_delta], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
-        )
 
 
 @gluon.jit

@@ -67,7 +67,10 @@ def consumer_release(pipeline, i_buffer):
     mbarrier.arrive(pipeline.empty.index(i_buffer), count=1)
 
 
-# ---- named barriers ----
+# ---- barriers of threads ----
+
+# of all threads of the partition, or of the program without partitions; Triton 3.7 renamed it
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.constexpr_function

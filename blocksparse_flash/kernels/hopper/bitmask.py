@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ... import plan_format
-from ..triton.tile import TILE
 
 # selects the tile index of a list entry, without the sign and subtile bits of a partial tile
 INDEX_BITS = gl.constexpr(plan_format.PARTIAL - 1)
@@ -34,9 +33,9 @@ def load_words(p_words, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def load_mask_words(words_ptr, i_bitmask, i_first, o_row, COLS: gl.constexpr):
-    """Words of rows o_row of a bitmask that cover COLS columns, from word i_first of each row."""
-    p_words = words_ptr + i_bitmask.to(gl.int64) * (TILE * TILE // 32) + o_row * (TILE // 32) + i_first
+def load_mask_words(words_ptr, i_bitmask, i_first, o_row, COLS: gl.constexpr, SIDE: gl.constexpr):
+    """Words of rows o_row of a SIDE x SIDE bitmask that cover COLS columns, from word i_first of each row."""
+    p_words = words_ptr + i_bitmask.to(gl.int64) * (SIDE * SIDE // 32) + o_row * (SIDE // 32) + i_first
     return load_words(p_words, COLS // 32)
 
 
@@ -108,8 +107,8 @@ def mask_subtiles(b_values, bits, STRIDE: gl.constexpr, FILL: gl.constexpr):
 
 
 @gluon.jit
-def transposed_mask(words_ptr, i_bitmask, o_kv, o_q):
-    """Which pairs attend: bool [keys, queries], for offsets o_kv and o_q within the tile."""
+def transposed_mask(words_ptr, i_bitmask, o_kv, o_q, SIDE: gl.constexpr):
+    """Which pairs attend: bool [keys, queries], for offsets o_kv and o_q within a tile of SIDE x SIDE."""
     o_kv = gl.expand_dims(o_kv, 1)
-    p_words = words_ptr + i_bitmask.to(gl.int64) * (TILE * TILE // 32)
-    return ((gl.load(p_words + (gl.expand_dims(o_q * (TILE // 32), 0) + o_kv // 32)) >> (o_kv % 32)) & 1) != 0
+    p_words = words_ptr + i_bitmask.to(gl.int64) * (SIDE * SIDE // 32)
+    return ((gl.load(p_words + (gl.expand_dims(o_q * (SIDE // 32), 0) + o_kv // 32)) >> (o_kv % 32)) & 1) != 0

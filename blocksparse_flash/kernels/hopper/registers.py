@@ -64,6 +64,33 @@ def store_int(smem, value):
     smem.store(gl.full([1], 0, gl.int32, layout) + value)
 
 
+@gluon.constexpr_function
+def _round_assembly(dtype):
+    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return (
+        "{ .reg .f32 a, b; sub.f32 a, $4, $6; mul.f32 a, a, $2; sub.f32 b, $5, $7; mul.f32 b, b, $3;"
+        f" cvt.rn.{kind}.f32 $0, $3, $2; cvt.rn.{kind}.f32 $1, b, a; }}"
+    )
+
+
+@gluon.jit
+def round_p_ds(b_p, b_dp, b_delta, dtype: gl.constexpr):
+    """p and ds = p * (dp - delta), rounded to 16 bits.
+
+    In assembly, pair by pair: rounding all of p first needs more registers than there are.
+    """
+    b_p, b_delta = gl.broadcast(b_p, gl.expand_dims(b_delta, 0))
+    text: gl.constexpr = _round_assembly(dtype)
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            text, "=r,=r,f,f,f,f,f,f", [b_p, b_dp, b_delta], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            text, "=r,=r,f,f,f,f,f,f", [b_p, b_dp, b_delta], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+        )
+
+
 @gluon.jit
 def in_register_order(b_sum):
     """An accumulator [64, columns] as a vector in which each thread has four consecutive values.

@@ -1,0 +1,474 @@
+"""Hopper backward over tiles of 64 x 64, in Gluon (sm90): dQ, dK and dV, for layouts of small blocks.
+
+    p = exp(scale q k^T - lse)      delta = rowsum(dO * O) - dLSE
+    dp = dO v^T                     ds = p * (dp - delta)
+    dv = p^T dO                     dk = scale ds^T q               dq = scale ds k
+
+Shapes as in backward.py. Two kernels after the preprocess launch, which computes LSE (in base 2) and delta:
+
+    dk, dv   a program per tile column, 64 keys of a key head: k, v stay, q, dO of each listed tile are loaded
+    dq       a program per tile row, 64 queries of a head: q, dO stay, k, v of each listed tile are loaded
+
+Each computes scores and dp for itself: seven products per tile, where a single kernel needs five. In return every sum
+stays in registers and every run gives equal bits; dQ needs no float32 sum in memory, whose clearing, atomic additions
+and conversion take longer than two products.
+
+As in fine_forward.py, a program has one warpgroup, and several programs share an SM.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous
+from ...runtime.tensor_spec import TensorSpecs
+from ..arguments import LOG2_E, PlanSpecs, plan_specs_of, strides_of_records, tile_lists
+from ..inputs import BackwardInputs
+from ..schedule import padded_dim
+from ..triton.backward_preprocess import preprocess_launch
+from ..triton.tile import BEGIN, N_PARTIAL, N_TILES, NUMBER, find_line_record, find_work_record
+from .barriers import allocate_mbarriers, thread_barrier
+from .bitmask import load_mask_words, mask_columns, transposed_mask
+from .fine_tiles import SIDE, load_tile, start_of, zero_rows_from
+from .registers import accumulator, clamped_kv_len, round_p_ds
+from .tma import DescriptorFactory, tma_loadable, tma_storable, tma_store
+
+# buffers of q and dO in the kernel for dk and dv
+STAGES = gl.constexpr(2)
+# registers per thread of the kernels for (dk and dv, dq), by padded head dimension: they bound the programs per SM
+REGISTERS = {128: (255, 168), 64: (168, 128)}
+
+
+class Pointers(NamedTuple):
+    """Global memory.
+
+    records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr  the plan by tile column (dk, dv) or by tile row (dq)
+    kv_lengths_ptr  number of keys of each batch element; None: kv_len
+    lse_ptr, delta_ptr  (batch * heads, n_padded) float32, lse in base 2
+    """
+
+    records_ptr: Any
+    indices_ptr: Any
+    bitmask_ids_ptr: Any
+    bitmasks_ptr: Any
+    kv_lengths_ptr: Any
+    lse_ptr: Any
+    delta_ptr: Any
+
+
+# ---- dk and dv ----
+
+
+class ColBuffers(NamedTuple):
+    """Shared memory: k, v of the tile column; q, dout of STAGES tiles, and the mbarriers of their loads."""
+
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    q_full: Any
+    dout_full: Any
+
+
+@gluon.jit
+def load_queries(q_desc, dout_desc, buffers, i_batch, i_head, q_start, stage, is_wanted):
+    """Starts the loads of q and dO of a tile into a stage."""
+    load_tile(q_desc, buffers.q.index(stage), buffers.q_full.index(stage), i_batch, i_head, q_start, is_wanted)
+    load_tile(dout_desc, buffers.dout.index(stage), buffers.dout_full.index(stage), i_batch, i_head, q_start, is_wanted)
+
+
+@gluon.jit
+def add_dkdv(
+    b_dk, b_dv, buffers, ptrs, scale_log2, o_line, i_entry, kv_start, kv_limit, stage, phase, MASKED: gl.constexpr
+):
+    """dk and dv with the share of one tile of queries.
+
+    o_line   offset of its first query in lse and delta
+    i_entry  its entry in the tile lists
+    MASKED   whether the tile is partial
+    """
+    DIM: gl.constexpr = buffers.q.shape[4]
+    DIM_V: gl.constexpr = buffers.dout.shape[4]
+    dtype: gl.constexpr = buffers.q.dtype
+    score_layout: gl.constexpr = accumulator(SIDE)
+    dk_layout: gl.constexpr = accumulator(DIM)
+    dv_layout: gl.constexpr = accumulator(DIM_V)
+    o_kv = gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
+    o_q = gl.arange(0, SIDE, layout=gl.SliceLayout(0, score_layout))
+    q_tile = buffers.q.index(stage).reshape([SIDE, DIM])
+    dout_tile = buffers.dout.index(stage).reshape([SIDE, DIM_V])
+    b_zero = gl.zeros([SIDE, SIDE], gl.float32, score_layout)
+    # scores are transposed: [keys, queries]
+    mbarrier.wait(buffers.q_full.index(stage), phase)
+    k_tile = buffers.k.reshape([SIDE, DIM])
+    scores_token = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    mbarrier.wait(buffers.dout_full.index(stage), phase)
+    v_tile = buffers.v.reshape([SIDE, DIM_V])
+    dp_token = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    b_lse = gl.load(ptrs.lse_ptr + (o_line + o_q))
+    b_delta = gl.load(ptrs.delta_ptr + (o_line + o_q))
+    b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
+    b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_lse, 0))
+    if ptrs.kv_lengths_ptr is not None:
+        b_p = gl.where(gl.expand_dims(kv_start + o_kv < kv_limit, 1), b_p, 0.0)
+    if MASKED:
+        i_bitmask = gl.load(ptrs.bitmask_ids_ptr + i_entry)
+        b_p = gl.where(transposed_mask(ptrs.bitmasks_ptr, i_bitmask, o_kv, o_q, SIDE), b_p, 0.0)
+    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
+    b_p16, b_ds = round_p_ds(b_p, b_dp, b_delta, dtype)
+    dv_token = warpgroup_mma(
+        gl.convert_layout(b_p16, gl.DotOperandLayout(0, dv_layout, 2)), dout_tile, b_dv, is_async=True
+    )
+    dk_token = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, dk_layout, 2)), q_tile, b_dk, is_async=True)
+    b_dv = warpgroup_mma_wait(1, deps=(dv_token,))
+    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))
+    return b_dk, b_dv
+
+
+@gluon.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_tile_cols", "kv_len", "n_padded"])
+def fine_dkdv_kernel(
+    # inputs; Pointers describes those that may be None
+    q_desc, k_desc, v_desc, dout_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
+    lse_ptr, delta_ptr,
+    # outputs
+    dk_desc, dv_desc,
+    # strides in elements: (batch, head)
+    record_strides,
+    # sizes; n_heads of keys, n_batch_heads = batch * n_heads, n_padded: queries per head in lse and delta
+    n_heads, n_batch_heads, n_tile_cols, kv_len, n_padded, scale_log2, scale,
+    # compile time; GROUP: query heads per key head
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    DIM: gl.constexpr = k_desc.block_type.shape[3]
+    DIM_V: gl.constexpr = v_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    k_full, v_full = allocate_mbarriers(1, 1).index(0), allocate_mbarriers(1, 1).index(0)
+    buffers = ColBuffers(
+        k=gl.allocate_shared_memory(dtype, [1, 1, SIDE, DIM], k_desc.layout),
+        v=gl.allocate_shared_memory(dtype, [1, 1, SIDE, DIM_V], v_desc.layout),
+        q=gl.allocate_shared_memory(dtype, [STAGES, 1, 1, SIDE, DIM], q_desc.layout),
+        dout=gl.allocate_shared_memory(dtype, [STAGES, 1, 1, SIDE, DIM_V], dout_desc.layout),
+        q_full=allocate_mbarriers(STAGES, 1),
+        dout_full=allocate_mbarriers(STAGES, 1),
+    )
+    fence_async_shared()
+    ptrs = Pointers(
+        records_ptr=records_ptr,
+        indices_ptr=indices_ptr,
+        bitmask_ids_ptr=bitmask_ids_ptr,
+        bitmasks_ptr=bitmasks_ptr,
+        kv_lengths_ptr=kv_lengths_ptr,
+        lse_ptr=lse_ptr,
+        delta_ptr=delta_ptr,
+    )
+    batch_head, p_record, _ = find_work_record(
+        records_ptr, record_strides, gl.program_id(0), n_lines=n_tile_cols, n_heads=n_heads,
+        n_batch_heads=n_batch_heads, SPLIT=1, GROUP=GROUP,
+    )  # fmt: skip
+    i_batch, i_kv_head = batch_head // n_heads, batch_head % n_heads
+    i_col = gl.load(p_record + NUMBER)
+    kv_start = i_col * SIDE
+    kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
+    load_tile(k_desc, buffers.k, k_full, i_batch, i_kv_head, kv_start, True)
+    load_tile(v_desc, buffers.v, v_full, i_batch, i_kv_head, kv_start, True)
+    mbarrier.wait(k_full, 0)
+    mbarrier.wait(v_full, 0)
+    if kv_lengths_ptr is not None:
+        zero_rows_from(buffers.k.reshape([SIDE, DIM]), kv_start, kv_limit)
+        zero_rows_from(buffers.v.reshape([SIDE, DIM_V]), kv_start, kv_limit)
+    b_dk = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
+    b_dv = gl.zeros([SIDE, DIM_V], gl.float32, accumulator(DIM_V))
+    # tiles so far, of all heads: they choose the stage
+    n_done = 0
+    for i_group_head in range(GROUP):
+        i_head = i_kv_head * GROUP + i_group_head
+        if GROUP > 1:
+            # the heads of a group may have layouts, and hence launch orders, of their own
+            p_record = find_line_record(records_ptr, record_strides, i_batch, i_head, i_col)
+        begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
+        n_partial = gl.load(p_record + N_PARTIAL)
+        if kv_lengths_ptr is not None:
+            n_tiles = gl.where(kv_start < kv_limit, n_tiles, 0)
+            n_partial = gl.minimum(n_partial, n_tiles)
+        o_head = (i_batch * n_heads * GROUP + i_head).to(gl.int64) * n_padded
+        for i in gl.static_range(STAGES):
+            # entries past the end are those of other tile columns, or padding
+            q_start = start_of(indices_ptr, begin + i * (i < n_tiles).to(gl.int32))
+            stage = (n_done + i) % STAGES
+            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, q_start, stage, i < n_tiles)
+        for i in range(0, n_partial):
+            stage, phase = (n_done + i) % STAGES, (n_done + i) // STAGES & 1
+            o_line = o_head + start_of(indices_ptr, begin + i)
+            has_more = i + STAGES < n_tiles
+            next_start = start_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0))
+            b_dk, b_dv = add_dkdv(
+                b_dk, b_dv, buffers, ptrs, scale_log2, o_line, begin + i, kv_start, kv_limit, stage, phase, MASKED=True
+            )
+            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_start, stage, has_more)
+        for i in range(n_partial, n_tiles):
+            stage, phase = (n_done + i) % STAGES, (n_done + i) // STAGES & 1
+            o_line = o_head + start_of(indices_ptr, begin + i)
+            has_more = i + STAGES < n_tiles
+            next_start = start_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0))
+            b_dk, b_dv = add_dkdv(
+                b_dk, b_dv, buffers, ptrs, scale_log2, o_line, begin + i, kv_start, kv_limit, stage, phase, MASKED=False
+            )
+            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_start, stage, has_more)
+        n_done += n_tiles
+    # every warp has read the keys and values
+    thread_barrier()
+    buffers.k.reshape([SIDE, DIM]).store((b_dk * scale).to(dtype))
+    buffers.v.reshape([SIDE, DIM_V]).store(b_dv.to(dtype))
+    fence_async_shared()
+    tma_store(dk_desc, [i_batch, i_kv_head, kv_start, 0], buffers.k)
+    tma_store(dv_desc, [i_batch, i_kv_head, kv_start, 0], buffers.v)
+    tma.store_wait(0)
+
+
+# ---- dq ----
+
+
+class RowBuffers(NamedTuple):
+    """Shared memory: q, dout of the tile row; k, v of one tile, and the mbarriers of their loads."""
+
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    k_full: Any
+    v_full: Any
+
+
+@gluon.jit
+def add_dq(
+    b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start, i_entry,
+    i_step, n_steps, kv_limit, MASKED: gl.constexpr,
+):  # fmt: skip
+    """dq with the share of one tile of keys; starts the loads of the next one. Arguments as of fine_forward.step."""
+    DIM: gl.constexpr = buffers.q.shape[3]
+    DIM_V: gl.constexpr = buffers.dout.shape[3]
+    dtype: gl.constexpr = buffers.q.dtype
+    score_layout: gl.constexpr = accumulator(SIDE)
+    dq_layout: gl.constexpr = accumulator(DIM)
+    has_next = i_step + 1 < n_steps
+    o_kv = gl.arange(0, SIDE, layout=gl.SliceLayout(0, score_layout))
+    if MASKED:
+        i_bitmask = gl.load(ptrs.bitmask_ids_ptr + i_entry)
+        o_q = gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
+        bitmask = load_mask_words(ptrs.bitmasks_ptr, i_bitmask, 0, o_q, SIDE, SIDE)
+    q_tile, k_tile = buffers.q.reshape([SIDE, DIM]), buffers.k.reshape([SIDE, DIM])
+    dout_tile, v_tile = buffers.dout.reshape([SIDE, DIM_V]), buffers.v.reshape([SIDE, DIM_V])
+    b_zero = gl.zeros([SIDE, SIDE], gl.float32, score_layout)
+    mbarrier.wait(buffers.k_full, i_step & 1)
+    mbarrier.wait(buffers.v_full, i_step & 1)
+    if ptrs.kv_lengths_ptr is not None:
+        zero_rows_from(k_tile, kv_start, kv_limit)
+        zero_rows_from(v_tile, kv_start, kv_limit)
+    scores_token = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    dp_token = warpgroup_mma(dout_tile, v_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
+    b_scores = b_scores * scale_log2 - gl.expand_dims(b_lse, 1)
+    # after scaling, since the scale may be negative
+    if MASKED:
+        b_scores = mask_columns(b_scores, bitmask, o_kv)
+    if ptrs.kv_lengths_ptr is not None:
+        b_scores = gl.where(gl.expand_dims(kv_start + o_kv < kv_limit, 0), b_scores, float("-inf"))
+    b_p = gl.exp2(b_scores)
+    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
+    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_start, has_next)
+    b_ds = (b_p * (b_dp - gl.expand_dims(b_delta, 1))).to(dtype)
+    dq_token = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, dq_layout, 2)), k_tile, b_dq, is_async=True)
+    b_dq = warpgroup_mma_wait(0, deps=(dq_token,))
+    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_start, has_next)
+    return b_dq
+
+
+@gluon.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_tile_rows", "kv_len", "n_padded", "group"])
+def fine_dq_kernel(
+    # inputs; Pointers describes those that may be None
+    q_desc, k_desc, v_desc, dout_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
+    lse_ptr, delta_ptr,
+    # output
+    dq_desc,
+    # strides in elements: (batch, head)
+    record_strides,
+    # sizes; group: query heads per key head, n_padded: queries per head in lse and delta
+    n_heads, n_batch_heads, n_tile_rows, kv_len, n_padded, group, scale_log2, scale,
+):  # fmt: skip
+    DIM: gl.constexpr = q_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    query_layout: gl.constexpr = gl.SliceLayout(1, accumulator(SIDE))
+    q_full, dout_full = allocate_mbarriers(1, 1).index(0), allocate_mbarriers(1, 1).index(0)
+    buffers = RowBuffers(
+        q=gl.allocate_shared_memory(dtype, q_desc.block_type.shape, q_desc.layout),
+        dout=gl.allocate_shared_memory(dtype, dout_desc.block_type.shape, dout_desc.layout),
+        k=gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout),
+        v=gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout),
+        k_full=allocate_mbarriers(1, 1).index(0),
+        v_full=allocate_mbarriers(1, 1).index(0),
+    )
+    fence_async_shared()
+    ptrs = Pointers(
+        records_ptr=records_ptr,
+        indices_ptr=indices_ptr,
+        bitmask_ids_ptr=bitmask_ids_ptr,
+        bitmasks_ptr=bitmasks_ptr,
+        kv_lengths_ptr=kv_lengths_ptr,
+        lse_ptr=lse_ptr,
+        delta_ptr=delta_ptr,
+    )
+    batch_head, p_record, _ = find_work_record(
+        records_ptr, record_strides, gl.program_id(0), n_lines=n_tile_rows, n_heads=n_heads,
+        n_batch_heads=n_batch_heads, SPLIT=1, GROUP=1,
+    )  # fmt: skip
+    i_batch, i_head = batch_head // n_heads, batch_head % n_heads
+    i_kv_head = i_head // group
+    q_start, begin = gl.load(p_record + NUMBER) * SIDE, gl.load(p_record + BEGIN)
+    n_steps, n_partial = gl.load(p_record + N_TILES), gl.load(p_record + N_PARTIAL)
+    kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
+    has_steps = n_steps > 0
+    kv_start = start_of(indices_ptr, begin)
+    load_tile(q_desc, buffers.q, q_full, i_batch, i_head, q_start, has_steps)
+    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, kv_start, has_steps)
+    load_tile(dout_desc, buffers.dout, dout_full, i_batch, i_head, q_start, has_steps)
+    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, kv_start, has_steps)
+    o_line = batch_head.to(gl.int64) * n_padded + q_start + gl.arange(0, SIDE, layout=query_layout)
+    b_lse, b_delta = gl.load(lse_ptr + o_line), gl.load(delta_ptr + o_line)
+    b_dq = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
+    mbarrier.wait(q_full, 0, pred=has_steps)
+    mbarrier.wait(dout_full, 0, pred=has_steps)
+    for i_step in range(0, n_partial):
+        # the lists are padded, so that one entry past the end can be read
+        next_start = start_of(indices_ptr, begin + i_step + 1)
+        b_dq = add_dq(
+            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start,
+            begin + i_step, i_step, n_steps, kv_limit, MASKED=True,
+        )  # fmt: skip
+        kv_start = next_start
+    for i_step in range(n_partial, n_steps):
+        next_start = start_of(indices_ptr, begin + i_step + 1)
+        b_dq = add_dq(
+            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start,
+            begin + i_step, i_step, n_steps, kv_limit, MASKED=False,
+        )  # fmt: skip
+        kv_start = next_start
+    # every warp has read the queries
+    thread_barrier()
+    buffers.q.reshape([SIDE, DIM]).store((b_dq * scale).to(dtype))
+    fence_async_shared()
+    tma_store(dq_desc, [i_batch, i_head, q_start, 0], buffers.q)
+    tma.store_wait(0)
+
+
+# ---- launches ----
+
+
+class BackwardLaunches(NamedTuple):
+    """The launches of a backward and its memory.
+
+    outputs  dq, dk and dv, with rows padded so that TMA can write them; LSE and delta, (2, batch * heads * n_padded)
+    """
+
+    preprocess: Launch
+    dkdv: Launch
+    dq: Launch
+    outputs: tuple[Memory, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def backward_launches(
+    specs: TensorSpecs,
+    by_rows: PlanSpecs,
+    by_cols: PlanSpecs,
+    others: tuple[tuple[torch.dtype, bool] | None, ...],
+    scale: float,
+) -> BackwardLaunches:
+    """The launches for all calls with these cache keys.
+
+    specs    of q, k, v and dout
+    by_rows, by_cols  of the plan
+    others   of out, lse, dlse and kv_lengths
+    """
+    q, k, v, dout = specs.tensors
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
+    dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
+    side = SIDE.value
+    n_padded, n_tile_cols = -(-q_len // side) * side, -(-kv_len // side)
+    dq, dk, dv = (tma_storable(each.dtype, each.shape) for each in (q, k, v))
+    block, block_v = (1, 1, side, dim), (1, 1, side, dim_v)
+    inputs = {
+        "q_desc": DescriptorFactory(q, block),
+        "k_desc": DescriptorFactory(k, block),
+        "v_desc": DescriptorFactory(v, block_v),
+        "dout_desc": DescriptorFactory(dout, block_v),
+    }
+    # the memory has padded rows; the descriptors see the first head_dim columns
+    col_outputs = {
+        "dk_desc": DescriptorFactory(dk.spec._replace(shape=k.shape), block),
+        "dv_desc": DescriptorFactory(dv.spec._replace(shape=v.shape), block_v),
+    }
+    row_outputs = {"dq_desc": DescriptorFactory(dq.spec._replace(shape=q.shape), block)}
+    # no maximum is taken, so the scale may be negative or 0
+    sizes = {"kv_len": kv_len, "n_padded": n_padded, "scale_log2": scale * LOG2_E, "scale": scale, "num_warps": 4}
+    dkdv_registers, dq_registers = REGISTERS[max(dim, dim_v)]
+    dkdv_arguments = {
+        **sizes,
+        "record_strides": strides_of_records(by_cols[0]),
+        "n_heads": kv_heads,
+        "n_batch_heads": batch * kv_heads,
+        "n_tile_cols": n_tile_cols,
+        "GROUP": heads // kv_heads,
+        "maxnreg": dkdv_registers,
+    }
+    dq_arguments = {
+        **sizes,
+        "record_strides": strides_of_records(by_rows[0]),
+        "n_heads": heads,
+        "n_batch_heads": batch * heads,
+        "n_tile_rows": n_padded // side,
+        "group": heads // kv_heads,
+        "maxnreg": dq_registers,
+    }
+    return BackwardLaunches(
+        preprocess=preprocess_launch(dout, n_padded),
+        dkdv=Launch(fine_dkdv_kernel, (n_tile_cols * batch * kv_heads,), dkdv_arguments, {**inputs, **col_outputs}),
+        dq=Launch(fine_dq_kernel, (n_padded // side * batch * heads,), dq_arguments, {**inputs, **row_outputs}),
+        outputs=(dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
+    )
+
+
+def backward(
+    inputs: BackwardInputs, plan: list[torch.Tensor], kv_lengths: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv, contiguous and in q's type.
+
+    plan  the tensors of a Plan of 64 x 64 tiles
+    """
+    dout, dlse, q, k, v, out, lse = inputs
+    dim, dim_v = q.shape[3], v.shape[3]
+    # gradients from autograd may have strides of 0
+    (q, k, v, dout), specs = tma_loadable(q, k, v, dout)
+    dlse = None if dlse is None else dlse.contiguous()
+    by_rows, by_cols, empty = tile_lists(plan, 0), tile_lists(plan, 3), allocator(q)
+    others = tuple(cache_key_of(each) for each in (out, lse, dlse, kv_lengths))
+    ready = backward_launches(specs, plan_specs_of(by_rows), plan_specs_of(by_cols), others, scale)
+    dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
+    lse_line, delta_line = lse_delta.unbind()
+    ready.preprocess(out, dout, lse, dlse, None, lse_delta, None, None)
+    ready.dkdv(q, k, v, dout, *by_cols, kv_lengths, lse_line, delta_line, dk, dv)
+    ready.dq(q, k, v, dout, *by_rows, kv_lengths, lse_line, delta_line, dq)
+    if dim % 8 or dim_v % 8:
+        return dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
+    return dq, dk, dv

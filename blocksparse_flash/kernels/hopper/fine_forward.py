@@ -1,0 +1,309 @@
+"""Hopper forward over tiles of 64 x 64, in Gluon (sm90): out = softmax(scale q k^T) v over the pairs of a layout, and lse.
+
+For layouts whose blocks are too small for the tiles of 128 x 128 of forward.py. Shapes as there; head_dim up to 128.
+
+A program computes 64 queries of a head with one warpgroup, without warp specialisation. Several programs share an SM:
+while one waits for memory or computes exponentials, the others multiply. Each step has 64 keys:
+
+    wait for k | s = q k^T | load the next k | mask, online softmax | wait for v | out += p v | load the next v
+
+Partial tiles come first and have a loop of their own, so that full tiles pay for no mask. Rows without keys get out 0
+and lse -inf. Scores and the running maximum are in base 2, `lse` in memory is natural.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous
+from ...runtime.tensor_spec import TensorSpecs
+from ..arguments import PlanSpecs, plan_specs_of, scale_log2, sign, strides_of_records, tile_lists
+from ..schedule import padded_dim
+from ..triton.tile import BEGIN, LN_2, N_PARTIAL, N_TILES, NUMBER, find_work_record
+from .barriers import allocate_mbarriers, thread_barrier
+from .bitmask import load_mask_words, mask_columns
+from .fine_tiles import SIDE, load_tile, start_of, zero_rows_from
+from .registers import accumulator, clamped_kv_len
+from .softmax import online_softmax, rescale, row_sum_layout
+from .tma import DescriptorFactory, tma_loadable, tma_store
+
+# ---- configuration ----
+
+
+class Config(NamedTuple):
+    """One launch configuration.
+
+    registers  per thread; they bound the programs that share an SM
+    rescale_threshold  as in forward.Config
+    """
+
+    registers: int
+    rescale_threshold: float = 0.0
+
+
+# by padded head dimension: four programs per SM, and five
+CONFIGS = {128: Config(registers=128), 64: Config(registers=96, rescale_threshold=8.0)}
+
+
+# ---- one step ----
+
+
+class Pointers(NamedTuple):
+    """Global memory: the plan by tile row, number of keys of each batch element (None: kv_len), and the output lse."""
+
+    records_ptr: Any
+    indices_ptr: Any
+    bitmask_ids_ptr: Any
+    bitmasks_ptr: Any
+    kv_lengths_ptr: Any
+    lse_ptr: Any
+
+
+class Buffers(NamedTuple):
+    """Shared memory: q, k [64, DIM], v [64, DIM_V], as blocks of their descriptors, and the mbarriers of their loads."""
+
+    q: Any
+    k: Any
+    v: Any
+    q_full: Any
+    k_full: Any
+    v_full: Any
+
+
+class RowState(NamedTuple):
+    """State of the online softmax of 64 queries: out [64, DIM_V] and sum [64, 4] as in forward.RowState, max [64]."""
+
+    out: Any
+    max: Any
+    sum: Any
+
+
+@gluon.jit
+def step(
+    state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start, i_entry, i_step, n_steps,
+    kv_limit, MASKED: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """The keys from kv_start on; starts the loads of the next step, if there is one. Returns the new RowState.
+
+    i_entry  entry of this step in the tile lists
+    MASKED   whether the tile is partial
+    """
+    DIM: gl.constexpr = buffers.q.shape[3]
+    DIM_V: gl.constexpr = buffers.v.shape[3]
+    dtype: gl.constexpr = buffers.q.dtype
+    score_layout: gl.constexpr = accumulator(SIDE)
+    out_layout: gl.constexpr = accumulator(DIM_V)
+    has_next = i_step + 1 < n_steps
+    o_kv = gl.arange(0, SIDE, layout=gl.SliceLayout(0, score_layout))
+    if MASKED:
+        # loaded early: it arrives during the product
+        i_bitmask = gl.load(ptrs.bitmask_ids_ptr + i_entry)
+        o_q = gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
+        bitmask = load_mask_words(ptrs.bitmasks_ptr, i_bitmask, 0, o_q, SIDE, SIDE)
+    q_tile = buffers.q.reshape([SIDE, DIM])
+    k_tile = buffers.k.reshape([SIDE, DIM]).permute((1, 0))
+    v_tile = buffers.v.reshape([SIDE, DIM_V])
+    b_zero = gl.zeros([SIDE, SIDE], gl.float32, score_layout)
+    mbarrier.wait(buffers.k_full, i_step & 1)
+    scores_token = warpgroup_mma(q_tile, k_tile, b_zero, use_acc=False, is_async=True)
+    b_scores = warpgroup_mma_wait(0, deps=(scores_token,))
+    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_start, has_next)
+    if SIGN != 1:
+        b_scores = b_scores * SIGN
+    if MASKED:
+        b_scores = mask_columns(b_scores, bitmask, o_kv)
+    if ptrs.kv_lengths_ptr is not None:
+        b_scores = gl.where(gl.expand_dims(kv_start + o_kv < kv_limit, 0), b_scores, float("-inf"))
+    b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, state.max, state.sum, scale_log2, CONFIG.rescale_threshold)
+    b_decay = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, out_layout)), 1)
+    if CONFIG.rescale_threshold > 0:  # noqa: SIM108
+        b_out = rescale(state.out, b_decay)
+    else:
+        b_out = state.out * b_decay
+    b_p = gl.convert_layout(b_p32.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
+    mbarrier.wait(buffers.v_full, i_step & 1)
+    if ptrs.kv_lengths_ptr is not None:
+        zero_rows_from(v_tile, kv_start, kv_limit)
+    out_token = warpgroup_mma(b_p, v_tile, b_out, is_async=True)
+    b_out = warpgroup_mma_wait(0, deps=(out_token,))
+    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_start, has_next)
+    return RowState(out=b_out, max=b_max, sum=b_sum)
+
+
+# ---- kernel ----
+
+
+@gluon.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_tile_rows", "q_len", "kv_len", "group"])
+def fine_forward_kernel(
+    # inputs; Pointers describes those that may be None
+    q_desc, k_desc, v_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
+    # outputs
+    out_desc, lse_ptr,
+    # strides in elements: (batch, head)
+    record_strides,
+    # sizes; group: query heads per key head
+    n_heads, n_batch_heads, n_tile_rows, q_len, kv_len, group, scale_log2,
+    # compile time; SIGN of the scale
+    SIGN: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    DIM_V: gl.constexpr = v_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    score_layout: gl.constexpr = accumulator(SIDE)
+    out_layout: gl.constexpr = accumulator(DIM_V)
+    query_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    buffers = Buffers(
+        q=gl.allocate_shared_memory(dtype, q_desc.block_type.shape, q_desc.layout),
+        k=gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout),
+        v=gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout),
+        q_full=allocate_mbarriers(1, 1).index(0),
+        k_full=allocate_mbarriers(1, 1).index(0),
+        v_full=allocate_mbarriers(1, 1).index(0),
+    )
+    fence_async_shared()
+    ptrs = Pointers(
+        records_ptr=records_ptr,
+        indices_ptr=indices_ptr,
+        bitmask_ids_ptr=bitmask_ids_ptr,
+        bitmasks_ptr=bitmasks_ptr,
+        kv_lengths_ptr=kv_lengths_ptr,
+        lse_ptr=lse_ptr,
+    )
+    batch_head, p_record, _ = find_work_record(
+        records_ptr, record_strides, gl.program_id(0), n_lines=n_tile_rows, n_heads=n_heads,
+        n_batch_heads=n_batch_heads, SPLIT=1, GROUP=1,
+    )  # fmt: skip
+    i_batch, i_head = batch_head // n_heads, batch_head % n_heads
+    i_kv_head = i_head // group
+    q_start, begin = gl.load(p_record + NUMBER) * SIDE, gl.load(p_record + BEGIN)
+    n_steps, n_partial = gl.load(p_record + N_TILES), gl.load(p_record + N_PARTIAL)
+    kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
+    has_steps = n_steps > 0
+    kv_start = start_of(indices_ptr, begin)
+    load_tile(q_desc, buffers.q, buffers.q_full, i_batch, i_head, q_start, has_steps)
+    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, kv_start, has_steps)
+    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, kv_start, has_steps)
+    state = RowState(
+        out=gl.zeros([SIDE, DIM_V], gl.float32, out_layout),
+        # finite, since -inf - (-inf) = nan, and below every score
+        max=gl.full([SIDE], -3.0e38, gl.float32, query_layout),
+        sum=gl.full([SIDE, 4], 0.0, gl.float32, row_sum_layout()),
+    )
+    mbarrier.wait(buffers.q_full, 0, pred=has_steps)
+    for i_step in range(0, n_partial):
+        # the lists are padded, so that one entry past the end can be read
+        next_start = start_of(indices_ptr, begin + i_step + 1)
+        state = step(
+            state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start, begin + i_step,
+            i_step, n_steps, kv_limit, MASKED=True, SIGN=SIGN, CONFIG=CONFIG,
+        )  # fmt: skip
+        kv_start = next_start
+    for i_step in range(n_partial, n_steps):
+        next_start = start_of(indices_ptr, begin + i_step + 1)
+        state = step(
+            state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start, begin + i_step,
+            i_step, n_steps, kv_limit, MASKED=False, SIGN=SIGN, CONFIG=CONFIG,
+        )  # fmt: skip
+        kv_start = next_start
+    b_sum = gl.convert_layout(gl.sum(state.sum, 1), query_layout, assert_trivial=True)
+    m_empty = b_sum == 0.0
+    b_sum = gl.where(m_empty, 1.0, b_sum)
+    b_lse = gl.where(m_empty, float("-inf"), state.max + gl.log2(b_sum))
+    o_q = q_start + gl.arange(0, SIDE, layout=query_layout)
+    gl.store(lse_ptr + batch_head.to(gl.int64) * q_len + o_q, b_lse * LN_2, mask=o_q < q_len)
+    b_out = state.out * gl.expand_dims(gl.convert_layout(1.0 / b_sum, gl.SliceLayout(1, out_layout)), 1)
+    # every warp has read the values
+    thread_barrier()
+    buffers.v.reshape([SIDE, DIM_V]).store(b_out.to(dtype))
+    fence_async_shared()
+    tma_store(out_desc, [i_batch, i_head, q_start, 0], buffers.v)
+    tma.store_wait(0)
+
+
+# ---- launch ----
+
+
+class ForwardLaunch(NamedTuple):
+    """The launch of a forward and its outputs; rows of out are padded so that TMA can write them."""
+
+    out: Memory
+    lse: Memory
+    kernel: Launch
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_launch(
+    specs: TensorSpecs, lists: PlanSpecs, lengths: tuple[torch.dtype, bool] | None, scale: float
+) -> ForwardLaunch:
+    """The launch for all calls with these cache keys.
+
+    specs    of q, k and v
+    lists    cache key of the plan's tile rows
+    lengths  cache key of kv_lengths
+    """
+    q, k, v = specs.tensors
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
+    dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
+    chosen = CONFIGS[max(dim, dim_v)]
+    n_tile_rows = -(-q_len // SIDE.value)
+    arguments = {
+        "record_strides": strides_of_records(lists[0]),
+        "n_heads": heads,
+        "n_batch_heads": batch * heads,
+        "n_tile_rows": n_tile_rows,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "group": heads // kv_heads,
+        "scale_log2": scale_log2(scale),
+        "SIGN": sign(scale),
+        "CONFIG": chosen,
+        "num_warps": 4,
+        "maxnreg": chosen.registers,
+    }
+    out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
+    block, block_v = (1, 1, SIDE.value, dim), (1, 1, SIDE.value, dim_v)
+    descriptor_factories = {
+        "q_desc": DescriptorFactory(q, block),
+        "k_desc": DescriptorFactory(k, block),
+        "v_desc": DescriptorFactory(v, block_v),
+        "out_desc": DescriptorFactory(out.spec, block_v),
+    }
+    return ForwardLaunch(
+        out=out,
+        lse=contiguous(torch.float32, batch, heads, q_len),
+        kernel=Launch(fine_forward_kernel, (n_tile_rows * batch * heads,), arguments, descriptor_factories),
+    )
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: list[torch.Tensor],
+    kv_lengths: torch.Tensor | None,
+    scale: float,
+    specs: TensorSpecs | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (batch, heads, q_len, v_head_dim) in q's dtype and lse (batch, heads, q_len) float32, both contiguous.
+
+    plan   the tensors of a Plan of 64 x 64 tiles
+    specs  of q, k and v, if the caller has them already
+    """
+    if specs is None or not specs.is_tma_loadable:
+        (q, k, v), specs = tma_loadable(q, k, v)
+    lists, empty = tile_lists(plan, 0), allocator(q)
+    launch = forward_launch(specs, plan_specs_of(lists), cache_key_of(kv_lengths), scale)
+    out, lse = empty(*launch.out), empty(*launch.lse)
+    launch.kernel(q, k, v, *lists, kv_lengths, out, lse)
+    return out.contiguous(), lse
