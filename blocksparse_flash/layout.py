@@ -32,7 +32,7 @@ from .blocks.transfer import resolved, to_device
 from .plan import block_bias, block_selection, device_builder
 from .plan.block_bias import BiasIndex
 from .plan.host_builder import build_plan
-from .plan_format import TILE, Plan
+from .plan_format import FINE_TILE, PARTIAL, TILE, Plan
 from .runtime import tracing
 
 Integers = torch.Tensor | Array | list[int]
@@ -97,7 +97,8 @@ class BlockLayout:
     if TYPE_CHECKING:
         # the tensors themselves; callers get copies
         _tensors: storage.Tensors
-        # plans and bias indices by (device, causal), axes, NumPy arrays, hash, Selection; no part of the value
+        # plans by (device, causal, tile), bias indices by (device, causal), axes, NumPy arrays, hash, Selection; no
+        # part of the value
         _cache: dict[str, Any]
 
     def __init__(
@@ -641,43 +642,74 @@ class BlockLayout:
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
-    def plan(self, device: torch.device | str | int, *, causal: bool = False, non_blocking: bool = False) -> Plan:
-        """The 128 x 128 tiles that kernels iterate over, on a device. Cached.
+    def plan(
+        self, device: torch.device | str | int, *, causal: bool = False, tile: int = TILE, non_blocking: bool = False
+    ) -> Plan:
+        """The tiles that kernels iterate over, on a device. Cached.
 
         causal  True: only the pairs with kv_pos <= q_pos + (kv_len - q_len)
+        tile    tokens per side of a tile: 128, or 64, for lengths up to 2^30
         non_blocking  True: the host does not wait for the copy to a GPU. Streams other than the current one must wait
                 before they use the plan or the layout: `torch.cuda.Stream.wait_stream`
-        raises  ValueError while torch.compile traces, unless cached; TypeError if an option is not a bool
+        raises  ValueError for another tile, and while torch.compile traces, unless cached; TypeError if another option
+                is not a bool
+
+        >>> window = BlockLayout.from_predicate(lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 32, 256, 256)
+        >>> for tile in (128, 64):
+        ...     plan = window.plan("cpu", tile=tile)
+        ...     print(plan.tile, int(plan.row_records[..., 2].sum()), "tiles")
+        128 4 tiles
+        64 10 tiles
         """
         if causal is not True and causal is not False:
             checks.switch(causal, "causal")
         if non_blocking is not True and non_blocking is not False:
             checks.switch(non_blocking, "non_blocking")
-        plans: dict[tuple[Any, bool], Plan] = self._cache["plans"]
+        plans: dict[tuple[Any, bool, int], Plan] = self._cache["plans"]
         # the fast path: the device of a tensor needs no resolving
-        found = plans.get((device, causal))
+        found = plans.get((device, causal, tile))
         if found is not None:
             return found
-        if torch.compiler.is_compiling() and (resolved(device), causal) not in plans:
+        if tile != TILE:
+            self._check_tile(tile)
+        if torch.compiler.is_compiling() and (resolved(device), causal, tile) not in plans:
+            if tile != TILE:
+                options = f"tile={tile}, causal=True" if causal else f"tile={tile}"
+                raise ValueError(
+                    f"layout has no plan of {tile} x {tile} tiles for {resolved(device)} and torch.compile cannot make "
+                    f"one: call layout.plan(q.device, {options}) before"
+                )
             raise ValueError(
                 f"layout has no plan for {resolved(device)} and torch.compile cannot make one: "
                 f"call layout.to(q.device) before" + (", and layout.plan(q.device, causal=True)" if causal else "")
             )
-        return self._planned(device, causal, non_blocking)
+        return self._planned(device, causal, tile, non_blocking)
 
-    def _planned(self, device: torch.device | str | int, causal: bool = False, non_blocking: bool = False) -> Plan:
+    def _check_tile(self, tile: int) -> None:
+        if tile != FINE_TILE:
+            raise ValueError(f"tile must be {TILE} or {FINE_TILE} tokens, got {tile!r}")
+        # list entries have 24 bits for a tile index
+        if max(self.q_len, self.kv_len) > PARTIAL * FINE_TILE:
+            raise ValueError(
+                f"tile must be {TILE} for more than 2**30 tokens, got {tile} for {self.q_len} x {self.kv_len} tokens"
+            )
+
+    def _planned(
+        self, device: torch.device | str | int, causal: bool = False, tile: int = TILE, non_blocking: bool = False
+    ) -> Plan:
         """`plan`, without its refusal under torch.compile."""
         device = resolved(device)
-        plans: dict[tuple[Any, bool], Plan] = self._cache["plans"]
-        if (device, causal) not in plans:
+        plans: dict[tuple[Any, bool, int], Plan] = self._cache["plans"]
+        key = device, causal, tile
+        if key not in plans:
             # a plan on the meta device has shapes alone
-            elsewhere = [plan for (at, is_causal), plan in plans.items() if is_causal == causal and at.type != "meta"]
+            elsewhere = [plan for at, plan in plans.items() if at[1:] == key[1:] and at[0].type != "meta"]
             with tracing.outside_transforms(self._tensors.indptr):
                 if elsewhere:
-                    plans[device, causal] = elsewhere[0].to(device, non_blocking=non_blocking)
+                    plans[key] = elsewhere[0].to(device, non_blocking=non_blocking)
                 else:
-                    plans[device, causal] = self._new_plan(device, causal, non_blocking)
-        return plans[device, causal]
+                    plans[key] = self._new_plan(device, causal, tile, non_blocking)
+        return plans[key]
 
     def bias_index(self, device: torch.device | str | int, *, causal: bool = False) -> BiasIndex:
         """Index from stored blocks to the tiles of `plan(device, causal=causal)`, for block_bias. Cached.
@@ -851,28 +883,30 @@ class BlockLayout:
         layout._cache["selection"] = found
         return layout
 
-    def _new_plan(self, device: torch.device, causal: bool, non_blocking: bool = False) -> Plan:
-        if "selection" in self._cache and device == self.device:
+    def _new_plan(self, device: torch.device, causal: bool, tile: int, non_blocking: bool = False) -> Plan:
+        if "selection" in self._cache and device == self.device and tile == TILE:
             return block_selection.plan_of_selection(self._cache["selection"], **self._frame.sizes, causal=causal)
-        return self._host_plan(device, causal, non_blocking)
+        return self._host_plan(device, causal, tile, non_blocking)
 
     @tracing.untraced
-    def _host_plan(self, device: torch.device, causal: bool, non_blocking: bool) -> Plan:
+    def _host_plan(self, device: torch.device, causal: bool, tile: int, non_blocking: bool) -> Plan:
         if causal:
             restricted = self._causal()
             if restricted == self:
-                return self.plan(device, non_blocking=non_blocking)
-            return restricted._new_plan(device, False, non_blocking)
+                return self.plan(device, tile=tile, non_blocking=non_blocking)
+            return restricted._new_plan(device, False, tile, non_blocking)
         frame = self._frame
-        if self._tensors.indptr.is_cpu and device_builder.suits(
-            frame, self.capacity, self._tensors.bitmasks.shape[0], device
+        if (
+            tile == TILE
+            and self._tensors.indptr.is_cpu
+            and device_builder.suits(frame, self.capacity, self._tensors.bitmasks.shape[0], device)
         ):
             return device_builder.build_plan_on_device(self._rows(), frame, device, non_blocking=non_blocking)
-        return build_plan(*self._tiles(frame), device, non_blocking=non_blocking)
+        return build_plan(*self._tiles(frame, tile), device, non_blocking=non_blocking)
 
-    def _tiles(self, frame: Frame) -> tuple[BlockRows, Frame]:
-        """The same pairs in 128 x 128 tiles, and the frame of the tiles."""
-        tiles = frame._replace(block_size=(TILE, TILE))
+    def _tiles(self, frame: Frame, side: int) -> tuple[BlockRows, Frame]:
+        """The same pairs in tiles of side x side tokens, and the frame of the tiles."""
+        tiles = frame._replace(block_size=(side, side))
         if frame == tiles:
             return self._rows(), frame
         found = block_list.regroup(self._block_list(), frame, tiles.block_size)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from .blocks.transfer import to_device
 
-# tokens per side of a tile, and of the tiles of fine layouts
+# tokens per side of a tile: of the default plans, and of the finer ones
 TILE, FINE_TILE = 128, 64
 # int32 words of a record, and their order
 RECORD = 8
 NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_SUBTILED, N_HALF, N_LONG = range(RECORD)
-# subtracted from the entry of a partial tile; greater than every tile index, since lengths are below 2^31
+# subtracted from the entry of a partial tile; greater than every tile index: lengths are below 2^31, and plans of
+# 64 x 64 tiles are refused above PARTIAL tiles
 PARTIAL = 1 << 24
 # lowest bit of the subtile mask of a partial entry; ALL_SUBTILES, which PARTIAL alone gives: the bitmask decides
 SUBTILES_BIT, ALL_SUBTILES = 25, 15
@@ -24,7 +25,9 @@ LONG = 64
 
 
 class Plan(NamedTuple):
-    """The 128 x 128 tiles of a layout, by tile row (for out and dQ) and by tile column (for dK and dV). All int32.
+    """The tiles of a layout, by tile row (for out and dQ) and by tile column (for dK and dV). All int32.
+
+    A tile has 128 x 128 pairs, or 64 x 64: `tile` is its side. Sizes below are those of 128 x 128 tiles.
 
     row_records      (batch | 1, heads | 1, tile rows, 8)  one record per tile row, longest first
     row_indices      (nnz + padding,)    list entries of all tile rows; record: begin, n_tiles
@@ -56,6 +59,9 @@ class Plan(NamedTuple):
     All 128 x 128 pairs of a full tile exist and attend, so kernels neither mask nor bounds-check it. Tiles on a ragged
     edge are partial, with zeros past the end.
 
+    A plan of 64 x 64 tiles has the same tensors, in tile rows, tile columns and list entries of 64 tokens, and bitmasks
+    (distinct, 64, 2). It has no subtiles: N_SUBTILED and N_HALF are 0, and the bitmask of every partial tile decides.
+
     n_split_rows, n_split_cols, has_subtiles are read from tensor shapes, so that no call waits for the device.
     """
 
@@ -66,6 +72,11 @@ class Plan(NamedTuple):
     col_indices: Tensor
     col_bitmask_ids: Tensor
     bitmasks: Tensor
+
+    @property
+    def tile(self) -> int:
+        """Tokens per side of a tile: 128 or 64."""
+        return self.bitmasks.shape[1]
 
     @property
     def n_split_rows(self) -> int:

@@ -522,6 +522,12 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"causal must be True or False, got 'no' \(str\)",
     ),
     "plan-wait": (lambda: _GOOD.plan("cpu", non_blocking=1), TypeError, "non_blocking must be True or False, got 1"),
+    "plan-tile": (lambda: _GOOD.plan("cpu", tile=32), ValueError, "tile must be 128 or 64 tokens, got 32"),
+    "plan-tile-long": (
+        lambda: BlockLayout.from_blocks([0], [0], 2**30 + 1, 40, block_size=256).plan("cpu", tile=64),
+        ValueError,
+        r"tile must be 128 for more than 2\*\*30 tokens, got 64 for 1073741825 x 40",
+    ),
     "to-wait": (lambda: _GOOD.to("cpu", non_blocking="no"), TypeError, "non_blocking must be True or False, got 'no'"),
     "bias_index-causal": (
         lambda: _GOOD.bias_index("cpu", causal=None),
@@ -891,15 +897,17 @@ def test_repr_of_a_large_layout_is_small() -> None:
 # ---- plans and devices
 
 
+@pytest.mark.parametrize("tile", [128, 64])
 @pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
-def test_the_causal_plan_equals_that_of_the_causal_mask(case: cases.Case) -> None:
+def test_the_causal_plan_equals_that_of_the_causal_mask(case: cases.Case, tile: int) -> None:
     layout = case.build()
     mask = layout.to_dense()
     mask &= torch.ones(mask.shape[2:], dtype=torch.bool).tril(layout.kv_len - layout.q_len)
-    expected = BlockLayout.from_dense(mask, block_size=layout.block_size).plan("cpu")
-    for one, other in zip(layout.plan("cpu", causal=True), expected, strict=True):
+    expected = BlockLayout.from_dense(mask, block_size=layout.block_size).plan("cpu", tile=tile)
+    for one, other in zip(layout.plan("cpu", causal=True, tile=tile), expected, strict=True):
         assert torch.equal(one, other)
-    for one, other in zip(layout.plan("cpu"), copy.copy(layout).plan(torch.device("cpu")), strict=True):
+    again = copy.copy(layout).plan(torch.device("cpu"), tile=tile)
+    for one, other in zip(layout.plan("cpu", tile=tile), again, strict=True):
         assert torch.equal(one, other)
 
 
@@ -908,16 +916,20 @@ def test_plans_are_cached() -> None:
     plan, causal = layout.plan("cpu"), layout.plan("cpu", causal=True)
     assert layout.plan(torch.device("cpu")) is plan and layout.plan("cpu", causal=True) is causal
     assert causal is not plan
+    fine = layout.plan("cpu", tile=64)
+    assert layout.plan(torch.device("cpu"), tile=64) is fine and layout.plan("cpu", tile=128) is plan
+    assert (plan.tile, fine.tile) == (128, 64)
     # nothing is beyond the diagonal, so the causal plan is the plan
     diagonal = BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos, 200, 200, block_size=64)
     assert diagonal.plan("cpu", causal=True) is diagonal.plan("cpu")
+    assert diagonal.plan("cpu", causal=True, tile=64) is diagonal.plan("cpu", tile=64)
 
 
 def test_to_moves_tensors_and_plan(device: torch.device) -> None:
     layout = copy.copy(cases.LAYOUTS[-1].build())
     moved = layout.to(device)
     assert all(getattr(moved, name).device == moved.device == device for name in TENSORS)
-    assert (device, False) in moved._cache["plans"]
+    assert (device, False, 128) in moved._cache["plans"]
     assert all(tensor.device == device for tensor in moved.plan(device))
     assert moved == layout and hash(moved) == hash(layout)
     assert moved.to("cpu") == layout and layout.to("cpu") is layout

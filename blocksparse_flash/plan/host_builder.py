@@ -1,4 +1,4 @@
-"""Builds plans on the host (NumPy): lists the 128 x 128 tiles of a layout by tile row and by tile column."""
+"""Builds plans on the host (NumPy): lists the tiles of a layout by tile row and by tile column."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..blocks.transfer import may_pin, sent, views, zeros
 from ..plan_format import (
     ALL_SUBTILES,
     BEGIN,
+    FINE_TILE,
     LONG,
     N_HALF,
     N_LONG,
@@ -37,25 +38,26 @@ _NO_TILES = np.zeros(0, np.intp)
 def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool = False) -> Plan:
     """The plan of a canonical block list whose blocks are tiles. O(tiles).
 
-    frame         of the tiles: its block_size is TILE x TILE
+    frame         of the tiles: its block_size is TILE x TILE or FINE_TILE x FINE_TILE
     non_blocking  as in transfer.sent
     """
-    assert frame.block_size == (TILE, TILE), frame.block_size
+    assert frame.block_size in ((TILE, TILE), (FINE_TILE, FINE_TILE)), frame.block_size
+    tile = frame.block_size[0]
     bitmasks, nnz = tiles.bitmasks, len(tiles.cols)
     work, col_line = count_tiles(tiles, frame)
     by_rows, by_cols = _sides(tiles, frame, work, col_line)
     ids, partial = _with_edges(by_rows, by_cols, tiles.ids, len(bitmasks), frame)
-    last = _last(frame.q_len), _last(frame.kv_len)
+    last = _last(frame.q_len, tile), _last(frame.kv_len, tile)
     subtiles = _NO_TILES
     if len(partial):
-        subtiles = np.concatenate([subtiles_of(bitmasks), _edge_subtiles(*last)]).take(ids[partial])
+        subtiles = np.concatenate([subtiles_of(bitmasks), _edge_subtiles(*last, tile)]).take(ids[partial])
     has_subtiles = bool((subtiles < ALL_SUBTILES).any())
     most, long = count_long(work, nnz, frame)
     shapes: list[tuple[int, ...]] = []
     for side, (_, n_split) in zip((by_rows, by_cols), long, strict=True):
         n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows, has_subtiles=has_subtiles)
         shapes += (frame.batch, frame.heads, side.n_lines // frame.leads, RECORD), (n_indices,), (n_ids,)
-    shapes.append((len(bitmasks) + 3, TILE, TILE // 32))
+    shapes.append((len(bitmasks) + 3, tile, tile // 32))
     packed, places = zeros(shapes, is_pinned=may_pin(device))
     row_records, row_indices, row_ids, col_records, col_indices, col_ids, words = views(packed, places)
     _write_list(by_rows, ids, partial, subtiles, row_indices[:nnz], row_ids[:nnz], of_rows=True)
@@ -63,23 +65,23 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     records = _records(by_rows, by_cols, partial, subtiles, work, most, [n_long for n_long, _ in long], frame)
     row_records[...] = records[: by_rows.n_lines].reshape(row_records.shape)
     col_records[...] = records[by_rows.n_lines :].reshape(col_records.shape)
-    words[:-3], words[-3:] = bitmasks.view(np.int32), _edge_bitmasks(*last)
+    words[:-3], words[-3:] = bitmasks.view(np.int32), _edge_bitmasks(*last, tile)
     return with_dynamic_lengths(Plan(*sent(packed, places, device, non_blocking=non_blocking)))
 
 
-def _last(length: int) -> int:
+def _last(length: int, tile: int) -> int:
     """Tokens of the last tile."""
-    return (length - 1) % TILE + 1 if length else 0
+    return (length - 1) % tile + 1 if length else 0
 
 
 @functools.lru_cache(maxsize=256)
-def _edge_bitmasks(n_queries: int, n_keys: int) -> Array:
-    """Existing pairs of a tile at the right edge, at the bottom edge and in the corner: (3, 128, 4), read only.
+def _edge_bitmasks(n_queries: int, n_keys: int, tile: int) -> Array:
+    """Existing pairs of a tile at the right edge, at the bottom edge and in the corner: (3, tile, words), read only.
 
     n_queries, n_keys  tokens of the last tile row and the last tile column
     """
-    q_exists, kv_exists = (np.arange(TILE) < n for n in (n_queries, n_keys))
-    every = np.ones(TILE, dtype=bool)
+    q_exists, kv_exists = (np.arange(tile) < n for n in (n_queries, n_keys))
+    every = np.ones(tile, dtype=bool)
     pairs = [np.outer(q, kv) for q, kv in ((every, kv_exists), (q_exists, every), (q_exists, kv_exists))]
     return np.packbits(np.stack(pairs), axis=-1, bitorder="little").view(np.int32)
 
@@ -87,8 +89,10 @@ def _edge_bitmasks(n_queries: int, n_keys: int) -> Array:
 def subtiles_of(bitmasks: Array) -> Array:
     """Attended 64 x 64 subtiles of each bitmask (see Plan); ALL_SUBTILES if it does not consist of whole subtiles.
 
-    bitmasks  32-bit words (distinct, 128, 4)
+    bitmasks  32-bit words (distinct, 128, 4), or (distinct, 64, 2), which have no subtiles
     """
+    if bitmasks.shape[1] != TILE:
+        return np.full(len(bitmasks), ALL_SUBTILES, np.int32)
     # the first row of each half rules out most bitmasks
     left, right = bitmasks[:, :: TILE // 2, ::2], bitmasks[:, :: TILE // 2, 1::2]
     is_made = ((left == right) & ((left == 0) | (~left == 0))).all(axis=(1, 2))
@@ -100,9 +104,9 @@ def subtiles_of(bitmasks: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _edge_subtiles(n_queries: int, n_keys: int) -> Array:
+def _edge_subtiles(n_queries: int, n_keys: int, tile: int) -> Array:
     """`subtiles_of` the `_edge_bitmasks`; read only."""
-    return subtiles_of(_edge_bitmasks(n_queries, n_keys))
+    return subtiles_of(_edge_bitmasks(n_queries, n_keys, tile))
 
 
 class Side(NamedTuple):
@@ -141,7 +145,7 @@ def _sides(tiles: BlockRows, frame: Frame, work: Array, col_line: Array) -> tupl
 
 def _with_edges(by_rows: Side, by_cols: Side, ids: Array, n_bitmasks: int, frame: Frame) -> tuple[Array, Array]:
     """(ids, indices of the partial tiles); full tiles on a ragged edge become partial, with `_edge_bitmasks`."""
-    q_is_ragged, kv_is_ragged = frame.q_len % TILE != 0, frame.kv_len % TILE != 0
+    q_is_ragged, kv_is_ragged = (length % frame.block_size[0] != 0 for length in (frame.q_len, frame.kv_len))
     if q_is_ragged or kv_is_ragged:
         edge = 2 * (q_is_ragged & (by_cols.minor == frame.n_rows - 1))
         edge += kv_is_ragged & (by_rows.minor == frame.n_cols - 1)

@@ -51,7 +51,7 @@ def test_the_plan_equals_that_of_the_host(
     for name in ("row_bitmask_ids", "col_bitmask_ids"):
         assert len(getattr(plan, name)) == len(getattr(expected, name))
     other = BlockLayout.from_state_dict(layout.state_dict())
-    other._cache["plans"][device, False] = plan
+    other._cache["plans"][device, False, TILE] = plan
     for side in ("row", "col"):
         assert torch.equal(entry_bitmasks(other, device, side), entry_bitmasks(layout, torch.device("cpu"), side))
 

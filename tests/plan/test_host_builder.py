@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
 from blocksparse_flash.plan.host_builder import _long, _order, count_long, subtiles_of
-from blocksparse_flash.plan_format import ALL_SUBTILES, LONG, N_SUBTILED, PARTIAL, SUBTILES_BIT, TILE, Plan
+from blocksparse_flash.plan_format import ALL_SUBTILES, FINE_TILE, LONG, N_SUBTILED, PARTIAL, SUBTILES_BIT, TILE, Plan
+from tests.support import cases
 
 
 def drawn(seed: int, axes: tuple[int, int], q_len: int, kv_len: int) -> np.ndarray:
@@ -29,22 +30,27 @@ def drawn(seed: int, axes: tuple[int, int], q_len: int, kv_len: int) -> np.ndarr
     return mask
 
 
-def tiles_of(mask: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
-    """(row, col) -> 128 x 128 pairs of each tile that is not empty; pairs past the end are False."""
+def tiles_of(mask: np.ndarray, side: int) -> dict[tuple[int, int], np.ndarray]:
+    """(row, col) -> side x side pairs of each tile that is not empty; pairs past the end are False."""
     q_len, kv_len = mask.shape
-    padded = np.zeros((-(-q_len // TILE) * TILE, -(-kv_len // TILE) * TILE), bool)
+    padded = np.zeros((-(-q_len // side) * side, -(-kv_len // side) * side), bool)
     padded[:q_len, :kv_len] = mask
     found = {}
-    for row in range(len(padded) // TILE):
-        for col in range(padded.shape[1] // TILE):
-            tile = padded[row * TILE : (row + 1) * TILE, col * TILE : (col + 1) * TILE]
+    for row in range(len(padded) // side):
+        for col in range(padded.shape[1] // side):
+            tile = padded[row * side : (row + 1) * side, col * side : (col + 1) * side]
             if tile.any():
                 found[row, col] = tile
     return found
 
 
 def subtiles(tile: np.ndarray) -> int:
-    """Bitmask of the 64 x 64 subtiles that attend if each attends fully or not at all, else ALL_SUBTILES."""
+    """Bitmask of the 64 x 64 subtiles that attend if each attends fully or not at all, else ALL_SUBTILES.
+
+    Tiles of 64 x 64 pairs have no subtiles.
+    """
+    if len(tile) == FINE_TILE:
+        return ALL_SUBTILES
     parts = [tile[64 * (i // 2) :, 64 * (i % 2) :][:64, :64] for i in range(4)]
     if all(part.all() or not part.any() for part in parts):
         return sum(int(part.all()) << i for i, part in enumerate(parts))
@@ -54,9 +60,11 @@ def subtiles(tile: np.ndarray) -> int:
 def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
     """Checks one direction of a plan against masks (batch, heads, q_len, kv_len)."""
     records_of, indices, ids = (tensor.numpy() for tensor in (plan[:3] if of_rows else plan[3:6]))
+    side = plan.tile
+    assert plan.bitmasks.shape[1:] == (side, side // 32)
     words = np.unpackbits(plan.bitmasks.numpy().view(np.uint8), axis=-1, bitorder="little").astype(bool)
-    axes = [tiles_of(mask) for mask in masks.reshape(-1, *masks.shape[2:])]
-    n_lines = -(-masks.shape[2 if of_rows else 3] // TILE)
+    axes = [tiles_of(mask, side) for mask in masks.reshape(-1, *masks.shape[2:])]
+    n_lines = -(-masks.shape[2 if of_rows else 3] // side)
     counts = np.array([[sum(key[not of_rows] == line for key in tiles) for line in range(n_lines)] for tiles in axes])
     over = counts * counts.size > 2 * counts.sum()
     is_long = over & (counts * LONG > counts.sum(1, keepdims=True))
@@ -78,7 +86,7 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
             found = {}
             for i_entry, minor in enumerate(minors):
                 assert (listed[i_entry] < 0) == (i_entry < n_partial)
-                tile = words[ids[first + i_entry]] if i_entry < n_partial else np.ones((TILE, TILE), bool)
+                tile = words[ids[first + i_entry]] if i_entry < n_partial else np.ones((side, side), bool)
                 assert i_entry < n_partial or ids[first + i_entry] == 0
                 if i_entry < n_partial:
                     found_subtiles = (listed[i_entry] >> SUBTILES_BIT) & ALL_SUBTILES
@@ -87,8 +95,11 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
                     # one half of the keys (in tile columns: of the queries) attends to nothing
                     is_half = not tile.any(0 if of_rows else 1).reshape(2, -1).any(1).all()
                     assert (is_half and found_subtiles < ALL_SUBTILES) == (i_entry >= ends[2])
-                    # kernels that only test the sign multiply by TILE in 32 bits
-                    assert int(listed[i_entry]) * TILE % 2**32 == 2**31 + minors[i_entry] * TILE
+                    if side == TILE:
+                        # kernels that only test the sign multiply by TILE in 32 bits
+                        assert int(listed[i_entry]) * TILE % 2**32 == 2**31 + minors[i_entry] * TILE
+                    else:
+                        assert listed[i_entry] == minors[i_entry] - PARTIAL
                 found[(line, minor) if of_rows else (minor, line)] = tile
             expected = {key: tile for key, tile in tiles.items() if key[not of_rows] == line}
             assert found.keys() == expected.keys()
@@ -109,12 +120,28 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
     st.sampled_from([100, 128, 640, 700]),
     st.sampled_from([100, 384, 1000]),
     st.sampled_from([128, 64, (32, 256)]),
+    st.sampled_from([TILE, FINE_TILE]),
 )
 def test_both_directions_list_the_tiles_of_the_mask(
-    seed: int, axes: tuple[int, int], q_len: int, kv_len: int, block_size: int | tuple[int, int]
+    seed: int, axes: tuple[int, int], q_len: int, kv_len: int, block_size: int | tuple[int, int], tile: int
 ) -> None:
     masks = drawn(seed, axes, q_len, kv_len)
-    plan = BlockLayout.from_dense(masks, block_size=block_size).plan("cpu")
+    plan = BlockLayout.from_dense(masks, block_size=block_size).plan("cpu", tile=tile)
+    assert plan.tile == tile
+    check_side(plan, masks, of_rows=True)
+    check_side(plan, masks, of_rows=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tile", [TILE, FINE_TILE])
+@pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
+def test_plans_of_the_zoo_list_the_tiles_of_the_mask(case: cases.Case, tile: int, causal: bool) -> None:
+    layout = case.build()
+    masks = layout.to_dense().numpy()
+    if causal:
+        masks = masks & np.tri(layout.q_len, layout.kv_len, layout.kv_len - layout.q_len, dtype=bool)
+    plan = layout.plan("cpu", causal=causal, tile=tile)
+    assert plan.tile == tile and (tile == TILE or not plan.has_subtiles)
     check_side(plan, masks, of_rows=True)
     check_side(plan, masks, of_rows=False)
 
@@ -132,6 +159,7 @@ def test_subtiles_of_a_bitmask_are_found() -> None:
     words = np.packbits(np.concatenate([tiles, broken]), axis=-1, bitorder="little").view(np.int32)
     assert subtiles_of(words).tolist() == [*range(16), *[ALL_SUBTILES] * 80]
     assert subtiles_of(words[:0]).shape == (0,)
+    assert subtiles_of(words[:2, :64, :2]).tolist() == [ALL_SUBTILES] * 2
 
 
 @pytest.mark.parametrize("lengths", [(5 * TILE, 6 * TILE), (5 * TILE + 64, 6 * TILE + 7)])
@@ -146,8 +174,9 @@ def test_subtiled_tiles_are_ordered_by_their_halves(lengths: tuple[int, int]) ->
     check_side(plan, layout.to_dense().numpy(), of_rows=False)
 
 
+@pytest.mark.parametrize("tile", [TILE, FINE_TILE])
 @pytest.mark.parametrize("causal", [False, True])
-def test_full_tiles_with_a_long_tile_row_and_column(causal: bool) -> None:
+def test_full_tiles_with_a_long_tile_row_and_column(causal: bool, tile: int) -> None:
     """Only the diagonal makes tiles partial; one row and one column of one head are worth splitting."""
     blocks = torch.rand((1, 2, 10, 12), generator=torch.Generator().manual_seed(0)) < 0.1
     blocks[0, 1, 3] = blocks[0, 1, :, 5] = True
@@ -155,7 +184,7 @@ def test_full_tiles_with_a_long_tile_row_and_column(causal: bool) -> None:
     masks = layout.to_dense().numpy()
     if causal:
         masks = masks & np.tri(10 * TILE, 12 * TILE, 2 * TILE, dtype=bool)
-    plan = layout.plan("cpu", causal=causal)
+    plan = layout.plan("cpu", causal=causal, tile=tile)
     assert plan.row_records[0, 0, 0, 7] > 0
     check_side(plan, masks, of_rows=True)
     check_side(plan, masks, of_rows=False)
@@ -191,4 +220,5 @@ def test_a_loaded_layout_has_the_same_plan() -> None:
     made = BlockLayout.from_blocks([0, 1, 1], [3, 0, 1], 300, 512, block_size=TILE)
     loaded = BlockLayout.from_state_dict(made.state_dict())
     assert made._cache["rows"] is not None and loaded._cache["rows"] is None
-    assert all(map(torch.equal, loaded.plan("cpu"), made.plan("cpu")))
+    for tile in (TILE, FINE_TILE):
+        assert all(map(torch.equal, loaded.plan("cpu", tile=tile), made.plan("cpu", tile=tile)))
