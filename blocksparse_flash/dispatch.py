@@ -15,6 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .plan import tile_choice
+from .plan.tile_choice import FineWork
+from .plan_format import FINE_TILE, TILE
 from .runtime.tensor_spec import TensorSpec, TensorSpecs, is_tma_loadable, tma_can_load
 
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
@@ -25,6 +28,8 @@ TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
 # "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. With 2^24 a
 # dense forward of `hopper` takes 201 us for 264 of `triton`, with 2^23 77 for 68 (H200, 16 heads of 128, bf16)
 MIN_HOPPER_ELEMENTS = 1 << 24
+# of the Hopper kernels that iterate over tiles of 64 x 64
+MAX_FINE_HEAD_DIM = 128
 # "auto" also leaves this many queries to `triton`, which splits their keys among programs
 FEW_QUERIES = 64
 
@@ -231,13 +236,28 @@ def decide(
     return "auto" if backend == "auto" and chosen == "hopper" else chosen
 
 
-def resolve(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The backend of a traced call with backend "auto" on a Hopper GPU, once there are addresses and sizes."""
-    unfit = _too_small(q, k) or unfit_for_hopper((q, k, v), q.dtype)
+def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int) -> str:
+    """The backend of a traced call with backend "auto" on a Hopper GPU, once there are addresses and sizes.
+
+    tile  of its plan; only `hopper` has kernels for tiles of 64 x 64, and copies what TMA cannot load
+    """
+    unfit = None if tile == FINE_TILE else _too_small(q, k) or unfit_for_hopper((q, k, v), q.dtype)
     chosen = "hopper" if unfit is None else "triton"
     if _LOGGER.isEnabledFor(logging.DEBUG):
         _log("auto", chosen, q.device, q.dtype, unfit)
     return chosen
+
+
+def tile_of(backend: str, work: FineWork, q_shape: Sequence[int], k_shape: Sequence[int], v_dim: int) -> int:
+    """Tokens per side of the tiles that a call with a layout iterates over; part of its plan.
+
+    work  of the layout
+    """
+    # "auto" is a traced call on a Hopper GPU, see `decide`
+    if backend not in ("hopper", "auto") or max(q_shape[3], v_dim) > MAX_FINE_HEAD_DIM:
+        return TILE
+    is_fine = tile_choice.pays(work, q_shape[0] * q_shape[1], q_shape[1] // k_shape[1])
+    return FINE_TILE if is_fine else TILE
 
 
 def is_deterministic(deterministic: bool | None) -> bool:

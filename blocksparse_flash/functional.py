@@ -14,6 +14,7 @@ from .explanation import Explanation
 from .explanation.call import Call
 from .layout import BlockLayout
 from .plan import block_bias as biases
+from .plan_format import TILE
 from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs, specs_of
 from .validation import ScoreOptions
@@ -110,7 +111,12 @@ def _run(
             )
     plan: list[Tensor] = []
     if layout is not None:
-        plan = _constants(layout.plan(_plan_device(q), causal=spec.causal), q, specs)
+        device = _plan_device(q)
+        tile = TILE
+        if spec.backend in ("hopper", "auto"):
+            work = layout.fine_work(device, spec.causal)
+            tile = dispatch.tile_of(spec.backend, work, q.shape, k.shape, v.shape[3])
+        plan = _constants(layout.plan(device, causal=spec.causal, tile=tile), q, specs)
     if scores is None:
         return ops.attention(q, k, v, plan, kv_lengths, seed, spec, specs)
     bias_index: list[Tensor] = []

@@ -29,9 +29,10 @@ from .blocks.checks import TENSORS
 from .blocks.reindexing import crop, gather
 from .blocks.statistics import Description, describe
 from .blocks.transfer import resolved, to_device
-from .plan import block_bias, block_selection, device_builder
+from .plan import block_bias, block_selection, device_builder, tile_choice
 from .plan.block_bias import BiasIndex
 from .plan.host_builder import build_plan
+from .plan.tile_choice import FineWork
 from .plan_format import FINE_TILE, PARTIAL, TILE, Plan
 from .runtime import tracing
 
@@ -627,7 +628,7 @@ class BlockLayout:
         non_blocking  as in `plan`
         """
         device = resolved(device)
-        self.plan(device, non_blocking=non_blocking)
+        self._plan_all(device, non_blocking=non_blocking)
         if device == self.device:
             return self
         found: block_selection.Selection | None = self._cache.get("selection")
@@ -710,6 +711,27 @@ class BlockLayout:
                 else:
                     plans[key] = self._new_plan(device, causal, tile, non_blocking)
         return plans[key]
+
+    def _plan_all(self, device: torch.device | str | int, *, causal: bool = False, non_blocking: bool = False) -> None:
+        """Makes the plans that calls on a device may use; torch.compile uses those that were made before."""
+        device = resolved(device)
+        self.plan(device, causal=causal, non_blocking=non_blocking)
+        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+        if is_hopper and self.fine_work(device, causal).share <= tile_choice.MAX_SHARE:
+            self.plan(device, causal=causal, tile=FINE_TILE, non_blocking=non_blocking)
+
+    def fine_work(self, device: torch.device, causal: bool) -> FineWork:
+        """The 64 x 64 tiles of the layout, by which a call on a Hopper GPU chooses its plan. Cached.
+
+        While torch.compile traces, only for a plan of such tiles that was made before, else tile_choice.NOT_FINE.
+        """
+        if torch.compiler.is_compiling() and (device, causal, FINE_TILE) not in self._cache["plans"]:
+            return tile_choice.NOT_FINE
+        found: FineWork | None = self._cache.get("fine_work")
+        if found is None:
+            with tracing.outside_transforms(self._tensors.indptr):
+                found = self._cache["fine_work"] = self._new_fine_work()
+        return found
 
     def bias_index(self, device: torch.device | str | int, *, causal: bool = False) -> BiasIndex:
         """Index from stored blocks to the tiles of `plan(device, causal=causal)`, for block_bias. Cached.
@@ -911,6 +933,15 @@ class BlockLayout:
             return self._rows(), frame
         found = block_list.regroup(self._block_list(), frame, tiles.block_size)
         return block_list.by_rows(found, tiles), tiles
+
+    @tracing.untraced
+    def _new_fine_work(self) -> FineWork:
+        frame = self._frame
+        is_coarse = frame.block_size[0] % TILE == 0 and frame.block_size[1] % TILE == 0
+        if "selection" in self._cache or (is_coarse and not self._tensors.bitmasks.shape[0]):
+            return tile_choice.NOT_FINE
+        coarse, _ = self._tiles(frame, TILE)
+        return tile_choice.fine_work(*self._tiles(frame, FINE_TILE), len(coarse.cols))
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from .dispatch import CallSpec, resolve
 from .kernels.inputs import BackwardInputs
+from .plan_format import FINE_TILE, TILE, tile_of
 from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs
 from .score_mods import Scores
@@ -35,8 +36,13 @@ torch.library.define(
 
 
 @functools.cache
-def _kernels(backend: str, deterministic: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The forward and the backward of a backend. Imports Triton when it is first needed."""
+def _kernels(backend: str, deterministic: bool, tile: int = TILE) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward and the backward of a backend for plans of such tiles. Imports Triton when it is first needed."""
+    if tile == FINE_TILE:
+        assert backend == "hopper", f"{backend} has no kernels for tiles of {tile} x {tile}"
+        from .kernels.hopper import fine_backward, fine_forward
+
+        return fine_forward.forward, fine_backward.backward
     if backend == "triton":
         from .kernels.triton import backward, forward
 
@@ -69,8 +75,9 @@ def launch_forward(
 
     specs  of q, k and v where they are known; `eager` has no use for them
     """
-    backend = resolve(q, k, v) if spec.backend == "auto" else spec.backend
-    forward = _kernels(backend, spec.deterministic)[0]
+    tile = tile_of(plan)
+    backend = resolve(q, k, v, tile) if spec.backend == "auto" else spec.backend
+    forward = _kernels(backend, spec.deterministic, tile)[0]
     options: dict[str, Any] = {}
     if scores is not None:
         options["scores"] = scores
@@ -94,8 +101,9 @@ def launch_backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and, with score mods, the `wanted` gradients of sinks, slopes and bias, the others empty."""
     dout = inputs.dout
-    backend = resolve(inputs.q, inputs.k, inputs.v) if spec.backend == "auto" else spec.backend
-    backward = _kernels(backend, spec.deterministic)[1]
+    tile = tile_of(plan)
+    backend = resolve(inputs.q, inputs.k, inputs.v, tile) if spec.backend == "auto" else spec.backend
+    backward = _kernels(backend, spec.deterministic, tile)[1]
     options = {} if scores is None else {"scores": scores, "wanted": wanted}
     causal = spec.causal and not plan
     arguments = (inputs, plan, kv_lengths, seed, spec.scale, causal, spec.dropout_p)

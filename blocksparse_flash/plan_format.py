@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,6 +96,11 @@ class Plan(NamedTuple):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Plan:
         """The same plan on another device."""
         return with_dynamic_lengths(Plan(*to_device(self, device, non_blocking=non_blocking)))
+
+
+def tile_of(plan: Sequence[Tensor]) -> int:
+    """`Plan.tile` of the tensors of a plan; TILE without one."""
+    return plan[6].shape[1] if plan else TILE
 
 
 def list_lengths(n_tiles: int, n_split: int, *, of_rows: bool, has_subtiles: bool = False) -> tuple[int, int]:

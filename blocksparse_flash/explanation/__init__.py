@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..plan_format import TILE
 from . import cost, memory, prediction
 from .advice import advice
 from .call import Call
@@ -138,7 +137,7 @@ def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], d
         backend=call.backend,
         reason=reason,
         others=others,
-        tile=None if is_reference else (TILE, TILE),
+        tile=None if is_reference else (call.tile, call.tile),
         density=1.0 if call.layout is None else call.layout.density,
         tile_density=done.tiles / done.grid if done.grid else 1.0,
         partial_share=done.partial / done.tiles if done.tiles else 0.0,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dispatch import misaligned
+from ..dispatch import misaligned, tile_of
 from ..layout import BlockLayout
-from ..plan_format import Plan
+from ..plan_format import FINE_TILE, TILE, Plan
 from . import scheduling
 
 
@@ -81,6 +81,11 @@ class Call:
         return torch.cuda.get_device_properties(self.q.device).multi_processor_count
 
     @property
+    def is_fine(self) -> bool:
+        """Whether the tiles are of 64 x 64, which have kernels of their own."""
+        return self.tile == FINE_TILE
+
+    @property
     def unreadable(self) -> tuple[str, ...]:
         """Which of q, k, v TMA cannot load in place. It can load autocast's copies."""
         named = {"q": self.q, "k": self.k, "v": self.v}
@@ -94,7 +99,15 @@ class Call:
             return None
         # meta tensors have no plan on their device
         device = torch.device("cpu") if self.q.device.type == "meta" else self.q.device
-        return self.layout.plan(device, causal=self.causal)
+        return self.layout.plan(device, causal=self.causal, tile=self.tile)
+
+    @functools.cached_property
+    def tile(self) -> int:
+        """Tokens per side of a tile."""
+        if self.layout is None or self.is_empty or self.backend != "hopper":
+            return TILE
+        work = self.layout.fine_work(self.q.device, self.causal)
+        return tile_of(self.backend, work, self.q.shape, self.k.shape, self.v_dim)
 
     @functools.cached_property
     def sides(self) -> scheduling.Sides:

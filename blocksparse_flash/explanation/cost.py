@@ -11,7 +11,7 @@ import torch
 
 from .. import dispatch as backends
 from ..kernels.schedule import padded_dim
-from ..plan_format import TILE, Plan
+from ..plan_format import Plan
 from . import memory, prediction
 from .call import Call
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
@@ -35,7 +35,7 @@ def _pairs_of_plan(plan: Plan) -> int:
     passed = np.cumsum(n_partial) - n_partial
     entries = np.repeat(begin - passed, n_partial) + np.arange(n_partial.sum())
     of_bitmask = np.bitwise_count(words.view(np.uint32)).sum(axis=(1, 2), dtype=np.int64)
-    return int(of_bitmask[ids[entries]].sum() + (n_tiles - n_partial).sum() * TILE * TILE)
+    return int(of_bitmask[ids[entries]].sum() + (n_tiles - n_partial).sum() * plan.tile**2)
 
 
 def _attending(call: Call) -> int:
@@ -53,8 +53,8 @@ def _attending(call: Call) -> int:
 class Balance(NamedTuple):
     """How evenly tiles are spread over tile rows and columns, and what that costs.
 
-    longest_row, mean_row  tiles of a block of 128 queries
-    longest_col, mean_col  tiles of a block of 128 keys, over all query heads that share a kv head
+    longest_row, mean_row  tiles of a tile row
+    longest_col, mean_col  tiles of a tile column, over all query heads that share a kv head
     n_sms                  SMs of the GPU; None on another device, as are forward and backward
     forward, backward      how many times longer the kernels take than with work spread evenly over the SMs
     """
@@ -88,13 +88,14 @@ def work(call: Call) -> Work:
     if call.is_empty:
         return Work(0, 0, 0, 0, 0)
     axes = call.batch * call.heads
-    grid = axes * -(-call.q_len // TILE) * -(-call.kv_len // TILE)
+    tile = call.tile
+    grid = axes * -(-call.q_len // tile) * -(-call.kv_len // tile)
     if call.backend == "reference":
         pairs = axes * call.q_len * call.kv_len
         return Work(grid, grid, grid, pairs, _attending(call))
     rows = call.sides.rows
     tiles, partial = int(rows.tiles.sum()), int(rows.partial.sum())
-    return Work(tiles, partial, grid, tiles * TILE * TILE, _attending(call))
+    return Work(tiles, partial, grid, tiles * tile**2, _attending(call))
 
 
 # ---- the GPU ----
@@ -129,6 +130,8 @@ def unmeasured(call: Call) -> str:
         return "sinks, softcap, alibi_slopes and block_bias were not measured"
     if call.q_len <= backends.FEW_QUERIES:
         return "the kernels for few queries were not measured"
+    if call.is_fine:
+        return "the kernels for tiles of 64 x 64 were not measured"
     if memory.uses_hopper_backward(call) and memory.has_separate_dq(call):
         return "the backward of hopper with a launch for dq alone, used for few tiles or equal bits, was not measured"
     return ""
@@ -186,6 +189,8 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
         return split_lines(lines, chosen.n_lines * n_batch_heads, chosen.parts)
 
     forward = backward = sides = call.sides
+    if call.is_fine:
+        return forward, backward
     if call.backend == "hopper":
         rows = split(sides.rows, 0, call.batch * call.heads)
         pairs_tiles = dim <= 128 and not call.has_kv_lengths and len(rows.tiles) == len(sides.rows.tiles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..kernels.schedule import Split, padded_dim, split_of
+from ..kernels.schedule import WHOLE, Split, padded_dim, split_of
 from ..kernels.separate_dq import is_dq_separate
 from ..plan_format import TILE
 from .call import Call
@@ -60,12 +60,16 @@ def _copies(call: Call) -> int:
 
 
 def split(call: Call, first: int, n_sms: int) -> Split:
-    """How `hopper` splits rows (first = 0) or columns (3)."""
+    """How `hopper` splits rows (first = 0) or columns (3); its kernels for tiles of 64 x 64 split nothing."""
+    if call.is_fine:
+        return WHOLE
     return split_of(call.plan or (), first, call.q.shape, call.k.shape, call.causal, n_sms)
 
 
 def _queue(call: Call, first: int, n_sms: int) -> int:
     """Bytes of the counter from which `hopper` programs take tile rows (first = 0) or columns (3), if needed."""
+    if call.is_fine:
+        return 0
     length, heads = (call.kv_len, call.kv_heads) if first else (call.q_len, call.heads)
     n_programs = split(call, first, n_sms).n_programs(-(-length // TILE), call.batch * heads)
     return FLOAT if n_programs > n_sms else 0
@@ -125,26 +129,29 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
     n_sms = call.n_sms if n_sms is None else n_sms
     sizes = _sizes(call)
     inputs = sizes["q"] + sizes["k"] + sizes["v"]
-    walked = ("col",) if uses_hopper_backward(call) and not has_separate_dq(call) else ("row", "col")
+    is_one_walk = uses_hopper_backward(call) and not call.is_fine and not has_separate_dq(call)
+    walked = ("col",) if is_one_walk else ("row", "col")
     reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *walked)
     if call.is_empty or call.backend not in ("triton", "hopper"):
         return Moved(reads, inputs, 0 if call.is_empty else None, 0, 0)
     # lse and delta of each query, tiles filled up
-    statistics = 2 * FLOAT * call.batch * call.heads * -(-call.q_len // TILE) * TILE
+    statistics = 2 * FLOAT * call.batch * call.heads * -(-call.q_len // call.tile) * call.tile
     passes = 2 * sizes["out"] + sizes["lse"] + statistics
     # of a launch for dk and dv, and of one for dq
     shared = inputs + sizes["out"] + statistics
     walk = 2 * shared + inputs + _lists(call, "row", "col")
     if not uses_hopper_backward(call):
         return Moved(reads, inputs, statistics, walk, passes)
-    if has_separate_dq(call):
+    rows = call.batch * call.heads * call.q_len
+    dq = call.dtype.itemsize * rows * _padded(call.head_dim)
+    if call.is_fine:
+        workspace = statistics + (dq if call.head_dim % 8 else 0)
+    elif has_separate_dq(call):
         # for two kernels, each in its own order
         workspace, passes = 2 * statistics, passes + statistics
     else:
-        rows = call.batch * call.heads * call.q_len
         # of whole tiles
         dq_sum = statistics // 2 * padded_dim("hopper", call.head_dim)
-        dq = call.dtype.itemsize * rows * _padded(call.head_dim)
         workspace = statistics + dq_sum
         if call.head_dim % 8:
             workspace += dq

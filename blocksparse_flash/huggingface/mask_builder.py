@@ -189,7 +189,7 @@ def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFun
         layout = layout_crops.built(full)
         within = BlockLayout.stack_batches([layout_crops.in_slots(layout, tokens, crop) for tokens in is_token])
         if kind != "other" and (window is None or not _has_gaps(is_token)):
-            within.plan(crop.device)
+            within._plan_all(crop.device)
             return Mask(within, False, kind, window)
 
     def attends(batch: Tensor, head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFun
         within=within,
         batch=request.batch,
     )
-    layout.plan(crop.device)
+    layout._plan_all(crop.device)
     return Mask(layout, False, kind, window)
 
 

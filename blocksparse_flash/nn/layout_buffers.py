@@ -22,7 +22,7 @@ class HoldsLayout(nn.Module):
         device = next(self.parameters()).device
         if isinstance(self.layout, BlockLayout) and device.type != "meta":
             self.layout = self.layout.to(device)
-            self.layout.plan(device, causal=self.causal)
+            self.layout._plan_all(device, causal=self.causal)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HoldsLayout:
         super()._apply(fn, recurse)

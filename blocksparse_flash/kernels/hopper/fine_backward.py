@@ -208,7 +208,7 @@ def fine_dkdv_kernel(
             q_start = start_of(indices_ptr, begin + i * (i < n_tiles).to(gl.int32))
             stage = (n_done + i) % STAGES
             load_queries(q_desc, dout_desc, buffers, i_batch, i_head, q_start, stage, i < n_tiles)
-        for i in range(0, n_partial):
+        for i in range(n_partial):
             stage, phase = (n_done + i) % STAGES, (n_done + i) // STAGES & 1
             o_line = o_head + start_of(indices_ptr, begin + i)
             has_more = i + STAGES < n_tiles
@@ -349,7 +349,7 @@ def fine_dq_kernel(
     b_dq = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
     mbarrier.wait(q_full, 0, pred=has_steps)
     mbarrier.wait(dout_full, 0, pred=has_steps)
-    for i_step in range(0, n_partial):
+    for i_step in range(n_partial):
         # the lists are padded, so that one entry past the end can be read
         next_start = start_of(indices_ptr, begin + i_step + 1)
         b_dq = add_dq(
@@ -392,7 +392,7 @@ def backward_launches(
     specs: TensorSpecs,
     by_rows: PlanSpecs,
     by_cols: PlanSpecs,
-    others: tuple[tuple[torch.dtype, bool] | None, ...],
+    others: tuple[tuple[torch.dtype, bool] | None, ...],  # noqa: ARG001 - kernels are compiled for aligned pointers
     scale: float,
 ) -> BackwardLaunches:
     """The launches for all calls with these cache keys.
@@ -450,12 +450,20 @@ def backward_launches(
 
 
 def backward(
-    inputs: BackwardInputs, plan: list[torch.Tensor], kv_lengths: torch.Tensor | None, scale: float
+    inputs: BackwardInputs,
+    plan: list[torch.Tensor],
+    kv_lengths: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    dropout_p: float,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, contiguous and in q's type.
 
     plan  the tensors of a Plan of 64 x 64 tiles
     """
+    assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
+    assert not causal, "the plan contains it"
     dout, dlse, q, k, v, out, lse = inputs
     dim, dim_v = q.shape[3], v.shape[3]
     # gradients from autograd may have strides of 0

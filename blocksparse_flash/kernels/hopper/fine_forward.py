@@ -1,4 +1,4 @@
-"""Hopper forward over tiles of 64 x 64, in Gluon (sm90): out = softmax(scale q k^T) v over the pairs of a layout, and lse.
+"""Hopper forward over tiles of 64 x 64 in Gluon (sm90): out = softmax(scale q k^T) v over a layout's pairs, and lse.
 
 For layouts whose blocks are too small for the tiles of 128 x 128 of forward.py. Shapes as there; head_dim up to 128.
 
@@ -72,7 +72,7 @@ class Pointers(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory: q, k [64, DIM], v [64, DIM_V], as blocks of their descriptors, and the mbarriers of their loads."""
+    """Shared memory: q, k [64, DIM] and v [64, DIM_V] as blocks of their descriptors, the mbarriers of their loads."""
 
     q: Any
     k: Any
@@ -92,8 +92,8 @@ class RowState(NamedTuple):
 
 @gluon.jit
 def step(
-    state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start, i_entry, i_step, n_steps,
-    kv_limit, MASKED: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
+    state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start, i_entry, i_step,
+    n_steps, kv_limit, MASKED: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The keys from kv_start on; starts the loads of the next step, if there is one. Returns the new RowState.
 
@@ -201,7 +201,7 @@ def fine_forward_kernel(
         sum=gl.full([SIDE, 4], 0.0, gl.float32, row_sum_layout()),
     )
     mbarrier.wait(buffers.q_full, 0, pred=has_steps)
-    for i_step in range(0, n_partial):
+    for i_step in range(n_partial):
         # the lists are padded, so that one entry past the end can be read
         next_start = start_of(indices_ptr, begin + i_step + 1)
         state = step(
@@ -244,7 +244,10 @@ class ForwardLaunch(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def forward_launch(
-    specs: TensorSpecs, lists: PlanSpecs, lengths: tuple[torch.dtype, bool] | None, scale: float
+    specs: TensorSpecs,
+    lists: PlanSpecs,
+    lengths: tuple[torch.dtype, bool] | None,  # noqa: ARG001 - kernels are compiled for aligned pointers
+    scale: float,
 ) -> ForwardLaunch:
     """The launch for all calls with these cache keys.
 
@@ -292,7 +295,10 @@ def forward(
     v: torch.Tensor,
     plan: list[torch.Tensor],
     kv_lengths: torch.Tensor | None,
+    seed: torch.Tensor | None,
     scale: float,
+    causal: bool,
+    dropout_p: float,
     specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's dtype and lse (batch, heads, q_len) float32, both contiguous.
@@ -300,6 +306,8 @@ def forward(
     plan   the tensors of a Plan of 64 x 64 tiles
     specs  of q, k and v, if the caller has them already
     """
+    assert seed is None and dropout_p == 0.0, "dispatch refuses dropout on this backend"
+    assert not causal, "the plan contains it"
     if specs is None or not specs.is_tma_loadable:
         (q, k, v), specs = tma_loadable(q, k, v)
     lists, empty = tile_lists(plan, 0), allocator(q)

@@ -31,7 +31,9 @@ def load_bitmask(ptrs, work_tile, i_step, WARPGROUP: gl.constexpr, BLOCK_KV: gl.
     STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_KV
     i_bitmask = gl.load(ptrs.bitmask_ids_ptr + (work_tile.begin + i_step // STEPS_PER_TILE))
     o_q = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_KV)))
-    return load_mask_words(ptrs.bitmasks_ptr, i_bitmask, i_step % STEPS_PER_TILE * (BLOCK_KV // 32), o_q, BLOCK_KV, TILE)
+    return load_mask_words(
+        ptrs.bitmasks_ptr, i_bitmask, i_step % STEPS_PER_TILE * (BLOCK_KV // 32), o_q, BLOCK_KV, TILE
+    )
 
 
 @gluon.jit
