@@ -260,7 +260,7 @@ class BlockLayout:
 
         A CUDA graph can capture this together with attention. Selecting has no gradient. On a GPU four kernels make the
         layout and its plan, up to 8192 rows and cols and n_cols <= 2048 + 128 * k. For larger grids, for more than 4
-        blocks per 128 x 128 tile, and under torch.compile, some 60 PyTorch operations do the same.
+        blocks per tile, and under torch.compile, some 60 PyTorch operations do the same.
 
         >>> layout = BlockLayout.from_topk(torch.tensor([[[[0, -1], [1, 0]]]]), 256, 256, block_size=128)
         >>> layout.nnz, layout.capacity
@@ -906,8 +906,9 @@ class BlockLayout:
         return layout
 
     def _new_plan(self, device: torch.device, causal: bool, tile: int, non_blocking: bool = False) -> Plan:
-        if "selection" in self._cache and device == self.device and tile == TILE:
-            return block_selection.plan_of_selection(self._cache["selection"], **self._frame.sizes, causal=causal)
+        if "selection" in self._cache and device == self.device:
+            selection: block_selection.Selection = self._cache["selection"]
+            return block_selection.plan_of_selection(selection, **self._frame.sizes, causal=causal, tile=tile)
         return self._host_plan(device, causal, tile, non_blocking)
 
     @tracing.untraced

@@ -12,7 +12,7 @@ They run on the CPU, under torch.compile and other tracing, and where the kernel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -240,29 +240,31 @@ def sorted_rows(selected: Tensor, n_cols: int) -> tuple[Tensor, Tensor, Tensor]:
     return indptr.view(batch, heads, n_rows + 1), indices[:-1], torch.full_like(indices[:-1], FULL)
 
 
-def plan_of_selection(selection: Selection, *, q_len: int, kv_len: int, block_size: Size, causal: bool) -> Plan:
+def plan_of_selection(
+    selection: Selection, *, q_len: int, kv_len: int, block_size: Size, causal: bool, tile: int
+) -> Plan:
     """The plan of selected blocks, made on the device of the tensors without waiting for it.
 
     Equals host_builder.build_plan, except that lists have the length of the capacity and some bitmasks may be unused.
     causal  also drops the pairs with kv_pos > q_pos + (kv_len - q_len)
+    tile    tokens per side of a tile, TILE or FINE_TILE
     """
     indptr, indices, _, bits = selection
-    parts = [max(1, TILE // side) for side in block_size]
+    parts = [max(1, tile // side) for side in block_size]
+    sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "causal": causal, "tile": tile}
     if bits is not None and _is_on_gpu(bits) and parts[0] * parts[1] <= FEW:
-        return _plan_by_kernels(
-            bits, indptr, len(indices), q_len=q_len, kv_len=kv_len, block_size=block_size, causal=causal
-        )
-    return _plan_by_operations(indptr, indices, q_len=q_len, kv_len=kv_len, block_size=block_size, causal=causal)
+        return _plan_by_kernels(bits, indptr, len(indices), **sizes)
+    return _plan_by_operations(indptr, indices, **sizes)
 
 
 def _plan_by_kernels(
-    bits: Tensor, indptr: Tensor, capacity: int, *, q_len: int, kv_len: int, block_size: Size, causal: bool
+    bits: Tensor, indptr: Tensor, capacity: int, *, q_len: int, kv_len: int, block_size: Size, causal: bool, tile: int
 ) -> Plan:
     from ..kernels.triton import block_selection, plan_builder
 
     batch, heads, n_ends = indptr.shape
     rows = block_selection.Rows(batch * heads, n_ends - 1, -(-kv_len // block_size[1]), q_len, kv_len, block_size)
-    grid = plan_builder.Grid(rows, causal)
+    grid = plan_builder.Grid(rows, causal, tile)
     n_entries = capacity * grid.tiles[0] * grid.tiles[1]
     lengths = _lengths(n_entries, rows.axes, grid.shape, has_subtiles=grid.has_subtiles)
     with tracing.on_device(bits.device):
@@ -273,6 +275,8 @@ def _lengths(n_entries: int, axes: int, grid: Size, *, has_subtiles: bool) -> tu
     """Lengths of indices, row_bitmask_ids and col_bitmask_ids for at most n_entries entries."""
     # one more for the unused entries; no tile row is known to be long
     size = min(n_entries, axes * grid[0] * grid[1] + 1)
+    if size >= 2**31:
+        raise ValueError(f"a plan must list fewer than 2**31 tiles, but this one may list {size}: use larger tiles")
     (n_indices, n_row_ids), (_, n_col_ids) = (
         list_lengths(size, 0, of_rows=of_rows, has_subtiles=has_subtiles) for of_rows in (True, False)
     )
@@ -280,24 +284,24 @@ def _lengths(n_entries: int, axes: int, grid: Size, *, has_subtiles: bool) -> tu
 
 
 def _plan_by_operations(
-    indptr: Tensor, indices: Tensor, *, q_len: int, kv_len: int, block_size: Size, causal: bool
+    indptr: Tensor, indices: Tensor, *, q_len: int, kv_len: int, block_size: Size, causal: bool, tile: int
 ) -> Plan:
     """Processes both directions together: each operation costs the host more than the GPU, so few are best."""
-    grid = -(-q_len // TILE), -(-kv_len // TILE)
-    axes, bitmasks = indptr.shape[0] * indptr.shape[1], _Bitmasks(block_size, q_len, kv_len, indptr.device)
-    axis, row, col, pattern = _tiles(indptr, indices, grid, block_size)
+    grid = -(-q_len // tile), -(-kv_len // tile)
+    axes, bitmasks = indptr.shape[0] * indptr.shape[1], _Bitmasks(block_size, q_len, kv_len, tile, indptr.device)
+    axis, row, col, pattern = _tiles(indptr, indices, grid, block_size, tile)
     # 1: on the ragged right edge; 2: on the bottom edge; 4 and 8: crossed by the diagonal, at one of two distances
     kind = torch.zeros_like(row)
-    if kv_len % TILE:
+    if kv_len % tile:
         kind += col == grid[1] - 1
-    if q_len % TILE:
+    if q_len % tile:
         kind.add_(row == grid[0] - 1, alpha=2)
     if causal:
-        # the first query of a tile is (row - col) * TILE + kv_len - q_len after its first key: from TILE - 1 on every
-        # pair attends, from -TILE down none
+        # the first query of a tile is (row - col) * tile + kv_len - q_len after its first key: from tile - 1 on every
+        # pair attends, from -tile down none
         behind, ahead = row - col, q_len - kv_len
-        for least in (TILE - 1, 0):
-            kind.add_(behind < -(-(ahead + least) // TILE), alpha=4)
+        for least in (tile - 1, 0):
+            kind.add_(behind < -(-(ahead + least) // tile), alpha=4)
     if bitmasks.n_sub <= FEW:
         ids = torch.add(pattern, kind, alpha=2**bitmasks.n_sub)
         is_full = ids == 2**bitmasks.n_sub - 1
@@ -308,10 +312,10 @@ def _plan_by_operations(
         words = bitmasks.words(pattern, kind & 3, kind >> 2)
     if causal:
         # drop tiles that lie entirely beyond the diagonal
-        is_left = words.flatten(1).any(dim=1)[ids] & (behind >= -((TILE - 1 - ahead) // TILE))
+        is_left = words.flatten(1).any(dim=1)[ids] & (behind >= -((tile - 1 - ahead) // tile))
         axis = axis.masked_fill(~is_left, axes)
-    # subtiles are listed if one side of a block has 64 tokens and none has fewer
-    subtiles = _subtiles_of(words)[ids] if max(bitmasks.parts) == 2 else None
+    # subtiles of 128 x 128 tiles are listed if one side of a block has 64 tokens and none has fewer
+    subtiles = _subtiles_of(words)[ids] if tile == TILE and max(bitmasks.parts) == 2 else None
     return _listed(axis, row, col, ids, is_full, subtiles, words, indptr.shape[:2], grid)
 
 
@@ -324,7 +328,9 @@ def _subtiles_of(words: Tensor) -> Tensor:
     return torch.where(is_made, bits.sum(dim=1), ALL_SUBTILES)
 
 
-def _tiles(indptr: Tensor, indices: Tensor, grid: Size, block_size: Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _tiles(
+    indptr: Tensor, indices: Tensor, grid: Size, block_size: Size, tile: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(axis, row, col, bits of the blocks in it) of each tile that has a block, once; axis is past the last for unused
     entries."""
     axes, device = indptr.shape[0] * indptr.shape[1], indices.device
@@ -334,8 +340,8 @@ def _tiles(indptr: Tensor, indices: Tensor, grid: Size, block_size: Size) -> tup
     line = torch.searchsorted(indptr[..., 1:].flatten().contiguous(), entry, right=True)
     axis, row, col = line // n_rows, line % n_rows, indices
     # tiles per block and blocks per tile, along each axis
-    tiles = [max(1, side // TILE) for side in block_size]
-    parts = [max(1, TILE // side) for side in block_size]
+    tiles = [max(1, side // tile) for side in block_size]
+    parts = [max(1, tile // side) for side in block_size]
     bit = torch.ones_like(row)
     if parts != [1, 1]:
         bit = bit << row % parts[0] * parts[1] + col % parts[1]
@@ -443,43 +449,48 @@ def _listed(
 class _Bitmasks:
     """Bitmasks of tiles, from the blocks, edges and diagonals in them."""
 
-    def __init__(self, block_size: Size, q_len: int, kv_len: int, device: torch.device) -> None:
-        self.parts = [max(1, TILE // side) for side in block_size]
+    def __init__(self, block_size: Size, q_len: int, kv_len: int, tile: int, device: torch.device) -> None:
+        self.tile = tile
+        self.parts = [max(1, tile // side) for side in block_size]
         self.n_sub = self.parts[0] * self.parts[1]
-        self.sides = [min(TILE, side) for side in block_size]
-        self.lasts = [(length - 1) % TILE + 1 for length in (q_len, kv_len)]
-        self.behind = (kv_len - q_len) % TILE
+        self.sides = [min(tile, side) for side in block_size]
+        self.lasts = [(length - 1) % tile + 1 for length in (q_len, kv_len)]
+        self.behind = (kv_len - q_len) % tile
         self.device = device
 
     def every(self, n_diagonals: int) -> Tensor:
         """`words` of every diagonal 0 .. n_diagonals, edge and pattern, the last one fastest; n_sub <= FEW."""
+        tile = self.tile
         words = torch.full(
-            (n_diagonals + 1, 4, 2**self.n_sub, TILE, TILE // 32), -1, dtype=torch.int32, device=self.device
+            (n_diagonals + 1, 4, 2**self.n_sub, tile, tile // 32), -1, dtype=torch.int32, device=self.device
         )
-        down, across = self.sides[0], self.sides[1] // 32
+        # blocks of 16 keys take half a word
+        unit = min(32, self.sides[1])
+        pieces = words if unit == 32 else words.view(torch.int16)
+        down, across = self.sides[0], self.sides[1] // unit
         for sub in range(self.n_sub):
             row, col = divmod(sub, self.parts[1])
-            without = words.unflatten(2, (-1, 2, 2**sub))[:, :, :, 0]
+            without = pieces.unflatten(2, (-1, 2, 2**sub))[:, :, :, 0]
             without[..., row * down : (row + 1) * down, col * across : (col + 1) * across].zero_()
         word, bits = divmod(self.lasts[1], 32)
-        if word < TILE // 32:
+        if word < tile // 32:
             words[:, 1::2, ..., word].bitwise_and_(2**bits - 1)
             words[:, 1::2, ..., word + 1 :].zero_()
-        if self.lasts[0] < TILE:
+        if self.lasts[0] < tile:
             words[:, 2:, :, self.lasts[0] :].zero_()
         if n_diagonals:
-            query = torch.arange(TILE, device=self.device)[:, None]
+            query = torch.arange(tile, device=self.device)[:, None]
             # per diagonal and word: the first key that query 0 does not see, less the first key of the word
-            first = torch.arange(self.behind + 1, self.behind + 1 - 2 * TILE, -32, device=self.device).view(2, 1, -1)
+            first = torch.arange(self.behind + 1, self.behind + 1 - 2 * tile, -32, device=self.device).view(2, 1, -1)
             seen = _first_bits(query + first)
             # the lower half of each 64-bit number
             words[1:].bitwise_and_(seen.view(torch.int32)[..., ::2][:, None, None])
         return words.flatten(0, 2)
 
     def words(self, pattern: Tensor, edge: Tensor, diagonal: Tensor) -> Tensor:
-        """int32 (tiles, 128, 4). pattern: bits of blocks; edge: 1 right, 2 bottom; diagonal: 0 none, 1, 2."""
-        query = torch.arange(TILE, device=self.device)[:, None]
-        start = torch.arange(0, TILE, 32, device=self.device)
+        """int32 (tiles, tile, tile // 32). pattern: bits of blocks; edge: 1 right, 2 bottom; diagonal: 0 none, 1, 2."""
+        query = torch.arange(self.tile, device=self.device)[:, None]
+        start = torch.arange(0, self.tile, 32, device=self.device)
         words = torch.zeros(1, 1, 1, dtype=torch.int64, device=self.device)
         for half in (0, 16):
             sub = query // self.sides[0] * self.parts[1] + (start + half) // self.sides[1]
@@ -488,7 +499,7 @@ class _Bitmasks:
         words = words & torch.where((edge & 1) == 1, _first_bits(self.lasts[1] - start), 2**32 - 1)
         words = torch.where(((edge & 2) == 2) & (query >= self.lasts[0]), 0, words)
         # the last key that each query sees, relative to the tile
-        last_key = query + self.behind - TILE * (diagonal - 1)
+        last_key = query + self.behind - self.tile * (diagonal - 1)
         words = torch.where(diagonal > 0, words & _first_bits(last_key + 1 - start), words)
         return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 

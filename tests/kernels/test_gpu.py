@@ -18,6 +18,7 @@ import masks
 from benchmarks.run import measure
 from blocksparse_flash import BlockLayout, attention, attention_with_lse, explain
 from blocksparse_flash.plan import block_selection, device_builder
+from blocksparse_flash.plan_format import FINE_TILE, TILE
 from tests import test_zoo as zoo
 from tests.support import cases
 from tests.support.closeness import assert_as_accurate
@@ -250,7 +251,8 @@ def test_a_call_never_waits_for_the_gpu(case: str, backend: str) -> None:
 
 @pytest.mark.parametrize("block_size", [(128, 128), (256, 64), (64, 64), (16, 128)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_selection_has_the_same_plan_as_on_the_cpu(block_size: tuple[int, int], causal: bool) -> None:
+@pytest.mark.parametrize("tile", [TILE, FINE_TILE])
+def test_a_selection_has_the_same_plan_as_on_the_cpu(block_size: tuple[int, int], causal: bool, tile: int) -> None:
     """With more entries than one thread block can sort, and with few."""
     for (batch, heads), q_len, kv_len, k in (((1, 1), 20_000, 20_000, 40), ((2, 3), 300, 700, 3)):
         n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
@@ -259,7 +261,7 @@ def test_a_selection_has_the_same_plan_as_on_the_cpu(block_size: tuple[int, int]
         plans = []
         for device in ("cpu", "cuda"):
             layout = BlockLayout.from_topk(indices.to(device), q_len, kv_len, block_size=block_size)
-            plans.append([tensor.cpu() for tensor in layout.plan(device, causal=causal)])
+            plans.append([tensor.cpu() for tensor in layout.plan(device, causal=causal, tile=tile)])
         n_tiles = int(plans[0][0][..., 2].sum())
         assert n_tiles
         # entries past n_tiles are undefined; bitmasks are compared through the tiles that use them
@@ -333,7 +335,8 @@ def test_a_selection_is_made_by_kernels_on_the_gpu(monkeypatch: pytest.MonkeyPat
     def both(causal: bool) -> None:
         made = BlockLayout.from_scores(scores, 8192, 8192, k=5, causal=causal, block_size=128)
         for layout in (made, BlockLayout.from_topk(cols, 8192, 8192, block_size=128)):
-            layout.plan("cuda", causal=causal)
+            for tile in (TILE, FINE_TILE):
+                layout.plan("cuda", causal=causal, tile=tile)
 
     for causal in (False, True):
         both(causal)

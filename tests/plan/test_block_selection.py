@@ -19,6 +19,7 @@ from blocksparse_flash.plan.host_builder import subtiles_of
 from blocksparse_flash.plan_format import (
     ALL_SUBTILES,
     BEGIN,
+    FINE_TILE,
     N_HALF,
     N_LONG,
     N_PARTIAL,
@@ -52,9 +53,10 @@ def selected(
 def pairs(plan: Plan, side: str, axes: int, q_len: int, kv_len: int) -> Tensor:
     """The pairs that one direction of a plan lists, bool (axes, q_len, kv_len); checks the order of its entries."""
     items, indices, ids = (getattr(plan, f"{side}_{name}") for name in ("records", "indices", "bitmask_ids"))
-    n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
-    mask = torch.zeros(axes, n_rows * TILE, n_cols * TILE, dtype=torch.bool)
-    bits = (plan.bitmasks[..., None] >> torch.arange(32) & 1).bool().reshape(-1, TILE, TILE)
+    side_of_tile = plan.tile
+    n_rows, n_cols = -(-q_len // side_of_tile), -(-kv_len // side_of_tile)
+    mask = torch.zeros(axes, n_rows * side_of_tile, n_cols * side_of_tile, dtype=torch.bool)
+    bits = (plan.bitmasks[..., None] >> torch.arange(32) & 1).bool().reshape(-1, side_of_tile, side_of_tile)
     for axis, records in enumerate(items.reshape(axes, -1, items.shape[-1]).tolist()):
         assert [record[2] for record in records] == sorted((record[2] for record in records), reverse=True)
         for major, record in enumerate(records[record[4]] for record in records):
@@ -66,7 +68,7 @@ def pairs(plan: Plan, side: str, axes: int, q_len: int, kv_len: int) -> Tensor:
             n_mixed = record[3] - record[N_SUBTILED]
             assert listed[:n_mixed] == [ALL_SUBTILES] * n_mixed and listed[n_mixed:] == computed[n_mixed:]
             assert ALL_SUBTILES not in listed[n_mixed:]
-            full = [(minor, torch.ones(TILE, TILE, dtype=torch.bool)) for _, minor in entries if minor >= 0]
+            full = [(minor, torch.ones_like(bits[0])) for _, minor in entries if minor >= 0]
             assert len(partial) == record[3] and all(minor < 0 for _, minor in entries[: len(partial)])
             n_both = record[3] - record[N_HALF]
             has_both = [tile[:, :64].any() and tile[:, 64:].any() for _, tile in partial]
@@ -78,7 +80,8 @@ def pairs(plan: Plan, side: str, axes: int, q_len: int, kv_len: int) -> Tensor:
             for minor, tile in (*partial, *full):
                 row, col = (major, minor) if side == "row" else (minor, major)
                 assert tile.any()
-                mask[axis, row * TILE : (row + 1) * TILE, col * TILE : (col + 1) * TILE] = tile
+                queries, keys = (slice(at * side_of_tile, (at + 1) * side_of_tile) for at in (row, col))
+                mask[axis, queries, keys] = tile
     # no pair past the end
     assert not mask[:, q_len:].any() and not mask[:, :, kv_len:].any()
     return mask[:, :q_len, :kv_len]
@@ -92,9 +95,17 @@ def pairs(plan: Plan, side: str, axes: int, q_len: int, kv_len: int) -> Tensor:
     block_size=st.tuples(st.sampled_from(SIDES), st.sampled_from(SIDES)),
     k=st.sampled_from([0, 1, 2, 5]),
     causal=st.booleans(),
+    tile=st.sampled_from([TILE, FINE_TILE]),
 )
 def test_layout_and_plan_equal_those_of_the_host(
-    seed: int, axes: tuple[int, int], q_len: int, kv_len: int, block_size: tuple[int, int], k: int, causal: bool
+    seed: int,
+    axes: tuple[int, int],
+    q_len: int,
+    kv_len: int,
+    block_size: tuple[int, int],
+    k: int,
+    causal: bool,
+    tile: int,
 ) -> None:
     indices, expected = selected(seed, axes, q_len, kv_len, block_size, k)
     layout = BlockLayout.from_topk(indices, q_len, kv_len, block_size=block_size)
@@ -103,11 +114,12 @@ def test_layout_and_plan_equal_those_of_the_host(
     mask = expected.to_dense()
     if causal:
         mask &= torch.arange(kv_len) <= torch.arange(q_len)[:, None] + kv_len - q_len
-    plan, on_host = layout.plan("cpu", causal=causal), expected.plan("cpu", causal=causal)
+    plan, on_host = (each.plan("cpu", causal=causal, tile=tile) for each in (layout, expected))
+    assert plan.tile == tile
     for side in ("row", "col"):
         assert torch.equal(pairs(plan, side, axes[0] * axes[1], q_len, kv_len).reshape(mask.shape), mask)
         name = f"{side}_records"
-        has_subtiles = min(block_size) == 64
+        has_subtiles = tile == TILE and min(block_size) == 64
         fields = [*FIELDS, N_SUBTILED, N_HALF] if has_subtiles else FIELDS
         assert torch.equal(getattr(plan, name)[..., fields], getattr(on_host, name)[..., fields])
         assert plan.has_subtiles == has_subtiles
@@ -152,15 +164,23 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "causal", "most"), [(128, False, 62), (128, True, 86), (64, False, 126), (64, True, 150)]
+    ("block_size", "causal", "tile", "most"),
+    [
+        (128, False, TILE, 62),
+        (128, True, TILE, 86),
+        (64, False, TILE, 126),
+        (64, True, TILE, 150),
+        (64, True, FINE_TILE, 86),
+        (128, True, FINE_TILE, 101),
+    ],
 )
-def test_a_selection_takes_few_operations(block_size: int, causal: bool, most: int) -> None:
+def test_a_selection_takes_few_operations(block_size: int, causal: bool, tile: int, most: int) -> None:
     """Each operation takes the host some 10 microseconds: 258 to 279 operations took 3.7 ms of a step."""
     n = 4096 // block_size
     scores = torch.rand(1, 1, n, n, generator=torch.Generator().manual_seed(0))
     with Operations() as counted:
         BlockLayout.from_scores(scores, 4096, 4096, k=4, causal=causal, block_size=block_size).plan(
-            "cpu", causal=causal
+            "cpu", causal=causal, tile=tile
         )
     assert 20 < len(counted.names) <= most, counted.names
 
@@ -171,37 +191,51 @@ def test_a_selection_takes_few_operations(block_size: int, causal: bool, most: i
     kv_len=st.sampled_from([0, 1, 300, 640]),
     block_size=st.tuples(st.sampled_from(SIDES), st.sampled_from(SIDES)),
     causal=st.booleans(),
+    tile=st.sampled_from([TILE, FINE_TILE]),
 )
 def test_plans_are_aligned_and_have_valid_padding(
-    axes: tuple[int, int], q_len: int, kv_len: int, block_size: tuple[int, int], causal: bool
+    axes: tuple[int, int], q_len: int, kv_len: int, block_size: tuple[int, int], causal: bool, tile: int
 ) -> None:
     """Kernels read one index ahead, and are compiled for pointers that are multiples of 16 bytes."""
     n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
     indices = torch.randint(-1, max(1, n_cols), (*axes, n_rows, 3), generator=torch.Generator().manual_seed(0))
     layout = BlockLayout.from_topk(indices.clamp(max=n_cols - 1), q_len, kv_len, block_size=block_size)
-    plan = layout.plan("cpu", causal=causal)
+    plan = layout.plan("cpu", causal=causal, tile=tile)
     for tensor in plan:
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
         assert tensor.data_ptr() % 16 == 0 or not tensor.numel()
     for indices, length in ((plan.row_indices, kv_len), (plan.col_indices, q_len)):
         minor = indices & (PARTIAL - 1)
-        assert (minor >= 0).all() and (minor <= max(0, length - 1) // TILE).all()
+        assert (minor >= 0).all() and (minor <= max(0, length - 1) // tile).all()
 
 
 @given(
     q_len=st.integers(1, 300),
     kv_len=st.integers(1, 300),
-    block_size=st.sampled_from([(128, 128), (256, 64), (64, 64), (128, 32), (64, 256), (32, 256)]),
+    case=st.sampled_from(
+        [
+            *((TILE, size) for size in [(128, 128), (256, 64), (64, 64), (128, 32), (64, 256), (32, 256)]),
+            *((FINE_TILE, size) for size in [(128, 256), (64, 64), (32, 32), (16, 128), (64, 16), (256, 32)]),
+        ]
+    ),
 )
 def test_bitmasks_made_in_advance_equal_those_made_one_by_one(
-    q_len: int, kv_len: int, block_size: tuple[int, int]
+    q_len: int, kv_len: int, case: tuple[int, tuple[int, int]]
 ) -> None:
-    bitmasks = block_selection._Bitmasks(block_size, q_len, kv_len, torch.device("cpu"))
+    tile, block_size = case
+    bitmasks = block_selection._Bitmasks(block_size, q_len, kv_len, tile, torch.device("cpu"))
     assert bitmasks.n_sub <= block_selection.FEW
     code = torch.arange(3 * 4 * 2**bitmasks.n_sub)
     one_by_one = bitmasks.words(code % 2**bitmasks.n_sub, code >> bitmasks.n_sub & 3, code >> (bitmasks.n_sub + 2))
     assert torch.equal(bitmasks.every(n_diagonals=2), one_by_one)
     assert torch.equal(bitmasks.every(n_diagonals=0), one_by_one[: 4 * 2**bitmasks.n_sub])
+
+
+def test_plans_of_too_many_tiles_are_refused() -> None:
+    """Offsets are 32-bit, and a block of 256 x 256 has 16 tiles of 64 x 64."""
+    assert block_selection._lengths(2**31, 1, (1 << 15, (1 << 16) - 1), has_subtiles=False)[0] < 2**31
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*31 tiles, but this one may list 2147483648"):
+        block_selection._lengths(2**31, 1, (1 << 16, 1 << 16), has_subtiles=False)
 
 
 def test_the_highest_scores_are_selected() -> None:
@@ -231,7 +265,9 @@ def test_copies_have_the_plan_of_the_host_layout() -> None:
     layout = BlockLayout.from_topk(indices, 300, 300, block_size=64)
     for other in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), layout.to("cpu")):
         assert other == expected
-        assert torch.equal(other.plan("cpu").row_records[..., FIELDS], expected.plan("cpu").row_records[..., FIELDS])
+        for tile in (TILE, FINE_TILE):
+            records = (each.plan("cpu", tile=tile).row_records[..., FIELDS] for each in (other, expected))
+            assert torch.equal(*records)
     assert (layout | expected) == expected and (layout & ~expected).nnz == 0 and layout.T == expected.T
 
 

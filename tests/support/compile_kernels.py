@@ -37,7 +37,7 @@ from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.schedule import Split
 from blocksparse_flash.kernels.triton import backward, block_selection, forward, gather_scatter, plan_builder, split_kv
-from blocksparse_flash.plan_format import TILE, Plan
+from blocksparse_flash.plan_format import FINE_TILE, TILE, Plan
 from blocksparse_flash.score_mods import Scores
 
 # bytes of shared memory available to a program, by architecture
@@ -179,16 +179,18 @@ def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
 
 
 def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
-    """Select blocks of `side` tokens by scores and by indices, and build both sides of the plan.
+    """Select blocks of `side` tokens by scores and by indices, and build plans of 128 x 128 and of 64 x 64 tiles.
 
-    Causal if a block is smaller than a tile.
+    Causal if a block is smaller than 128 x 128.
     """
     n = length // side
     selected = block_selection.Rows(2, n, n, length, length, (side, side))
     block_selection.of_scores(torch.empty(2, n, n, dtype=dtype), selected, 16, causal=side < 128)
     bits, *_ = block_selection.of_indices(torch.empty(2, n, 16, dtype=torch.int64), selected)
     block_selection.of_rows(torch.empty(2 * (n + 1 + n * n), dtype=torch.int32), selected)
-    plan_builder.build_from_bits(bits, plan_builder.Grid(selected, causal=side < 128), (1, 2), (33, 35, 37))
+    for tile in (TILE, FINE_TILE):
+        grid = plan_builder.Grid(selected, causal=side < 128, tile=tile)
+        plan_builder.build_from_bits(bits, grid, (1, 2), (33, 35, 37))
 
 
 def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[ASTSource, dict[str, Any]]:

@@ -372,6 +372,12 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/plan/test_host_builder.py",
         ),
         (
+            "plan/host_builder.py",
+            "(length % frame.block_size[0] != 0",
+            "(length % TILE != 0",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
             "plan_format.py",
             "n_indices + 8 * n_split +",
             "n_indices + 8 * min(n_split, 1) +",
@@ -422,6 +428,12 @@ MUTANTS: dict[str, list[Mutant]] = {
             "b_next_both = b_next_full - b_half",
             BY_INDEX,
         ),
+        (
+            "kernels/triton/plan_builder.py",
+            "(b_bits & 0xFFFF) | (b_high << 16)",
+            "b_bits",
+            "tests/kernels/triton/test_block_selection.py -k fine_plans",
+        ),
         # selection: kernels, operations
         (
             "kernels/triton/block_selection.py",
@@ -446,8 +458,9 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("plan/block_selection.py", "(cols[:, 1:] != cols[:, :-1])", "(cols[:, 1:] >= cols[:, :-1])", OPERATIONS),
         ("plan/block_selection.py", "indptr[1:, 0] = indptr[:-1, -1]", "indptr[1:, 0] = indptr[:-1, 0]", OPERATIONS),
         ("plan/block_selection.py", "row % parts[0] * parts[1] + col", "row % parts[0] * parts[0] + col", OPERATIONS),
-        ("plan/block_selection.py", "- TILE * (diagonal - 1)", "- TILE * diagonal", OPERATIONS),
-        ("plan/block_selection.py", "for least in (TILE - 1, 0):", "for least in (TILE, 0):", BY_INDEX),
+        ("plan/block_selection.py", "- self.tile * (diagonal - 1)", "- self.tile * diagonal", OPERATIONS),
+        ("plan/block_selection.py", "unit = min(32, self.sides[1])", "unit = 32", OPERATIONS),
+        ("plan/block_selection.py", "for least in (tile - 1, 0):", "for least in (tile, 0):", BY_INDEX),
     ),
     "eager": _of(
         f"{PACKAGE}/kernels",

@@ -20,7 +20,7 @@ import triton.language as tl
 from ... import plan_format
 from ...runtime.launch import Launch, Memory, allocator, contiguous
 from .block_selection import CHUNK, Rows, fill_behind, of_rows, sums_before
-from .tile import BEGIN, N_HALF, N_LONG, N_PARTIAL, N_SUBTILED, N_TILES, NUMBER, POSITION, RECORD, TILE
+from .tile import BEGIN, N_HALF, N_LONG, N_PARTIAL, N_SUBTILED, N_TILES, NUMBER, POSITION, RECORD
 
 # tile rows (or columns) of a program, tiles of a step
 LINES, MINORS = 8, 128
@@ -31,29 +31,32 @@ WORDS = 1024
 # format of a list entry: subtracted from the index of a partial tile; bits of the attending 64 x 64 subtiles
 PARTIAL = tl.constexpr(plan_format.PARTIAL)
 SUBTILES_BIT, ALL_SUBTILES = tl.constexpr(plan_format.SUBTILES_BIT), tl.constexpr(plan_format.ALL_SUBTILES)
-WORDS_OF_TILE = tl.constexpr(4)
 
 
 class Grid(NamedTuple):
-    """The tile grid of a block grid."""
+    """The tile grid of a block grid.
+
+    tile  tokens per side of a tile
+    """
 
     rows: Rows
     causal: bool
+    tile: int = plan_format.TILE
 
     @property
     def shape(self) -> tuple[int, int]:
         """Tile rows and tile columns."""
-        return -(-self.rows.q_len // TILE.value), -(-self.rows.kv_len // TILE.value)
+        return -(-self.rows.q_len // self.tile), -(-self.rows.kv_len // self.tile)
 
     @property
     def tiles(self) -> tuple[int, int]:
         """Tiles per block along each dimension, at least 1."""
-        return max(1, self.rows.block_size[0] // TILE.value), max(1, self.rows.block_size[1] // TILE.value)
+        return max(1, self.rows.block_size[0] // self.tile), max(1, self.rows.block_size[1] // self.tile)
 
     @property
     def parts(self) -> tuple[int, int]:
         """Blocks per tile along each dimension, at least 1."""
-        return max(1, TILE.value // self.rows.block_size[0]), max(1, TILE.value // self.rows.block_size[1])
+        return max(1, self.tile // self.rows.block_size[0]), max(1, self.tile // self.rows.block_size[1])
 
     @property
     def n_patterns(self) -> int:
@@ -67,8 +70,13 @@ class Grid(NamedTuple):
 
     @property
     def has_subtiles(self) -> bool:
-        """Whether tiles of whole 64 x 64 subtiles are listed as such: the shorter side of a block is 64."""
-        return max(self.parts) == 2
+        """Whether 128 x 128 tiles of whole 64 x 64 subtiles are listed as such: a block's shorter side is 64."""
+        return self.tile == plan_format.TILE and max(self.parts) == 2
+
+    @property
+    def words_of_bitmask(self) -> int:
+        """int32 words of a bitmask."""
+        return self.tile * (self.tile // 32)
 
     def sizes(self) -> dict[str, Any]:
         """The size arguments of the kernels."""
@@ -85,6 +93,7 @@ class Grid(NamedTuple):
             **dict(zip(("PARTS_Q", "PARTS_KV", "TILES_Q", "TILES_KV"), (*self.parts, *self.tiles), strict=True)),
             "CAUSAL": self.causal,
             "HAS_SUBTILES": self.has_subtiles,
+            "TILE": self.tile,
         }
 
 
@@ -94,7 +103,8 @@ SIZES = ["axes", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "k
 # fmt: off
 @triton.jit
 def subtile_bits(
-    b_pattern, b_query, b_key, q_len, kv_len, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, CAUSAL: tl.constexpr
+    b_pattern, b_query, b_key, q_len, kv_len,
+    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
     """Bits of the attending 64 x 64 subtiles, from the first query, first key and block pattern of each tile."""
     HALF: tl.constexpr = TILE // 2
@@ -125,7 +135,7 @@ def is_half(b_subtiles, OF_ROWS: tl.constexpr):
 def tile_kinds(
     bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
 ):
     """int32 (is stored, is full, bitmask id, subtile bits) of the tiles (o_row, o_col), which broadcast."""
     p_bits = bits_ptr + batch_head.to(tl.int64) * n_rows * n_words
@@ -149,7 +159,7 @@ def tile_kinds(
     b_kind = ((o_col == kv_tiles - 1) & (kv_len % TILE != 0)).to(tl.int32)
     b_kind += 2 * ((o_row == q_tiles - 1) & (q_len % TILE != 0)).to(tl.int32)
     if CAUSAL:
-        # tokens by which query 0 is past key 0: from 127 on every pair attends
+        # tokens by which query 0 is past key 0: from TILE - 1 on every pair attends
         behind = (o_row - o_col) * TILE + kv_len - q_len
         b_kind += 4 * (behind < TILE - 1).to(tl.int32) + 4 * (behind < 0).to(tl.int32)
     else:
@@ -158,7 +168,7 @@ def tile_kinds(
     b_id = b_pattern + b_kind * N_PATTERNS
     b_subtiles = b_pattern * 0 + ALL_SUBTILES
     if HAS_SUBTILES:
-        b_subtiles = subtile_bits(b_pattern, o_row * TILE, o_col * TILE, q_len, kv_len, PARTS_Q, PARTS_KV, CAUSAL)
+        b_subtiles = subtile_bits(b_pattern, o_row * TILE, o_col * TILE, q_len, kv_len, PARTS_Q, PARTS_KV, CAUSAL, TILE)
     return (b_left != 0).to(tl.int32), (b_id == N_PATTERNS - 1).to(tl.int32), b_id, b_subtiles
 
 
@@ -166,7 +176,7 @@ def tile_kinds(
 def tile_kinds_along(
     bits_ptr, batch_head, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
 ):
     """`tile_kinds` as [lines, minors]: tile rows and tile columns if OF_ROWS, else the reverse."""
     if OF_ROWS:
@@ -175,7 +185,7 @@ def tile_kinds_along(
         o_row, o_col = o_minor[None, :], o_line[:, None]
     return tile_kinds(
         bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-        PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES,
+        PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE,
     )
 
 
@@ -184,7 +194,7 @@ def count_lines(
     bits_ptr, counts_ptr, i_program, n_major, n_minor,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
 ):
     """Counts of some lines: (4, axes, n_major) tiles, partial, subtiled and half tiles."""
@@ -197,7 +207,7 @@ def count_lines(
         b_there, b_full, _, b_subtiles = tile_kinds_along(
             bits_ptr, batch_head, o_line, first + tl.arange(0, MINORS),
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES,
+            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE,
         )
         b_tiles += tl.sum(b_there, 1)
         b_partial += tl.sum(b_there & (1 - b_full), 1)
@@ -220,17 +230,25 @@ def first_bits(count):
 
 @triton.jit
 def write_bitmasks(
-    words_ptr, i_program, n_words, q_len, kv_len, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, WORDS: tl.constexpr,
+    words_ptr, i_program, n_words, q_len, kv_len,
+    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Some words of all bitmasks, ordered by diagonal, edge and pattern (fastest)."""
     N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
+    WORDS_OF_TILE: tl.constexpr = TILE // 32
+    # keys of a block in a tile
+    PART_KV: tl.constexpr = TILE // PARTS_KV
     o_word = i_program * WORDS + tl.arange(0, WORDS)
     b_start = o_word % WORDS_OF_TILE * 32
     b_query = o_word // WORDS_OF_TILE % TILE
     b_code = o_word // (WORDS_OF_TILE * TILE)
     b_pattern, b_edge, b_diagonal = b_code % N_PATTERNS, b_code // N_PATTERNS % 4, b_code // (4 * N_PATTERNS)
-    b_part = b_query // (TILE // PARTS_Q) * PARTS_KV + b_start // (TILE // PARTS_KV)
+    b_part = b_query // (TILE // PARTS_Q) * PARTS_KV + b_start // PART_KV
     b_bits = tl.where(((b_pattern >> b_part) & 1) == 1, -1, 0)
+    if PART_KV == 16:
+        # a word has the keys of two blocks
+        b_high = tl.where(((b_pattern >> (b_part + 1)) & 1) == 1, -1, 0)
+        b_bits = (b_bits & 0xFFFF) | (b_high << 16)
     last_q, last_kv = (q_len - 1) % TILE + 1, (kv_len - 1) % TILE + 1
     b_bits &= tl.where((b_edge & 1) == 1, first_bits(last_kv - b_start), -1)
     b_bits = tl.where(((b_edge & 2) == 2) & (b_query >= last_q), 0, b_bits)
@@ -248,7 +266,7 @@ def count_kernel(
     counts_ptr, words_ptr,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, n_words_of_all,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, WORDS: tl.constexpr,
 ):
     i_program = tl.program_id(0)
@@ -257,17 +275,17 @@ def count_kernel(
         count_lines(
             bits_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, LINES, MINORS,
+            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE, LINES, MINORS,
         )
     elif i_program < n_of_rows + n_of_cols:
         count_lines(
             bits_ptr, counts_ptr + 4 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, LINES, MINORS,
+            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE, LINES, MINORS,
         )
     else:
         write_bitmasks(
-            words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all, q_len, kv_len, PARTS_Q, PARTS_KV, WORDS
+            words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all, q_len, kv_len, PARTS_Q, PARTS_KV, TILE, WORDS
         )
 
 
@@ -292,7 +310,7 @@ def list_lines(
     bits_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_programs, n_major, n_minor, n_indices, n_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Writes the records and tiles of some lines of one direction, and a share of the padding zeros."""
@@ -339,7 +357,7 @@ def list_lines(
         b_there, b_full, b_id, b_subtiles = tile_kinds_along(
             bits_ptr, batch_head, o_line, o_minor,
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES,
+            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE,
         )
         b_is_full, b_is_partial = b_there & b_full, b_there & (1 - b_full)
         b_is_subtiled = b_is_partial & (b_subtiles < ALL_SUBTILES).to(tl.int32)
@@ -375,7 +393,7 @@ def list_kernel(
     n_indices, n_row_ids, n_col_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     i_program = tl.program_id(0)
@@ -385,14 +403,14 @@ def list_kernel(
             bits_ptr, counts_ptr, row_records_ptr, row_indices_ptr, row_ids_ptr, i_program, n_of_rows,
             q_tiles, kv_tiles, n_indices, n_row_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, LINES, MINORS, AXES, CHUNK,
+            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE, LINES, MINORS, AXES, CHUNK,
         )
     else:
         list_lines(
             bits_ptr, counts_ptr + 4 * axes * q_tiles, col_records_ptr, col_indices_ptr, col_ids_ptr,
             i_program - n_of_rows, n_of_cols, kv_tiles, q_tiles, n_indices, n_col_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, LINES, MINORS, AXES, CHUNK,
+            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE, LINES, MINORS, AXES, CHUNK,
         )
 # fmt: on
 
@@ -409,16 +427,16 @@ class PlanLaunches(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def plan_launches(grid: Grid, device: torch.device) -> PlanLaunches:  # noqa: ARG001  part of the cache key
     """The launches, for lists of any length."""
-    sizes, n_words = grid.sizes(), grid.n_bitmasks * TILE.value * WORDS_OF_TILE.value
+    sizes, n_words = grid.sizes(), grid.n_bitmasks * grid.words_of_bitmask
     n_lines = grid.rows.axes * sum(-(-side // LINES) for side in grid.shape)
     lines = {"LINES": LINES, "MINORS": MINORS, "num_warps": 8}
     count = {**sizes, "n_words_of_all": n_words, **lines, "WORDS": WORDS}
     fill = {**sizes, **lines, "AXES": AXES, "CHUNK": CHUNK}
     return PlanLaunches(
-        Launch(count_kernel, (n_lines + n_words // WORDS,), count),
+        Launch(count_kernel, (n_lines + -(-n_words // WORDS),), count),
         Launch(list_kernel, (n_lines,), fill),
         contiguous(torch.int32, 4 * grid.rows.axes * sum(grid.shape)),
-        contiguous(torch.int32, grid.n_bitmasks, TILE.value, WORDS_OF_TILE.value),
+        contiguous(torch.int32, grid.n_bitmasks, grid.tile, grid.tile // 32),
     )
 
 

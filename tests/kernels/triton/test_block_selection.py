@@ -12,7 +12,7 @@ from torch import Tensor
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
 from blocksparse_flash.plan import block_selection
-from blocksparse_flash.plan_format import Plan
+from blocksparse_flash.plan_format import FINE_TILE, TILE, Plan
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -33,6 +33,20 @@ FRAMES = [
     # the same for a 64 x 64 subtile
     Frame(1, 2, 768, 897, (64, 64)),
     Frame(1, 2, 512, 703, (64, 64)),
+]
+# tiles of 64 x 64, with blocks that kernels handle: as large, several tiles, and parts, also of half a word
+FINE_FRAMES = [
+    Frame(1, 1, 512, 512, (64, 64)),
+    Frame(2, 3, 300, 700, (128, 128)),
+    Frame(1, 2, 700, 260, (256, 128)),
+    Frame(2, 1, 200, 333, (32, 32)),
+    Frame(1, 2, 448, 600, (64, 16)),
+    Frame(1, 2, 200, 600, (16, 256)),
+    Frame(1, 1, 100, 500, (128, 32)),
+    # the last query attends to one key of a tile, all but one, all
+    Frame(1, 1, 191, 192, (64, 64)),
+    Frame(1, 1, 66, 128, (64, 64)),
+    Frame(1, 1, 65, 128, (64, 64)),
 ]
 
 
@@ -103,15 +117,19 @@ def assert_same_plan(actual: Plan, expected: Plan) -> None:
 
 
 def assert_same(
-    made: BlockLayout, expected: block_selection.Selection, frame: Frame, causals: tuple[bool, ...]
+    made: BlockLayout,
+    expected: block_selection.Selection,
+    frame: Frame,
+    causals: tuple[bool, ...],
+    tiles: tuple[int, ...] = (TILE,),
 ) -> None:
     """Compares a layout made by kernels and its plans with a selection made by PyTorch operations and its plans."""
     for name in ("indptr", "indices", "bitmask_ids"):
         assert torch.equal(getattr(made, name), getattr(expected, name)), name
-    for causal in causals:
+    for causal, tile in itertools.product(causals, tiles):
         # directly, since operations raise in block_selection
-        plan = PLAN_BY_OPERATIONS(expected.indptr, expected.indices, **frame.sizes, causal=causal)
-        assert_same_plan(made.plan(made.device, causal=causal), plan)
+        plan = PLAN_BY_OPERATIONS(expected.indptr, expected.indices, **frame.sizes, causal=causal, tile=tile)
+        assert_same_plan(made.plan(made.device, causal=causal, tile=tile), plan)
 
 
 SORTED_ROWS, PLAN_BY_OPERATIONS = block_selection.sorted_rows, block_selection._plan_by_operations
@@ -123,6 +141,14 @@ def test_selection_by_index_equals_pytorch(frame: Frame, device: torch.device) -
     indices = random_indices(frame, 5, device)
     expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
     assert_same(BlockLayout.from_topk(indices, **frame.sizes), expected, frame, (False, True))
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("frame", FINE_FRAMES, ids=str)
+def test_fine_plans_equal_pytorch(frame: Frame, device: torch.device) -> None:
+    indices = random_indices(frame, 5, device)
+    expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
+    assert_same(BlockLayout.from_topk(indices, **frame.sizes), expected, frame, (False, True), (FINE_TILE,))
 
 
 @pytest.mark.usefixtures("by_kernels")
@@ -148,7 +174,8 @@ def test_programs_with_many_iterations_equal_pytorch(
         # all long lines belong to the heads of the first iteration
         indices[0, :, 1:] = indices[1:] = -1
     expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
-    assert_same(BlockLayout.from_topk(indices, **frame.sizes), expected, frame, (not has_one_batch,))
+    layout = BlockLayout.from_topk(indices, **frame.sizes)
+    assert_same(layout, expected, frame, (not has_one_batch,), (TILE, FINE_TILE))
 
 
 @pytest.mark.usefixtures("by_kernels")
