@@ -640,6 +640,8 @@ class BlockLayout:
             indptr, indices, bitmask_ids = moving[:3]
             bits = moving[4] if more else None
             moved = self._selected(block_selection.Selection(indptr, indices, bitmask_ids, bits), self._frame)
+        if "fine_work" in self._cache:
+            moved._cache["fine_work"] = self._cache["fine_work"]
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
@@ -938,8 +940,10 @@ class BlockLayout:
     @tracing.untraced
     def _new_fine_work(self) -> FineWork:
         frame = self._frame
+        if "selection" in self._cache:
+            return tile_choice.of_selection(frame)
         is_coarse = frame.block_size[0] % TILE == 0 and frame.block_size[1] % TILE == 0
-        if "selection" in self._cache or (is_coarse and not self._tensors.bitmasks.shape[0]):
+        if is_coarse and not self._tensors.bitmasks.shape[0]:
             return tile_choice.NOT_FINE
         coarse, _ = self._tiles(frame, TILE)
         return tile_choice.fine_work(*self._tiles(frame, FINE_TILE), len(coarse.cols))

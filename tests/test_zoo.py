@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocksparse_flash import BlockLayout
+from blocksparse_flash import BlockLayout, dispatch
 from blocksparse_flash.functional import attention_with_lse
+from blocksparse_flash.plan_format import FINE_TILE, TILE
 from tests.support import cases, plain
 from tests.support.closeness import as_rows, assert_as_accurate, buried
 
@@ -330,6 +331,12 @@ def assert_backend_is_accurate(
             assert_as_accurate(as_rows(result), [as_rows(plain) for plain in plains], as_rows(truth), name=name)
 
 
+@pytest.fixture(autouse=True)
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of 128 x 128 tiles, whatever the layout."""
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_: TILE)
+
+
 def test_is_as_accurate_as_the_reference(backend, layout, call, device):
     assert_backend_is_accurate(backend, layout, call, device)
 
@@ -340,6 +347,20 @@ def test_is_as_accurate_as_the_reference(backend, layout, call, device):
 def test_the_deterministic_backward_of_hopper_is_accurate(wanted, hopper_call, device):
     (layout,) = [each for each in [*cases.LAYOUTS, *DENSE] if wanted in (each, getattr(each, "name", None))]
     assert_backend_is_accurate("hopper", layout, hopper_call, device, deterministic=True)
+
+
+FINE_CALLS = [call for call in HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= dispatch.MAX_FINE_HEAD_DIM]
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0; other backends have no such kernels")
+@pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
+def test_tiles_of_64_are_as_accurate(index, device, monkeypatch):
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_: FINE_TILE)
+    # seven: prime to the number of calls, so that neighbours differ
+    assert len(FINE_CALLS) % 7
+    for turn in range(3):
+        hopper_call = FINE_CALLS[(index + 7 * turn) % len(FINE_CALLS)]
+        assert_backend_is_accurate("hopper", cases.LAYOUTS[index], hopper_call, device)
 
 
 def test_the_spread_covers_every_value_of_every_axis():

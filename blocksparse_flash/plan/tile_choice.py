@@ -37,6 +37,16 @@ class FineWork(NamedTuple):
 NOT_FINE = FineWork(1.0, 0.0, 0, 0, 0)
 
 
+def of_selection(frame: Frame) -> FineWork:
+    """A guess for blocks selected on the device, which is not waited for: small blocks are scattered.
+
+    frame  of the blocks
+    """
+    if min(frame.block_size) >= TILE:
+        return NOT_FINE
+    return FineWork(share=0.5, n_tiles=1.0, n_rows=-(-frame.q_len // FINE_TILE), longest_row=0, longest_col=0)
+
+
 def fine_work(fine: BlockRows, fine_frame: Frame, n_coarse: int) -> FineWork:
     """The FineWork of a layout.
 

@@ -29,7 +29,8 @@ TABLES = ("forward_kernel", "keys_kernel", "queries_kernel", "split_kv_kernel", 
 SELECTION = ("mark_scores_kernel", "mark_indices_kernel", "mark_rows_kernel", "list_rows_kernel")
 ROWS = ("move_kernel", "add_kernel", "merge_kernel")
 OPTIONS = (*TABLES, *ROWS, *SELECTION, "count_kernel", "list_kernel")
-HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", "postprocess_kernel")
+FINE = ("fine_dkdv_kernel", "fine_dq_kernel", "fine_forward_kernel")
+HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", *FINE, "postprocess_kernel")
 # and the portable kernels that backend `hopper` uses, in one launch each
 HOPPER_TABLES = (*HOPPER, "preprocess_kernel", "keys_kernel", "queries_kernel", "merge_rows_kernel", "sum_cols_kernel")
 # (target, Triton version or None for the installed one): kernels.
@@ -56,7 +57,7 @@ INSTALLED = (("hopper-few", None), ("90-few", None))
 # number of tests per kernel, for kernels whose launches take minutes to compile
 SHARDS = {"hopper_backward_kernel": 4, "hopper_forward_kernel": 4, "forward_kernel": 2}
 # kernels with matrix products
-PRODUCTS = {*TABLES[:4], "joint_kernel", *HOPPER[:2]}
+PRODUCTS = {*TABLES[:4], "joint_kernel", *HOPPER[:2], *FINE}
 
 # bytes that a `hopper` kernel spills at (head_dim, with kv_lengths, with splits): exactly the maximum over Triton 3.6
 # to 3.9, so that one more spill fails

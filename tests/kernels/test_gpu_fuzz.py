@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
+from blocksparse_flash.dispatch import MAX_FINE_HEAD_DIM
+from blocksparse_flash.plan_format import FINE_TILE
 from tests.support.launch_runs import assert_is_accurate, run
 from tests.support.launch_tables import Call, Variant
 
@@ -45,6 +48,8 @@ def family(seed: int) -> Call:
         )
         dtype = numbers.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
     head_dim = numbers.choice([8, 16, 33, 40, 64, 64, 64, 72, 96, 100, 128, 128, 128, 192, 256])
+    if backend == "hopper" and has_layout and head_dim <= MAX_FINE_HEAD_DIM and seed % 2:
+        variant = replace(variant, tile=FINE_TILE)
     return Call(backend, (0, 0, 0, 0), head_dim, dtype, variant)
 
 

@@ -33,6 +33,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
+from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.schedule import Split
@@ -68,6 +69,8 @@ def launches(
         split_kv.split_kv_launches,
         hopper_forward.forward_launches,
         hopper_backward.backward_launches,
+        fine_forward.forward_launch,
+        fine_backward.backward_launches,
     ):
         launches_of.cache_clear()
     limits = (arch // 10, SHARED_MEMORY[arch])
@@ -105,8 +108,8 @@ def run_both(
 ) -> None:
     """Call the launchers of a backend, forward and backward.
 
-    mode     "layout"; "subtiles": a layout with tiles that consist of whole 64 x 64 subtiles; "dense"; "causal";
-             "rows": the kernels that gather and scatter rows; "select": the kernels that select blocks
+    mode     "layout"; "subtiles": a layout with tiles that consist of whole 64 x 64 subtiles; "fine": a layout in tiles
+             of 64 x 64; "dense"; "causal"; "rows": the kernels that gather and scatter rows; "select": the kernels that select blocks
     length   of the keys, and of the queries if q_len is None; with q_len only the forward runs
     group    query heads per key head
     limited  whether there are kv_lengths
@@ -126,12 +129,24 @@ def run_both(
     # so many tiles per row that dq has no separate launch
     indices = torch.zeros(33, dtype=torch.int32)
     ids = torch.zeros(33 + (mode == "subtiles"), dtype=torch.int32)
-    plan = Plan(records, indices, ids, records, indices, ids, torch.zeros(3, 128, 4, dtype=torch.int32))
+    side = FINE_TILE if mode == "fine" else TILE
+    plan = Plan(records, indices, ids, records, indices, ids, torch.zeros(3, side, side // 32, dtype=torch.int32))
     lengths = torch.zeros(2, dtype=torch.int64) if limited else None
     seed = torch.zeros(1, dtype=torch.int64)
-    options = (list(plan) if mode in ("layout", "subtiles") else [], lengths, seed, scale, mode == "causal", dropout_p)
+    options = (
+        list(plan) if mode in ("layout", "subtiles", "fine") else [],
+        lengths,
+        seed,
+        scale,
+        mode == "causal",
+        dropout_p,
+    )
     if backend == "hopper":
         options = (*options[:2], None, *options[3:])
+        if mode == "fine":
+            out, lse = fine_forward.forward(q, k, v, *options)
+            fine_backward.backward(BackwardInputs(dout, None, q, k, v, out, lse), *options)
+            return
         out, lse = hopper_forward.forward(q, k, v, *options)
         dlse = torch.empty_like(lse) if dlse else None
         hopper_backward.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), *options, deterministic=deterministic)
@@ -495,6 +510,12 @@ def hopper_calls() -> list[dict[str, Any]]:
     grid += [{"head_dim": 256, "dtype": half, "num_splits": 3}]
     grid += [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128, 256) for option in SIGNS]
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, **SIGNS[0]} for mode in ("subtiles", "dense", "causal")]
+    # tiles of 64 x 64
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": "fine", **option}
+        for head_dim in (64, 128)
+        for option in ({}, {"limited": True}, {"group": 4}, *SIGNS)
+    ]
     # the deterministic dq, which a Triton kernel computes
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
     return [{**call, "backend": "hopper"} for call in grid]
@@ -503,8 +524,8 @@ def hopper_calls() -> list[dict[str, Any]]:
 def few_hopper_calls() -> list[dict[str, Any]]:
     """Calls of backend `hopper` in tuned configurations, each with kv_lengths, splits and deterministic once."""
     half = torch.bfloat16
-    options: list[dict[str, Any]] = [{"mode": mode} for mode in ("layout", "subtiles", "dense", "causal")]
-    options += [{"limited": True}, {"num_splits": 3}, {"deterministic": True}]
+    options: list[dict[str, Any]] = [{"mode": mode} for mode in ("layout", "subtiles", "fine", "dense", "causal")]
+    options += [{"limited": True}, {"num_splits": 3}, {"deterministic": True}, {"mode": "fine", "limited": True}]
     grid = [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128) for option in options]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
     grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]

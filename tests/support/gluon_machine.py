@@ -42,6 +42,8 @@ class Partition:
         self.error: BaseException | None = None
         # asynchronous operations in flight, in order of issue: matrix products, and the buffers that TMA stores read
         self.products: list[Any] = []
+        # operands of products that have been waited for, which other warps of the partition may still read
+        self.read: list[Shared] = []
         self.stores: list[Shared] = []
         # how likely the scheduler resumes it
         self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0])
@@ -61,6 +63,11 @@ class Partition:
             self.error = error
         self.is_done = True
         self.machine.yielded.release()
+
+    def meet(self) -> None:
+        """The threads of the partition meet: each has waited for the products."""
+        while self.read:
+            self.read.pop().end_read()
 
     def pause(self, waits_for: str, ready: Callable[[], bool] = lambda: True) -> None:
         """Yields to the scheduler, which resumes this partition at some time after `ready` holds."""
@@ -95,7 +102,7 @@ class Machine:
     def begin(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int]) -> None:
         """Starts the partitions: (function, arguments) and number of warps of each."""
         for i, ((function, arguments), n_warps) in enumerate(zip(calls, warps, strict=True)):
-            name = f"partition {i} ({function.__name__}) of program {self.program}"
+            name = f"partition {i} ({getattr(function, '__name__', 'the kernel')}) of program {self.program}"
             self.partitions.append(Partition(self, name, n_warps, lambda f=function, a=arguments: f(*a)))
         for partition in self.partitions:
             partition.thread.start()
@@ -140,6 +147,8 @@ class Machine:
             raise ProtocolError(f"named barriers are left with arrivals, by number: {left}")
         if any(barrier.bytes for barrier in self.barriers):
             raise ProtocolError("an mbarrier is left with expected bytes that never arrived")
+        if any(barrier.has_loads and barrier.has_unwaited_phase for barrier in self.barriers):
+            raise ProtocolError("a TMA load may still be in flight at the end: nobody has waited for it")
 
 
 def run_all(machines: list[Machine], seed: int) -> None:
@@ -230,6 +239,8 @@ class Shared:
     def store(self, values: Tensor) -> None:
         partition = CURRENT.partition
         partition.pause("a store to shared memory")
+        # Triton puts a barrier before
+        partition.meet()
         self._check(self.readers, "written while wgmma or TMA reads it")
         self._check(self.loading, "written during a TMA load")
         assert values.shape == self.values.shape and values.dtype == self.values.dtype, (values.shape, self.shape)
@@ -269,6 +280,8 @@ class Barrier:
         self.count = self.pending = self.phase = self.bytes = 0
         # whether a phase has completed and nobody has waited for it yet
         self.has_unwaited_phase = False
+        # whether TMA loads report to it
+        self.has_loads = False
         machine.barriers.append(self)
 
     def index(self, i: Any) -> Barrier:

@@ -1,18 +1,20 @@
 """Simulates the Hopper kernels and their synchronisation on the CPU.
 
 The kernels' sources run as plain Python: this file replaces the Gluon language, gluon_machine.py simulates the GPU. A
-wgmma reads its operands until it is waited for; a TMA store reads its source until `store_wait`.
+wgmma reads its operands until it is waited for and, since each warp waits for itself, until the warps meet at a
+barrier; a TMA store reads its source until `store_wait`.
 
 Raised as ProtocolError
     barriers       deadlocks, waits for a wrong phase, phases that nobody waits for, too many arrivals, missing bytes
     shared memory  written while wgmma or TMA reads it, read during a TMA load, read by wgmma or TMA without a fence
-    at the end     wgmma or TMA stores in flight
+    at the end     wgmma or TMA transfers in flight
 Found by comparison with the reference
     wrong arithmetic, wrong tiles, and reads of uninitialised shared memory, which is full of NaN
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import types
@@ -236,15 +238,25 @@ class Language:
     def init(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.pending = count
 
+    def thread_barrier(self) -> None:
+        self._partition.pause("a barrier of its threads")
+        self._partition.meet()
+
     def arrive(self, barrier: Barrier, *, count: int = 1) -> None:
+        # Triton lets the threads of the partition meet before one of them arrives
         self._partition.pause("an arrival")
+        self._partition.meet()
         barrier.arrive(count)
 
-    def expect(self, barrier: Barrier, n_bytes: int) -> None:
+    def expect(self, barrier: Barrier, n_bytes: int, *, pred: Any = True) -> None:
+        if not pred:
+            return
         self._partition.pause("an arrival that expects bytes")
         barrier.arrive(1, n_bytes)
 
-    def wait(self, barrier: Barrier, phase: Any) -> None:
+    def wait(self, barrier: Barrier, phase: Any, *, pred: Any = True) -> None:
+        if not pred:
+            return
         parity = int(phase)
         assert parity in (0, 1), parity
         self._partition.pause(f"phase {parity} of an mbarrier", lambda: barrier.phase != parity)
@@ -253,6 +265,7 @@ class Language:
     def named_barrier(self, verb: str, number: int, warpgroups: int = 2) -> None:
         partition, machine = self._partition, self.machine
         partition.pause(f"its arrival at named barrier {number}")
+        partition.meet()
         arrived = machine.named.setdefault(number, [])
         if partition in arrived:
             raise ProtocolError(f"{partition.name} arrives twice at named barrier {number}, which is not complete")
@@ -273,10 +286,15 @@ class Language:
 
     # TMA
 
-    def tma_load(self, descriptor: Descriptor, start: list[Any], barrier: Barrier, target: Shared) -> None:
+    def tma_load(
+        self, descriptor: Descriptor, start: list[Any], barrier: Barrier, target: Shared, *, pred: Any = True
+    ) -> None:
+        if not pred:
+            return
         self._partition.pause("the issue of a TMA load")
         assert descriptor.block_shape == target.shape and descriptor.dtype == target.dtype
         target.begin_load()
+        barrier.has_loads = True
 
         def complete() -> None:
             view, slices = descriptor.inside(start)
@@ -337,8 +355,8 @@ class Language:
         partition = self._partition
         partition.pause("wgmma")
         while len(partition.products) > n_pending:
-            for operand in partition.products.pop(0).operands:
-                operand.end_read()
+            # each warp waits for itself: others may still read the operands
+            partition.read.extend(partition.products.pop(0).operands)
         (token,) = deps
         if token in partition.products:
             raise ProtocolError(f"{partition.name} uses the result of a wgmma in flight")
@@ -385,6 +403,7 @@ class Simulation:
             "dq_layout": lambda: None,
             "reinterpret": lambda tile, shape, layout, dtype: tile.reinterpret(shape, dtype),
             "opaque": lambda i: i,
+            "thread_barrier": self.language.thread_barrier,
             "bits_of": lambda dtype: 8 * dtype.itemsize,
             "round_p_ds": lambda p, dp, delta, dtype: (p.to(dtype), (p * (dp - delta)).to(dtype)),
             "accumulator": lambda columns: None,
@@ -405,6 +424,9 @@ class Simulation:
         self._load("hopper.backward_producer")
         self._load("hopper.backward_postprocess")
         self.hopper_backward = self._load("hopper.backward")
+        self._load("hopper.fine_tiles")
+        self.fine_forward = self._load("hopper.fine_forward")
+        self.fine_backward = self._load("hopper.fine_backward")
         self.forward = self.hopper_forward.forward
         self.backward = self.hopper_backward.backward
 
@@ -443,6 +465,7 @@ class Simulation:
             "hopper.softmax",
             "hopper.backward_producer",
             "hopper.backward_postprocess",
+            "hopper.fine_tiles",
         ):
             exported = {
                 key: value
@@ -470,9 +493,13 @@ class Simulation:
 
             machines = []
             for program in range(grid[0]):
-                self.language.starting = Machine(self.seed, program, grid[0])
-                kernel(**dict(zip(names, arguments, strict=False)), **options)
-                machines.append(self.language.starting)
+                self.language.starting = machine = Machine(self.seed, program, grid[0])
+                call = functools.partial(kernel, **dict(zip(names, arguments, strict=False)), **options)
+                if "warp_specialize" in kernel.__code__.co_names:
+                    call()
+                else:
+                    machine.begin([(call, ())], [4])
+                machines.append(machine)
             run_all(machines, self.seed)
 
         return run

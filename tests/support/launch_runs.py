@@ -6,12 +6,13 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Sequence
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blocksparse_flash import attention_with_lse
+from blocksparse_flash import attention_with_lse, dispatch
 from tests.support import plain
 from tests.support.closeness import as_rows, assert_as_accurate, buried
 from tests.support.launch_tables import Call
@@ -64,20 +65,22 @@ def run(call: Call) -> list[Tensor]:
     leaves = [buried(tensors[name]).requires_grad_() for name in ("q", "k", "v")]
     score_mods = {name: tensor.detach().clone().requires_grad_() for name, tensor in options.items()}
     layout, variant = call.layout(), call.variant
-    out, lse = attention_with_lse(
-        *leaves,
-        layout,
-        causal=call.causal,
-        scale=call.scale,
-        kv_lengths=lengths,
-        dropout_p=variant.dropout_p,
-        seed=SEED if variant.dropout_p else None,
-        # never None: poisoned memory turns determinism on, with which `hopper` runs another backward
-        deterministic=variant.deterministic,
-        backend=call.backend,
-        softcap=variant.softcap,
-        **score_mods,
-    )
+    # by the variant, not by the layout
+    with mock.patch.object(dispatch, "tile_of", lambda *_: variant.tile):
+        out, lse = attention_with_lse(
+            *leaves,
+            layout,
+            causal=call.causal,
+            scale=call.scale,
+            kv_lengths=lengths,
+            dropout_p=variant.dropout_p,
+            seed=SEED if variant.dropout_p else None,
+            # never None: poisoned memory turns determinism on, with which `hopper` runs another backward
+            deterministic=variant.deterministic,
+            backend=call.backend,
+            softcap=variant.softcap,
+            **score_mods,
+        )
     douts = (buried(tensors["dout"]), tensors["dlse"].to(lse.dtype))
     return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), [*leaves, *score_mods.values()], douts)]
 

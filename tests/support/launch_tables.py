@@ -20,12 +20,14 @@ from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.dispatch import MAX_FINE_HEAD_DIM
 from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
+from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.triton import backward, forward, split_kv
-from blocksparse_flash.plan_format import TILE
+from blocksparse_flash.plan_format import FINE_TILE, TILE
 from blocksparse_flash.runtime import launch
 from blocksparse_flash.score_mods import Scores
 
@@ -58,6 +60,7 @@ class Variant:
     mode   "dense"; "causal"; "blocks": blocks of 128 and a window; "blocks-causal"; "heads": blocks of 64, different
            for each head; "long": global tokens, whose rows and columns are split; "fine": blocks of 16
     group  query heads per key head
+    tile   tokens per side of a tile of the plan
     """
 
     name: str
@@ -70,6 +73,7 @@ class Variant:
     has_slopes: bool = False
     has_bias: bool = False
     deterministic: bool = False
+    tile: int = TILE
 
     @property
     def has_scores(self) -> bool:
@@ -111,6 +115,10 @@ HOPPER = [
     Variant("deterministic-dense", "dense", deterministic=True),
     Variant("deterministic-causal-group", "causal", group=2, deterministic=True),
     Variant("deterministic-heads-lengths", "heads", has_lengths=True, deterministic=True),
+    Variant("fine", "fine", tile=FINE_TILE),
+    Variant("fine-causal-lengths", "blocks-causal", has_lengths=True, tile=FINE_TILE),
+    Variant("fine-long", "long", tile=FINE_TILE),
+    Variant("fine-heads-lengths-group", "heads", group=2, has_lengths=True, tile=FINE_TILE),
 ]
 
 
@@ -200,6 +208,9 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         yield from ((name, dim, word) for word in _features(rest, pointers))
         if pointers["dq_sum_ptr"] is None:
             yield name, dim, "dq in a launch of its own"
+    elif name.startswith("fine_"):
+        dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
+        yield name, dim, given["kv_lengths_ptr"] is not None, rest["maxnreg"]
     elif name in ("combine", "merge_rows", "sum_cols", "postprocess"):
         yield name, dim
 
@@ -250,6 +261,8 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
         split_kv.split_kv_launches,
         hopper_forward.forward_launches,
         hopper_backward.backward_launches,
+        fine_forward.forward_launch,
+        fine_backward.backward_launches,
     ):
         launches_of.cache_clear()
     with contextlib.ExitStack() as stack, recorded(runs=False) as found:
@@ -262,11 +275,16 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
             for n, length in ((heads, q_len), (call.kv_heads, kv_len), (call.kv_heads, kv_len), (heads, q_len))
         )
         layout = call.layout()
-        plan = [] if layout is None else list(layout.plan("cpu", causal=call.causal))
+        plan = [] if layout is None else list(layout.plan("cpu", causal=call.causal, tile=variant.tile))
         lengths = torch.empty(batch, dtype=torch.int32) if variant.has_lengths else None
         scale = 0.125 if call.scale is None else call.scale
         seed = torch.empty(1, dtype=torch.int64) if variant.dropout_p else None
         options: tuple[Any, ...] = (plan, lengths, seed, scale, call.causal and not plan, variant.dropout_p)
+        if variant.tile == FINE_TILE:
+            out, lse = fine_forward.forward(q, k, v, *options)
+            inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
+            fine_backward.backward(inputs, *options)
+            return frozenset(found)
         if call.backend == "hopper":
             out, lse = hopper_forward.forward(q, k, v, *options)
             inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
@@ -354,6 +372,11 @@ def _known_hopper() -> Iterator[Key]:
         yield from (("hopper_backward", dim, word) for word in words)
         yield from (("sum_cols", dim), ("postprocess", dim))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
+    yield "preprocess", False, True, False, False
+    for dim, has_lengths in itertools.product((64, 128), flags):
+        yield "fine_forward", dim, has_lengths, fine_forward.CONFIGS[dim].registers
+        for name, registers in zip(("fine_dkdv", "fine_dq"), fine_backward.REGISTERS[dim], strict=True):
+            yield name, dim, has_lengths, registers
 
 
 # ---- calls that reach all configurations ----
@@ -385,6 +408,8 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
         (2, 20, 2048, 2048),
     ]
     for dim, shape, variant in itertools.product((16, *HOPPER_DIMS), small, HOPPER):
+        if variant.tile == FINE_TILE and dim > MAX_FINE_HEAD_DIM:
+            continue
         yield Call("hopper", shape, dim, HALF, variant)
 
 

@@ -20,6 +20,8 @@ from blocksparse_flash import BlockLayout, attention_with_lse, dispatch, ops
 from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
 from blocksparse_flash.kernels.hopper.forward import wide_pays
+from blocksparse_flash.plan_format import FINE_TILE
+from blocksparse_flash.plan_format import TILE as TILE_SIDE
 from tests import test_zoo as zoo
 from tests.kernels.triton import test_combine_splits
 from tests.support import cases
@@ -45,10 +47,19 @@ def check(monkeypatch):
     """Raises if a call on the simulated kernels is not as accurate as the reference."""
 
     def check(
-        simulation: Simulation, layout: Any, call: zoo.Call, *, backward: bool = True, deterministic: bool = False
+        simulation: Simulation,
+        layout: Any,
+        call: zoo.Call,
+        *,
+        backward: bool = True,
+        deterministic: bool = False,
+        tile: int = TILE_SIDE,
     ) -> None:
-        run_backward = functools.partial(simulation.backward, deterministic=deterministic)
-        monkeypatch.setattr(ops, "_kernels", lambda *_: (simulation.forward, run_backward))
+        kernels = simulation.forward, functools.partial(simulation.backward, deterministic=deterministic)
+        if tile == FINE_TILE:
+            kernels = simulation.fine_forward.forward, simulation.fine_backward.backward
+        monkeypatch.setattr(ops, "_kernels", lambda *_: kernels)
+        monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
         monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
         tensors = zoo.inputs(layout, call)
         tensors = {name: zoo.buried(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
@@ -76,6 +87,16 @@ def test_every_layout_is_accurate(check, index):
     # 7 is coprime to the number of calls: consecutive layouts get different calls, and every call is used
     assert len(CALLS) % 7
     check(Simulation(seed=index), LAYOUTS[index], CALLS[7 * index % len(CALLS)])
+
+
+@pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
+def test_every_layout_is_accurate_in_tiles_of_64(check, index):
+    check(Simulation(seed=index), cases.LAYOUTS[index], CALLS[(7 * index + 3) % len(CALLS)], tile=FINE_TILE)
+
+
+def test_every_call_is_accurate_in_tiles_of_64(check):
+    for seed, call in enumerate(CALLS):
+        check(Simulation(seed=seed), MIXED, call, tile=FINE_TILE)
 
 
 @pytest.mark.parametrize("layout", [zoo.PER_HEAD, (40, 50)], ids=zoo.name_of)
@@ -271,6 +292,7 @@ def test_every_backward_configuration_is_accurate(check, monkeypatch, config, ca
 # ---- seeded faults ----
 
 FORWARD, BACKWARD, SOFTMAX = (f"hopper.{name}" for name in ("forward", "backward", "softmax"))
+FINE_FORWARD, FINE_BACKWARD, FINE_TILES = (f"hopper.fine_{name}" for name in ("forward", "backward", "tiles"))
 ROWS, COLS, TILE = "hopper.forward_producer", "hopper.backward_producer", "triton.tile"
 # faults of split tile rows and columns
 SPLIT_FAULTS = {
@@ -293,6 +315,70 @@ SPLIT_FAULTS = {
     ),
     "split stored as a whole tile column": Change(
         BACKWARD, "        elif work_tile.i_block < 0:\n", "        elif work_tile.i_block >= -1:\n"
+    ),
+}
+# faults of the kernels for tiles of 64 x 64, with kv_lengths
+FINE_FAULTS = {
+    "tile loaded while another warp multiplies it": Change(
+        FINE_TILES, "    thread_barrier()\n    mbarrier.expect", "    mbarrier.expect"
+    ),
+    "tail zeroed without a fence": Change(FINE_TILES, "        fence_async_shared()\n", ""),
+    "tail zeroed from the next token on": Change(
+        FINE_TILES, "gl.expand_dims(o_row < limit, 1)", "gl.expand_dims(o_row <= limit, 1)"
+    ),
+    "next keys loaded before the product": Change(
+        FINE_FORWARD,
+        """    b_scores = warpgroup_mma_wait(0, deps=(scores_token,))
+    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_start, has_next)
+""",
+        """    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_start, has_next)
+    b_scores = warpgroup_mma_wait(0, deps=(scores_token,))
+""",
+    ),
+    "keys waited for in the wrong phase": Change(
+        FINE_FORWARD, "mbarrier.wait(buffers.k_full, i_step & 1)", "mbarrier.wait(buffers.k_full, i_step & 1 ^ 1)"
+    ),
+    "values not waited for": Change(FINE_FORWARD, "    mbarrier.wait(buffers.v_full, i_step & 1)\n", ""),
+    "keys loaded for a step that does not exist": Change(
+        FINE_FORWARD, "has_next = i_step + 1 < n_steps", "has_next = i_step < n_steps"
+    ),
+    "queries loaded by a program without steps": Change(
+        FINE_FORWARD, "i_head, q_start, has_steps)", "i_head, q_start, True)"
+    ),
+    "out in flight at the end": Change(FINE_FORWARD, "    tma.store_wait(0)\n", ""),
+    "out stored without a fence": Change(
+        FINE_FORWARD, "    fence_async_shared()\n    tma_store(out_desc", "    tma_store(out_desc"
+    ),
+    "stages of the next head begin anew": Change(FINE_BACKWARD, "        n_done += n_tiles\n", ""),
+    "record of the first head for the whole group": Change(
+        FINE_BACKWARD, "        if GROUP > 1:\n", "        if GROUP > 9:\n"
+    ),
+    "dO not waited for": Change(FINE_BACKWARD, "    mbarrier.wait(buffers.dout_full.index(stage), phase)\n", ""),
+    "queries loaded again before dk is complete": Change(
+        FINE_BACKWARD,
+        "b_dk = warpgroup_mma_wait(0, deps=(dk_token,))",
+        "b_dk = warpgroup_mma_wait(1, deps=(dk_token,))",
+    ),
+    "values loaded while dp reads them": Change(
+        FINE_BACKWARD,
+        """    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
+    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_start, has_next)
+""",
+        """    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_start, has_next)
+    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
+""",
+    ),
+    "scores masked before a negative scale": Change(
+        FINE_BACKWARD,
+        """    b_scores = b_scores * scale_log2 - gl.expand_dims(b_lse, 1)
+    # after scaling, since the scale may be negative
+    if MASKED:
+        b_scores = mask_columns(b_scores, bitmask, o_kv)
+""",
+        """    if MASKED:
+        b_scores = mask_columns(b_scores, bitmask, o_kv)
+    b_scores = b_scores * scale_log2 - gl.expand_dims(b_lse, 1)
+""",
     ),
 }
 # faults of the forward and the backward on dense calls with kv_lengths
@@ -568,6 +654,7 @@ class Run(NamedTuple):
     n_sms: int = 1
     splits: tuple[int, int] | None = None
     has_backward: bool = True
+    tile: int = TILE_SIDE
 
 
 def mixed() -> BlockLayout:
@@ -614,6 +701,12 @@ Q_STAGES = [
     )
     for seed in range(24)
 ]
+FINE = [
+    Run(seed, layout, dataclasses.replace(call, has_kv_lengths=True), tile=FINE_TILE)
+    for seed, (layout, call) in enumerate(
+        itertools.product((MIXED, WINDOW), (MHA, dataclasses.replace(GQA, scale=-0.3)))
+    )
+]
 # (faults, runs): each fault must be detected in one of the runs
 FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "forward": (FORWARD_FAULTS, DENSE),
@@ -631,6 +724,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     ),
     "3 warpgroups": (THREE_WARPGROUP_FAULTS, THREE_WARPGROUPS),
     "2 stages of Q": (Q_STAGE_FAULTS, Q_STAGES),
+    "tiles of 64": (FINE_FAULTS, FINE),
 }
 # runs that must be accurate without a fault
 CORRECT_RUNS = {
@@ -649,6 +743,7 @@ CORRECT_RUNS = {
     ],
     "3 warpgroups": THREE_WARPGROUPS[:4],
     "2 stages of Q": Q_STAGES[:4],
+    "tiles of 64": FINE,
 }
 
 
@@ -664,7 +759,7 @@ def check_run(check, monkeypatch):
         monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
         if run.splits is not None:
             split(simulation, *run.splits)
-        check(simulation, run.layout, run.call, backward=run.has_backward)
+        check(simulation, run.layout, run.call, backward=run.has_backward, tile=run.tile)
 
     return check_run
 
@@ -683,7 +778,7 @@ def test_seeded_faults_are_detected(check_run, group, fault):
     faults, runs = FAULTS[group]
     change = faults[fault]
     # faults of the forward are detected without the backward, which takes longer
-    concerns_backward = change.module in (BACKWARD, COLS, TILE)
+    concerns_backward = change.module in (BACKWARD, COLS, TILE, FINE_BACKWARD, FINE_TILES)
     with pytest.raises((ProtocolError, AssertionError)):
         for run in runs:
             check_run(run._replace(has_backward=run.has_backward and concerns_backward), change)
