@@ -32,6 +32,7 @@ from .blocks.transfer import resolved, to_device
 from .plan import block_bias, block_selection, device_builder
 from .plan.block_bias import BiasIndex
 from .plan.host_builder import build_plan
+from .plan.tile_choice import fine_share
 from .plan_format import FINE_TILE, PARTIAL, TILE, Plan
 from .runtime import tracing
 
@@ -640,6 +641,8 @@ class BlockLayout:
             bits = moving[4] if more else None
             moved = self._selected(block_selection.Selection(indptr, indices, bitmask_ids, bits), self._frame)
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
+        if "fine_share" in self._cache:
+            moved._cache["fine_share"] = self._cache["fine_share"]
         return moved
 
     def plan(
@@ -912,6 +915,18 @@ class BlockLayout:
             return self._rows(), frame
         found = block_list.regroup(self._block_list(), frame, tiles.block_size)
         return block_list.by_rows(found, tiles), tiles
+
+    def _fine_share(self) -> float | None:
+        """`tile_choice.fine_share`, cached.
+
+        None for selected layouts, whose tiles are known only to their device, and while torch.compile traces, unless
+        cached.
+        """
+        found: float | None = self._cache.get("fine_share")
+        if found is None and "selection" not in self._cache and not torch.compiler.is_compiling():
+            with tracing.outside_transforms(self._tensors.indptr):
+                found = self._cache["fine_share"] = fine_share(self._rows(), self._frame)
+        return found
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""
