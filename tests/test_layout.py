@@ -925,6 +925,29 @@ def test_plans_are_cached() -> None:
     assert diagonal.plan("cpu", causal=True, tile=64) is diagonal.plan("cpu", tile=64)
 
 
+def test_moving_keeps_the_plans_of_every_tile(device: torch.device) -> None:
+    layout = copy.copy(cases.LAYOUTS[-1].build())
+    causal, fine = (layout.plan("meta", **options) for options in ({"causal": True}, {"tile": 64}))
+    moved = layout.to("meta")
+    assert moved.plan("meta", causal=True) is causal and moved.plan("meta", tile=64) is fine and fine.tile == 64
+    # a plan of the other tile is not taken for it
+    assert layout.plan(device).tile == 128 and layout.plan(device, tile=64).tile == 64
+    assert layout.plan(device, tile=64, causal=True).tile == 64
+
+
+def test_torch_compile_needs_the_plan_of_its_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = BlockLayout.from_blocks([0, 0], [0, 1], 256, 256, block_size=128)
+    layout.plan("cpu")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    message = r"no plan of 64 x 64 tiles for cpu and torch.compile cannot make one: call layout.plan\(q.device, tile=64"
+    with pytest.raises(ValueError, match=message + r"\) before"):
+        layout.plan("cpu", tile=64)
+    with pytest.raises(ValueError, match=message + r", causal=True\) before"):
+        layout.plan("cpu", tile=64, causal=True)
+    with pytest.raises(ValueError, match=r"no plan for cpu and .*, and layout.plan\(q.device, causal=True\)"):
+        layout.plan("cpu", causal=True)
+
+
 def test_to_moves_tensors_and_plan(device: torch.device) -> None:
     layout = copy.copy(cases.LAYOUTS[-1].build())
     moved = layout.to(device)

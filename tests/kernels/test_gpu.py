@@ -16,7 +16,7 @@ from torch import Tensor
 
 import masks
 from benchmarks.run import measure
-from blocksparse_flash import BlockLayout, attention, attention_with_lse, explain
+from blocksparse_flash import BlockLayout, attention, attention_with_lse, dispatch, explain
 from blocksparse_flash.plan import block_selection, device_builder
 from blocksparse_flash.plan_format import FINE_TILE, TILE
 from tests import test_zoo as zoo
@@ -27,7 +27,17 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 Predicate = Callable[[Tensor, Tensor], Tensor]
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_every_backend = pytest.mark.parametrize("backend", ["triton", *(["hopper"] if HAS_HOPPER else [])])
+on_every_backend = pytest.mark.parametrize(
+    "backend", ["triton", *(["hopper", "hopper-64"] if HAS_HOPPER else [])], indirect=True
+)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend; "hopper-64" is `hopper` with tiles of 64 x 64, "hopper" that with tiles of 128 x 128."""
+    name, _, tile = request.param.partition("-")
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_: int(tile or TILE))
+    return str(name)
 
 
 def rows_of_out_and_dq(
@@ -441,17 +451,21 @@ def test_maxima_that_grow_around_the_rescale_threshold_are_accurate(layout: case
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_explain_predicts_memory_and_time(backend: str, head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [64, 80, 100, 128])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_explain_predicts_memory_and_time(backend: str, head_dim: int, block_size: int) -> None:
     """Bytes match the allocator; times are within a factor of 2 on GPUs that the model was fitted to."""
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     torch.use_deterministic_algorithms(False)
     layout = masks.local(8192, window=512)
+    if block_size == 64:
+        layout = masks.random(8192, density=0.1, block_size=64, seed=0)
     q = torch.randn(1, 16, 8192, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     k, v = (torch.randn(1, 4, 8192, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
     found = explain(q, k, v, layout, backend=backend)
     assert found.backend == backend and found.balance.n_sms is not None
+    assert found.tile == ((64, 64) if (backend, block_size) == ("hopper", 64) else (128, 128))
 
     out = attention(q, k, v, layout, backend=backend)
     dout = torch.randn_like(out)

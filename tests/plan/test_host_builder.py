@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
 from blocksparse_flash.plan.host_builder import _long, _order, count_long, subtiles_of
-from blocksparse_flash.plan_format import ALL_SUBTILES, FINE_TILE, LONG, N_SUBTILED, PARTIAL, SUBTILES_BIT, TILE, Plan
+from blocksparse_flash.plan_format import (
+    ALL_SUBTILES,
+    FINE_TILE,
+    LONG,
+    N_PARTIAL,
+    N_SUBTILED,
+    PARTIAL,
+    SUBTILES_BIT,
+    TILE,
+    Plan,
+)
 from tests.support import cases
 
 
@@ -117,8 +127,8 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([(1, 1), (1, 3), (2, 2)]),
-    st.sampled_from([100, 128, 640, 700]),
-    st.sampled_from([100, 384, 1000]),
+    st.sampled_from([100, 128, 576, 640, 700]),
+    st.sampled_from([100, 192, 384, 1000]),
     st.sampled_from([128, 64, (32, 256)]),
     st.sampled_from([TILE, FINE_TILE]),
 )
@@ -144,6 +154,16 @@ def test_plans_of_the_zoo_list_the_tiles_of_the_mask(case: cases.Case, tile: int
     assert plan.tile == tile and (tile == TILE or not plan.has_subtiles)
     check_side(plan, masks, of_rows=True)
     check_side(plan, masks, of_rows=False)
+
+
+def test_tiles_are_full_where_they_end_with_the_sequence() -> None:
+    """192 x 320 tokens are 3 x 5 whole tiles of 64 x 64; those of 128 x 128 are ragged on both edges."""
+    layout = BlockLayout.from_ranges([0] * 3, [5] * 3, 192, 320, block_size=64)
+    for tile, n_partial in ((FINE_TILE, [0, 0, 0]), (TILE, [1, 3])):
+        plan = layout.plan("cpu", tile=tile)
+        assert plan.row_records[0, 0, :, N_PARTIAL].tolist() == n_partial
+        check_side(plan, np.ones((1, 1, 192, 320), bool), of_rows=True)
+        check_side(plan, np.ones((1, 1, 192, 320), bool), of_rows=False)
 
 
 def test_subtiles_of_a_bitmask_are_found() -> None:

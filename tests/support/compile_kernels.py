@@ -109,7 +109,8 @@ def run_both(
     """Call the launchers of a backend, forward and backward.
 
     mode     "layout"; "subtiles": a layout with tiles that consist of whole 64 x 64 subtiles; "fine": a layout in tiles
-             of 64 x 64; "dense"; "causal"; "rows": the kernels that gather and scatter rows; "select": the kernels that select blocks
+             of 64 x 64; "dense"; "causal"; "rows": the kernels that gather and scatter rows; "select": the kernels that
+             select blocks
     length   of the keys, and of the queries if q_len is None; with q_len only the forward runs
     group    query heads per key head
     limited  whether there are kv_lengths

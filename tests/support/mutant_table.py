@@ -389,6 +389,30 @@ MUTANTS: dict[str, list[Mutant]] = {
             "(frame.n_rows * np.arange(leads)).repeat",
             "tests/plan/test_host_builder.py",
         ),
+        (
+            "plan/tile_choice.py",
+            "len(rows.bitmasks) + edge_kinds(keys, frame)",
+            "len(rows.bitmasks)",
+            "tests/plan/test_tile_choice.py",
+        ),
+        (
+            "plan/tile_choice.py",
+            "kinds = (every, (every[0], exists[1]), (exists[0], every[1]), exists)",
+            "kinds = (every, (exists[0], every[1]), (every[0], exists[1]), exists)",
+            "tests/plan/test_tile_choice.py",
+        ),
+        (
+            "plan/tile_choice.py",
+            "(leads[block] * tiled.n_rows + row)",
+            "(leads[block] + row)",
+            "tests/plan/test_tile_choice.py",
+        ),
+        (
+            "plan/tile_choice.py",
+            "not len(rows.bitmasks) and _tiled_by(frame, TILE)",
+            "_tiled_by(frame, TILE)",
+            "tests/plan/test_tile_choice.py",
+        ),
         # on the device, by kernels
         (
             "kernels/triton/plan_builder.py",
