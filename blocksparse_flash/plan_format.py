@@ -11,7 +11,8 @@ from torch import Tensor
 from .blocks.transfer import to_device
 
 # tokens per side of a tile: of the default plans, and of the finer ones
-TILE, FINE_TILE = 128, 64
+TILE = 128
+FINE_TILE = 64
 # int32 words of a record, and their order
 RECORD = 8
 NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_SUBTILED, N_HALF, N_LONG = range(RECORD)

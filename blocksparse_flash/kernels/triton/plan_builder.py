@@ -307,7 +307,7 @@ def most_long(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.c
 
 @triton.jit
 def list_lines(
-    bits_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_programs, n_major, n_minor, n_indices, n_ids,
+    bits_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_major, n_minor, n_indices, n_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
@@ -315,6 +315,7 @@ def list_lines(
 ):
     """Writes the records and tiles of some lines of one direction, and a share of the padding zeros."""
     n_groups = tl.cdiv(n_major, LINES)
+    n_programs = axes * n_groups
     batch_head = i_program // n_groups
     first_line = (i_program % n_groups) * LINES
     o_line = first_line + tl.arange(0, LINES)
@@ -397,10 +398,10 @@ def list_kernel(
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     i_program = tl.program_id(0)
-    n_of_rows, n_of_cols = axes * tl.cdiv(q_tiles, LINES), axes * tl.cdiv(kv_tiles, LINES)
+    n_of_rows = axes * tl.cdiv(q_tiles, LINES)
     if i_program < n_of_rows:
         list_lines(
-            bits_ptr, counts_ptr, row_records_ptr, row_indices_ptr, row_ids_ptr, i_program, n_of_rows,
+            bits_ptr, counts_ptr, row_records_ptr, row_indices_ptr, row_ids_ptr, i_program,
             q_tiles, kv_tiles, n_indices, n_row_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
             True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE, LINES, MINORS, AXES, CHUNK,
@@ -408,7 +409,7 @@ def list_kernel(
     else:
         list_lines(
             bits_ptr, counts_ptr + 4 * axes * q_tiles, col_records_ptr, col_indices_ptr, col_ids_ptr,
-            i_program - n_of_rows, n_of_cols, kv_tiles, q_tiles, n_indices, n_col_ids,
+            i_program - n_of_rows, kv_tiles, q_tiles, n_indices, n_col_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
             False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE, LINES, MINORS, AXES, CHUNK,
         )
