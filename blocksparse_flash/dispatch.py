@@ -254,9 +254,11 @@ def tile_of(backend: str, work: FineWork, q_shape: Sequence[int], k_shape: Seque
     work  of the layout
     """
     # "auto" is a traced call on a Hopper GPU, see `decide`
-    if backend not in ("hopper", "auto") or max(q_shape[3], v_dim) > MAX_FINE_HEAD_DIM:
+    widest = max(q_shape[3], v_dim)
+    if backend not in ("hopper", "auto") or widest > MAX_FINE_HEAD_DIM:
         return TILE
-    is_fine = tile_choice.pays(work, q_shape[0] * q_shape[1], q_shape[1] // k_shape[1])
+    dim = 64 if widest <= 64 else 128
+    is_fine = tile_choice.pays(work, q_shape[0] * q_shape[1], q_shape[1] // k_shape[1], dim)
     return FINE_TILE if is_fine else TILE
 
 
@@ -317,11 +319,11 @@ def _why_not(backend: str, device: torch.device, dtype: torch.dtype, is_named: b
     return "computes all q_len * kv_len pairs; meant for tests, ask for it by name"
 
 
-def explained_determinism(deterministic: bool | None, backend: str) -> str:
-    """Which bits of the results are equal in every run."""
+def explained_determinism(deterministic: bool | None, backend: str, tile: int) -> str:
+    """Which bits of the results are equal in every run. tile: of the call's plan."""
     asked = str(deterministic)
     if deterministic is None:
         asked = f"None: as torch.are_deterministic_algorithms_enabled(), {is_deterministic(None)}"
-    if backend == "hopper" and not is_deterministic(deterministic):
+    if backend == "hopper" and tile != FINE_TILE and not is_deterministic(deterministic):
         return f"every run gives equal bits except in dq, which is summed in any order (deterministic={asked})"
     return f"every run gives equal bits, forward and backward (deterministic={asked})"

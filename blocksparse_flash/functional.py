@@ -376,7 +376,7 @@ def explain(
     is_deterministic = dispatch.is_deterministic(deterministic)
     has_lengths = kv_lengths is not None
     call = Call(q, k, v, layout, causal, has_lengths, dropout_p, is_deterministic, dtype, choice.backend, has_scores)
-    determinism = dispatch.explained_determinism(deterministic, choice.backend)
     # reads the plan, which fake tensors do not have
     with tracing.outside_transforms():
+        determinism = dispatch.explained_determinism(deterministic, choice.backend, call.tile)
         return explanation.explained(call, reason=choice.reason, others=choice.others, determinism=determinism)

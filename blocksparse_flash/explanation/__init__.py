@@ -127,6 +127,14 @@ def _moved(of: Moved) -> str:
     return f"reads {_amount(of.reads, 'B')}, writes {_amount(of.writes, 'B')}{held}"
 
 
+def _said_tiles(call: Call) -> str:
+    """Why a call of `hopper` iterates over tiles of 64 x 64; empty for one that does not."""
+    if call.layout is None or not call.is_fine:
+        return ""
+    share = call.layout.fine_work(call.q.device, call.causal).share
+    return f"; in tiles of 64 x 64, as they hold {share:.0%} of the pairs of those of 128 x 128"
+
+
 def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], determinism: str) -> Explanation:
     """The explanation of a call. reason, others: see `dispatch.Choice`."""
     done, device, table = cost.work(call), cost.device_of(call.q.device), prediction.calibrations()
@@ -135,7 +143,7 @@ def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], d
     is_reference = call.backend == "reference"
     return Explanation(
         backend=call.backend,
-        reason=reason,
+        reason=reason + _said_tiles(call),
         others=others,
         tile=None if is_reference else (call.tile, call.tile),
         density=1.0 if call.layout is None else call.layout.density,

@@ -44,10 +44,11 @@ def _of_layout(call: Call, done: Work, predicted: Prediction | None) -> Iterator
     fill = done.attending / done.computed if done.computed else 1.0
     if fill < WELL_FILLED:
         block_q, block_kv = layout.block_size
-        blocks = f" in blocks of {block_q} x {block_kv}" if min(block_q, block_kv) < TILE else ""
+        tile = call.tile
+        blocks = f" in blocks of {block_q} x {block_kv}" if min(block_q, block_kv) < tile else ""
         yield (
-            f"{fill:.0%} of the pairs that are computed attend: tiles of {TILE} x {TILE} are computed whole, and the "
-            f"pairs are scattered over them{blocks}. Blocks of {TILE} at multiples of {TILE}, or an order of the "
+            f"{fill:.0%} of the pairs that are computed attend: tiles of {tile} x {tile} are computed whole, and the "
+            f"pairs are scattered over them{blocks}. Blocks of {tile} at multiples of {tile}, or an order of the "
             "tokens that groups what attends to each other (layout.permute), need fewer tiles"
         )
     if predicted is not None:
@@ -59,7 +60,7 @@ def _of_layout(call: Call, done: Work, predicted: Prediction | None) -> Iterator
                 "layout. Leave the layout out if the model allows it"
             )
     else:
-        share = done.tiles / int(call.dense_sides.rows.tiles.sum())
+        share = done.computed / (int(call.dense_sides.rows.tiles.sum()) * TILE**2)
         if share > NEARLY_DENSE:
             yield (
                 f"{share:.0%} of the tiles of dense attention are computed: this layout saves next to nothing. Leave "
@@ -155,10 +156,10 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
 
 
 def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
-    n_programs = call.batch * call.heads * -(-call.q_len // TILE)
+    n_programs = call.batch * call.heads * -(-call.q_len // call.tile)
     if n_programs < device.n_sms:
         yield (
-            f"{n_programs} blocks of {TILE} queries leave some of {device.n_sms} SMs idle. More heads or batches in "
+            f"{n_programs} blocks of {call.tile} queries leave some of {device.n_sms} SMs idle. More heads or batches in "
             "one call use them"
         )
         return

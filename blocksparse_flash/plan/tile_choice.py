@@ -9,11 +9,11 @@ import numpy as np
 from ..blocks.block_list import BlockRows, Frame
 from ..plan_format import FINE_TILE, TILE
 
-# time per pair of the 64 x 64 kernels over that of the others (random blocks of 128 at head_dim 128 on an H200: 541 and
-# 416 TFLOP/s forward and backward, in tiles of 128 x 128 612 and 515)
-SLOWDOWN = 1.15
-# largest `share` for which 64 x 64 tiles pay
-MAX_SHARE = 1 / SLOWDOWN
+# time per pair of the 64 x 64 kernels over that of the others, forward and backward together, by padded head dimension
+# (H100, 16,384 tokens, random blocks of 128: 1.08 and 1.19, butterfly 1.09 and 1.12; kernels/hopper/TUNING.md)
+SLOWDOWN = {64: 1.08, 128: 1.15}
+# largest `share` for which 64 x 64 tiles can pay
+MAX_SHARE = 1 / min(SLOWDOWN.values())
 # SMs of an H100 or H200, and programs of the 64 x 64 kernels that share one
 N_SMS, PROGRAMS_PER_SM = 132, 4
 
@@ -68,14 +68,17 @@ def fine_work(fine: BlockRows, fine_frame: Frame, n_coarse: int) -> FineWork:
     )
 
 
-def pays(work: FineWork, n_batch_heads: int, group: int) -> bool:
+def pays(work: FineWork, n_batch_heads: int, group: int, dim: int) -> bool:
     """Whether 64 x 64 tiles are faster for batch * heads such heads, of which `group` share a key head.
+
+    dim  the larger head dimension, padded
 
     Their kernels do not split long tile rows and columns, as those for 128 x 128 do. So the longest one, whose program
     shares its SM with others, must end before programs for evenly spread 128 x 128 tiles would.
     """
-    if work.share > MAX_SHARE:
+    slowdown = SLOWDOWN[dim]
+    if work.share * slowdown > 1:
         return False
     longest = max(work.longest_row, group * work.longest_col)
     n_beside = min(PROGRAMS_PER_SM, max(1, work.n_rows * n_batch_heads // N_SMS))
-    return longest * n_beside * SLOWDOWN * work.share * N_SMS <= work.n_tiles * n_batch_heads
+    return longest * n_beside * slowdown * work.share * N_SMS <= work.n_tiles * n_batch_heads
