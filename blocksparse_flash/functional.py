@@ -114,7 +114,7 @@ def _run(
         device = _plan_device(q)
         tile = TILE
         if spec.backend in ("hopper", "auto"):
-            work = layout.fine_work(device, spec.causal)
+            work = layout._fine_work(device, spec.causal)
             tile = dispatch.tile_of(spec.backend, work, q.shape, k.shape, v.shape[3])
         plan = _constants(layout.plan(device, causal=spec.causal, tile=tile), q, specs)
     if scores is None:

@@ -719,10 +719,10 @@ class BlockLayout:
         device = resolved(device)
         self.plan(device, causal=causal, non_blocking=non_blocking)
         is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-        if is_hopper and self.fine_work(device, causal).share <= tile_choice.MAX_SHARE:
+        if is_hopper and self._fine_work(device, causal).share <= tile_choice.MAX_SHARE:
             self.plan(device, causal=causal, tile=FINE_TILE, non_blocking=non_blocking)
 
-    def fine_work(self, device: torch.device, causal: bool) -> FineWork:
+    def _fine_work(self, device: torch.device, causal: bool) -> FineWork:
         """The 64 x 64 tiles of the layout, by which a call on a Hopper GPU chooses its plan. Cached.
 
         While torch.compile traces, only for a plan of such tiles that was made before, else tile_choice.NOT_FINE.

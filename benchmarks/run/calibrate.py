@@ -54,8 +54,8 @@ class Prior(NamedTuple):
 # the lines determine a tile's microseconds; measured ratios separate two kernels of one direction
 PROGRAM, MASKING, LAUNCH = Prior(1.0, 0.02), Prior(0.3, 0.05), Prior(8.0, 0.05)
 TILE, RATIO = 0.02, 0.3
-# two programs of triton share an SM, one of hopper occupies it
-ALONE = {"triton": Prior(1.5, 0.05), "hopper": Prior(1.0, 0.05)}
+# two programs of triton share an SM, two to five of hopper-64; one of hopper occupies it
+ALONE = {"triton": Prior(1.5, 0.05), "hopper": Prior(1.0, 0.05), "hopper-64": Prior(2.0, 0.05)}
 
 # (backend, padded head_dim, direction) -> (side, splits, microseconds of a tile) of each kernel that iterates over
 # tiles, as in the tables of the kernels on sm90
@@ -68,6 +68,10 @@ KERNELS = {
     ("hopper", 64, "fwd"): (Kernel("rows", 1, 1.2),),
     ("hopper", 128, "bwd"): (Kernel("cols", 1, 5.0),),
     ("hopper", 64, "bwd"): (Kernel("cols", 1, 2.9),),
+    ("hopper-64", 128, "fwd"): (Kernel("rows", 1, 0.5),),
+    ("hopper-64", 64, "fwd"): (Kernel("rows", 1, 0.3),),
+    ("hopper-64", 128, "bwd"): (Kernel("cols", 1, 0.9), Kernel("rows", 1, 0.7)),
+    ("hopper-64", 64, "bwd"): (Kernel("cols", 1, 0.5), Kernel("rows", 1, 0.4)),
 }
 
 
@@ -104,7 +108,7 @@ def device_of(line: Line) -> Device:
     return (DEVICES | SCALED)[line["device"]]
 
 
-def measured(line: Line) -> Measured:
+def call_of(line: Line) -> Call:
     """The call that a line timed, with tensors on the meta device."""
     layout, causal, density = asked(line["bench"], line["pattern"], line["n"])
     if abs(density - line["density"]) > 1e-6:
@@ -115,7 +119,12 @@ def measured(line: Line) -> Measured:
     shape = line["batch"], line["heads"], line["n"], line["head_dim"]
     # shape and strides that TMA can load
     x = torch.empty(shape, dtype=DTYPES[line["dtype"]], device="meta")
-    call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
+    return Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
+
+
+def measured(line: Line) -> Measured:
+    """A line with the inputs of the model."""
+    call = call_of(line)
     n_sms = device_of(line).n_sms
     forward, backward = cost.programs(call, n_sms)
     if line["direction"] == "fwd":
@@ -138,8 +147,8 @@ def usable(
         if line["device"] not in devices:
             unused.add(line["device"])
             continue
-        padded = padded_dim(line["backend"], line["head_dim"])
-        key = line["device"], line["backend"], padded, line["direction"]
+        kernels = cost.kernels_of(call_of(line))[line["direction"]]
+        key = line["device"], kernels, padded_dim(kernels, line["head_dim"]), line["direction"]
         if key[1:] not in KERNELS:
             print(f"{key[1:]} is not in KERNELS of benchmarks/run/calibrate.py: its lines are not used")
             continue

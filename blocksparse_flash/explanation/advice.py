@@ -159,8 +159,8 @@ def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
     n_programs = call.batch * call.heads * -(-call.q_len // call.tile)
     if n_programs < device.n_sms:
         yield (
-            f"{n_programs} blocks of {call.tile} queries leave some of {device.n_sms} SMs idle. More heads or batches in "
-            "one call use them"
+            f"{n_programs} blocks of {call.tile} queries leave some of {device.n_sms} SMs idle. More heads or batches "
+            "in one call use them"
         )
         return
     for lost, longest, mean, name in (

@@ -86,6 +86,11 @@ class Call:
         return self.tile == FINE_TILE
 
     @property
+    def kernels(self) -> str:
+        """The backend, as the calibrations name its kernels: "hopper-64" for those for tiles of 64 x 64."""
+        return "hopper-64" if self.is_fine else self.backend
+
+    @property
     def unreadable(self) -> tuple[str, ...]:
         """Which of q, k, v TMA cannot load in place. It can load autocast's copies."""
         named = {"q": self.q, "k": self.k, "v": self.v}
@@ -106,7 +111,7 @@ class Call:
         """Tokens per side of a tile."""
         if self.layout is None or self.is_empty or self.backend != "hopper":
             return TILE
-        work = self.layout.fine_work(self.q.device, self.causal)
+        work = self.layout._fine_work(self.q.device, self.causal)
         return tile_of(self.backend, work, self.q.shape, self.k.shape, self.v_dim)
 
     @functools.cached_property

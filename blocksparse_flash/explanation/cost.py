@@ -130,11 +130,14 @@ def unmeasured(call: Call) -> str:
         return "sinks, softcap, alibi_slopes and block_bias were not measured"
     if call.q_len <= backends.FEW_QUERIES:
         return "the kernels for few queries were not measured"
-    if call.is_fine:
-        return "the kernels for tiles of 64 x 64 were not measured"
-    if memory.uses_hopper_backward(call) and memory.has_separate_dq(call):
+    if not call.is_fine and memory.uses_hopper_backward(call) and memory.has_separate_dq(call):
         return "the backward of hopper with a launch for dq alone, used for few tiles or equal bits, was not measured"
     return ""
+
+
+def kernels_of(call: Call) -> dict[str, str]:
+    """The kernels of each direction, as the calibrations name them."""
+    return {"fwd": call.kernels, "bwd": call.kernels if memory.uses_hopper_backward(call) else "triton"}
 
 
 def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -> tuple[Prediction | None, str]:
@@ -143,7 +146,7 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     if why or device is None:
         return None, why
     dim = max(call.head_dim, call.v_dim)
-    backends = {"fwd": call.backend, "bwd": "hopper" if memory.uses_hopper_backward(call) else "triton"}
+    backends = kernels_of(call)
     padded = {direction: padded_dim(backend, dim) for direction, backend in backends.items()}
     used = {
         direction: prediction.find(table, device, backend, padded[direction], direction)
@@ -152,7 +155,7 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     forward, backward = used["fwd"], used["bwd"]
     if forward is None or backward is None:
         return None, (
-            f'"{call.backend}" was not measured at a head dimension of {padded["fwd"]} or wider on a GPU of compute '
+            f'"{call.kernels}" was not measured at a head dimension of {padded["fwd"]} or wider on a GPU of compute '
             f"capability {device.capability[0]}.{device.capability[1]}"
         )
 
@@ -227,7 +230,7 @@ def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     losses = []
     walked_by = programs(call, device.n_sms)
     for direction, side, walked in zip(("fwd", "bwd"), ("rows", "cols"), walked_by, strict=True):
-        backend = call.backend if direction == "fwd" or memory.uses_hopper_backward(call) else "triton"
+        backend = kernels_of(call)[direction]
         found = prediction.find(table, device, backend, padded_dim(backend, dim), direction)
         generic = GENERIC._replace(kernels=(Kernel(side, 1, 1.0),))
         losses.append(prediction.loss(generic if found is None else found.rates, walked, device.n_sms))

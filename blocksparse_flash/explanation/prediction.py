@@ -68,6 +68,7 @@ class Rates(NamedTuple):
 class Calibration(NamedTuple):
     """Fitted rates.
 
+    backend    the kernels, see `Call.kernels`
     head_dim   padded head dimension
     direction  "fwd" or "bwd"
     n_lines, benches, commits  number of result lines in the fit, their benchmarks and commits

@@ -30,7 +30,7 @@ WORTHWHILE = 0.8
 
 def padded_dim(backend: str, head_dim: int) -> int:
     """The head dimension to which the kernels of a backend pad: tiles read zeros past head_dim."""
-    if backend == "hopper":
+    if backend.startswith("hopper"):
         return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     return max(16, 1 << (head_dim - 1).bit_length())
 

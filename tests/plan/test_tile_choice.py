@@ -29,7 +29,7 @@ def tiles(masks: np.ndarray, side: int) -> np.ndarray:
 def assert_counts(layout: BlockLayout) -> None:
     masks = layout.to_dense().numpy()
     fine, coarse = tiles(masks, FINE_TILE), tiles(masks, TILE)
-    found = layout.fine_work(CPU, False)
+    found = layout._fine_work(CPU, False)
     is_full = not len(layout.bitmasks) and all(side % TILE == 0 for side in layout.block_size)
     if is_full or not fine.any():
         assert found == NOT_FINE
@@ -51,10 +51,10 @@ def test_the_tiles_are_those_of_the_mask_in_blocks_of_any_size(problem: Problem)
 
 def test_the_counts_are_cached_and_move_along(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = BlockLayout.from_blocks([0, 3], [1, 2], 256, 256, block_size=64)
-    found = layout.fine_work(CPU, False)
+    found = layout._fine_work(CPU, False)
     assert found.share == 0.25
     monkeypatch.setattr(tile_choice, "fine_work", None)
-    assert layout.fine_work(CPU, False) is found and layout.to("meta").fine_work(CPU, False) is found
+    assert layout._fine_work(CPU, False) is found and layout.to("meta")._fine_work(CPU, False) is found
 
 
 def test_a_traced_call_uses_a_plan_that_was_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,15 +62,15 @@ def test_a_traced_call_uses_a_plan_that_was_made_before(monkeypatch: pytest.Monk
     traced = layout.to("meta")
     layout.plan("cpu", tile=FINE_TILE)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert layout.fine_work(CPU, False).share == 0.25
-    assert traced.fine_work(CPU, False) == layout.fine_work(CPU, True) == NOT_FINE
+    assert layout._fine_work(CPU, False).share == 0.25
+    assert traced._fine_work(CPU, False) == layout._fine_work(CPU, True) == NOT_FINE
 
 
 def test_selected_blocks_are_taken_for_scattered_if_small() -> None:
     indices = torch.tensor([[[[0, -1], [1, 0]]]])
-    small = BlockLayout.from_topk(indices, 128, 128, block_size=64).fine_work(CPU, False)
+    small = BlockLayout.from_topk(indices, 128, 128, block_size=64)._fine_work(CPU, False)
     assert tile_choice.pays(small, 1, 1, 128)
-    large = BlockLayout.from_topk(indices, 256, 256, block_size=128).fine_work(CPU, False)
+    large = BlockLayout.from_topk(indices, 256, 256, block_size=128)._fine_work(CPU, False)
     assert not tile_choice.pays(large, 1, 1, 64)
 
 
