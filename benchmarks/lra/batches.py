@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from .official.places import Example
+from .released import Example
 from .sources import PathfinderSource, Source
 
 

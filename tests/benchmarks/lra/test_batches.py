@@ -12,7 +12,7 @@ pytest.importorskip("numba", reason="needs the extra [lra]")
 
 from benchmarks.lra import batches, listops, pathfinder
 from benchmarks.lra.batches import ExampleRows, FreshRows, PairRows, RecordRows, Steps
-from benchmarks.lra.official.places import Example
+from benchmarks.lra.released import Example
 from benchmarks.lra.sources import ListOpsSource, PathfinderSource
 
 SMALL = ListOpsSource(listops.PRESETS["small"])

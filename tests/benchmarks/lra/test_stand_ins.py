@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.lra import stand_ins
-from benchmarks.lra.official.places import Example
+from benchmarks.lra.released import Example
 
 # maker, documents, numbers possible, labels, shortest and longest document
 TASKS = [
