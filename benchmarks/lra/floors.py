@@ -138,11 +138,6 @@ def marker_weights(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return np.minimum(1.0, (1 - truth) / np.maximum(truth, 1e-12))
 
 
-def balanced_places(weights: np.ndarray, *, seed: int) -> np.ndarray:
-    """Sorted indices (m,) of a balanced test set: each sample is kept with the probability of its weight."""
-    return np.flatnonzero(np.random.default_rng(seed).random(len(weights)) < weights)
-
-
 def pair_accuracy(scores: np.ndarray) -> float:
     """How often a positive version scores higher than a negative one of the same image; a tie counts half.
 

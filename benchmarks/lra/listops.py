@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,27 +81,22 @@ def _value(operator: int, values: list[int]) -> int:
     return sum(values) % 10
 
 
-def generate(
-    count: int, *, preset: str | Preset = "lra", seed: int, exclude: Iterable[Sample] = (), max_depth: int | None = None
-) -> list[Sample]:
+def generate(count: int, *, preset: str | Preset = "lra", seed: int) -> list[Sample]:
     """Draws `count` different samples.
 
     count    samples to return; no two have the same tokens
     preset   "lra" (501 to 1999 tokens, depth 10), "small" (16 to 256 tokens, depth 5), or a Preset
     seed     int; the same seed gives the same samples on every machine and Python version
-    exclude  samples to leave out, for instance a test set
-    max_depth  overrides the preset's
     raises   ValueError if the preset is unknown or has no more samples
 
     >>> [to_text(sample.tokens) for sample in generate(2, preset=Preset(2, 3, 0, 9), seed=0)]
     ['[MIN 3 2 ]', '[MED 3 7 ]']
     """
     rules = _rules(preset)
-    depth_limit = rules.max_depth if max_depth is None else max_depth
     if count < 0:
         raise ValueError(f"count must be 0 or more, got {count}")
-    if depth_limit < 2 or rules.max_args < 2:
-        raise ValueError(f"max_depth and max_args must be 2 or more, got {depth_limit} and {rules.max_args}")
+    if rules.max_depth < 2 or rules.max_args < 2:
+        raise ValueError(f"max_depth and max_args must be 2 or more, got {rules.max_depth} and {rules.max_args}")
     uniform = random.Random(seed).random
     arities = rules.max_args - 1
     longest = rules.max_length - 1
@@ -113,7 +108,7 @@ def generate(
         tokens.append(FIRST_OPERATOR + operator)
         values = []
         for _ in range(2 + int(uniform() * arities)):
-            if depth < depth_limit - 1:
+            if depth < rules.max_depth - 1:
                 # one number decides the kind of the child and its value
                 draw = uniform()
                 if draw < OPERATOR_PROBABILITY:
@@ -130,7 +125,7 @@ def generate(
             raise _TooLong
         return _value(operator, values)
 
-    taken = {sample.tokens for sample in exclude}
+    taken: set[bytes] = set()
     samples: list[Sample] = []
     refusals = 0
     while len(samples) < count:
@@ -229,18 +224,6 @@ def evaluate(tokens: Sequence[int], *, depth: int | None = None) -> int:
     if len(operators) != 1 or len(values[0]) != 1:
         raise ValueError(f"tokens must be one complete expression, got {to_text(tokens)!r}")
     return values[0][0]
-
-
-def operator_depth(tokens: Sequence[int]) -> int:
-    """Depth of the deepest operator; 0 for a digit, 1 for an operator over digits."""
-    depth = deepest = 0
-    for token in tokens:
-        if FIRST_OPERATOR <= token < CLOSE:
-            depth += 1
-            deepest = max(deepest, depth)
-        elif token == CLOSE:
-            depth -= 1
-    return deepest
 
 
 def oracle_accuracy(samples: Sequence[Sample], *, depth: int) -> float:

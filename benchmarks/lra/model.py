@@ -235,3 +235,23 @@ class Classifier(nn.Module):
         if self.order is not None:
             tokens, hidden = tokens[:, self.order], hidden[:, self.order]
         return tokens[hidden].long()
+
+
+def load_fitting(model: Classifier, weights: dict[str, Tensor]) -> list[str]:
+    """Loads the weights of another task's model; returns the names of those that keep their initial values.
+
+    Heads and tokens of another shape keep them, since labels and symbols differ between tasks.
+
+    weights  the state dict of a Classifier
+    raises   ValueError for any other weight of another shape: another architecture
+    """
+    own, fitting = model.state_dict(), {}
+    for name, weight in weights.items():
+        if name not in own:
+            continue
+        if weight.shape == own[name].shape:
+            fitting[name] = weight
+        elif name.split(".")[0] not in ("head", "guess", "tokens"):
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, but {tuple(own[name].shape)} is needed")
+    model.load_state_dict(fitting, strict=False)
+    return sorted(own.keys() - fitting.keys())

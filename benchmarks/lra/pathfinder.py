@@ -16,9 +16,6 @@ import numpy as np
 from . import paddles, snakes
 
 N_CLASSES = 2
-# contour lengths of the splits "easy" (curv_baseline), "intermediate" and "hard"; Long Range Arena reports "hard"
-CONTOURS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}
-RESOLUTIONS = (32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ def preset(resolution: int, *, contour_length: int = 14, settings: str = "releas
     (17, 8)
     """
     if resolution not in PRESETS:
-        raise ValueError(f"resolution must be one of {RESOLUTIONS}, got {resolution!r}")
+        raise ValueError(f"resolution must be one of {[*PRESETS]}, got {resolution!r}")
     if settings not in ("release", "documented"):
         raise ValueError(f'settings must be "release" or "documented", got {settings!r}')
     changes = DOCUMENTED.get(resolution, {}) if settings == "documented" else {}

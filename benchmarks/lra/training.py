@@ -24,10 +24,9 @@ from ..run import measure
 from .batches import Batch
 from .compiling import compile_around_attention, compile_whole
 from .floors import Result, pair_accuracy
-from .model import Architecture, Classifier
+from .model import Architecture, Classifier, load_fitting
 from .scoring import belongs, score
 from .tasks import find
-from .transfer import Growth, carry_over
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,6 @@ class Experiment(lightning.LightningModule):
 
     task          a name in tasks.TASKS
     start         a checkpoint with initial weights: another resolution, an easier stage, self-pretraining
-    growth        of learned positions from a smaller image: "tile" or "interpolate"
     is_compiled   whether layers are compiled, except their attention
     """
 
@@ -100,13 +98,12 @@ class Experiment(lightning.LightningModule):
         recipe: Recipe | None = None,
         *,
         start: Path | None = None,
-        growth: Growth = "tile",
         is_compiled: bool = False,
     ) -> None:
         super().__init__()
         self.task = find(task)
         self.recipe = Recipe() if recipe is None else recipe
-        self.start, self.growth, self.is_compiled = start, growth, is_compiled
+        self.start, self.is_compiled = start, is_compiled
         self.model = Classifier(self.task, Architecture() if architecture is None else architecture)
         # freezes the unused head, whose gradients several GPUs would wait for
         idle = self.model.guess if self.recipe.objective == "classify" else self.model.head
@@ -200,7 +197,7 @@ class Experiment(lightning.LightningModule):
             return
         found = torch.load(self.start, map_location="cpu", weights_only=True)
         weights = {name.removeprefix("model."): weight for name, weight in found["state_dict"].items()}
-        fresh = carry_over(self.model, weights, grid=find(found["task"]).grid, growth=self.growth)
+        fresh = load_fitting(self.model, weights)
         print(f"weights of {self.start}, of {found['task']}; new: {', '.join(fresh) or 'none'}")
 
     def _compile(self) -> None:

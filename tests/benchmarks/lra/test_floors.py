@@ -33,10 +33,8 @@ def test_balancing_takes_the_worth_of_the_markers_away(marked: tuple) -> None:
     is_right = (probabilities > 0.5) == labels
     # a reader of 16,000 samples is a little too sure
     assert floors.weighted_accuracy(is_right, weights) == pytest.approx(0.5, abs=0.05)
-    kept = floors.balanced_places(weights, seed=0)
-    assert len(kept) == pytest.approx(weights.sum(), rel=0.05)
-    assert is_right[kept].mean() == pytest.approx(0.5, abs=0.06)
-    assert labels[kept].mean() == pytest.approx(0.5, abs=0.05)
+    # both labels weigh the same
+    assert floors.weighted_accuracy(labels == 1, weights) == pytest.approx(0.5, abs=0.05)
 
 
 def test_weights_balance_exactly_what_is_known_exactly() -> None:

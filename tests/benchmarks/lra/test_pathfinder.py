@@ -217,7 +217,7 @@ def test_images_are_the_same_on_every_machine(resolution: int, digest: str) -> N
 
 
 def test_settings_are_those_published() -> None:
-    placed = {resolution: pathfinder.preset(resolution).n_distractors for resolution in pathfinder.RESOLUTIONS}
+    placed = {resolution: pathfinder.preset(resolution).n_distractors for resolution in pathfinder.PRESETS}
     assert placed == {32: 5, 64: 11, 128: 17, 256: 7}
     documented = [
         pathfinder.preset(resolution, settings="documented").n_distractors for resolution in (32, 64, 128, 256)
