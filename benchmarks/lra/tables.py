@@ -16,7 +16,7 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backw
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return markdown.table([[cell.replace("|", "\\|") for cell in row] for row in (heading, *rows)])
+    return markdown.table(heading, [[cell.replace("|", "\\|") for cell in row] for row in rows])
 
 
 def latest(lines: Sequence[Line], *keys: str) -> dict[tuple[Any, ...], Line]:

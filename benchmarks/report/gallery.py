@@ -15,8 +15,7 @@ import torch
 import masks
 from blocksparse_flash import BlockLayout
 
-from .markdown import table
-from .pages import replaced
+from .markdown import replaced, table
 
 ROOT = Path(__file__).parents[2]
 # folder of the union, page with the tables, folder of the masks' pictures
@@ -139,12 +138,12 @@ def tables() -> str:
     """The masks by family: picture, signature, first sentence of the docstring, paper."""
     parts = []
     for family, names in FAMILIES.items():
-        rows = [["example", "mask"]]
+        rows = []
         for name in names:
             sentence = " ".join((inspect.getdoc(getattr(masks, name)) or "").split("\n\n")[0].split())
             cell = "<br>".join(filter(None, [f"**`{signature(name)}`**", sentence, paper(name)]))
             rows.append([f"![{name}]({Path(PICTURES).name}/{name}.png)", cell.replace("|", "\\|")])
-        parts += [f"## {family}", table(rows)]
+        parts += [f"## {family}", table(["example", "mask"], rows)]
     return "\n\n".join(parts)
 
 

@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..report.lines import SAME_MASK, TIMED
 from . import correctness, measure, sweeps
 from .patterns import Pattern
 from .peers import Call, Peer, Prepare, Shape, ours, peers
+from .sweeps import SAME_MASK, TIMED
 
 
 class Run(NamedTuple):

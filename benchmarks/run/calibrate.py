@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from scipy import optimize
@@ -124,28 +125,21 @@ def measured(line: Line) -> Measured:
 
 
 def usable(
-    lines: Sequence[Line], devices: Container[str] = DEVICES.keys()
+    lines: pd.DataFrame, devices: Collection[str] = DEVICES.keys()
 ) -> dict[tuple[str, str, int, str], list[Line]]:
     """Our lines of these devices by (device, backend, head_dim, direction); prints devices that are unknown."""
-    found: dict[tuple[str, str, int, str], list[Line]] = {}
-    unused: set[str] = set()
-    for line in lines:
-        if not measurements.is_ours(measurements.provider_of(line)) or line["direction"] not in ("fwd", "bwd"):
-            continue
-        is_short = line["n"] * line["batch"] < prediction.FEWEST_TOKENS
-        if line["bench"] not in BENCHES or line["dtype"] not in DTYPES or is_short:
-            continue
-        if line["device"] not in devices:
-            unused.add(line["device"])
-            continue
-        padded = padded_dim(line["backend"], line["head_dim"])
-        key = line["device"], line["backend"], padded, line["direction"]
-        if key[1:] not in KERNELS:
-            print(f"{key[1:]} is not in KERNELS of benchmarks/run/calibrate.py: its lines are not used")
-            continue
-        found.setdefault(key, []).append(line)
-    for device in sorted(unused - DEVICES.keys() - SCALED.keys()):
+    lines = lines[lines["is_ours"] & lines["bench"].isin(BENCHES) & lines["dtype"].isin(DTYPES)]
+    lines = lines[lines["direction"].isin(["fwd", "bwd"]) & (lines["n"] * lines["batch"] >= prediction.FEWEST_TOKENS)]
+    for device in sorted({*lines["device"]} - DEVICES.keys() - SCALED.keys()):
         print(f"{device} is not in DEVICES of benchmarks/run/calibrate.py: its lines are not used")
+    lines = lines[lines["device"].isin(devices)]
+    head_dims = [padded_dim(*call) for call in zip(lines["backend"], lines["head_dim"], strict=True)]
+    found = {}
+    for key, group in lines.groupby([lines["device"], lines["backend"], head_dims, lines["direction"]], sort=False):
+        if key[1:] in KERNELS:
+            found[key] = group.to_dict("records")
+        else:
+            print(f"{key[1:]} is not in KERNELS of benchmarks/run/calibrate.py: its lines are not used")
     return found
 
 
@@ -199,7 +193,7 @@ def unseen_error(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend
     return worst
 
 
-def calibrate(lines: Sequence[Line]) -> list[Calibration]:
+def calibrate(lines: pd.DataFrame) -> list[Calibration]:
     """A calibration for each device, backend, head_dim and direction of the lines; prints how well it fits."""
     made = []
     for (device, backend, head_dim, direction), group in usable(lines).items():

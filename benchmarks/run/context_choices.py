@@ -82,47 +82,40 @@ def costs_of(pattern: Pattern, heads: tuple[int, int], n_ranks: int) -> Costs:
 
 def cells(path: Path = RESULTS) -> list[Cell]:
     """Every cell with measurements of all schemes."""
-    found: dict[tuple[int, str, int, int, int], dict[str, Line]] = {}
-    for line in measurements.of_bench(measurements.read(path, context_parallel.IDENTITY), "context_parallel"):
-        if line["direction"] == "step" and line["provider"] in SCHEMES:
-            key = line["n"], line["pattern"], line["ranks"], line["heads"], line["kv_heads"]
-            found.setdefault(key, {})[line["provider"]] = line
-    known = {length: {one.name: one for one in patterns(length)} for length in {key[0] for key in found}}
-    made = [
-        Cell(n_ranks, length, kv_heads, name, costs_of(known[length][name], (q_heads, kv_heads), n_ranks), lines)
-        for (length, name, n_ranks, q_heads, kv_heads), lines in found.items()
-        if lines.keys() == set(SCHEMES)
-    ]
-    return sorted(made, key=lambda cell: cell[:4])
+    found = []
+    for setting in context_parallel.settings(measurements.read(path), direction="step"):
+        n_ranks, length, q_heads, kv_heads = (int(setting[key].iloc[0]) for key in ("ranks", "n", "heads", "kv_heads"))
+        known = {pattern.name: pattern for pattern in patterns(length)}
+        for name, measured in setting.groupby("pattern"):
+            lines = {line["provider"]: line for line in measured.to_dict("records") if line["provider"] in SCHEMES}
+            if len(lines) == len(SCHEMES):
+                costs = costs_of(known[name], (q_heads, kv_heads), n_ranks)
+                found.append(Cell(n_ranks, length, kv_heads, name, costs, lines))
+    return sorted(found, key=lambda cell: cell[:4])
 
 
 def report(found: Sequence[Cell]) -> str:
     """A table with a row per cell, and the share of fastest choices."""
-    rows = [
-        ["GPUs", "tokens", "key heads", "pattern", *SCHEMES, "chosen", "predicted, ms", "best", "loss", "speed-up",
-         "predicted"]
+    header = [
+        "GPUs", "tokens", "key heads", "pattern", *SCHEMES, "chosen", "predicted, ms", "best", "loss", "speed-up",
+        "predicted",
     ]  # fmt: skip
+    rows = []
     for cell in found:
         seconds, speedup = cell.costs.seconds[cell.chosen], cell.costs.speedup
         assert seconds is not None and speedup is not None
         rows.append(
             [
                 str(cell.ranks), f"{cell.length:,}", str(cell.kv_heads), cell.pattern,
-                *(f"{cell.lines[scheme]['ms']:.2f}" for scheme in SCHEMES), cell.chosen,
-                f"{1e3 * seconds:.2f}", cell.best,
-                f"{cell.loss - 1:.1%}", f"{cell.speedup:.2f}", f"{speedup:.2f}",
+                *(f"{cell.lines[scheme]['ms']:.2f}" for scheme in SCHEMES), cell.chosen, f"{1e3 * seconds:.2f}",
+                cell.best, f"{cell.loss - 1:.1%}", f"{cell.speedup:.2f}", f"{speedup:.2f}",
             ]
         )  # fmt: skip
     losses = [cell.loss for cell in found]
     right = sum(cell.chosen == cell.best for cell in found)
-    return "\n\n".join(
-        [
-            table(rows),
-            (
-                f"The fastest scheme is chosen in {right} of {len(found)} cells; the loss is "
-                f"{statistics.mean(losses) - 1:.1%} in the mean and {max(losses) - 1:.1%} at most."
-            ),
-        ]
+    return (
+        f"{table(header, rows)}\n\nThe fastest scheme is chosen in {right} of {len(found)} cells; the loss is "
+        f"{statistics.mean(losses) - 1:.1%} in the mean and {max(losses) - 1:.1%} at most."
     )
 
 

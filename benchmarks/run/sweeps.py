@@ -20,6 +20,9 @@ FINER = (64, 16)
 FILLED = (1.0, 0.8)
 # of the block-size and change sweeps
 FIXED_DENSITY = 1 / 8
+# of --sweep change: the baseline `pattern`, and the directions
+SAME_MASK = "same mask"
+TIMED = {"step": "a synchronised step", "steps": "one of many steps in a row"}
 
 
 class Case(NamedTuple):

@@ -64,8 +64,8 @@ def test_every_measurement_is_predicted(groups: dict[Any, list[measurements.Line
 
 def test_another_gpu_is_predicted_by_scaling() -> None:
     """Lines of GPUs to which nothing is fitted. With fewer tokens the host dominates (H100: 0.13 ms)."""
-    lines = [line for line in measurements.read(pages.RESULTS / "attention.jsonl") if line["n"] * line["batch"] >= 8192]
-    groups, every = calibrate.usable(lines, calibrate.SCALED), []
+    lines = measurements.read(pages.RESULTS / "attention.jsonl")
+    groups, every = calibrate.usable(lines[lines["n"] * lines["batch"] >= 8192], calibrate.SCALED), []
     assert {key[1:] for key in groups} == calibrate.KERNELS.keys()
     for (device, *rest), found in groups.items():
         scaled = calibrate.SCALED[device]

@@ -8,7 +8,7 @@ import pytest
 
 import masks
 from benchmarks.report import gallery
-from benchmarks.report.pages import replaced
+from benchmarks.report.markdown import replaced
 from blocksparse_flash import BlockLayout
 
 # build reads the others, orders are no masks

@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from benchmarks.report import pages, plots
-from benchmarks.run import bounds, io, measure
+from benchmarks.report import io as report
+from benchmarks.report import plots
+from benchmarks.report.lines import frame
+from benchmarks.run import io, measure
 
 HEAD = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid '
@@ -216,8 +219,9 @@ def line(**given: Any) -> dict[str, Any]:
 
 def test_the_bound_is_that_of_the_proposition() -> None:
     # 2 heads, 2 bytes a number, M = 232448 / 2 numbers
-    assert bounds.theorem(line()) == pytest.approx(2 * 2 * (1024 * 64 + 0.25 * 1024**2 * 64**2 / 116224))
-    assert bounds.on_chip(line()) == 6_000_000 and bounds.on_chip(line(sm_bytes=None)) == 9_000_000
+    found = report.counted(frame([line(), line(density=0.5, sm_bytes=None)]))
+    assert found["bound"][0] == pytest.approx(2 * 2 * (1024 * 64 + 0.25 * 1024**2 * 64**2 / 116224))
+    assert found["on_chip"].tolist() == [6_000_000, 9_000_000] and found["memory"][0] == 1_500_000
 
 
 def loaded_by_loop(backend: str, direction: str, n: int, dim: int, blocks: np.ndarray) -> int:
@@ -260,15 +264,14 @@ def loaded_by_loop(backend: str, direction: str, n: int, dim: int, blocks: np.nd
 def test_what_tiles_load_is_counted_program_by_program(backend: str, direction: str, dim: int) -> None:
     blocks = np.random.default_rng(0).random((8, 8)) < 0.4
     given = line(backend=backend, direction=direction, head_dim=dim, density=blocks.mean(), heads=3)
-    assert bounds.of_tiles(given) == 3 * loaded_by_loop(backend, direction, 1024, dim, blocks)
+    assert report.of_tiles(given) == 3 * loaded_by_loop(backend, direction, 1024, dim, blocks)
 
 
 def test_a_straight_line_is_found() -> None:
-    lines = [line(density=density, sm_bytes=round(1e6 + 4e7 * density)) for density in (0.1, 0.25, 0.5, 1.0)]
-    found = bounds.linear(lines, bounds.on_chip)
-    assert found.at_zero == pytest.approx(1e6) and found.slope == pytest.approx(4e7) and found.fit == pytest.approx(1.0)
-    bent = [line(density=density, sm_bytes=round(1e6 * density**3)) for density in (0.1, 0.25, 0.5, 1.0)]
-    assert bounds.linear(bent, bounds.on_chip).fit < 0.95
+    densities = pd.Series([0.1, 0.25, 0.5, 1.0])
+    assert report.straight_line(densities, 1e6 + 4e7 * densities) == pytest.approx((1e6, 4e7, 1.0))
+    *_, fit = report.straight_line(densities, 1e6 * densities**3)
+    assert fit < 0.95
 
 
 # ---- the report ----
@@ -284,16 +287,16 @@ MEASURED = [
 
 
 def test_the_page_shows_bytes() -> None:
-    said = pages.io_section(MEASURED)
+    said = report.section(frame(MEASURED))
     assert said.count("| 1 + 40 s MB, R^2 1.0000 |") == 8 and "results/io.png" in said
-    assert pages.io_section([]) == pages.io_section([line()]) == ""
-    assert pages.every_byte(MEASURED).count("\n| ") == 1 + len(MEASURED)
-    assert "| - |" in pages.every_byte([line(sm_bytes=None)])
+    assert report.section(frame([])) == report.section(frame([line()])) == ""
+    assert report.everything(frame(MEASURED)).count("\n| ") == 1 + len(MEASURED)
+    assert "| - |" in report.everything(frame([line(sm_bytes=None)]))
 
 
 def test_bytes_are_drawn() -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib")
-    figure = plots.io(MEASURED, {"bound": bounds.theorem, "what tiles load": bounds.of_tiles}, bounds.on_chip)
+    figure = plots.bytes_moved(frame(MEASURED))
     shown = {text.get_text() for text in figure.legends[0].get_texts()}
     assert {"L2 to SMs, blocksparse_flash, triton", "bound, blocksparse_flash, hopper"} <= shown
     assert len(figure.axes) == 4
