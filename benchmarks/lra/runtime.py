@@ -6,7 +6,6 @@ away (the longest stride of a butterfly). With blocks of 16 tokens there is only
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,15 +16,13 @@ from torch import Tensor
 from blocksparse_flash import BlockLayout, explain
 
 from ..run import measure
-from ..run.correctness import relative_error
+from ..run.correctness import mask_of, worst_errors
 from .lines import untimed
-from .peers import OURS, PROVIDERS, Attend, attend_with, materialised, why_not
+from .peers import OURS, PROVIDERS, Attend, attend_with, why_not
 from .published import BATCH, HEAD_DIM, HEADS
 
 # the error of a bfloat16 probability matrix is 0.015 (2048 tokens), ours 0.003
 TOLERANCE = 0.04
-# queries per span on which outputs and gradients are compared
-SPAN = 16
 # two products forward, five backward
 FACTORS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 
@@ -39,53 +36,24 @@ class Shape(NamedTuple):
     head_dim: int = HEAD_DIM
 
 
-def keys_per_query(length: int) -> int:
-    return min(length // 8, 256)
-
-
 def sparse_layout(length: int) -> BlockLayout:
-    """keys_per_query(length) keys for every query. length: a power of two, at least 128."""
+    """min(length / 8, 256) keys for every query. length: a power of two, at least 128."""
     if length < 128 or length & (length - 1):
         raise ValueError(f"lengths must be powers of two, at least 128, got {length}")
-    keys = keys_per_query(length)
+    keys = min(length // 8, 256)
     side = max(16, keys // 2)
     rows = np.arange(length // side)
     cols = rows if keys == side else np.concatenate([rows, rows ^ (len(rows) // 2)])
     return BlockLayout.from_blocks(np.resize(rows, len(cols)), cols, length, length, block_size=side)
 
 
-def error(attend: Attend, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | None) -> float:
-    """The largest relative error of output, dq, dk and dv against float32; NaN if there is one.
-
-    Only some queries have an incoming gradient, so memory stays O(length).
-    """
-    length = q.shape[2]
-    starts = sorted({0, length // 3 // SPAN * SPAN, length - SPAN})
-    rows = torch.cat([torch.arange(start, start + SPAN) for start in starts]).to(q.device)
-    mask = None
-    if layout is not None:
-        mask = torch.cat([layout.crop(start, start + SPAN).to_dense() for start in starts], dim=2).to(q.device)
-    dout = torch.zeros_like(q).index_copy(2, rows, torch.randn_like(q[:, :, rows]))
-    out = attend(q, k, v, 0.0)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    exact_q, exact_k, exact_v = (each.detach().float().requires_grad_() for each in (q[:, :, rows], k, v))
-    expected = materialised(exact_q, exact_k, exact_v, 0.0, mask=mask)
-    gradients = torch.autograd.grad(expected, (exact_q, exact_k, exact_v), dout[:, :, rows].float())
-    pairs = zip((out[:, :, rows], dq[:, :, rows], dk, dv), (expected, *gradients), strict=True)
-    return torch.stack([relative_error(one, other) for one, other in pairs]).max().item()
-
-
-def _calls(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _calls(attend: Attend, inputs: Sequence[Tensor]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The calls of each direction, lazily, so that only one result is alive at a time."""
-    dout = torch.randn_like(q)
-
-    def both() -> Any:
-        return torch.autograd.grad(attend(q, k, v, 0.0), (q, k, v), dout)
-
-    yield "fwd+bwd", both
-    yield "fwd", functools.partial(attend, q, k, v, 0.0)
-    result = attend(q, k, v, 0.0)
-    yield "bwd", functools.partial(torch.autograd.grad, result, (q, k, v), dout, retain_graph=True)
+    dout = torch.randn_like(inputs[0])
+    yield "fwd+bwd", lambda: torch.autograd.grad(attend(*inputs), inputs, dout)
+    yield "fwd", lambda: attend(*inputs)
+    result = attend(*inputs)
+    yield "bwd", lambda: torch.autograd.grad(result, inputs, dout, retain_graph=True)
 
 
 def _timed(call: Callable[[], Any], device: torch.device, n_calls: int) -> dict[str, Any]:
@@ -103,18 +71,15 @@ def measured(
     left, status = list(FACTORS), "out of memory"
     try:
         generator = torch.Generator(device).manual_seed(0)
-        size = (shape.batch, shape.heads, shape.length, shape.head_dim)
-        q, k, v = (
-            torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16).requires_grad_()
-            for _ in range(3)
-        )
+        size = (3, shape.batch, shape.heads, shape.length, shape.head_dim)
+        drawn = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+        inputs = [tensor.requires_grad_() for tensor in drawn.unbind()]
         attend = attend_with(provider, layout, device, backend=backend)
-        setup_ms = measure.timed(lambda: attend(q, k, v, 0.0), device, 1)["ms"]
-        wrong = error(attend, q, k, v, layout)
-        is_right = wrong < TOLERANCE
-        status = status if is_right else f"wrong, relative error {wrong:.3g}"
-        measure.release(device)
-        for direction, call in _calls(attend, q, k, v) if is_right else ():
+        setup_ms = measure.timed(lambda: attend(*inputs), device, 1)["ms"]
+        error = np.max([*worst_errors(attend, inputs, mask_of(layout)).values()])
+        status = status if error < TOLERANCE else f"wrong, relative error {error:.3g}"
+        measure.release()
+        for direction, call in _calls(attend, inputs) if error < TOLERANCE else ():
             figures = _timed(call, device, n_calls)
             left.remove(direction)
             yield direction, {**figures, "setup_ms": setup_ms}
@@ -163,4 +128,4 @@ def run(
                         "tflops": None if ms is None else FACTORS[direction] * flops / ms * 1e-9,
                         **where,
                     }  # fmt: skip
-                measure.release(device)
+                measure.release()

@@ -80,7 +80,7 @@ class Swapped(nn.Module):
     def forward(self, x: Tensor, kv_lengths: Tensor | None, positions: None) -> Tensor:  # noqa: ARG002 - full, learned
         heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
         q, k, v = heads.chunk(3, dim=1)
-        out = self.attend(q, k, v, self.dropout_p if self.training else 0.0)
+        out = self.attend(q, k, v, dropout_p=self.dropout_p if self.training else 0.0)
         return self.out(rearrange(out, "batch heads length d -> batch length (heads d)"))
 
 
@@ -180,7 +180,7 @@ def run(
         except torch.OutOfMemoryError:
             found = untimed("out of memory")
         finally:
-            measure.release(device)
+            measure.release()
         yield {
             "bench": "lra_speed", "task": case.task.name, "provider": provider,
             "backend": backend_of(case, provider, device), "pattern": architecture.mask or "dense",

@@ -128,7 +128,7 @@ def run(
             print(f"{PROVIDERS[how]:18} {case} {name}: out of memory", flush=True)
             continue
         finally:
-            measure.release(device)
+            measure.release()
         expected = hidden if expected is None else expected
         if line is None:
             continue

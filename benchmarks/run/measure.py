@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import subprocess
@@ -23,21 +24,16 @@ KEYS = [
 ]  # fmt: skip
 
 
-def named(times: Sequence[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile by the keys of a line."""
-    return dict(zip(("ms", "ms_p20", "ms_p80"), times, strict=True))
-
-
 def percentiles(times: Sequence[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile of these milliseconds."""
-    return named(np.quantile(times, [0.5, 0.2, 0.8]).tolist())
+    """Median, 20th and 80th percentile of these milliseconds, by the keys of a line."""
+    return dict(zip(("ms", "ms_p20", "ms_p80"), np.quantile(times, [0.5, 0.2, 0.8]).tolist(), strict=True))
 
 
 def milliseconds(call: Callable[[], Any], *, warmup_ms: int = 25, measure_ms: int = 120) -> dict[str, float]:
     """Median, 20th and 80th percentile of a call's time on the GPU, the L2 cache emptied before each run."""
     import triton
 
-    return named(triton.testing.do_bench(call, warmup=warmup_ms, rep=measure_ms, quantiles=[0.5, 0.2, 0.8]))
+    return percentiles(triton.testing.do_bench(call, warmup=warmup_ms, rep=measure_ms, return_mode="all"))
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
@@ -52,12 +48,17 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
 
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def first_call_milliseconds(call: Callable[[], Any]) -> float:
     """Wall-clock time of a call that may compile."""
-    torch.cuda.synchronize()
+    synchronise()
     start = time.perf_counter()
     call()
-    torch.cuda.synchronize()
+    synchronise()
     return 1000 * (time.perf_counter() - start)
 
 
@@ -69,45 +70,49 @@ def wall_milliseconds(call: Callable[[], Any], *, warmup: int = 1, runs: int = 7
 
 
 def timed(step: Callable[[], Any], device: torch.device, n_steps: int) -> dict[str, Any]:
-    """Median and percentiles of a step's wall-clock time, and its peak memory, weights included."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    wait()
-    if device.type == "cuda":
+    """Median and percentiles of a step's wall-clock time, and its peak memory, weights included; None on a CPU."""
+    is_cuda = device.type == "cuda"
+    if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    took = []
-    for _ in range(n_steps):
-        start = time.perf_counter()
-        step()
-        wait()
-        took.append(1000 * (time.perf_counter() - start))
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {**percentiles(took), "peak_bytes": peak}
+    times = wall_milliseconds(step, warmup=0, runs=n_steps)
+    return {**times, "peak_bytes": torch.cuda.max_memory_allocated(device) if is_cuda else None}
 
 
-def release(device: torch.device) -> None:
+def directions(
+    call: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], dout: torch.Tensor
+) -> dict[str, Callable[[], Any]]:
+    """The calls to time: "fwd" and, if the output has gradients, "bwd" alone and "step", which is both."""
+    forward = functools.partial(call, *inputs)
+    out = forward()
+    if not out.requires_grad:
+        return {"fwd": forward}
+    return {
+        "fwd": forward,
+        "bwd": functools.partial(torch.autograd.grad, out, inputs, dout, retain_graph=True),
+        "step": lambda: torch.autograd.grad(forward(), inputs, dout),
+    }
+
+
+def release() -> None:
     """Frees unused GPU memory; modules and their hooks are reference cycles."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+    gc.collect()
+    # does nothing without a GPU
+    torch.cuda.empty_cache()
 
 
-def guarded(said: str, is_ours: bool, work: Callable[[], None]) -> None:
+def guarded(label: str, is_ours: bool, work: Callable[[], None]) -> None:
     """Does the work; prints the reason if it runs out of memory or if a peer refuses it."""
     try:
         work()
     except torch.OutOfMemoryError:
-        print(f"{said}: out of memory; not timed", flush=True)
+        print(f"{label}: out of memory; not timed", flush=True)
     except REFUSALS as error:
         if is_ours:
             raise
         reason = str(error).strip().partition("\n")[0] or "no reason given"
-        print(f"{said}: refused, {type(error).__name__}: {reason}; not timed", flush=True)
+        print(f"{label}: refused, {type(error).__name__}: {reason}; not timed", flush=True)
     # after the except blocks, which keep the frames of the failed call alive
-    release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    release()
 
 
 def commit() -> str:
@@ -147,7 +152,26 @@ def parser(doc: str | None, out: str) -> argparse.ArgumentParser:
     return made
 
 
-def check_head_dims(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def multiple_of(number: int) -> Callable[[str], int]:
+    """The type of an option: a positive multiple of a number."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if value < 1 or value % number:
+            raise argparse.ArgumentTypeError(f"must be a positive multiple of {number}, got {text}")
+        return value
+
+    return read
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a hidden size, and of the providers to compare."""
+    parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64], help="divisors of --hidden")
+    parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
+
+
+def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     for head_dim in options.head_dims:
         if head_dim < 1 or options.hidden % head_dim:
             parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")

@@ -20,6 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import masks
 from blocksparse_flash import attention
 
+from . import measure
+
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -101,8 +103,7 @@ def show(name: str, took: float) -> None:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
+    measure.require_gpu()
     for name, call in tiny().items():
         show(name, microseconds(call))
     if torch.cuda.get_device_capability() != (9, 0):

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from blocksparse_flash import BlockLayout
 
@@ -43,6 +45,14 @@ class Pattern(NamedTuple):
         if self.is_dense:
             return None
         return BlockLayout.from_block_mask(self.blocks, self.length, self.length, block_size=self.block_size)
+
+    def attends(self, rows: Tensor) -> Tensor:
+        """Queries, int64 (rows,), to the keys they attend to, bool (rows, length)."""
+        mask = torch.from_numpy(self.blocks).to(rows.device)[rows // self.block_size]
+        mask = mask.repeat_interleave(self.block_size, dim=1)
+        if self.causal:
+            mask &= torch.arange(self.length, device=rows.device) <= rows[:, None]
+        return mask
 
     def flops(self, batch: int, heads: int, head_dim: int) -> int:
         """FLOPs of a forward: two products of 2 * block_size^2 * head_dim per stored block."""

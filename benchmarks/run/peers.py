@@ -96,17 +96,20 @@ def ours(backend: str, *, deterministic: bool = False) -> Peer:
     return Peer("blocksparse_flash", named, _nothing, prepare, select=select)
 
 
-def sdpa(provider: str, backend: str, kernel: str) -> Peer:
+def sdpa_call(kernel: str, **options: Any) -> Call:
     """scaled_dot_product_attention restricted to one kernel, a name in SDPBackend."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, kernel)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    return call
+
+
+def sdpa(provider: str, backend: str, kernel: str) -> Peer:
     def prepare(pattern: Pattern, _shape: Shape) -> Call:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(getattr(SDPBackend, kernel)):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=pattern.causal)
-
-        return call
+        return sdpa_call(kernel, is_causal=pattern.causal)
 
     return Peer(provider, backend, _dense_only, prepare)
 
