@@ -44,8 +44,8 @@ class Provider(NamedTuple):
     tiles: int
 
 
-class CannotRun(Exception):
-    """A provider does not support a case; the message says why."""
+class NotTimed(Exception):
+    """A provider does not support a case, or is wrong; the message says why."""
 
 
 def table_mask(pattern: Pattern, first_query: int, device: str) -> Callable[..., Tensor]:
@@ -105,11 +105,11 @@ def provider(
     name: str, pattern: Pattern, layout: BlockLayout, group: Any, heads: tuple[int, int], order: str,
     chunks: int | None, device: str,
 ) -> Provider:  # fmt: skip
-    """The provider of a case on this rank. Raises CannotRun."""
+    """The provider of a case on this rank. Raises NotTimed."""
     rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
     if name in SCHEMES:
         if name == "ulysses" and heads[1] % n_ranks:
-            raise CannotRun(f"{n_ranks} ranks do not divide {heads[1]} key heads")
+            raise NotTimed(f"cannot run: {n_ranks} ranks do not divide {heads[1]} key heads")
         plan = distributed.plan(layout, group, heads=heads, scheme=SCHEMES[name], order=order)
         costs = plan.layers[0].costs
         received = {"exchange": costs.exchange, "ulysses": costs.ulysses, "gathered": costs.all_gather}[name]
@@ -118,7 +118,7 @@ def provider(
         tiles = costs.tiles.sum() // n_ranks if name == "ulysses" else costs.tiles.max()
         return Provider(name, partial(_shared, plan, chunks), plan, int(received.max()), int(tiles))
     if layout.q_len % (n_ranks * BLOCK):
-        raise CannotRun(f"{n_ranks} ranks do not divide {layout.q_len // BLOCK} blocks")
+        raise NotTimed(f"cannot run: {n_ranks} ranks do not divide {layout.q_len // BLOCK} blocks")
     plan = distributed.plan(layout, group, heads=heads, scheme="exchange", deterministic=True)
     costs, local = plan.layers[0].costs, layout.q_len // n_ranks
     if name == "all_gather":
@@ -127,7 +127,7 @@ def provider(
     elif device == "cuda":
         call = _flex(pattern, rank * local, local, layout.kv_len, group)
     else:
-        raise CannotRun("it needs a GPU")
+        raise NotTimed("cannot run: it needs a GPU")
     return Provider(name, call, plan, int(costs.all_gather.max()), int(costs.tiles.max()))
 
 
