@@ -137,7 +137,7 @@ def speed(
     for line in lines_of():
         measure.append(path, line, lines.SPEED_KEYS)
         found.append(line)
-        print(tables.said(line), flush=True)
+        print(tables.described(line), flush=True)
     print("", *tables.speed_sections(found), sep="\n\n")
 
 

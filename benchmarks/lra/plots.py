@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .data import Rules
-from .published import BATCH, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS
+from .published import DEVICE, LENGTHS, MEMORY_MB, RUNTIME_MS
+from .tables import is_paper_size
 from .tasks import LRA
 
 Line = dict[str, Any]
@@ -32,35 +33,29 @@ def curve_of(folder: Path, run: str) -> Curve | None:
     accuracy: dict[int, float] = {}
     what, is_lra = "unknown task", False
     for path in sorted(folder.glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1])):
-        with path.open() as lines:
-            rows = [row for row in csv.DictReader(lines) if row.get("validation_accuracy")]
-        accuracy.update({int(row["step"]): float(row["validation_accuracy"]) for row in rows})
+        log = pd.read_csv(path).reindex(columns=["step", "validation_accuracy"]).dropna()
+        accuracy |= dict(zip(log["step"].astype(int), log["validation_accuracy"], strict=True))
         config = path.parent / "config.yaml"
-        if rows and config.exists():
+        if len(log) and config.exists():
             data = yaml.safe_load(config.read_text())["data"]
-            source, given = data.get("source", "generated"), data.get("rules") or {}
-            rules = Rules(**{name: given[name] for name in ("contour_length", "settings", "changes") if name in given})
+            source, rules = data.get("source", "generated"), data.get("rules") or {}
+            known = {name: rules[name] for name in ("contour_length", "settings", "changes") if name in rules}
             what = f"{data['task']}, {source} data"
-            is_lra = data["task"] in LRA and source != "stand-in" and rules.are_published
+            is_lra = data["task"] in LRA and source != "stand-in" and Rules(**known).are_published
     return Curve(run, what, is_lra, dict(sorted(accuracy.items()))) if accuracy else None
-
-
-def _floor(axes: Axes, floor: float) -> None:
-    axes.axhline(floor, color="#6b705c", linestyle="--", linewidth=1, label=f"floor {floor:.1%}")
 
 
 def learning_curves(curves: Sequence[Curve], tests: Sequence[Line]) -> Figure:
     """A panel per task and kind of data, with the floor of the last test of its runs."""
     panels = list(dict.fromkeys((curve.what, curve.is_lra) for curve in curves))
     figure = Figure(figsize=(6, 3.6 * len(panels)), layout="constrained")
-    for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
-        shown = [curve for curve in curves if (curve.what, curve.is_lra) == panel]
+    for axes, (what, is_lra) in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
+        shown = [curve for curve in curves if (curve.what, curve.is_lra) == (what, is_lra)]
         for curve in shown:
             axes.plot([*curve.accuracy], [*curve.accuracy.values()], marker=".", label=curve.run)
         floors = [line["floor"] for line in tests if line["run"] in {curve.run for curve in shown}]
-        if floors:
-            _floor(axes, floors[-1])
-        what, is_lra = panel
+        for floor in floors[-1:]:
+            axes.axhline(floor, color="#6b705c", linestyle="--", linewidth=1, label=f"floor {floor:.1%}")
         axes.set_title(what if is_lra else f"{what}: NOT Long Range Arena")
         axes.set_xlabel("steps")
         axes.set_ylabel("validation accuracy")
@@ -86,31 +81,31 @@ def accuracies(tests: Sequence[Line]) -> Figure:
     return figure
 
 
-def _against_length(axes: Axes, lines: Sequence[Line], key: str, unit: float, published: dict[str, Any]) -> None:
-    is_published = (lines[0]["batch"], lines[0]["heads"], lines[0]["head_dim"]) == (BATCH, HEADS, HEAD_DIM)
-    for name in ("PyTorch", "FlashAttention", "Block-sparse FlashAttention") if is_published else ():
+def _against_length(axes: Axes, lines: pd.DataFrame, column: str, published: dict[str, tuple[float, ...]]) -> None:
+    for name in ("PyTorch", "FlashAttention", "Block-sparse FlashAttention") if is_paper_size(lines) else ():
         known = published[name]
         axes.plot(LENGTHS[: len(known)], known, ":", linewidth=1, label=f"{name}, {DEVICE} (paper)")
-    names = ("provider", "backend", "pattern")
-    for each in dict.fromkeys(tuple(line[name] for name in names) for line in lines):
-        mine = [line for line in lines if tuple(line[name] for name in names) == each and line[key] is not None]
-        shown = dict(sorted((line["n"], line[key] / unit) for line in mine))
-        axes.plot([*shown], [*shown.values()], marker=".", label=", ".join(filter(None, each)))
+    for label, mine in lines.groupby("label", sort=False):
+        shown = mine.dropna(subset=column).drop_duplicates("n", keep="last").sort_values("n")
+        axes.plot(shown["n"], shown[column], marker=".", label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("tokens")
 
 
-def lengths(lines: Sequence[Line]) -> Figure:
+def lengths(lines: pd.DataFrame) -> Figure:
     """Time and memory of forward and backward over length, on one device at one size; both axes logarithmic."""
-    both = [line for line in lines if line["direction"] == "fwd+bwd"]
+    both = lines[lines["direction"] == "fwd+bwd"]
+    names = both[["provider", "backend", "pattern"]].to_numpy()
+    labels = [", ".join(name for name in parts if isinstance(name, str)) for parts in names]
+    both = both.assign(label=labels, mib=both["peak_bytes"] / 2**20)
     figure = Figure(figsize=(11, 5.4), layout="constrained")
     time, memory = figure.subplots(1, 2)
-    size = f"batch {lines[0]['batch']}, {lines[0]['heads']} heads, head_dim {lines[0]['head_dim']}"
-    figure.suptitle(f"forward and backward on {lines[0]['device']}, {size}")
-    _against_length(time, both, "ms", 1.0, RUNTIME_MS["fwd+bwd"])
+    title = "forward and backward on {device}, batch {batch}, {heads} heads, head_dim {head_dim}"
+    figure.suptitle(title.format_map(lines.iloc[0]))
+    _against_length(time, both, "ms", RUNTIME_MS["fwd+bwd"])
     time.set_ylabel("ms")
-    _against_length(memory, both, "peak_bytes", 2.0**20, MEMORY_MB)
+    _against_length(memory, both, "mib", MEMORY_MB)
     memory.set_ylabel("MiB")
     # both panels share colours and labels
     figure.legend(*time.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +26,25 @@ def curves_of(runs: Path) -> list[plots.Curve]:
     return [curve for curve in curves if curve is not None]
 
 
-def _drawn(
-    tests: Sequence[dict[str, Any]], curves: Sequence[plots.Curve], speed: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """Name -> figure."""
-    figures: dict[str, Any] = {}
-    if tests:
-        figures["accuracy"] = plots.accuracies(tests)
-    if curves:
-        figures["learning-curves"] = plots.learning_curves(curves, tests)
-    for size, alone in tables.sizes(speed).items():
-        name = re.sub("[^a-z0-9]+", "-", " ".join(map(str, size)).lower())
-        figures[f"length-{name}"] = plots.lengths(alone)
-    return figures
-
-
 def write(runs: Path, speed: Path, out: Path) -> list[Path]:
     """Writes report.md and its pictures; returns their paths. Raises ValueError without results."""
     tests, curves = tests_of(runs), curves_of(runs)
     lines = measure.read(speed) if speed.exists() else []
     if not (tests or curves or lines):
         raise ValueError(f"nothing to report: no {TEST} and no metrics.csv under {runs}, and no {speed}")
+    figures: dict[str, Any] = {}
+    if tests:
+        figures["accuracy"] = plots.accuracies(tests)
+    if curves:
+        figures["learning-curves"] = plots.learning_curves(curves, tests)
+    speeds = tables.frame(line for line in lines if line["bench"] == "lra_runtime")
+    for size, alone in speeds.groupby(tables.ALONE, sort=False) if len(speeds) else ():
+        name = re.sub("[^a-z0-9]+", "-", " ".join(map(str, size)).lower())
+        figures[f"length-{name}"] = plots.lengths(alone)
     out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, figure in _drawn(tests, curves, lines).items():
-        written.append(out / f"{name}.png")
-        figure.savefig(written[-1], dpi=120)
+    written = [out / f"{name}.png" for name in figures]
+    for path, figure in zip(written, figures.values(), strict=True):
+        figure.savefig(path, dpi=120)
     sections = [
         "# Long Range Arena: results",
         "Written by `python -m benchmarks.lra report`. Floor: the accuracy of the task's shortcut on the same samples.",
