@@ -31,7 +31,6 @@ def generate(
     workers: int | None = None,
     seed: int = 0,
     contour_length: int = 14,
-    settings: str = "release",
 ) -> None:
     """Make the sets of a task by its rules. Run it again after an interruption: existing parts are kept.
 
@@ -42,12 +41,11 @@ def generate(
         workers: processes; default one per core
         seed: seed of the sets
         contour_length: of Pathfinder: 14 (hard), 9 or 6
-        settings: of Pathfinder: release or documented
     """
     from . import data, sets, tasks
 
     found = tasks.find(task)
-    source = data.generator_of(found, data.Rules(contour_length, settings), seed=seed)
+    source = data.generator_of(found, data.Rules(contour_length), seed=seed)
     for split in splits:
         if split not in data.SPLITS:
             raise ValueError(f"splits must be of {data.SPLITS}, got {split!r}")

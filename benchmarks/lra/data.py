@@ -40,20 +40,18 @@ class Rules:
     """Rules of the generators.
 
     contour_length  Pathfinder: 14 (hard), 9, 6
-    settings        Pathfinder: "release" or "documented", see pathfinder.preset
     changes         other fields of the generator's preset, for all splits: then the task is not Long Range Arena's
     stages          stages of a fresh stream before the task itself
     """
 
     contour_length: int = 14
-    settings: str = "release"
     changes: dict[str, Any] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
 
     @property
     def are_published(self) -> bool:
         """Whether the rules are those of Long Range Arena."""
-        return (self.contour_length, self.settings) == (Rules.contour_length, Rules.settings) and not self.changes
+        return self.contour_length == Rules.contour_length and not self.changes
 
 
 def _changed(source: sources.Generator, changes: dict[str, Any], name: str) -> sources.Generator:
@@ -71,7 +69,7 @@ def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Generato
     if task.name.startswith("listops"):
         source = sources.ListOpsSource(listops.PRESETS["small" if task.name == "listops-small" else "lra"], seed)
     elif task.name.startswith("path") and task.grid is not None:
-        preset = pathfinder.preset(task.grid[0], contour_length=rules.contour_length, settings=rules.settings)
+        preset = pathfinder.preset(task.grid[0], contour_length=rules.contour_length)
         source = sources.PathfinderSource(preset, seed)
     else:
         raise ValueError(

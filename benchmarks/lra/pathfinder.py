@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,8 +61,7 @@ class Preset:
         if self.size <= 2 * self.border:
             raise ValueError(
                 f"size must be more than {2 * self.border} pixels for a first origin {self.border} away from every "
-                f"side, "
-                f"got {self.size}: a smaller seed distance or is_central=False leaves more room"
+                f"side, got {self.size}: a smaller seed distance or is_central=False leaves more room"
             )
 
     @property
@@ -84,30 +83,20 @@ PRESETS = {
     128: Preset(128, 5, 1.5, (2, 3), 1, (20, 20), 3.0, 1.8, 14, 70, 0.73, 0.73),
     256: Preset(256, 5, 2.0, (3,), 22, (27, 27), 5.0, 1.8, 14, 30, 1.0, 1.0),
 }
-# settings in the documentation where the released images differ from it
-DOCUMENTED: dict[int, dict[str, Any]] = {
-    64: {"distractor_dashes": 22},
-    128: {"distractor_dashes": 35, "target_level": 0.9, "distractor_level": 0.9},
-}
 
 
-def preset(resolution: int, *, contour_length: int = 14, settings: str = "release") -> Preset:
-    """The settings of Long Range Arena.
+def preset(resolution: int, *, contour_length: int = 14) -> Preset:
+    """The settings of Long Range Arena: those of the released images where they differ from the documentation.
 
     resolution      32, 64, 128 (Path-X) or 256
     contour_length  14 (hard, which Long Range Arena reports), 9 or 6; any other for a curriculum
-    settings        "release": those of the released images where known (64, 128), otherwise "documented": those of
-                    the documentation of the release
 
-    >>> preset(128).n_distractors, preset(128, settings="documented").n_distractors
-    (17, 8)
+    >>> preset(128).n_distractors
+    17
     """
     if resolution not in PRESETS:
         raise ValueError(f"resolution must be one of {[*PRESETS]}, got {resolution!r}")
-    if settings not in ("release", "documented"):
-        raise ValueError(f'settings must be "release" or "documented", got {settings!r}')
-    changes = DOCUMENTED.get(resolution, {}) if settings == "documented" else {}
-    return dataclasses.replace(PRESETS[resolution], contour_length=contour_length, **changes)
+    return dataclasses.replace(PRESETS[resolution], contour_length=contour_length)
 
 
 class Images(NamedTuple):
@@ -132,13 +121,6 @@ def _tables(rules: Preset, margin: int) -> paddles.Tables:
     )
 
 
-def _mix(words: np.ndarray) -> np.ndarray:
-    words = words + snakes.GAMMA
-    words = (words ^ (words >> np.uint64(30))) * snakes.FIRST_MULTIPLIER
-    words = (words ^ (words >> np.uint64(27))) * snakes.SECOND_MULTIPLIER
-    return words ^ (words >> np.uint64(31))
-
-
 def generate(
     rules: Preset, numbers: Sequence[int] | np.ndarray, *, seed: int, is_counterfactual: bool = False
 ) -> Images:
@@ -155,7 +137,7 @@ def generate(
     ((3, 1, 32, 32), (3, 1))
     """
     names = np.asarray(numbers, dtype=np.uint64)
-    keys = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ names)
+    keys = snakes.mix(snakes.mix(np.array([seed], dtype=np.uint64)) ^ names)
     versions = 4 if is_counterfactual else 1
     drawn = Images(
         images=np.empty((len(names), versions, rules.size, rules.size), dtype=np.uint8),
@@ -170,14 +152,12 @@ def generate(
     )  # fmt: skip
     levels = np.array([rules.target_level, rules.distractor_level], dtype=np.float32)
     # word 0 of an image chooses its margin, the others its snakes
-    choices = ((_mix(keys) >> np.uint64(32)) * np.uint64(len(rules.margins))) >> np.uint64(32)
+    choices = ((snakes.mix(keys) >> np.uint64(32)) * np.uint64(len(rules.margins))) >> np.uint64(32)
     for choice, margin in enumerate(rules.margins):
         members = np.flatnonzero(choices == choice)
         part = Images(*(field[members] for field in drawn))
-        marker = paddles.marker(rules.marker_radius)
-        snakes.draw(
-            _tables(rules, margin), numbers_of_rules, keys[members], marker, levels, is_counterfactual, *part
-        )  # fmt: skip
+        tables, marker = _tables(rules, margin), paddles.marker(rules.marker_radius)
+        snakes.draw(tables, numbers_of_rules, keys[members], marker, levels, is_counterfactual, *part)
         for field, found in zip(drawn, part, strict=True):
             field[members] = found
     if not drawn.attempts.all():

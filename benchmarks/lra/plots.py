@@ -39,7 +39,7 @@ def curve_of(folder: Path, run: str) -> Curve | None:
         if len(log) and config.exists():
             data = yaml.safe_load(config.read_text())["data"]
             source, rules = data.get("source", "generated"), data.get("rules") or {}
-            known = {name: rules[name] for name in ("contour_length", "settings", "changes") if name in rules}
+            known = {name: rules[name] for name in ("contour_length", "changes") if name in rules}
             what = f"{data['task']}, {source} data"
             is_lra = data["task"] in LRA and source != "stand-in" and Rules(**known).are_published
     return Curve(run, what, is_lra, dict(sorted(accuracy.items()))) if accuracy else None

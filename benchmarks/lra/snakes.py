@@ -58,6 +58,7 @@ class Journal(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def mix(word):
+    """splitmix64 of a word or of an array of words."""
     word = word + GAMMA
     word = (word ^ (word >> np.uint64(30))) * FIRST_MULTIPLIER
     word = (word ^ (word >> np.uint64(27))) * SECOND_MULTIPLIER

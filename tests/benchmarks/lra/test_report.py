@@ -114,7 +114,7 @@ def test_released_files_and_generated_data_have_tables_of_their_own() -> None:
         ("listops-small", "generated", {}, False),
         ("pathfinder64", "generated", {}, False),
         ("pathx", "generated", {"rules": Rules(contour_length=6)}, False),
-        ("pathx", "generated", {"rules": Rules(settings="documented")}, False),
+        ("pathx", "generated", {"rules": Rules(changes={"distractor_dashes": 35})}, False),
         ("pathx", "generated", {"sizes": Sizes(10, 10, 19_999)}, False),
     ],
 )
