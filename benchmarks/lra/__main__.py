@@ -113,13 +113,13 @@ def speed(
     import torch
 
     from ..run import measure
-    from . import lines, published, runtime, tables
+    from . import published, runtime, tables
     from . import speed as steps
     from .peers import PROVIDERS
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     shown = PROVIDERS if providers is None else providers
-    path = out if out is not None else ROOT / "quick.jsonl" if quick else lines.SPEED
+    path = out if out is not None else ROOT / "quick.jsonl" if quick else steps.RESULTS
     sizes = {"length": 64, "batch": 2, "block_size": 16} if quick else {}
     tiny = {"batch": 1, "heads": 2} if quick else {}
     repeats, warmup, found = (1, 0, []) if quick else (repeats, 5, [])
@@ -133,7 +133,7 @@ def speed(
             yield from runtime.run(runtime.Shape(length, **tiny), device, providers=shown, n_calls=repeats)
 
     for line in lines_of():
-        measure.append(path, line, lines.SPEED_KEYS)
+        measure.append(path, line, steps.KEYS)
         found.append(line)
         print(tables.described(line), flush=True)
     print("", *tables.speed_sections(found), sep="\n\n")
@@ -183,7 +183,7 @@ def experiment(arguments: Sequence[str] | None) -> None:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from .data import LraData
-    from .lines import append_test
+    from .scoring import append_test
     from .training import Experiment
 
     class Command(LightningCLI):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..run import measure
 from . import plots, tables
-from .lines import TEST
+from .scoring import TEST
 
 NAME = "report.md"
 

@@ -17,9 +17,9 @@ from blocksparse_flash import BlockLayout, explain
 
 from ..run import measure
 from ..run.correctness import mask_of, worst_errors
-from .lines import untimed
 from .peers import OURS, PROVIDERS, Attend, attend_with, why_not
 from .published import BATCH, HEAD_DIM, HEADS
+from .speed import untimed
 
 # the error of a bfloat16 probability matrix is 0.015 (2048 tokens), ours 0.003
 TOLERANCE = 0.04

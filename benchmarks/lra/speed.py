@@ -24,14 +24,26 @@ from blocksparse_flash.nn import SelfAttention
 
 from ..run import measure
 from ..run.correctness import relative_error
-from .lines import untimed
 from .model import Architecture, Classifier, layout_of
 from .peers import MATERIALISED, OURS, PROVIDERS, Attend, attend_with, has_dropout, why_not
 from .tasks import Task, find
 
 CONFIGS = Path(__file__).parent / "configs" / "nystromformer"
+RESULTS = Path("benchmarks/results/lra_speed.jsonl")
+# keys of `speed`. status: "ok", "out of memory" or another reason for missing times and memory, which are then None.
+# task: None for attention alone. n: tokens of a document.
+KEYS = [
+    *("bench", "task", "provider", "backend", "pattern", "density", "n", "documents", "batch", "heads", "head_dim"),
+    *("dtype", "dropout_p", "direction", "status", "ms", "ms_p20", "ms_p80", "tflops", "peak_bytes", "setup_ms"),
+    *("device", "torch", "triton", "commit"),
+]
 # samples that are compared, and the largest relative error
 COMPARED, TOLERANCE = 2, 0.05
+
+
+def untimed(status: str) -> dict[str, Any]:
+    """The keys of a line without times, with the reason."""
+    return {"status": status, **dict.fromkeys(("ms", "ms_p20", "ms_p80", "peak_bytes", "setup_ms"))}
 
 
 class Case(NamedTuple):

@@ -23,9 +23,9 @@ from blocksparse_flash.nn import EncoderBlock
 from ..run import measure
 from .batches import Batch
 from .compiling import compile_around_attention, compile_whole
-from .floors import Result, pair_accuracy
+from .floors import pair_accuracy
 from .model import Architecture, Classifier, load_fitting
-from .scoring import belongs, score
+from .scoring import Result, belongs, score
 from .tasks import find
 
 

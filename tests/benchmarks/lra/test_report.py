@@ -13,10 +13,10 @@ pytest.importorskip("lightning", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
-from benchmarks.lra import lines, plots, reporting, scoring, tables
+from benchmarks.lra import plots, reporting, scoring, speed, tables
 from benchmarks.lra.data import LraData, Rules
-from benchmarks.lra.floors import Result
 from benchmarks.lra.published import STEPS
+from benchmarks.lra.scoring import Result
 from benchmarks.lra.tasks import Sizes
 
 RESULT = Result("pathx", 0.70, 0.54, "places of the markers", 0.66, 0.5, 20_000, "generated", 0.6)
@@ -27,7 +27,7 @@ FACTS = {
 
 
 def timing(**changes: Any) -> dict[str, Any]:
-    line = {**dict.fromkeys(lines.SPEED_KEYS), **lines.untimed("ok")}
+    line = {**dict.fromkeys(speed.KEYS), **speed.untimed("ok")}
     line |= {"bench": "lra_speed", "pattern": "dense", "provider": "materialised", "device": "a GPU", "documents": 1}
     return {**line, "n": 1024, "batch": 32, "ms": 10.0, **changes}
 
@@ -47,10 +47,10 @@ def sized(task: str, **changes: Any) -> dict[str, Any]:
 def runs(tmp_path: Path) -> Path:
     """Two runs: one of Path-X, tested twice and taken up once, one of a stand-in."""
     folder = tmp_path / "runs"
-    lines.append_test(folder / "ours" / "pathx", Result(**{**vars(RESULT), "accuracy": 0.123}), **FACTS)
-    lines.append_test(folder / "ours" / "pathx", RESULT, **FACTS)
+    scoring.append_test(folder / "ours" / "pathx", Result(**{**vars(RESULT), "accuracy": 0.123}), **FACTS)
+    scoring.append_test(folder / "ours" / "pathx", RESULT, **FACTS)
     text = Result("text", 0.9, 0.89, "most frequent label", 0.5, 0.5, 100, "synthetic stand-in, not Long Range Arena")
-    lines.append_test(folder / "toy", text, **{**FACTS, "is_lra": False, "source": "stand-in", "mask": None})
+    scoring.append_test(folder / "toy", text, **{**FACTS, "is_lra": False, "source": "stand-in", "mask": None})
     for run, source, version, rows in [
         ("ours/pathx", "fresh", 0, "loss,step,validation_accuracy\n0.7,5,\n,9,0.5\n,19,0.1\n"),
         ("ours/pathx", "fresh", 1, "loss,step,validation_accuracy\n,19,0.6\n"),
@@ -161,7 +161,7 @@ def test_the_geometric_mean_is_over_dense_attention_with_its_scores_in_memory() 
 def test_what_was_not_timed_has_no_share_in_a_mean() -> None:
     found = [sized(task) for task in tables.TASKS]
     ours = [sized(task, ms=5.0, provider="sdpa") for task in tables.TASKS]
-    missing = {**ours[0], **lines.untimed("out of memory")}
+    missing = {**ours[0], **speed.untimed("out of memory")}
     other_size = {**ours[0], "batch": 16}
     for odd in (missing, other_size):
         lines_of_steps = tables.frame([*found, odd, *ours[1:]])

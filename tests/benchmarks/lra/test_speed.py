@@ -15,7 +15,7 @@ pytest.importorskip("lightning", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
-from benchmarks.lra import lines, peers, published, runtime, speed
+from benchmarks.lra import peers, published, runtime, speed
 from benchmarks.run import measure
 from blocksparse_flash import BlockLayout
 
@@ -41,7 +41,7 @@ def test_lines_are_written_for_all_that_run_here(
     task: str, mask: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for line in once(tiny(task, mask)):
-        measure.append(tmp_path / "lines.jsonl", line, lines.SPEED_KEYS)
+        measure.append(tmp_path / "lines.jsonl", line, speed.KEYS)
     found = measure.read(tmp_path / "lines.jsonl")
     assert [(line["provider"], line["status"]) for line in found] == [(provider, "ok") for provider in ON_CPU]
     assert all(line["ms_p20"] <= line["ms"] <= line["ms_p80"] for line in found)
@@ -105,7 +105,7 @@ def test_other_lengths_are_refused(length: int) -> None:
 
 def test_directions_of_dense_and_sparse_are_lines(tmp_path: Path) -> None:
     for line in runtime.run(runtime.Shape(256, 1, 2, 16), CPU, n_calls=2):
-        measure.append(tmp_path / "lines.jsonl", line, lines.SPEED_KEYS)
+        measure.append(tmp_path / "lines.jsonl", line, speed.KEYS)
     found = measure.read(tmp_path / "lines.jsonl")
     assert [line["status"] for line in found] == ["ok"] * (2 * 3 * 3)
     assert {(line["pattern"], line["density"]) for line in found} == {("dense", 1.0), ("butterfly", 1 / 8)}
@@ -216,5 +216,5 @@ def test_an_unknown_provider_is_refused() -> None:
 
 
 def test_results_are_lines_of_these_keys() -> None:
-    path = Path(measure.__file__).parents[1] / "results" / lines.SPEED.name
-    assert all([*line] == lines.SPEED_KEYS for line in (measure.read(path) if path.exists() else []))
+    path = Path(measure.__file__).parents[1] / "results" / speed.RESULTS.name
+    assert all([*line] == speed.KEYS for line in (measure.read(path) if path.exists() else []))

@@ -22,7 +22,7 @@ pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 from lightning.pytorch import Callback
 
 from benchmarks.lra import __main__ as command
-from benchmarks.lra import lines, training
+from benchmarks.lra import scoring, training
 from benchmarks.lra.model import Architecture
 from benchmarks.lra.training import Experiment, Recipe, rate_at
 from blocksparse_flash.nn import EncoderBlock
@@ -190,7 +190,7 @@ def test_a_test_prints_accuracy_floor_and_balanced_accuracy(
     assert "(root operator alone), balanced accuracy" in printed
     assert "40 samples, generated (by the published rules), not the official release" in printed
     line = json.loads((tmp_path / "test.jsonl").read_text())
-    assert [*line] == lines.TEST_KEYS
+    assert [*line] == scoring.TEST_KEYS
     assert (line["task"], line["is_lra"], line["steps"], line["mask"]) == ("listops-small", False, 8, TINY["mask"])
 
 
