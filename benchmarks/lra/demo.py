@@ -87,14 +87,11 @@ def padded(samples: Sequence[listops.Sample]) -> TensorDataset:
 
 
 class Expressions(lightning.LightningDataModule):
-    """The splits of one seed. Each epoch is the next part of the training set, which is seen once, in order.
+    """The splits of one seed. Each epoch is the next part of the training set, which is seen once, in order."""
 
-    first_step  steps made before an interruption
-    """
-
-    def __init__(self, settings: Settings, first_step: int) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.settings, self.first_step = settings, first_step
+        self.settings = settings
         self.splits = listops.splits(
             "small",
             n_train=settings.steps * settings.batch_size,
@@ -110,8 +107,8 @@ class Expressions(lightning.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         settings = self.settings
         epoch = self.trainer.current_epoch if self.trainer is not None else 0
-        first = (self.first_step + epoch * settings.steps_per_epoch) * settings.batch_size
-        part = range(first, min(first + settings.steps_per_epoch * settings.batch_size, len(self.train)))
+        n_samples = settings.steps_per_epoch * settings.batch_size
+        part = range(len(self.train))[epoch * n_samples : (epoch + 1) * n_samples]
         return self._loader(torch.utils.data.Subset(self.train, part), settings.batch_size)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -148,29 +145,17 @@ def nesting_depths(tokens: Tensor) -> Tensor:
 
 
 class Task(lightning.LightningModule):
-    """Loss, accuracy, optimiser, and the learning curve.
+    """Loss, accuracy, optimiser, and the learning curve."""
 
-    checkpoint  of an interrupted run, or None. Lightning's own resuming counts epochs and batches in several places,
-                which disagree after the end of an epoch
-    """
-
-    def __init__(self, settings: Settings, layout: BlockLayout, checkpoint: dict[str, Any] | None) -> None:
+    def __init__(self, settings: Settings, layout: BlockLayout) -> None:
         super().__init__()
-        self.settings, self.checkpoint = settings, checkpoint
-        self.first_step = 0 if checkpoint is None else checkpoint["step"]
+        self.settings = settings
         self.encoder = Encoder(settings, layout)
         accuracies = (MulticlassAccuracy(listops.N_CLASSES, average="micro") for _ in range(3))
         self.train_accuracy, self.validation_accuracy, self.test_accuracy = accuracies
         # step, loss and accuracy of the training samples since the last point, validation accuracy
-        self.curve: list[dict[str, float]] = [] if checkpoint is None else list(checkpoint["curve"])
+        self.curve: list[dict[str, float]] = []
         self._losses: list[Tensor] = []
-        if checkpoint is not None:
-            self.load_state_dict(checkpoint["state_dict"])
-
-    @property
-    def step(self) -> int:
-        """Steps made, including those before an interruption."""
-        return self.first_step + self.global_step
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         tokens, lengths, labels = batch
@@ -191,7 +176,7 @@ class Task(lightning.LightningModule):
         loss = torch.stack(self._losses).mean()
         self._losses.clear()
         trained = self.train_accuracy.compute().item()
-        point = {"step": self.step, "loss": loss.item(), "train_accuracy": trained}
+        point = {"step": self.global_step, "loss": loss.item(), "train_accuracy": trained}
         self.curve.append({**point, "validation_accuracy": accuracy.item()})
         self.train_accuracy.reset()
 
@@ -203,7 +188,9 @@ class Task(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["settings"] = dataclasses.asdict(self.settings)
         checkpoint["curve"] = list(self.curve)
-        checkpoint["step"] = self.step
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.curve = list(checkpoint["curve"])
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         rate, steps = self.settings.learning_rate, self.settings.steps
@@ -211,9 +198,6 @@ class Task(lightning.LightningModule):
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, max_lr=rate, total_steps=steps, pct_start=0.1, anneal_strategy="linear", cycle_momentum=False
         )
-        if self.checkpoint is not None:
-            optimizer.load_state_dict(self.checkpoint["optimizer_states"][0])
-            schedule.load_state_dict(self.checkpoint["lr_schedulers"][0])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -265,16 +249,16 @@ def warn_if_slow(settings: Settings, layout: BlockLayout, n_steps: int) -> None:
         )
 
 
-def unfinished(path: Path, settings: Settings) -> dict[str, Any] | None:
-    """The checkpoint of an interrupted run with these settings, or None."""
+def finished_steps(path: Path, settings: Settings) -> int:
+    """Steps in the checkpoint of an interrupted run with these settings; 0 without one."""
     if not path.exists():
-        return None
-    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return 0
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if checkpoint["settings"] != dataclasses.asdict(settings):
         print(f"{path} was left by a run with other settings: starting afresh")
-        return None
-    print(f"going on from step {checkpoint['step']} of {settings.steps}")
-    return checkpoint
+        return 0
+    print(f"going on from step {checkpoint['global_step']} of {settings.steps}")
+    return int(checkpoint["global_step"])
 
 
 def run(settings: Settings, out: Path) -> dict[str, Any]:
@@ -288,13 +272,13 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
         f"layout: butterfly | local | global_tokens, {LENGTH} tokens, block {BLOCK_SIZE}, density {layout.density:.3f}"
     )
     path = out / "unfinished.ckpt"
-    task = Task(settings, layout, unfinished(path, settings))
-    warn_if_slow(settings, layout, settings.steps - task.first_step)
-    data = Expressions(settings, task.first_step)
+    task, data = Task(settings, layout), Expressions(settings)
+    n_finished = finished_steps(path, settings)
+    warn_if_slow(settings, layout, settings.steps - n_finished)
     trainer = lightning.Trainer(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
         devices=1,
-        max_steps=settings.steps - task.first_step,
+        max_steps=settings.steps,
         max_epochs=-1,
         max_time={"seconds": PATIENCE},
         reload_dataloaders_every_n_epochs=1,
@@ -310,7 +294,7 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
         ],
     )
     try:
-        trainer.fit(task, data)
+        trainer.fit(task, data, ckpt_path=path if n_finished else None)
     except SystemExit:
         # Lightning's answer to Ctrl-C
         raise KeyboardInterrupt from None
@@ -323,7 +307,7 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
         "second_level": listops.oracle_accuracy(test, depth=1),
         "required": listops.root_operator_floor(test) + MARGIN,
         "density": layout.density,
-        "samples": task.step * settings.batch_size,
+        "samples": task.global_step * settings.batch_size,
         "parameters": sum(parameter.numel() for parameter in task.encoder.parameters()),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "seconds": {"training": trained - started, "total": time.perf_counter() - started},
