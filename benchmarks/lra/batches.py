@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .released import Example
+from .sets import StoredSet
 from .sources import PathfinderSource, Source
 
 
@@ -40,14 +42,6 @@ class Rows(Protocol):
     def take(self, places: np.ndarray) -> Batch: ...
 
 
-class Records(Protocol):
-    """A StoredSet or an array."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, places: np.ndarray) -> np.ndarray: ...
-
-
 def _batch(tokens: np.ndarray, lengths: np.ndarray, labels: np.ndarray, places: np.ndarray) -> Batch:
     return Batch(
         torch.from_numpy(np.ascontiguousarray(tokens)),
@@ -70,7 +64,7 @@ def from_records(records: np.ndarray, places: np.ndarray) -> Batch:
 class RecordRows:
     """Samples from stored records."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: StoredSet | np.ndarray) -> None:
         self.records = records
 
     def __len__(self) -> int:
@@ -140,8 +134,11 @@ class ExampleRows:
         return _batch(tokens, lengths, np.array([example.label for example in examples]), places)
 
 
-class _Taken(Dataset[Any]):
-    """A dataset of batches. cut: columns of padding are dropped in multiples of it; 0 keeps all."""
+class _Groups(Dataset[list[Batch]]):
+    """The batches of a group of steps: samples sorted by length, divided among the steps in random order.
+
+    cut  columns of padding are dropped in multiples of it; 0 keeps all
+    """
 
     def __init__(self, rows: Rows, cut: int) -> None:
         self.rows, self.cut = rows, cut
@@ -152,20 +149,12 @@ class _Taken(Dataset[Any]):
         longest = -(-int(batch.lengths.max()) // self.cut) * self.cut
         return batch._replace(tokens=batch.tokens[:, :, :longest].contiguous())
 
-    def __getitem__(self, places: list[int]) -> Batch:
-        return self._narrowed(self.rows.take(np.array(places, dtype=np.int64)))
-
-
-class _TakenTogether(_Taken):
-    """A dataset of the batches of several steps: samples sorted by length, divided among the steps in random order."""
-
-    def __getitem__(self, steps: list[list[int]]) -> list[Batch]:  # type: ignore[override]
+    def __getitem__(self, steps: list[list[int]]) -> list[Batch]:
+        together = self.rows.take(np.concatenate(steps))
         if len(steps) == 1:
-            return [super().__getitem__(steps[0])]
-        places = np.concatenate([np.array(step, dtype=np.int64) for step in steps])
-        together = self.rows.take(places)
+            return [self._narrowed(together)]
         by_length = together.lengths.sum(dim=1).sort(stable=True).indices
-        shuffled = torch.randperm(len(steps), generator=torch.Generator().manual_seed(int(places[0]))).tolist()
+        shuffled = torch.randperm(len(steps), generator=torch.Generator().manual_seed(steps[0][0])).tolist()
         dealt = dict(zip(shuffled, by_length.split([len(steps[step]) for step in shuffled]), strict=True))
         return [self._narrowed(Batch(*(part[dealt[step]] for part in together))) for step in range(len(steps))]
 
@@ -226,34 +215,29 @@ class Steps(Sampler[list[int]]):
             step += 1
 
 
-class _Together(Sampler[list[list[int]]]):
-    """Groups of n_together steps; groups start at multiples of it."""
+class _Stream:
+    """The batches of groups of steps, one by one, without the first `n_skipped`."""
 
-    def __init__(self, steps: Steps, n_together: int) -> None:
-        self.steps, self.n_together = steps, n_together
+    def __init__(self, dataset: _Groups, steps: Steps, n_together: int, n_skipped: int, workers: int) -> None:
+        self.dataset, self.steps, self.n_together = dataset, steps, n_together
+        self.n_skipped, self.workers = n_skipped, workers
 
-    def __iter__(self) -> Iterator[list[list[int]]]:
-        each = iter(self.steps)
+    def _groups(self) -> Iterator[list[list[int]]]:
+        steps = iter(self.steps)
         while True:
-            yield list(itertools.islice(each, self.n_together))
-
-
-class _OneByOne:
-    """The batches of a loader of groups, one by one, without the first `n_skipped`."""
-
-    def __init__(self, loader: DataLoader[list[Batch]], n_skipped: int) -> None:
-        self.loader, self.n_skipped = loader, n_skipped
+            yield list(itertools.islice(steps, self.n_together))
 
     def __iter__(self) -> Iterator[Batch]:
-        return itertools.islice(itertools.chain.from_iterable(self.loader), self.n_skipped, None)
+        loader = _loader(self.dataset, self._groups(), workers=self.workers)
+        return itertools.islice(itertools.chain.from_iterable(loader), self.n_skipped, None)
 
 
-def _loader(dataset: _Taken, steps: Any, *, workers: int) -> DataLoader[Any]:
+def _loader(dataset: _Groups, groups: Iterable[list[list[int]]], *, workers: int, **options: Any) -> DataLoader[Any]:
     # its own generator: a loader without one draws from the global stream, which training uses
     prefetch, is_pinned = 4 if workers else None, torch.cuda.is_available()
     return DataLoader(
-        dataset, sampler=steps, batch_size=None, num_workers=workers, prefetch_factor=prefetch, pin_memory=is_pinned,
-        generator=torch.Generator(),
+        dataset, sampler=groups, batch_size=None, num_workers=workers, prefetch_factor=prefetch, pin_memory=is_pinned,
+        generator=torch.Generator(), **options,
     )  # fmt: skip
 
 
@@ -270,7 +254,7 @@ def training_loader(
     n_skipped = steps.first_step % n_together
     begun = copy.copy(steps)
     begun.first_step -= n_skipped
-    return _OneByOne(_loader(_TakenTogether(rows, cut), _Together(begun, n_together), workers=workers), n_skipped)
+    return _Stream(_Groups(rows, cut), begun, n_together, n_skipped, workers)
 
 
 def evaluation_loader(
@@ -278,8 +262,5 @@ def evaluation_loader(
 ) -> DataLoader[Batch]:
     """Every sample once, in order; each process takes every world-th one."""
     mine = range(rank, len(rows), world)
-    return _loader(
-        _Taken(rows, cut),
-        [list(mine[begin : begin + batch_size]) for begin in range(0, len(mine), batch_size)],
-        workers=workers,
-    )
+    groups = [[list(mine[begin : begin + batch_size])] for begin in range(0, len(mine), batch_size)]
+    return _loader(_Groups(rows, cut), groups, workers=workers, collate_fn=operator.itemgetter(0))
