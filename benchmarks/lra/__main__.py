@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 # what the extra [lra] installs
-PACKAGES = ("jsonargparse", "lightning", "matplotlib", "numba", "PIL", "torchmetrics", "tqdm", "yaml")
+PACKAGES = ("jsonargparse", "lightning", "matplotlib", "numba", "pandas", "PIL", "torchmetrics", "tqdm", "yaml")
 ROOT = Path("out/lra")
 
 
@@ -139,36 +140,6 @@ def speed(
     print("", *tables.speed_sections(found), sep="\n\n")
 
 
-def recipe(name: str) -> None:
-    """Train a configuration of configs/ours and the stages it begins with, then test it. Run it again to resume.
-
-    Args:
-        name: pathx, path256, or any other configuration of configs/ours
-    """
-    from . import recipe as module
-
-    module.run(name)
-
-
-def report(
-    *,
-    runs: Path = ROOT / "runs",
-    speed: Path = Path("benchmarks/results/lra_speed.jsonl"),
-    out: Path = Path("benchmarks/lra/report"),
-) -> None:
-    """Tables and plots of accuracies, learning curves, times and memory.
-
-    Args:
-        runs: folder with a folder for each run
-        speed: lines of `speed`
-        out: folder of report.md and its pictures
-    """
-    from . import reporting
-
-    for path in reporting.write(runs, speed, out):
-        print(path)
-
-
 def _folder(root: str | None) -> str:
     return str(ROOT / "runs") if root is None else str(root)
 
@@ -229,8 +200,13 @@ def experiment(arguments: Sequence[str] | None) -> None:
     )
 
 
-OWN: dict[str, Callable[..., Any]] = {
-    command.__name__: command for command in (generate, floors, recipe, speed, report)
+# command -> the function that runs it, imported on use
+OWN = {
+    "generate": "benchmarks.lra.__main__:generate",
+    "floors": "benchmarks.lra.__main__:floors",
+    "recipe": "benchmarks.lra.recipe:run",
+    "speed": "benchmarks.lra.__main__:speed",
+    "report": "benchmarks.lra.reporting:report",
 }
 
 
@@ -244,7 +220,7 @@ def main(given: Sequence[str] | None = None) -> None:
     elif arguments[0] in OWN:
         import jsonargparse
 
-        command = OWN[arguments[0]]
+        command = pkgutil.resolve_name(OWN[arguments[0]])
         try:
             jsonargparse.auto_cli(command, args=list(arguments[1:]), prog=f"python -m benchmarks.lra {arguments[0]}")
         except KeyboardInterrupt:

@@ -76,7 +76,11 @@ def stages(name: str) -> list[Stage]:
 
 
 def run(name: str) -> None:
-    """Train every stage that is not trained, from its last checkpoint, then test the last one."""
+    """Train a configuration of configs/ours and the stages it begins with, then test it. Run it again to resume.
+
+    Args:
+        name: pathx, path256, or any other configuration of configs/ours
+    """
     chain = stages(name)
     for number, stage in enumerate(chain, 1):
         steps = stage.trained_steps()

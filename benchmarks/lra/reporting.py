@@ -10,8 +10,6 @@ from ..run import measure
 from . import plots, tables
 from .scoring import TEST
 
-NAME = "report.md"
-
 
 def tests_of(runs: Path) -> list[dict[str, Any]]:
     """The last test of every run under a folder, with the run's name, sorted by name."""
@@ -26,8 +24,19 @@ def curves_of(runs: Path) -> list[plots.Curve]:
     return [curve for curve in curves if curve is not None]
 
 
-def write(runs: Path, speed: Path, out: Path) -> list[Path]:
-    """Writes report.md and its pictures; returns their paths. Raises ValueError without results."""
+def report(
+    *,
+    runs: Path = Path("out/lra/runs"),
+    speed: Path = Path("benchmarks/results/lra_speed.jsonl"),
+    out: Path = Path("benchmarks/lra/report"),
+) -> None:
+    """Tables and plots of accuracies, learning curves, times and memory.
+
+    Args:
+        runs: folder with a folder for each run
+        speed: lines of `speed`
+        out: folder of report.md and its pictures
+    """
     tests, curves = tests_of(runs), curves_of(runs)
     lines = measure.read(speed) if speed.exists() else []
     if not (tests or curves or lines):
@@ -52,6 +61,6 @@ def write(runs: Path, speed: Path, out: Path) -> list[Path]:
         *tables.speed_sections(lines),
         *(f"![{path.stem}]({path.name})" for path in written),
     ]
-    written.append(out / NAME)
-    written[-1].write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    return written
+    page = out / "report.md"
+    page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    print(*written, page, sep="\n")

@@ -176,7 +176,7 @@ def test_an_interrupted_command_says_how_to_go_on(
     def interrupted(task: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(command.OWN, "generate", interrupted)
+    monkeypatch.setattr(command, "generate", interrupted)
     with pytest.raises(SystemExit, match="130"):
         command.main(["generate", "listops"])
     assert "the same command goes on from here" in capsys.readouterr().err

@@ -66,7 +66,8 @@ def runs(tmp_path: Path) -> Path:
 def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp_path: Path) -> None:
     speed = tmp_path / "speed.jsonl"
     speed.write_text(json.dumps(runtime()) + "\n" + json.dumps(runtime(batch=1)) + "\n")
-    written = reporting.write(runs, speed, tmp_path / "out")
+    reporting.report(runs=runs, speed=speed, out=tmp_path / "out")
+    written = [*(tmp_path / "out").iterdir()]
     assert sorted(path.name for path in written) == [
         *("accuracy.png", "learning-curves.png", "length-a-gpu-1-8-64.png", "length-a-gpu-16-8-64.png", "report.md")
     ]
@@ -81,7 +82,7 @@ def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp
 
 
 def test_a_stand_in_is_never_called_long_range_arena(runs: Path, tmp_path: Path) -> None:
-    reporting.write(runs, tmp_path / "none.jsonl", tmp_path / "out")
+    reporting.report(runs=runs, speed=tmp_path / "none.jsonl", out=tmp_path / "out")
     before, after = (tmp_path / "out" / "report.md").read_text().split("## NOT Long Range Arena")
     assert "| toy |" in after and "| toy |" not in before
     assert "**no**" in after
@@ -183,7 +184,7 @@ def test_the_paper_stands_beside_its_own_sizes_only() -> None:
 
 def test_nothing_to_report_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing to report: no test\.jsonl"):
-        reporting.write(tmp_path, tmp_path / "speed.jsonl", tmp_path / "out")
+        reporting.report(runs=tmp_path, speed=tmp_path / "speed.jsonl", out=tmp_path / "out")
 
 
 def test_the_command_says_what_it_wrote(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
