@@ -70,9 +70,14 @@ def _blocks_of_128(pattern: Pattern, _shape: Shape) -> str | None:
     return None if pattern.block_size == BLOCK else f"takes blocks of {BLOCK} only"
 
 
-def _first(out: Any) -> Tensor:
-    """The output of a function that may return a tuple."""
-    return out[0] if isinstance(out, tuple) else out
+def _tokens_first(function: Callable[..., Any], **options: Any) -> Call:
+    """A call of a function of (batch, length, heads, head_dim), which may return a tuple that begins with out."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return call
 
 
 def ours(backend: str, *, deterministic: bool = False) -> Peer:
@@ -125,6 +130,13 @@ def compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
+@functools.cache
+def compiled_create_block_mask() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False, fullgraph=True)
+
+
 def _flex_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """(counts, cols) of the True blocks of each row, then the others, as in BlockMask."""
     counts = blocks.sum(1, dtype=torch.int32)[None, None]
@@ -162,15 +174,8 @@ def flex_table_mask(pattern: Pattern, device: str, *, is_compiled: bool) -> Any:
     def attends(_b: Tensor, _h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return table[q // side, kv // side]
 
-    create = _compiled_create() if is_compiled else create_block_mask
+    create = compiled_create_block_mask() if is_compiled else create_block_mask
     return create(attends, None, None, pattern.length, pattern.length, device=device, BLOCK_SIZE=side)
-
-
-@functools.cache
-def _compiled_create() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return torch.compile(create_block_mask, dynamic=False, fullgraph=True)
 
 
 def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
@@ -207,12 +212,7 @@ def _flash_attention_4(pattern: Pattern, shape: Shape) -> Call:
         # without the backward's tensors, gradients would be dense
         options["block_sparse_tensors"] = BlockSparseTensorsTorch(*mask.block_sparse_tensors)
         options["block_sparse_tensors_bwd"] = BlockSparseTensorsTorch(*mask.block_sparse_tensors_bwd)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return _first(flash_attn_func(q, k, v, **options)).transpose(1, 2)
-
-    return call
+    return _tokens_first(flash_attn_func, **options)
 
 
 def _flashinfer(pattern: Pattern, shape: Shape) -> Call:
@@ -261,26 +261,14 @@ def _block_sparse_attention(pattern: Pattern, shape: Shape) -> Call:
 def _xformers(pattern: Pattern, _shape: Shape) -> Call:
     from xformers.ops import LowerTriangularMask, memory_efficient_attention
 
-    bias = LowerTriangularMask() if pattern.causal else None
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return memory_efficient_attention(q, k, v, attn_bias=bias).transpose(1, 2)
-
-    return call
+    return _tokens_first(memory_efficient_attention, attn_bias=LowerTriangularMask() if pattern.causal else None)
 
 
 def _natten(pattern: Pattern, _shape: Shape) -> Call:
     """With a stride of one block all its queries share a window that starts and ends at block boundaries."""
     from natten import na1d
 
-    kernel = BLOCK * min(WINDOW_BLOCKS, len(pattern.blocks))
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return _first(na1d(q, k, v, kernel_size=kernel, stride=BLOCK)).transpose(1, 2)
-
-    return call
+    return _tokens_first(na1d, kernel_size=BLOCK * min(WINDOW_BLOCKS, len(pattern.blocks)), stride=BLOCK)
 
 
 def _refused_by_flashinfer(_pattern: Pattern, shape: Shape) -> str | None:
