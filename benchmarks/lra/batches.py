@@ -5,16 +5,17 @@ The samples of a step are a function of (seed, step) alone, so an interrupted tr
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from .released import Example
 from .sets import StoredSet
@@ -61,11 +62,11 @@ def from_records(records: np.ndarray, places: np.ndarray) -> Batch:
     return _batch(tokens, lengths, records["label"], places)
 
 
+@dataclass(frozen=True)
 class RecordRows:
     """Samples from stored records."""
 
-    def __init__(self, records: StoredSet | np.ndarray) -> None:
-        self.records = records
+    records: StoredSet | np.ndarray
 
     def __len__(self) -> int:
         return len(self.records)
@@ -99,11 +100,12 @@ class FreshRows:
         return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
 
+@dataclass(frozen=True)
 class PairRows:
     """Counterfactual pairs of `count` images: sample 4 n + v is test image n with its v-th pair of markers."""
 
-    def __init__(self, source: PathfinderSource, count: int) -> None:
-        self.source, self.count = source, count
+    source: PathfinderSource
+    count: int
 
     def __len__(self) -> int:
         return 4 * self.count
@@ -113,11 +115,12 @@ class PairRows:
         return from_records(self.source.draw_pairs("test", images)[where, places % 4], places)
 
 
+@dataclass(frozen=True)
 class ExampleRows:
     """Examples of released files or stand-ins, padded or cut to `length` tokens."""
 
-    def __init__(self, examples: Sequence[Example], length: int) -> None:
-        self.examples, self.length = examples, length
+    examples: Sequence[Example]
+    length: int
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -134,14 +137,15 @@ class ExampleRows:
         return _batch(tokens, lengths, np.array([example.label for example in examples]), places)
 
 
+@dataclass(frozen=True)
 class _Groups(Dataset[list[Batch]]):
     """The batches of a group of steps: samples sorted by length, divided among the steps in random order.
 
     cut  columns of padding are dropped in multiples of it; 0 keeps all
     """
 
-    def __init__(self, rows: Rows, cut: int) -> None:
-        self.rows, self.cut = rows, cut
+    rows: Rows
+    cut: int
 
     def _narrowed(self, batch: Batch) -> Batch:
         if self.cut == 0:
@@ -159,7 +163,8 @@ class _Groups(Dataset[list[Batch]]):
         return [self._narrowed(Batch(*(part[dealt[step]] for part in together))) for step in range(len(steps))]
 
 
-class Steps(Sampler[list[int]]):
+@dataclass(frozen=True, kw_only=True)
+class Steps:
     """Places of the samples of step first_step, first_step + 1, ... without end.
 
     n           samples, each once per epoch in a random order; None: 0, 1, 2, ... without end
@@ -168,27 +173,23 @@ class Steps(Sampler[list[int]]):
     rank, world  index and number of processes; each takes every world-th sample of a step
     """
 
-    def __init__(
-        self,
-        n: int | None,
-        batch_size: int,
-        *,
-        seed: int,
-        first_step: int = 0,
-        stages: Sequence[tuple[int, int]] = (),
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        for size in (batch_size, *(size for _, size in stages)):
-            if size % world:
-                raise ValueError(f"batch_size must be a multiple of the {world} processes, got {size}")
-        if n is not None and n < batch_size:
-            raise ValueError(f"batch_size must be at most the {n} samples, got {batch_size}")
-        for samples, size in stages:
+    n: int | None
+    batch_size: int
+    seed: int
+    first_step: int = 0
+    stages: Sequence[tuple[int, int]] = ()
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        for size in (self.batch_size, *(size for _, size in self.stages)):
+            if size % self.world:
+                raise ValueError(f"batch_size must be a multiple of the {self.world} processes, got {size}")
+        if self.n is not None and self.n < self.batch_size:
+            raise ValueError(f"batch_size must be at most the {self.n} samples, got {self.batch_size}")
+        for samples, size in self.stages:
             if samples % size:
                 raise ValueError(f"samples of a stage must be a multiple of its batch_size {size}, got {samples}")
-        self.n, self.batch_size, self.seed, self.first_step = n, batch_size, seed, first_step
-        self.stages, self.rank, self.world = stages, rank, world
 
     def _fresh(self, step: int) -> range:
         """Places of a step of an endless stream."""
@@ -199,37 +200,21 @@ class Steps(Sampler[list[int]]):
             begin, step = begin + samples, step - samples // size
         return range(begin + step * self.batch_size, begin + (step + 1) * self.batch_size)
 
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        """Places of all steps of an epoch."""
+        assert self.n is not None
+        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+        return [places.tolist() for places in order.split(self.batch_size)][: self.n // self.batch_size]
+
     def __iter__(self) -> Iterator[list[int]]:
-        step, epoch, order = self.first_step, -1, torch.empty(0)
-        while True:
-            if self.n is None:
-                yield list(self._fresh(step)[self.rank :: self.world])
-            else:
-                steps_per_epoch = self.n // self.batch_size
-                if step // steps_per_epoch != epoch:
-                    epoch = step // steps_per_epoch
-                    generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-                    order = torch.randperm(self.n, generator=generator)
-                begin = step % steps_per_epoch * self.batch_size
-                yield order[begin : begin + self.batch_size][self.rank :: self.world].tolist()
-            step += 1
-
-
-class _Stream:
-    """The batches of groups of steps, one by one, without the first `n_skipped`."""
-
-    def __init__(self, dataset: _Groups, steps: Steps, n_together: int, n_skipped: int, workers: int) -> None:
-        self.dataset, self.steps, self.n_together = dataset, steps, n_together
-        self.n_skipped, self.workers = n_skipped, workers
-
-    def _groups(self) -> Iterator[list[list[int]]]:
-        steps = iter(self.steps)
-        while True:
-            yield list(itertools.islice(steps, self.n_together))
-
-    def __iter__(self) -> Iterator[Batch]:
-        loader = _loader(self.dataset, self._groups(), workers=self.workers)
-        return itertools.islice(itertools.chain.from_iterable(loader), self.n_skipped, None)
+        """The samples of this process."""
+        if self.n is None:
+            steps: Iterator[Sequence[int]] = map(self._fresh, itertools.count(self.first_step))
+        else:
+            epoch, n_done = divmod(self.first_step, self.n // self.batch_size)
+            steps = itertools.chain.from_iterable(map(self._epoch, itertools.count(epoch)))
+            steps = itertools.islice(steps, n_done, None)
+        return (list(places[self.rank :: self.world]) for places in steps)
 
 
 def _loader(dataset: _Groups, groups: Iterable[list[list[int]]], *, workers: int, **options: Any) -> DataLoader[Any]:
@@ -241,20 +226,31 @@ def _loader(dataset: _Groups, groups: Iterable[list[list[int]]], *, workers: int
     )  # fmt: skip
 
 
-def training_loader(
-    rows: Rows, steps: Steps, *, cut: int = 0, workers: int = 0, n_together: int = 1
-) -> Iterable[Batch]:
+@dataclass(frozen=True, kw_only=True)
+class TrainingLoader:
     """An endless stream of the batches of the steps.
 
+    cut         columns of padding are dropped in multiples of it; 0 keeps all
     n_together  steps whose samples are drawn at once and divided by length, so that batches have little padding; step n
                 has the same samples wherever the steps begin
     """
-    if n_together < 1:
-        raise ValueError(f"n_together must be 1 or more, got {n_together}")
-    n_skipped = steps.first_step % n_together
-    begun = copy.copy(steps)
-    begun.first_step -= n_skipped
-    return _Stream(_Groups(rows, cut), begun, n_together, n_skipped, workers)
+
+    rows: Rows
+    steps: Steps
+    cut: int = 0
+    workers: int = 0
+    n_together: int = 1
+
+    def __post_init__(self) -> None:
+        if self.n_together < 1:
+            raise ValueError(f"n_together must be 1 or more, got {self.n_together}")
+
+    def __iter__(self) -> Iterator[Batch]:
+        n_skipped = self.steps.first_step % self.n_together
+        steps = iter(dataclasses.replace(self.steps, first_step=self.steps.first_step - n_skipped))
+        groups = iter(lambda: list(itertools.islice(steps, self.n_together)), [])
+        loader = _loader(_Groups(self.rows, self.cut), groups, workers=self.workers)
+        return itertools.islice(itertools.chain.from_iterable(loader), n_skipped, None)
 
 
 def evaluation_loader(

@@ -194,8 +194,12 @@ class LraData(lightning.LightningDataModule):
         done = 0 if self.trainer is None else self.trainer.global_step * self.trainer.accumulate_grad_batches
         n = None if self.source == "fresh" else len(rows)
         stages = self._sizes_of_stages()
-        steps = batches.Steps(n, self.batch_size, seed=self.seed, first_step=done, stages=stages, **self._place())
-        return batches.training_loader(rows, steps, cut=self.cut, workers=self.workers, n_together=self.n_together)
+        steps = batches.Steps(
+            n=n, batch_size=self.batch_size, seed=self.seed, first_step=done, stages=stages, **self._place()
+        )
+        return batches.TrainingLoader(
+            rows=rows, steps=steps, cut=self.cut, workers=self.workers, n_together=self.n_together
+        )
 
     def _evaluation(self, split: str) -> DataLoader[Batch]:
         # reading from disk is fast; processes would be started at every validation
