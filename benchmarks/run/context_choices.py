@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from blocksparse_flash.distributed import cost_model
 from blocksparse_flash.distributed.cost_model import Costs
@@ -20,7 +21,6 @@ from blocksparse_flash.distributed.ownership import Pairs
 
 from ..report import context_parallel
 from ..report import lines as measurements
-from ..report.lines import Line
 from ..report.markdown import table
 from .patterns import Pattern, patterns
 
@@ -32,65 +32,53 @@ SCHEMES = ("exchange", "ulysses", "all_gather")
 class Cell(NamedTuple):
     """One measured cell.
 
-    costs  predictions of the cost model, and its chosen scheme
-    lines  measured steps by scheme
+    ms       measured milliseconds of a step by scheme
+    costs    predictions of the cost model
+    chosen, best  the scheme that the cost model chooses, and the fastest one
+    loss     measured time of the chosen scheme over that of the best one
+    speedup  measured, of the chosen scheme
+    is_as_measured  whether the chosen scheme would receive as many bytes as in its measurement
     """
 
     ranks: int
     length: int
     kv_heads: int
     pattern: str
+    ms: dict[str, float]
     costs: Costs
-    lines: dict[str, Line]
-
-    @property
-    def chosen(self) -> str:
-        return self.costs.scheme
-
-    @property
-    def best(self) -> str:
-        """The scheme that was fastest when it was measured."""
-        return min(self.lines, key=lambda scheme: self.lines[scheme]["ms"])
-
-    @property
-    def loss(self) -> float:
-        """Measured time of the chosen scheme over that of the best one."""
-        return self.lines[self.chosen]["ms"] / self.lines[self.best]["ms"]
-
-    @property
-    def speedup(self) -> float:
-        """Measured, of the chosen scheme."""
-        return self.lines[self.chosen]["speedup"]
-
-    @property
-    def is_as_measured(self) -> bool:
-        """Whether the chosen scheme would receive as many bytes as in its measurement, with or without pass-Q."""
-        received = {
-            "exchange": self.costs.exchange, "ulysses": self.costs.ulysses, "all_gather": self.costs.all_gather,
-        }[self.chosen]  # fmt: skip
-        line = self.lines[self.chosen]
-        return received is not None and int(received.max()) * line["head_dim"] * ELEMENT_BYTES == line["received_bytes"]
+    chosen: str
+    best: str
+    loss: float
+    speedup: float
+    is_as_measured: bool
 
 
-def costs_of(pattern: Pattern, heads: tuple[int, int], n_ranks: int) -> Costs:
-    """The costs that scheme="auto" compares, for a contiguous order."""
-    n_tiles = len(pattern.blocks)
-    owner = np.arange(n_tiles) * n_ranks // n_tiles
-    pairs = Pairs(*np.nonzero(pattern.blocks))
-    return cost_model.costs_of(pairs, owner, pattern.length, heads, n_ranks, requested="auto", without_pass_q=False)
+def cell_of(pattern: Pattern, lines: pd.DataFrame) -> Cell:
+    """The cell of a pattern's measurements, compared with the choice for a contiguous order."""
+    ranks, length, heads, kv_heads, head_dim = (
+        int(lines[key].iloc[0]) for key in ("ranks", "n", "heads", "kv_heads", "head_dim")
+    )
+    pairs, n_tiles = Pairs(*np.nonzero(pattern.blocks)), len(pattern.blocks)
+    owner = np.arange(n_tiles) * ranks // n_tiles
+    costs = cost_model.costs_of(pairs, owner, length, (heads, kv_heads), ranks, requested="auto", without_pass_q=False)
+    by_scheme = lines.set_index("provider")
+    chosen, best = costs.scheme, str(by_scheme["ms"].idxmin())
+    received = {"exchange": costs.exchange, "ulysses": costs.ulysses, "all_gather": costs.all_gather}[chosen]
+    n_bytes = None if received is None else int(received.max()) * head_dim * ELEMENT_BYTES
+    ms, line = by_scheme["ms"].to_dict(), by_scheme.loc[chosen]
+    is_as_measured = n_bytes == line["received_bytes"]
+    loss, speedup = ms[chosen] / ms[best], line["speedup"]
+    return Cell(ranks, length, kv_heads, pattern.name, ms, costs, chosen, best, loss, speedup, is_as_measured)
 
 
 def cells(path: Path = RESULTS) -> list[Cell]:
     """Every cell with measurements of all schemes."""
     found = []
     for setting in context_parallel.settings(measurements.read(path), direction="step"):
-        n_ranks, length, q_heads, kv_heads = (int(setting[key].iloc[0]) for key in ("ranks", "n", "heads", "kv_heads"))
-        known = {pattern.name: pattern for pattern in patterns(length)}
-        for name, measured in setting.groupby("pattern"):
-            lines = {line["provider"]: line for line in measured.to_dict("records") if line["provider"] in SCHEMES}
+        known = {pattern.name: pattern for pattern in patterns(int(setting["n"].iloc[0]))}
+        for name, lines in setting[setting["provider"].isin(SCHEMES)].groupby("pattern"):
             if len(lines) == len(SCHEMES):
-                costs = costs_of(known[name], (q_heads, kv_heads), n_ranks)
-                found.append(Cell(n_ranks, length, kv_heads, name, costs, lines))
+                found.append(cell_of(known[name], lines))
     return sorted(found, key=lambda cell: cell[:4])
 
 
@@ -107,7 +95,7 @@ def report(found: Sequence[Cell]) -> str:
         rows.append(
             [
                 str(cell.ranks), f"{cell.length:,}", str(cell.kv_heads), cell.pattern,
-                *(f"{cell.lines[scheme]['ms']:.2f}" for scheme in SCHEMES), cell.chosen, f"{1e3 * seconds:.2f}",
+                *(f"{cell.ms[scheme]:.2f}" for scheme in SCHEMES), cell.chosen, f"{1e3 * seconds:.2f}",
                 cell.best, f"{cell.loss - 1:.1%}", f"{cell.speedup:.2f}", f"{speedup:.2f}",
             ]
         )  # fmt: skip
