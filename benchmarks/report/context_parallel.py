@@ -19,7 +19,7 @@ LABELS = {
     "flex": "FlexAttention, all-gather",
 }
 # columns that are equal in all measurements of one table
-SETTING = ["device", "scaling", "ranks", "n", "heads", "kv_heads", "head_dim", "order"]
+SETTING = ["device", "ranks", "n", "heads", "kv_heads", "head_dim", "order"]
 
 
 def settings(lines: pd.DataFrame, **values: Any) -> list[pd.DataFrame]:
@@ -35,12 +35,10 @@ def settings(lines: pd.DataFrame, **values: Any) -> list[pd.DataFrame]:
 
 def caption(lines: pd.DataFrame) -> str:
     text = (
-        "{ranks} {device}, {n:,} tokens {shared}, {heads} query heads on {kv_heads} key heads of {head_dim}, {dtype}, "
+        "{ranks} {device}, {n:,} tokens in all, {heads} query heads on {kv_heads} key heads of {head_dim}, {dtype}, "
         'order "{order}", {versions}'
     )
-    line = lines.iloc[0].to_dict()
-    line["shared"] = "in all" if line["scaling"] == "strong" else "on all ranks together"
-    return text.format_map({**line, "versions": measurements.versions(lines, "torch", "triton")})
+    return text.format_map({**lines.iloc[0], "versions": measurements.versions(lines, "torch", "triton")})
 
 
 def link(lines: pd.DataFrame) -> str:

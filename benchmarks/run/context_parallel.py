@@ -10,8 +10,7 @@ the slowest rank, medians over samples.
 The bound of a figure is max(attention of the busiest rank, its received bytes / link). For "exchange" without pass-Q
 rows the forward is also timed in parts: overlap = (messages + attention - both) / the shorter one.
 
-Strong scaling shares --lengths tokens among all ranks; weak scaling gives that number to each. Without a GPU it runs
-on gloo.
+--lengths tokens are shared among all ranks (strong scaling). Without a GPU it runs on gloo.
 """
 
 from __future__ import annotations
@@ -145,7 +144,6 @@ class Case(NamedTuple):
     whole: list[Tensor]
     expected: dict[str, Tensor]
     one_ms: dict[str, float]
-    one_tiles: int
 
 
 def drawn(length: int, heads: tuple[int, int], head_dim: int, device: str) -> list[Tensor]:
@@ -158,21 +156,20 @@ def drawn(length: int, heads: tuple[int, int], head_dim: int, device: str) -> li
     ]
 
 
-def case_of(pattern: Pattern, alone: Pattern, kv_heads: int, ranks: Ranks, options: argparse.Namespace) -> Case:
-    """Runs `pattern` in one process for comparison, and times `alone`, the same pattern in strong scaling."""
+def case_of(pattern: Pattern, kv_heads: int, ranks: Ranks, options: argparse.Namespace) -> Case:
+    """Runs and times `pattern` in one process."""
     heads = options.heads, kv_heads
     layout, *whole = whole_layout(pattern), *drawn(pattern.length, heads, options.head_dim, ranks.device)
     *inputs, dout = whole
-    expected = results(lambda q, k, v: attention(q, k, v, layout), [x.clone().requires_grad_() for x in inputs], dout)
-    if alone is not pattern:
-        layout_alone = whole_layout(alone)
-        *inputs, dout = drawn(alone.length, heads, options.head_dim, ranks.device)
-    else:
-        layout_alone = layout
     inputs = [x.clone().requires_grad_() for x in inputs]
-    timed = measure.directions(lambda q, k, v: attention(q, k, v, layout_alone), inputs, dout)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, layout)
+
+    expected = results(call, inputs, dout)
+    timed = measure.directions(call, inputs, dout)
     one_ms = {direction: milliseconds(timed[direction], ranks, options.runs) for direction in DIRECTIONS}
-    return Case(pattern, layout, heads, whole, expected, one_ms, alone.nnz)
+    return Case(pattern, layout, heads, whole, expected, one_ms)
 
 
 def shards(one: Provider, case: Case) -> tuple[list[Tensor], Tensor]:
@@ -204,7 +201,7 @@ def lines(
     costs, size = one.plan.layers[0].costs, options.head_dim * dout.element_size()
     n_ranks = dist.get_world_size(ranks.group)
     line = {
-        "bench": "context_parallel", "scaling": options.scaling, "provider": one.name, "pattern": case.pattern.name,
+        "bench": "context_parallel", "scaling": "strong", "provider": one.name, "pattern": case.pattern.name,
         "density": case.pattern.density, "n": case.pattern.length, "ranks": n_ranks, "heads": case.heads[0],
         "kv_heads": case.heads[1], "head_dim": options.head_dim, "dtype": "bf16" if ranks.device == "cuda" else "fp32",
         "order": one.plan.order, "chunks": options.chunks, "priority": "high",
@@ -215,10 +212,10 @@ def lines(
     timed = measure.directions(one.call, inputs, dout)
     for direction in DIRECTIONS:
         ms, one_ms = milliseconds(timed[direction], ranks, options.runs), case.one_ms[direction]
-        speedup = one_ms / ms * (n_ranks if options.scaling == "weak" else 1)
+        speedup = one_ms / ms
         # received keys are returned as gradients
         messages = line["received_bytes"] / link_gb_s / 1e6 * (2 if direction == "step" else 1)
-        compute = one_ms * one.tiles / case.one_tiles
+        compute = one_ms * one.tiles / case.pattern.nnz
         found = line | {
             "direction": direction, "ms": ms, "one_ms": one_ms, "speedup": speedup, "efficiency": speedup / n_ranks,
             "bound_ms": max(messages, compute), "bound_by": "link" if messages > compute else "compute",
@@ -278,9 +275,7 @@ def run(case: Case, name: str, ranks: Ranks, options: argparse.Namespace, link_g
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measure.parser(__doc__, "context_parallel.jsonl")
-    parser.add_argument("--scaling", choices=("strong", "weak"), default="strong")
-    tokens = "tokens; of all ranks (strong) or of each (weak)"
-    parser.add_argument("--lengths", type=measure.multiple_of(BLOCK), nargs="+", default=[65536], help=tokens)
+    parser.add_argument("--lengths", type=measure.multiple_of(BLOCK), nargs="+", default=[65536], help="tokens")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[16])
     parser.add_argument("--head-dim", type=int, default=128)
@@ -317,15 +312,11 @@ def main() -> None:
     options = parsed()
     ranks = initialised()
     link_gb_s = link(ranks, LINK_BYTES, options.runs, options.out)
-    n_ranks = dist.get_world_size(ranks.group)
     for length in options.lengths:
         # patterns of random blocks take seconds to draw: once for all numbers of heads
-        alone = [pattern for pattern in patterns(length) if pattern.name in options.patterns]
-        shared = alone
-        if options.scaling == "weak":
-            shared = [pattern for pattern in patterns(length * n_ranks) if pattern.name in options.patterns]
-        for kv_heads, (one, pattern) in itertools.product(options.kv_heads, zip(alone, shared, strict=True)):
-            case = case_of(pattern, one, kv_heads, ranks, options)
+        shown = [pattern for pattern in patterns(length) if pattern.name in options.patterns]
+        for kv_heads, pattern in itertools.product(options.kv_heads, shown):
+            case = case_of(pattern, kv_heads, ranks, options)
             if ranks.is_first:
                 print(f"{pattern.name}, {pattern.length} tokens, {options.heads} on {kv_heads} heads", flush=True)
             for name in options.providers:
