@@ -136,7 +136,6 @@ def speed(
     for line in lines_of():
         measure.append(path, line, steps.KEYS)
         found.append(line)
-        print(tables.described(line), flush=True)
     print("", *tables.speed_sections(found), sep="\n\n")
 
 

@@ -33,14 +33,6 @@ def _number(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def described(line: Line) -> str:
-    """A line of `speed` as a row of text."""
-    what = f"{line['task'] or 'attention'} {line['n']} {line['direction']}"
-    figures = line["status"] if line["ms"] is None else f"{line['ms']:10.3f} ms"
-    peak = "" if line["peak_bytes"] is None else f"  {line['peak_bytes'] / 2**20:9.0f} MiB"
-    return f"{what:28} {_name(line):44} {figures}{peak}"
-
-
 def frame(lines: Iterable[Line]) -> pd.DataFrame:
     """Lines of `speed` as rows, with the name of what was measured."""
     return pd.DataFrame([{**line, "name": _name(line)} for line in lines])

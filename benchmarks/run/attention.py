@@ -37,7 +37,7 @@ from . import measure, sweeps
 from .correctness import is_right
 from .patterns import Pattern
 from .peers import Call, Peer, Prepare, Shape, ours, peers
-from .sweeps import SAME_MASK, TIMED
+from .sweeps import SAME_MASK
 
 # products of a direction, relative to the two of a forward
 FACTORS = {"fwd": 1.0, "bwd": 2.5, "step": 3.5}
@@ -96,7 +96,7 @@ def for_each(among: Iterable[Peer], name: str, pattern: Pattern, run: Run, work:
 
 
 def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
-    """Measures every peer that supports the pattern, forward and backward, and prints a row each."""
+    """Measures every peer that supports the pattern, forward and backward."""
     for_each(among, case.name, case.pattern, run, functools.partial(time_one, case, run))
 
 
@@ -122,14 +122,11 @@ def time_one(case: sweeps.Case, run: Run, peer: Peer, label: str) -> None:
     line = {**facts(case.bench, case.name, pattern, peer, run), "setup_ms": setup_ms}
     built = measure.wall_milliseconds(lambda: peer.prepare(pattern, run.shape))
     measure.append(run.out, {**line, "direction": "mask", **built, "tflops": None, "peak_bytes": None})
-    row = f"{label}   mask {built['ms']:8.3f} ms"
     calls = measure.directions(call, tensors, dout)
     for direction in [name for name in calls if name != "step"]:
         peak, times = measure.peak_bytes(calls[direction]), measure.milliseconds(calls[direction])
         tflops = run.tflops(pattern, direction, times["ms"])
         measure.append(run.out, {**line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak})
-        row += f"   {direction} {times['ms']:9.3f} ms {tflops:6.1f} TFLOP/s"
-    print(row, flush=True)
 
 
 def change(among: Iterable[Peer], run: Run, length: int, *, steps: int = 20) -> None:
@@ -183,7 +180,6 @@ def time_changes(drawn: list[Pattern], run: Run, peer: Peer, label: str) -> None
     setup_ms = measure.first_call_milliseconds(lambda: step(kept))
     if not is_right(kept, tensors, pattern.attends, label):
         return
-    same: dict[str, float] = {}
 
     def time_way(way: str, calls: Callable[[], Iterator[Call]], label: str) -> None:
         first_ms = setup_ms
@@ -201,10 +197,6 @@ def time_changes(drawn: list[Pattern], run: Run, peer: Peer, label: str) -> None
             line = {**facts("change", way, pattern, peer, run), "direction": direction, **times}
             tflops = run.tflops(pattern, "step", times["ms"])
             measure.append(run.out, {**line, "tflops": tflops, "peak_bytes": None, "setup_ms": first_ms})
-            cost = f", {times['ms'] - same[direction]:+9.3f} for the change" if direction in same else ""
-            print(f"{label} {times['ms']:9.3f} ms {TIMED[direction]}{cost}", flush=True)
-            if way == SAME_MASK:
-                same[direction] = times["ms"]
 
     for way, calls in ways_of(peer, drawn, run, kept).items():
         way_label = f"{label}   {way:38}"
@@ -223,7 +215,6 @@ def matmul(run: Run, *, side: int = 8192) -> None:
         "peak_bytes": measure.peak_bytes(lambda: a @ b), "setup_ms": setup_ms, **measure.environment(),
     }  # fmt: skip
     measure.append(run.out, line)
-    print(f"matrix product {side} x {side} x {side}: {tflops:.1f} TFLOP/s", flush=True)
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -125,7 +125,6 @@ def link(ranks: Ranks, n_bytes: int, runs: int, out: Path) -> float:
         rates.append(moved / ms / 1e6)
         line = {"bench": "link", "what": what, "ranks": n_ranks, "bytes": moved, "ms": ms, "gb_s": rates[-1]}
         if ranks.is_first:
-            print(f"link: {what} of {moved / 2**20:.0f} MiB a rank: {ms:.3f} ms, {rates[-1]:.0f} GB/s", flush=True)
             measure.append(out, line | measure.environment(torch.device(ranks.device)), LINK_KEYS)
     return rates[0]
 
@@ -230,19 +229,6 @@ def lines(
         yield found
 
 
-def described(line: dict[str, Any]) -> str:
-    parts_of = ""
-    if line["overlap"] is not None:
-        parts_of = (
-            f"; messages {line['messages_ms']:.3f}, attention {line['attention_ms']:.3f}, overlap {line['overlap']:.2f}"
-        )
-    return (
-        f"  {line['provider']:10} {line['direction']:4} {line['ms']:9.3f} ms, {line['speedup']:.2f} times one process "
-        f"({line['one_ms']:.3f}), bound {line['speedup'] * line['ms'] / line['bound_ms']:.2f} "
-        f"by {line['bound_by']}; receives {line['received_bytes'] / 2**20:.4g} MiB{parts_of}"
-    )
-
-
 def on_every_rank(name: str, ranks: Ranks, make: Callable[[], Any]) -> Any:
     """make() if it succeeded on every rank; otherwise None, and the first rank prints why, so that all continue."""
     found, status = None, ""
@@ -263,14 +249,13 @@ def on_every_rank(name: str, ranks: Ranks, make: Callable[[], Any]) -> Any:
 
 
 def run(case: Case, name: str, ranks: Ranks, options: argparse.Namespace, link_gb_s: float) -> None:
-    """Builds, checks and measures one provider; rank 0 prints and writes."""
+    """Builds, checks and measures one provider; rank 0 writes."""
     one = on_every_rank(name, ranks, lambda: checked(case, name, ranks, options))
     if one is None:
         return
     found = on_every_rank(name, ranks, lambda: [*lines(case, one, ranks, options, link_gb_s)])
     for line in found if found is not None and ranks.is_first else ():
         measure.append(options.out, line | measure.environment(torch.device(ranks.device)), KEYS)
-        print(described(line), flush=True)
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -165,11 +165,6 @@ def time_one(case: Case, provider: Provider, device: str, copied: float, out: Pa
         rate = 1e-6 * case.stored_bytes / found["ms"]
         line = {**facts, "direction": direction, **found, "gb_per_s": rate, "copy_share": rate / copied}
         measure.append(out, line, KEYS)
-        print(
-            f"{label} {direction:5} {found['ms']:8.4f} ms ({found['ms_p20']:.4f} to {found['ms_p80']:.4f}) "
-            f"{rate:6.0f} GB/s {rate / copied:6.1%} of a copy",
-            flush=True,
-        )
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:

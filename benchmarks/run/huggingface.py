@@ -153,11 +153,6 @@ def main() -> None:
     for case, pattern in itertools.product(cases, (None, arguments.pattern)):
         for line in run(case, pattern, torch.device("cuda", 0), n_steps=arguments.steps):
             measure.append(arguments.out, line, KEYS)
-            print(
-                f"{line['provider']:18} {case.model:10} {case.n:6} tokens {line['pattern']:30} {line['ms']:8.1f} ms  "
-                f"{line['tokens_per_s']:9.0f} tokens/s  {line['peak_bytes'] / 2**30:6.2f} GiB",
-                flush=True,
-            )
 
 
 if __name__ == "__main__":

@@ -184,12 +184,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ) from None
     for line in found:
         measure.append(options.out, line, KEYS)
-        print(
-            f"{line['backend']:7} heads {line['heads']:2} head_dim {line['head_dim']:3} density {line['density']:6.4f} "
-            f"{line['direction']}   device memory {(line['dram_read_bytes'] + line['dram_write_bytes']) / 1e6:9.1f} "
-            f"MB   L2 {line['l2_bytes'] / 1e6:9.1f} MB   {line['n_kernels']} kernels",
-            flush=True,
-        )
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def processor() -> str:
 def record(
     case: Case, provider: str, call: Callable[[], Any], layout: BlockLayout, out: Path, once_ms: float | None = None
 ) -> None:
-    """Measures one call, prints a row and appends a line. once_ms: its time, if it was measured already."""
+    """Measures one call and appends a line. once_ms: its time, if it was measured already."""
     peak = peak_bytes(call) if once_ms is None else None
     times = milliseconds(call) if once_ms is None else dict.fromkeys(("ms", "ms_p20", "ms_p80"), once_ms)
     tensors = (layout.indptr, layout.indices, layout.bitmask_ids, layout.bitmasks)
@@ -193,11 +193,6 @@ def record(
         "device": processor(), "torch": torch.__version__, "numpy": np.__version__, "commit": measure.commit(),
     }  # fmt: skip
     measure.append(out, line, KEYS)
-    print(
-        f"{case.n:8} {case.pattern:34} {provider:26} {times['ms']:9.2f} ms {(peak or 0) / 1e6:9.1f} MB   nnz "
-        f"{layout.nnz}",
-        flush=True,
-    )
 
 
 def run(case: Case, out: Path) -> None:

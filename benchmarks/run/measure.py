@@ -22,6 +22,13 @@ KEYS = [
     "bench", "provider", "backend", "pattern", "density", "n", "batch", "heads", "head_dim", "dtype", "direction",
     "ms", "ms_p20", "ms_p80", "tflops", "peak_bytes", "setup_ms", "device", "torch", "triton", "commit",
 ]  # fmt: skip
+# keys that are printed: names, sizes with their key, and figures with theirs
+NAMES = ("bench", "task", "what", "provider", "backend", "model", "pattern", "direction", "clock", "status")
+SIZES = ("n", "q_len", "batch", "heads", "kv_heads", "head_dim")
+FIGURES = (
+    "ms", "ms_p20", "ms_p80", "tflops", "gb_per_s", "gb_s", "copy_share", "tokens_per_s", "speedup", "bound_ms",
+    "overlap", "density", "dram_read_bytes", "dram_write_bytes", "l2_bytes", "peak_bytes", "accuracy",
+)  # fmt: skip
 
 
 def percentiles(times: Sequence[float]) -> dict[str, float]:
@@ -182,9 +189,18 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def described(line: dict[str, Any]) -> str:
+    """What was measured, and the figures, as a row of text."""
+    names = [str(line[key]) for key in NAMES if line.get(key) is not None]
+    sizes = [f"{key} {line[key]}" for key in SIZES if line.get(key) is not None]
+    figures = [f"{key} {line[key]:.4g}" for key in FIGURES if line.get(key) is not None]
+    return f"{', '.join(names):54} {', '.join(sizes):40} {', '.join(figures)}"
+
+
 def append(path: Path, line: dict[str, Any], keys: Sequence[str] = KEYS) -> None:
-    """One JSON object with exactly these keys, in their order, appended as a line."""
+    """Appends one JSON object with exactly these keys, in their order, as a line, and prints it as a row of text."""
     assert set(line) == set(keys), set(line) ^ set(keys)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps({key: line[key] for key in keys}) + "\n")
+    print(described(line), flush=True)

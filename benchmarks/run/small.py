@@ -68,14 +68,14 @@ def take_turns(
 
 def compare(pattern: Pattern, among: Iterable[Peer], run: Run) -> None:
     """Times all peers that support the pattern, in turns: a line per direction and clock."""
-    found: list[tuple[Peer, str, str, Callable[[], Any]]] = []
+    found: list[tuple[Peer, str, Callable[[], Any]]] = []
 
     def add(peer: Peer, label: str) -> None:
         tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
         call = peer.prepare(pattern, run.shape)
         if is_right(call, tensors, pattern.attends, label):
             calls = measure.directions(call, tensors, dout)
-            found.extend((peer, label, direction, timed) for direction, timed in calls.items())
+            found.extend((peer, direction, timed) for direction, timed in calls.items())
 
     for_each(among, pattern.name, pattern, run, add)
     if not found:
@@ -90,10 +90,9 @@ def compare(pattern: Pattern, among: Iterable[Peer], run: Run) -> None:
     for call in calls * 3:
         call()
     for clock, read in clocks.items():
-        for (peer, label, direction, _), times in zip(found, take_turns(calls, read, ROUNDS[clock]), strict=True):
+        for (peer, direction, _), times in zip(found, take_turns(calls, read, ROUNDS[clock]), strict=True):
             line = {**facts("small", pattern.name, pattern, peer, run), "direction": direction, "clock": clock, **times}
             measure.append(run.out, line, KEYS)
-            print(f"{label} {direction:4} {clock:4} {1000 * times['ms']:7.1f} us", flush=True)
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
