@@ -93,7 +93,7 @@ class Expressions(lightning.LightningDataModule):
         super().__init__()
         self.settings = settings
         self.splits = listops.splits(
-            "small",
+            listops.PRESETS["small"],
             n_train=settings.steps * settings.batch_size,
             n_validation=settings.n_validation,
             n_test=settings.n_test,

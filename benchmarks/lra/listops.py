@@ -81,18 +81,16 @@ def _value(operator: int, values: list[int]) -> int:
     return sum(values) % 10
 
 
-def generate(count: int, *, preset: str | Preset = "lra", seed: int) -> list[Sample]:
+def generate(count: int, rules: Preset, *, seed: int) -> list[Sample]:
     """Draws `count` different samples.
 
     count    samples to return; no two have the same tokens
-    preset   "lra" (501 to 1999 tokens, depth 10), "small" (16 to 256 tokens, depth 5), or a Preset
     seed     int; the same seed gives the same samples on every machine and Python version
-    raises   ValueError if the preset is unknown or has no more samples
+    raises   ValueError if the rules allow no more samples
 
-    >>> [to_text(sample.tokens) for sample in generate(2, preset=Preset(2, 3, 0, 9), seed=0)]
+    >>> [to_text(sample.tokens) for sample in generate(2, Preset(2, 3, 0, 9), seed=0)]
     ['[MIN 3 2 ]', '[MED 3 7 ]']
     """
-    rules = _rules(preset)
     if count < 0:
         raise ValueError(f"count must be 0 or more, got {count}")
     if rules.max_depth < 2 or rules.max_args < 2:
@@ -150,25 +148,12 @@ def generate(count: int, *, preset: str | Preset = "lra", seed: int) -> list[Sam
     return samples
 
 
-def _rules(preset: str | Preset) -> Preset:
-    if isinstance(preset, Preset):
-        return preset
-    if preset not in PRESETS:
-        raise ValueError(f"preset must be one of {sorted(PRESETS)} or a Preset, got {preset!r}")
-    return PRESETS[preset]
-
-
-def splits(
-    preset: str | Preset = "lra", *, n_train: int = 96_000, n_validation: int = 2_000, n_test: int = 2_000, seed: int
-) -> Splits:
+def splits(rules: Preset, *, n_train: int, n_validation: int, n_test: int, seed: int) -> Splits:
     """Three disjoint sets of samples, drawn in the order test, validation, train.
 
-    So a larger training set leaves the test set as it was. The defaults are the sizes of Long Range Arena.
-
-    >>> [len(part) for part in splits("small", n_train=30, n_validation=20, n_test=10, seed=0)]
-    [30, 20, 10]
+    So a larger training set leaves the test set as it was.
     """
-    samples = generate(n_train + n_validation + n_test, preset=preset, seed=seed)
+    samples = generate(n_train + n_validation + n_test, rules, seed=seed)
     test, rest = samples[:n_test], samples[n_test:]
     return Splits(train=rest[n_validation:], validation=rest[:n_validation], test=test)
 

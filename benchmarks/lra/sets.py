@@ -22,8 +22,6 @@ from tqdm import tqdm
 from .sources import Source
 
 PART = 1000
-# bytes from which the checksum shows a progress bar
-LARGE = 1 << 28
 # name of the source -> split-count -> SHA-256
 RECORDED = Path(__file__).with_name("digests.json")
 
@@ -66,14 +64,11 @@ class StoredSet:
             records[is_here] = self._parts[index][places[is_here] % PART]
         return records
 
-    def digest(self, title: str = "") -> str:
-        """SHA-256 of all records on disk, in order. Large sets show a progress bar with this title."""
+    def digest(self) -> str:
+        """SHA-256 of all records on disk, in order."""
         found = hashlib.sha256()
-        n_bytes = self.count * self._parts[0].itemsize if self._parts else 0
-        with tqdm(total=n_bytes, desc=title, unit="B", unit_scale=True, disable=n_bytes < LARGE) as bar:
-            for part in self:
-                found.update(part.tobytes())
-                bar.update(part.nbytes)
+        for part in self:
+            found.update(part.tobytes())
         return found.hexdigest()
 
 
@@ -150,12 +145,11 @@ def check(source: Source, split: str, stored: StoredSet, *, root: Path) -> bool:
     expected = recorded(source, split, len(stored))
     if expected is None:
         return False
-    found = stored.digest(f"checking {source.name} {split}")
+    found = stored.digest()
     if found != expected:
         raise ValueError(
             f"{source.name} {split} of {len(stored)} has SHA-256 {found}, but {expected} was recorded: accuracies on "
-            f"it "
-            f"cannot be compared with others. Delete {_folder(source, split, root)} and make the set again, with the "
-            "package versions of .ci/constraints.txt"
+            f"it cannot be compared with others. Delete {_folder(source, split, root)} and make the set again, with "
+            "the package versions of .ci/constraints.txt"
         )
     return True

@@ -118,7 +118,7 @@ class ListOpsSource:
         attempt = 0
         while True:
             word = hashlib.sha256(f"{self.seed} {number} {attempt}".encode()).digest()[:8]
-            sample = listops.generate(1, preset=self.rules, seed=int.from_bytes(word, "little"))[0]
+            sample = listops.generate(1, self.rules, seed=int.from_bytes(word, "little"))[0]
             if split_of(sample.tokens) == ("train" if split == "fresh" else split):
                 return sample
             attempt += 1

@@ -14,9 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import CatMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
-from torchmetrics.utilities.data import dim_zero_cat
 
 from blocksparse_flash.nn import EncoderBlock
 
@@ -63,24 +62,9 @@ def rate_at(step: int, recipe: Recipe, last_step: int) -> float:
     return warm * (max(0.0, left) if recipe.schedule == "linear" else 1.0)
 
 
-class Answers(Metric):
-    """Logits of all test samples, (n, labels), in the order of the samples, gathered from all processes."""
-
-    places: list[Tensor]
-    logits: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("places", default=[], dist_reduce_fx="cat")
-        self.add_state("logits", default=[], dist_reduce_fx="cat")
-
-    def update(self, places: Tensor, logits: Tensor) -> None:
-        self.places.append(places)
-        self.logits.append(logits.float())
-
-    def compute(self) -> Tensor:
-        # lists are single tensors after synchronisation
-        return dim_zero_cat(self.logits)[dim_zero_cat(self.places).argsort()]
+def in_order(answers: Tensor) -> Tensor:
+    """Logits (n, labels) by the number of their sample, which is the first column of (n, 1 + labels)."""
+    return answers[answers[:, 0].argsort()][:, 1:]
 
 
 class Experiment(lightning.LightningModule):
@@ -110,7 +94,7 @@ class Experiment(lightning.LightningModule):
         idle.requires_grad_(False)
         self.validation_accuracy = MulticlassAccuracy(self.task.n_classes, average="micro")
         self.validation_loss = MeanMetric()
-        self.answers, self.pair_answers = Answers(), Answers()
+        self.answers, self.pair_answers = CatMetric("error"), CatMetric("error")
         self.result: Result | None = None
         # from the loaded checkpoint
         self.trained_steps, self._goes_on = 0, False
@@ -148,14 +132,15 @@ class Experiment(lightning.LightningModule):
 
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:  # noqa: ARG002 - Lightning's
         answers = self.answers if dataloader_idx == 0 else self.pair_answers
-        answers.update(batch.places, self.model(batch.tokens, batch.lengths))
+        logits = self.model(batch.tokens, batch.lengths).float()
+        answers.update(torch.cat([batch.places[:, None].to(logits), logits], dim=1))
 
     def on_test_epoch_end(self) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        result = score(data, self.answers.compute().argmax(dim=1).cpu().numpy())
+        result = score(data, in_order(self.answers.compute()).argmax(dim=1).cpu().numpy())
         self.answers.reset()
         if "pairs" in data.rows:
-            logits = self.pair_answers.compute()
+            logits = in_order(self.pair_answers.compute())
             scores = (logits[:, 1] - logits[:, 0]).unflatten(0, (-1, 4))
             result = replace(result, pair_accuracy=pair_accuracy(scores.cpu().numpy()))
             self.pair_answers.reset()

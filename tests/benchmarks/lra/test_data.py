@@ -77,7 +77,7 @@ def test_a_changed_task_is_changed_in_every_split_and_not_long_range_arena(root:
 
 
 def test_released_files_are_read(tmp_path: Path) -> None:
-    samples = listops.generate(30, preset="small", seed=0)
+    samples = listops.generate(30, listops.PRESETS["small"], seed=0)
     for place, split in enumerate(("train", "val", "test")):
         path = tmp_path / "listops-1000" / f"basic_{split}.tsv"
         path.parent.mkdir(exist_ok=True)

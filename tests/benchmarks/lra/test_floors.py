@@ -63,7 +63,7 @@ def test_fitting_leaves_the_global_stream_alone(marked: tuple) -> None:
 
 
 def test_the_root_operator_is_worth_chance_once_balanced() -> None:
-    samples = listops.generate(3000, preset="small", seed=0)
+    samples = listops.generate(3000, listops.PRESETS["small"], seed=0)
     roots = np.array([sample.tokens[0] for sample in samples])
     labels = np.array([sample.label for sample in samples])
     floor, weights = floors.best_guess(roots, labels)

@@ -175,19 +175,6 @@ def test_a_flipped_bit_in_a_complete_set_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("squares_are_recorded")
-def test_a_large_set_shows_how_far_its_check_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sets.make(Squares(), "test", 2000, root=tmp_path)
-    capsys.readouterr()
-    sets.make(Squares(), "test", 2000, root=tmp_path)
-    assert not capsys.readouterr().err
-    monkeypatch.setattr(sets, "LARGE", 2000 * 9)
-    sets.make(Squares(), "test", 2000, root=tmp_path)
-    assert "checking squares test: 100%" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("squares_are_recorded")
 def test_generate_says_as_recorded_of_what_it_has_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -309,10 +309,8 @@ def test_layers_of_images_are_compiled_whole(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_answers_are_in_the_order_of_the_samples() -> None:
-    answers = training.Answers()
-    answers.update(torch.tensor([4, 2]), torch.tensor([[0.0, 1.0], [3.0, 2.0]]))
-    answers.update(torch.tensor([0]), torch.tensor([[5.0, 1.0]]))
-    assert answers.compute().tolist() == [[5.0, 1.0], [3.0, 2.0], [0.0, 1.0]]
+    answers = torch.tensor([[4.0, 0.0, 1.0], [2.0, 3.0, 2.0], [0.0, 5.0, 1.0]])
+    assert training.in_order(answers).tolist() == [[5.0, 1.0], [3.0, 2.0], [0.0, 1.0]]
 
 
 def test_pathfinder_is_tested_on_counterfactual_pairs_too(
