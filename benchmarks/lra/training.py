@@ -94,7 +94,7 @@ class Experiment(lightning.LightningModule):
         idle.requires_grad_(False)
         self.validation_accuracy = MulticlassAccuracy(self.task.n_classes, average="micro")
         self.validation_loss = MeanMetric()
-        self.answers, self.pair_answers = CatMetric("error"), CatMetric("error")
+        self.answers, self.pair_answers = CatMetric("disable"), CatMetric("disable")
         self.result: Result | None = None
         # from the loaded checkpoint
         self.trained_steps, self._goes_on = 0, False
