@@ -10,14 +10,15 @@ report     tables and plots of the results of `test` and `speed`
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import itertools
 import os
 import pkgutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 # what the extra [lra] installs
 PACKAGES = ("jsonargparse", "lightning", "matplotlib", "numba", "pandas", "PIL", "torchmetrics", "tqdm", "yaml")
@@ -90,24 +91,18 @@ def floors(
 
 def speed(
     *,
-    parts: Sequence[Literal["steps", "runtime"]] = ("steps", "runtime"),
-    tasks: Sequence[str] | None = None,
     lengths: Sequence[int] | None = None,
     providers: Sequence[str] | None = None,
     mask: str = "butterfly",
-    repeats: int = 20,
     quick: bool = False,
     out: Path | None = None,
 ) -> None:
     """Times training steps and attention alone, with several implementations and the FlashAttention paper's figures.
 
     Args:
-        parts: training steps of the five tasks, attention alone, or both
-        tasks: tasks of the training steps; default all five
         lengths: tokens of attention alone, powers of two; default 128 to 65,536
         providers: blocksparse_flash, materialised, sdpa, flex; default all
         mask: mask of the block-sparse training steps, a specification for masks.build
-        repeats: timed steps and, on a CPU, calls
         quick: tiny sizes, to check that everything runs
         out: appended to; default benchmarks/results/lra_speed.jsonl, with quick out/lra/quick.jsonl
     """
@@ -122,29 +117,21 @@ def speed(
     shown = PROVIDERS if providers is None else providers
     path = out if out is not None else ROOT / "quick.jsonl" if quick else steps.RESULTS
     sizes = {"length": 64, "batch": 2, "block_size": 16} if quick else {}
-    tiny = {"batch": 1, "heads": 2} if quick else {}
-    repeats, warmup, found = (1, 0, []) if quick else (repeats, 5, [])
-
-    def lines_of() -> Iterator[dict[str, Any]]:
-        for task in (tasks or published.STEPS) if "steps" in parts else ():
-            for each in (None, mask):
-                case = steps.case_of(task, mask=each, **sizes)
-                yield from steps.run(case, device, providers=shown, warmup=warmup, n_steps=repeats)
-        for length in (lengths or ((128, 256) if quick else published.LENGTHS)) if "runtime" in parts else ():
-            yield from runtime.run(runtime.Shape(length, **tiny), device, providers=shown, n_calls=repeats)
-
-    for line in lines_of():
-        measure.append(path, line, steps.KEYS)
-        found.append(line)
+    tiny, repeats, warmup = ({"batch": 1, "heads": 2}, 1, 0) if quick else ({}, 20, 5)
+    found = []
+    for task, each in itertools.product(published.STEPS, (None, mask)):
+        case = steps.case_of(task, mask=each, **sizes)
+        lines = steps.run(case, device, providers=shown, warmup=warmup, n_steps=repeats)
+        found += measure.appended(path, lines, steps.KEYS)
+    for length in lengths or ((128, 256) if quick else published.LENGTHS):
+        shape = runtime.Shape(length, **tiny)
+        lines = runtime.run(shape, device, providers=shown, n_calls=repeats)
+        found += measure.appended(path, lines, steps.KEYS)
     print("", *tables.speed_sections(found), sep="\n\n")
 
 
-def _folder(root: str | None) -> str:
-    return str(ROOT / "runs") if root is None else str(root)
-
-
-def _checkpoints(root: str | None) -> str:
-    return str(Path(_folder(root)) / "checkpoints")
+def _folder(root: str | None, name: str = "") -> str:
+    return str((ROOT / "runs" if root is None else Path(root)) / name)
 
 
 def experiment(arguments: Sequence[str] | None) -> None:
@@ -156,6 +143,8 @@ def experiment(arguments: Sequence[str] | None) -> None:
     from .scoring import append_test
     from .training import Experiment
 
+    checkpoints = functools.partial(_folder, name="checkpoints")
+
     class Command(LightningCLI):
         def after_test(self) -> None:
             if self.trainer.is_global_zero:
@@ -165,7 +154,7 @@ def experiment(arguments: Sequence[str] | None) -> None:
             parser.link_arguments("data.task", "model.task")
             parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
             # a fixed place, so that `--ckpt_path last` finds the checkpoint of an interrupted run
-            parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=_checkpoints)
+            parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=checkpoints)
             parser.set_defaults(
                 {
                     "checkpoint.every_n_train_steps": 500,

@@ -100,16 +100,13 @@ class Experiment(lightning.LightningModule):
         self.trained_steps, self._goes_on = 0, False
         self._streams: list[dict[str, Any]] | None = None
 
-    def _hidden(self, batch: Batch) -> Tensor:
-        is_real = torch.arange(batch.tokens.shape[2], device=self.device) < batch.lengths[:, :, None]
-        return is_real & (torch.rand(batch.tokens.shape, device=self.device) < self.recipe.hidden_share)
-
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The loss, and the logits of the labels for objective="classify"."""
         if self.recipe.objective == "guess":
-            is_hidden = self._hidden(batch)
-            logits = self.model.guess_hidden(batch.tokens, batch.lengths, is_hidden)
-            return F.cross_entropy(logits.float(), self.model.hidden_tokens(batch.tokens, is_hidden)), None
+            is_real = torch.arange(batch.tokens.shape[2], device=self.device) < batch.lengths[:, :, None]
+            is_hidden = is_real & (torch.rand(batch.tokens.shape, device=self.device) < self.recipe.hidden_share)
+            logits, truth = self.model.guess_hidden(batch.tokens, batch.lengths, is_hidden)
+            return F.cross_entropy(logits.float(), truth), None
         logits = self.model(batch.tokens, batch.lengths)
         return F.cross_entropy(logits.float(), batch.labels), logits
 

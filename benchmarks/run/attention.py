@@ -245,14 +245,12 @@ def chosen(asked: list[str] | None, capability: tuple[int, int]) -> list[Peer]:
     there, absent = peers(capability)
     for peer in absent:
         print(f"not installed, so not compared: {peer.provider} ({peer.package})")
-    if asked is None:
-        return there
-    for name in asked:
-        if name not in {peer.provider for peer in there}:
+    known = dict.fromkeys(peer.provider for peer in there)
+    for name in asked or ():
+        if name not in known:
             why = "is not installed" if name in {peer.provider for peer in absent} else "is not known"
-            known = ", ".join(dict.fromkeys(peer.provider for peer in there))
-            raise SystemExit(f"--providers: {name} {why}; there are {known}")
-    return [peer for peer in there if peer.provider in asked]
+            raise SystemExit(f"--providers: {name} {why}; there are {', '.join(known)}")
+    return [peer for peer in there if asked is None or peer.provider in asked]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -171,10 +171,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measure.parser(__doc__, "decode.jsonl")
     names = [provider.name for provider in PROVIDERS]
     parser.add_argument("--providers", nargs="+", choices=names, default=names)
-    parser.add_argument("--patterns", nargs="+", choices=["sparse", "dense"], default=["sparse", "dense"])
-    parser.add_argument("--batches", nargs="+", type=int, choices=[1, 8], default=[8, 1], help="8: one shape only")
     parser.add_argument("--kv-lens", nargs="+", type=int, default=[1 << 14, 1 << 17, 1 << 20])
-    parser.add_argument("--q-lens", nargs="+", type=int, choices=[1, 16, 64], default=[1, 16, 64])
     return parser.parse_args(arguments)
 
 
@@ -183,10 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     measure.require_gpu()
     copied = copy_rate("cuda")
     print(f"a copy of 1 GiB: {copied:.0f} GB/s", flush=True)
-    for case in CASES:
-        asked = case.pattern in options.patterns and case.batch in options.batches
-        if not asked or case.kv_len not in options.kv_lens or case.q_len not in options.q_lens:
-            continue
+    for case in [case for case in CASES if case.kv_len in options.kv_lens]:
         # kernels compiled for other shapes count towards PyTorch's limit
         torch.compiler.reset()
         for provider in PROVIDERS:

@@ -151,8 +151,8 @@ def main() -> None:
     register()
     cases = [case for case in CASES if case.model in arguments.models]
     for case, pattern in itertools.product(cases, (None, arguments.pattern)):
-        for line in run(case, pattern, torch.device("cuda", 0), n_steps=arguments.steps):
-            measure.append(arguments.out, line, KEYS)
+        lines = run(case, pattern, torch.device("cuda", 0), n_steps=arguments.steps)
+        measure.appended(arguments.out, lines, KEYS)
 
 
 if __name__ == "__main__":

@@ -182,8 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(
                 f"{error}\nncu ended with {run.returncode}:\n{run.stdout[-2000:]}{run.stderr[-2000:]}"
             ) from None
-    for line in found:
-        measure.append(options.out, line, KEYS)
+    measure.appended(options.out, found, KEYS)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import gc
 import json
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +204,12 @@ def append(path: Path, line: dict[str, Any], keys: Sequence[str] = KEYS) -> None
     with path.open("a") as file:
         file.write(json.dumps({key: line[key] for key in keys}) + "\n")
     print(described(line), flush=True)
+
+
+def appended(path: Path, lines: Iterable[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The lines, each appended as soon as it is measured."""
+    found = []
+    for line in lines:
+        append(path, line, keys)
+        found.append(line)
+    return found
