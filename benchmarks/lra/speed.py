@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import yaml
-from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from blocksparse_flash import BlockLayout, explain
 from blocksparse_flash.nn import SelfAttention
@@ -81,19 +80,13 @@ def case_of(name: str, *, mask: str | None, block_size: int = 128, length: int =
     return Case(task, batch or settings["data"]["batch_size"], architecture, optimiser)
 
 
-class Swapped(nn.Module):
-    """A layer of ours with another attention. Without padding or rotary positions."""
+def swap_attention(layer: SelfAttention, attend: Attend, dropout_p: float) -> None:
+    """Gives a layer of ours another attention, for inputs without padding."""
 
-    def __init__(self, layer: SelfAttention, attend: Attend, dropout_p: float) -> None:
-        super().__init__()
-        self.embed_dim, self.head_dim = layer.embed_dim, layer.head_dim
-        self.qkv, self.out, self.attend, self.dropout_p = layer.qkv, layer.out, attend, dropout_p
+    def swapped(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        return attend(q, k, v, dropout_p=dropout_p if layer.training else 0.0)
 
-    def forward(self, x: Tensor, kv_lengths: Tensor | None, positions: None) -> Tensor:  # noqa: ARG002 - full, learned
-        heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
-        q, k, v = heads.chunk(3, dim=1)
-        out = self.attend(q, k, v, dropout_p=self.dropout_p if self.training else 0.0)
-        return self.out(rearrange(out, "batch heads length d -> batch length (heads d)"))
+    layer.attend = swapped  # type: ignore[method-assign]
 
 
 def model_of(case: Case, provider: str, device: torch.device) -> Classifier:
@@ -108,7 +101,7 @@ def model_of(case: Case, provider: str, device: torch.device) -> Classifier:
         dropout_p = architecture.attention_dropout_p if has_dropout(provider) else 0.0
         for block in model.encoder.blocks:
             assert isinstance(block.attention, SelfAttention)
-            block.attention = Swapped(block.attention, attend, dropout_p)
+            swap_attention(block.attention, attend, dropout_p)
     return model.to(device)
 
 
