@@ -33,6 +33,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import masks
@@ -147,43 +148,43 @@ def nesting_depths(tokens: Tensor) -> Tensor:
 class Task(lightning.LightningModule):
     """Loss, accuracy, optimiser, and the learning curve."""
 
+    metrics: Any
+
     def __init__(self, settings: Settings, layout: BlockLayout) -> None:
         super().__init__()
         self.settings = settings
         self.encoder = Encoder(settings, layout)
-        accuracies = (MulticlassAccuracy(listops.N_CLASSES, average="micro") for _ in range(3))
-        self.train_accuracy, self.validation_accuracy, self.test_accuracy = accuracies
+        names = ("train_accuracy", "validation_accuracy", "test_accuracy")
+        accuracies = {name: MulticlassAccuracy(listops.N_CLASSES, average="micro") for name in names}
+        self.metrics = nn.ModuleDict({"loss": MeanMetric(), **accuracies})
         # step, loss and accuracy of the training samples since the last point, validation accuracy
         self.curve: list[dict[str, float]] = []
-        self._losses: list[Tensor] = []
 
-    def training_step(self, batch: list[Tensor]) -> Tensor:
+    def _logits(self, batch: list[Tensor], accuracy: str) -> Tensor:
         tokens, lengths, labels = batch
         logits = self.encoder(tokens, lengths)
-        loss = F.cross_entropy(logits, labels)
-        self.train_accuracy.update(logits, labels)
-        self._losses.append(loss.detach())
+        self.metrics[accuracy].update(logits, labels)
+        return logits
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss = F.cross_entropy(self._logits(batch, "train_accuracy"), batch[-1])
+        self.metrics["loss"].update(loss.detach())
         return loss
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        tokens, lengths, labels = batch
-        self.validation_accuracy.update(self.encoder(tokens, lengths), labels)
+        self._logits(batch, "validation_accuracy")
 
     def on_validation_epoch_end(self) -> None:
-        accuracy = self.validation_accuracy.compute()
-        self.validation_accuracy.reset()
-        self.log("validation_accuracy", accuracy, prog_bar=True)
-        loss = torch.stack(self._losses).mean()
-        self._losses.clear()
-        trained = self.train_accuracy.compute().item()
-        point = {"step": self.global_step, "loss": loss.item(), "train_accuracy": trained}
-        self.curve.append({**point, "validation_accuracy": accuracy.item()})
-        self.train_accuracy.reset()
+        point: dict[str, float] = {"step": self.global_step}
+        for name in ("loss", "train_accuracy", "validation_accuracy"):
+            point[name] = self.metrics[name].compute().item()
+            self.metrics[name].reset()
+        self.curve.append(point)
+        self.log("validation_accuracy", point["validation_accuracy"], prog_bar=True)
 
     def test_step(self, batch: list[Tensor]) -> None:
-        tokens, lengths, labels = batch
-        self.test_accuracy.update(self.encoder(tokens, lengths), labels)
-        self.log("test_accuracy", self.test_accuracy)
+        self._logits(batch, "test_accuracy")
+        self.log("test_accuracy", self.metrics["test_accuracy"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["settings"] = dataclasses.asdict(self.settings)

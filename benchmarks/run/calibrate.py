@@ -31,7 +31,8 @@ from blocksparse_flash.kernels.schedule import padded_dim
 
 from ..report import lines as measurements
 from ..report.lines import Line
-from . import sweeps
+from . import measure, sweeps
+from .patterns import Pattern
 
 Array = NDArray[np.float64]
 
@@ -81,22 +82,12 @@ class Measured(NamedTuple):
     moved: Moved
 
 
-class Asked(NamedTuple):
-    """The arguments of attention in a case of benchmarks.run.attention."""
-
-    layout: BlockLayout | None
-    causal: bool
-    density: float
-
-
 @functools.cache
-def asked(bench: str, name: str, length: int) -> Asked:
-    """The arguments of the case that a line names."""
-    sweep = None if bench == "attention" else bench
-    for case in sweeps.cases(sweep, length):
-        pattern = case.pattern
-        if (case.bench, case.name, pattern.length) == (bench, name, length):
-            return Asked(pattern.layout(), pattern.causal, pattern.density)
+def asked(bench: str, name: str, length: int) -> tuple[Pattern, BlockLayout | None]:
+    """The pattern that a line names, and its layout."""
+    for case in sweeps.cases(None if bench == "attention" else bench, length):
+        if (case.bench, case.name, case.pattern.length) == (bench, name, length):
+            return case.pattern, case.pattern.layout()
     raise ValueError(f"benchmarks.run.attention has no pattern {name} of {length} tokens in {bench}")
 
 
@@ -107,16 +98,16 @@ def device_of(line: Line) -> Device:
 
 def measured(line: Line) -> Measured:
     """The call that a line timed, with tensors on the meta device."""
-    layout, causal, density = asked(line["bench"], line["pattern"], line["n"])
-    if abs(density - line["density"]) > 1e-6:
+    pattern, layout = asked(line["bench"], line["pattern"], line["n"])
+    if abs(pattern.density - line["density"]) > 1e-6:
         raise ValueError(
-            f"{line['bench']} {line['pattern']} of {line['n']} tokens has density {density:.6g}, but a line says "
-            f"{line['density']:.6g}: the pattern was another one when it was measured; measure it again"
+            f"{line['bench']} {line['pattern']} of {line['n']} tokens has density {pattern.density:.6g}, but a line "
+            f"says {line['density']:.6g}: the pattern was another one when it was measured; measure it again"
         )
     shape = line["batch"], line["heads"], line["n"], line["head_dim"]
     # shape and strides that TMA can load
     x = torch.empty(shape, dtype=DTYPES[line["dtype"]], device="meta")
-    call = Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
+    call = Call(x, x, x, layout, pattern.causal, False, 0.0, False, x.dtype, line["backend"])
     n_sms = device_of(line).n_sms
     forward, backward = cost.programs(call, n_sms)
     if line["direction"] == "fwd":
@@ -137,7 +128,7 @@ def usable(
     found = {}
     for key, group in lines.groupby([lines["device"], lines["backend"], head_dims, lines["direction"]], sort=False):
         if key[1:] in KERNELS:
-            found[key] = group.to_dict("records")
+            found[key] = group[measure.KEYS].to_dict("records")
         else:
             print(f"{key[1:]} is not in KERNELS of benchmarks/run/calibrate.py: its lines are not used")
     return found

@@ -282,7 +282,7 @@ def line(**given: Any) -> measurements.Line:
     }  # fmt: skip
     assert set(said) == set(measure.KEYS)
     if given.keys() & {"bench", "pattern", "n"} and "density" not in given:
-        said["density"] = calibrate.asked(*({**said, **given}[key] for key in ("bench", "pattern", "n"))).density
+        said["density"] = calibrate.asked(*({**said, **given}[key] for key in ("bench", "pattern", "n")))[0].density
     return {**said, **given}
 
 
@@ -331,7 +331,7 @@ def test_only_lines_of_ours_that_time_a_direction_are_used(capsys: pytest.Captur
         line(), line(direction="mask"), line(provider="flex"), line(bench="change", direction="step", density=0.1),
         line(dtype="fp32"), line(device="another"), line(backend="eager"),
     ]  # fmt: skip
-    assert calibrate.usable(given) == {("NVIDIA H200", "triton", 128, "fwd"): [given[0]]}
+    assert calibrate.usable(measurements.frame(given)) == {("NVIDIA H200", "triton", 128, "fwd"): [given[0]]}
     said = capsys.readouterr().out
     assert "another is not in DEVICES" in said and "eager" in said
     with pytest.raises(ValueError, match="no pattern spiral of 4096 tokens in attention"):
