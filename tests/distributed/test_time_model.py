@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
 from benchmarks.run import context_choices
 from benchmarks.run.context_choices import Cell
 from benchmarks.run.patterns import patterns

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 import masks
+
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
 from benchmarks.report import lines as measurements
 from benchmarks.report import pages
 from benchmarks.run import calibrate, measure

@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
 from benchmarks.report import context_parallel as context_report
 from benchmarks.report import lines as measurements
 from benchmarks.report import plots

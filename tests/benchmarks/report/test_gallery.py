@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 import masks
+
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
 from benchmarks.report import gallery
 from benchmarks.report.markdown import replaced
 from blocksparse_flash import BlockLayout

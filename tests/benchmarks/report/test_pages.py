@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
 from benchmarks.report import attention, decode, long_range, pages, plots, summaries
 from benchmarks.report import lines as measurements
 from benchmarks.report.lines import frame

@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
+
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
+import pandas as pd
 
 from benchmarks.report import io as report
 from benchmarks.report import plots

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
 from benchmarks.report import lines as measurements
 from benchmarks.report import small as small_report
 from benchmarks.report.lines import frame
