@@ -23,7 +23,9 @@ from .sources import PathfinderSource, Source
 
 
 class Batch(NamedTuple):
-    """tokens  uint8 or int16 (batch, documents, length), padded with 0
+    """Samples that are processed together.
+
+    tokens   uint8 or int16 (batch, documents, length), padded with 0
     lengths  int32 (batch, documents)
     labels   int64 (batch,)
     places   int64 (batch,): indices of the samples

@@ -93,8 +93,10 @@ def pool(x: Tensor, lengths: Tensor, pooling: str) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Embedding lookup in a small table. Its gradient is a product with a one-hot matrix, since PyTorch's serialises
-    the additions of equal tokens, such as a black background."""
+    """Embedding lookup in a small table, whose gradient is a product with a one-hot matrix.
+
+    PyTorch's own gradient serialises the additions of equal tokens, such as those of a black background.
+    """
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, rows: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
 """Geometry of Pathfinder dashes ("paddles"): shapes, margins and continuations, as tables over orientations.
+
 Pixels are whole numbers (y, x), y down; the angle t points along (sin t, cos t). A step along an angle rounds up on
 both axes, as the original does. Source: D. Linsley et al., "Learning long-range spatial dependencies with horizontal
 gated recurrent units", arXiv:1805.08315, and its generator snakes2, which Long Range Arena used.
@@ -25,8 +26,10 @@ OPAQUE = 255
 
 
 class Tables(NamedTuple):
-    """Tables over paddles. Paddles 0 .. 359 start a snake; they are placed by their tail and point along paddle - 180
-    degrees. Paddles 360 .. 359 + K continue a snake; they are placed by their head.
+    """Tables over paddles.
+
+    Paddles 0 .. 359 start a snake; they are placed by their tail and point along paddle - 180 degrees. Paddles 360 ..
+    359 + K continue a snake; they are placed by their head.
 
     lines      float32 (360 + K, side, side): ink, centred on the placing pixel; ringing exceeds 0 .. 1
     rooms      uint8 (360 + K, side, side): the dash and `margin` pixels around it; 255 is fully occupied

@@ -1,4 +1,5 @@
 """Times of attention alone over length, at the sizes of FlashAttention's runtime benchmark.
+
 Batch 16, 8 heads, head_dim 64, 128 to 65,536 tokens, dense, and block-sparse with min(length / 8, 256) keys per query,
 as for the sparse methods there. Blocks are half as wide: a query attends to its own block and to one half the sequence
 away (the longest stride of a butterfly). With blocks of 16 tokens there is only its own.

@@ -23,7 +23,7 @@ TEST_KEYS = [
     *("n", "accuracy", "standard_error", "floor", "floor_name", "balanced", "chance", "pair_accuracy"),
     *("device", "torch", "commit"),
 ]
-# training samples of the marker reader; images of which markers are searched at once
+# training samples of the marker reader; images that are searched for markers at once
 MOST_READ, AT_ONCE = 60_000, 500
 
 

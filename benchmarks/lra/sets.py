@@ -1,4 +1,5 @@
 """Generated data sets: made once by many workers, stored on disk, verified by checksum.
+
 A set is a folder of parts of 1,000 records, NumPy files that are memory-mapped. Parts are written under a temporary
 name and then renamed, so every part is complete: interrupted runs make the missing parts, concurrent runs do not
 interfere, and a larger set reuses the parts of a smaller one.

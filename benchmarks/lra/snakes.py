@@ -1,4 +1,5 @@
 """Placement of the dashes of Pathfinder images, compiled by Numba.
+
 An image is a function of one 64-bit key: its random words are w(n) = splitmix64(key ^ n), and everything except the
 ink is integer arithmetic, so images are equal on every machine.
 

@@ -1,4 +1,5 @@
 """Sources of generated samples: functions from sample numbers to records.
+
 Sample n does not depend on the samples requested with it, so many workers can make a set, an interrupted one resumes,
 and an endless stream has a position.
 """
@@ -49,8 +50,11 @@ def numbers(split: str, places: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PathfinderSource:
-    """Records: image uint8 (size, size); label, 1 where the markers are on one snake; markers int16 (2, 2), the marked
-    origin and terminal, each (y, x)."""
+    """Pathfinder images.
+
+    Records: image uint8 (size, size); label, 1 where the markers are on one snake; markers int16 (2, 2), the marked
+    origin and terminal, each (y, x).
+    """
 
     rules: pathfinder.Preset
     seed: int = 0
@@ -82,7 +86,7 @@ class PathfinderSource:
 
 @dataclass(frozen=True)
 class ListOpsSource:
-    """Records: tokens uint8 (padded_length,), padded with 0; length; label.
+    """ListOps expressions. Records: tokens uint8 (padded_length,), padded with 0; length; label.
 
     Splits share no expression: the checksum of an expression determines its split.
 

@@ -1,4 +1,5 @@
 """Times of Long Range Arena training steps with each attention implementation.
+
 A step is forward, loss, backward and AdamW, in bfloat16 autocast, of the model that FlashAttention used:
 Nystromformer's configurations with documents of a power of two tokens, without padding. Outputs and gradients of each
 implementation are compared with a float32 model with a score matrix before timing. Samples are random tokens.

@@ -19,7 +19,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Task:
-    """name        as on the command line
+    """A task of Long Range Arena.
+
+    name        as on the command line
     n_tokens    vocabulary, including padding
     n_classes   labels
     length      tokens of a document, after padding

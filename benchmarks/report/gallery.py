@@ -180,7 +180,7 @@ def draw(layouts: Mapping[str, BlockLayout], *, across: int) -> Any:
         unit = "pairs of tokens" if _small(layout) else "blocks stored"
         share = float(layout.to_dense().float().mean()) if _small(layout) else layout.density
         axis.set_title(f"{title}\n{share:.0%} of the {unit}", fontsize=9)
-    shown = {said: handles[name] for name, said in MEANINGS.items() if name in handles}
+    shown = {meaning: handles[name] for name, meaning in MEANINGS.items() if name in handles}
     figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=2, frameon=False)
     return figure
 

@@ -1,7 +1,9 @@
-"""Report: `python -m benchmarks.report` writes the tables of README.md, docs/, benchmarks/ and results/, and draws the
-plots. It reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, decode.jsonl, io.jsonl,
-context_parallel.jsonl and lra/, and the errors of explain's predictions. It replaces the sections between markers of
-the pages in PAGES, and writes every measurement to results/attention.md, small.md, io.md and context_parallel.md.
+"""Tables and plots of all measurements: `python -m benchmarks.report`.
+
+Reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, decode.jsonl, io.jsonl,
+context_parallel.jsonl and lra/, and the errors of explain's predictions. Replaces the sections between markers of the
+pages in PAGES, writes every measurement to results/attention.md, small.md, io.md and context_parallel.md, and draws
+the plots in results/.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ CONTEXT_STYLES = {
     "all_gather": ("all-gather", "#999999"),
     "flex": ("FlexAttention, all-gather", "#e69f00"),
 }
-# width of all bars of one pattern, of which the next one is 1 away
+# width of all bars of one pattern; patterns are 1 apart
 BARS = 0.84
 
 

@@ -1,4 +1,5 @@
-"""Speed of attention and its peers: `python -m benchmarks.run.attention` on a CUDA GPU, one JSON line a figure.
+"""Speed of attention and its peers: `python -m benchmarks.run.attention` on a CUDA GPU, one JSON line per figure.
+
 Peers: FlexAttention, compiled and with full blocks (for causal a partial diagonal); for dense and causal the kernels
 of scaled_dot_product_attention, cuDNN, FlashAttention-2 and "math"; and, where installed, FlashAttention-4,
 FlashInfer, MIT's Block-Sparse-Attention, xFormers and NATTEN. Outputs and gradients are compared with float32 on
@@ -240,17 +241,17 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def chosen(asked: list[str] | None, capability: tuple[int, int]) -> list[Peer]:
+def chosen(names: list[str] | None, capability: tuple[int, int]) -> list[Peer]:
     """The peers to compare; prints those that are not installed, and refuses unknown names."""
     there, absent = peers(capability)
     for peer in absent:
         print(f"not installed, so not compared: {peer.provider} ({peer.package})")
     known = dict.fromkeys(peer.provider for peer in there)
-    for name in asked or ():
+    for name in names or ():
         if name not in known:
             why = "is not installed" if name in {peer.provider for peer in absent} else "is not known"
             raise SystemExit(f"--providers: {name} {why}; there are {', '.join(known)}")
-    return [peer for peer in there if asked is None or peer.provider in asked]
+    return [peer for peer in there if names is None or peer.provider in names]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -271,8 +272,8 @@ def main(arguments: list[str] | None = None) -> None:
             change(among, run, options.length)
             continue
         cases = sweeps.cases(options.sweep, options.length)
-        asked = options.patterns
-        compare_all((case for case in cases if asked is None or case.pattern.name in asked), among, run)
+        names = options.patterns
+        compare_all((case for case in cases if names is None or case.pattern.name in names), among, run)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Fits the coefficients of explain's time predictions: `python -m benchmarks.run.calibrate`
+"""Fits the coefficients of explain's time predictions: `python -m benchmarks.run.calibrate`.
+
 Reads the result lines of benchmarks.run.attention and writes blocksparse_flash/explanation/calibration.json: for each
 GPU, backend, head_dim and direction the rates of the model in blocksparse_flash/explanation/prediction.py, by least
 squares on log(predicted / measured), so that short times count as much as long ones. A weak prior holds coefficients

@@ -1,4 +1,4 @@
-"""Speed of a decoding step: `python -m benchmarks.run.decode` on a CUDA GPU, one JSON line a figure.
+"""Speed of a decoding step: `python -m benchmarks.run.decode` on a CUDA GPU, one JSON line per figure.
 
 A few queries at the end of many keys, bf16, 32 query heads on 8 kv heads, head_dim 128: all keys ("dense"), or a layout
 shared by all heads ("sparse"): 128 sinks, a window of 1,024 tokens, 10 % of the blocks at random, causal. Peers:

@@ -1,4 +1,5 @@
-"""Training speed of transformers models with a layout: `python -m benchmarks.run.huggingface`, one JSON line a figure.
+"""Training speed of transformers models with a layout: `python -m benchmarks.run.huggingface`, a JSON line per figure.
+
 A step is forward, loss, backward and AdamW, in bfloat16 autocast, of GPT-2 small and BERT-large with random weights,
 longer sequences and no dropout. Baselines are transformers' "sdpa" and "eager"; first with the model's own attention
 (causal, dense), then with a layout, which the baselines get as a mask of every pair. Outputs are compared before

@@ -1,4 +1,5 @@
 """Bytes moved by attention over density: `python -m benchmarks.run.io` on a CUDA GPU, with Nsight Compute.
+
 Block-sparse FlashAttention moves Theta(N d + s N^2 d^2 / M) numbers between the large memory and a small one of M
 numbers, at a share s of stored blocks (FlashAttention, https://arxiv.org/abs/2205.14135, Proposition 4). Here these
 are the bytes between L2 and the SMs, with M the shared memory of a program. Device memory is counted as well; it moves

@@ -1,4 +1,5 @@
-"""Time and memory of building masks: `python -m benchmarks.run.masks`, one JSON line a figure.
+"""Time and memory of building masks: `python -m benchmarks.run.masks`, one JSON line per figure.
+
 Ours on one core: every family at 65,536 tokens, and three masks at 1,048,576. Peers, at shorter lengths:
 FlexAttention's create_block_mask, which evaluates every pair, eager and compiled, and a dense mask (a bool per pair,
 then any() over blocks). All masks are compared block by block before timing. Times are processor times of one thread,

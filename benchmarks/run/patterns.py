@@ -101,8 +101,10 @@ def random(length: int, *, density: float, block_size: int = BLOCK, seed: int = 
 
 
 def in_finer_blocks(pattern: Pattern, block_size: int, *, filled: float = 1.0, seed: int = 0) -> Pattern:
-    """The same mask in blocks of `block_size`; of each block a random share `filled` is stored, rounded so that the
-    total is exact."""
+    """The same mask in blocks of `block_size`, of which a random share `filled` is stored.
+
+    The share of each coarse block is rounded so that the total is exact.
+    """
     each_side = pattern.block_size // block_size
     count = np.diff((filled * each_side**2 * np.arange(pattern.nnz + 1)).round())[:, None]
     rank = np.random.default_rng(seed).random((pattern.nnz, each_side**2)).argsort(axis=1).argsort(axis=1)

@@ -1,4 +1,5 @@
-"""Speed of small calls: `python -m benchmarks.run.small` on a CUDA GPU, one JSON line a figure.
+"""Speed of small calls: `python -m benchmarks.run.small` on a CUDA GPU, one JSON line per figure.
+
 At 512 to 2,048 tokens a call takes more host time than GPU time, hence two clocks. "gpu" is GPU time: the GPU sleeps
 until the host has launched the whole call, with a cold L2 cache. "wall" is the wall clock over calls in a row, as in
 an eager model. All calls of a case take turns, so that host noise affects all alike.
