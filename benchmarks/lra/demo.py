@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -202,19 +201,6 @@ class Task(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def draw_layout(layout: BlockLayout, path: Path) -> None:
-    figure = Figure(figsize=(5, 5.4), layout="constrained")
-    axes = figure.add_subplot()
-    mask = layout.to_dense()[0, 0].cpu().numpy()
-    axes.imshow(mask, cmap=ListedColormap(["#f4f1ea", "#1f6f8b"]), interpolation="nearest")
-    axes.set_title(f"butterfly | local | global_tokens\n{layout.density:.1%} of the {BLOCK_SIZE}-token blocks")
-    axes.set_xlabel("keys")
-    axes.set_ylabel("queries")
-    axes.set_xticks(range(0, LENGTH + 1, 64))
-    axes.set_yticks(range(0, LENGTH + 1, 64))
-    figure.savefig(path, dpi=120)
-
-
 def draw_curve(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7, 4.4), layout="constrained")
     axes = figure.add_subplot()
@@ -268,7 +254,7 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     lightning.seed_everything(settings.seed, verbose=False)
     layout = build_layout(settings)
-    draw_layout(layout, out / "layout.png")
+    layout.plot().savefig(out / "layout.png", dpi=120)
     print(
         f"layout: butterfly | local | global_tokens, {LENGTH} tokens, block {BLOCK_SIZE}, density {layout.density:.3f}"
     )
