@@ -1,4 +1,4 @@
-"""torch.compile applied to the layers of a model."""
+"""Compilation of the layers of a model whose inputs vary in length."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash.nn import EncoderBlock, RotaryTable
-
-
-def compile_whole(block: EncoderBlock) -> None:
-    """Compiles a layer for one input shape. Equal layers share compiled code."""
-    block.compile(dynamic=False)
 
 
 def compile_around_attention(block: EncoderBlock) -> None:

@@ -21,7 +21,7 @@ from blocksparse_flash.nn import EncoderBlock
 
 from ..run import measure
 from .batches import Batch
-from .compiling import compile_around_attention, compile_whole
+from .compiling import compile_around_attention
 from .floors import pair_accuracy
 from .model import Architecture, Classifier, load_fitting
 from .scoring import Result, belongs, score
@@ -183,11 +183,13 @@ class Experiment(lightning.LightningModule):
         print(f"weights of {self.start}, of {found['task']}; new: {', '.join(fresh) or 'none'}")
 
     def _compile(self) -> None:
-        # images have a fixed length
-        fuse = compile_around_attention if self.task.grid is None else compile_whole
         for block in dict.fromkeys(self.model.encoder.blocks):
             assert isinstance(block, EncoderBlock)
-            fuse(block)
+            if self.task.grid is None:
+                compile_around_attention(block)
+            else:
+                # images have a fixed length; equal layers share compiled code
+                block.compile(dynamic=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"] = self.task.name

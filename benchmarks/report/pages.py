@@ -8,7 +8,6 @@ the plots in results/.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,17 +119,13 @@ def result_pages(lines: Lines) -> dict[str, str]:
     return {f"{name}.md": module.everything(lines[name]) for name, module in modules.items() if len(lines[name])}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result lines, tables and pictures")
-    parser.add_argument("--root", type=Path, default=ROOT, help="top folder of the pages whose sections are written")
-    options = parser.parse_args(arguments)
-    lines = read(options.results)
-    for page, text in written(options.root, lines).items():
-        (options.root / page).write_text(text, encoding="utf-8")
-    for name, text in result_pages(lines).items():
-        (options.results / name).write_text(text, encoding="utf-8")
+def main() -> None:
+    lines = read(RESULTS)
+    texts = {ROOT / page: text for page, text in written(ROOT, lines).items()}
+    texts |= {RESULTS / name: text for name, text in result_pages(lines).items()}
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
     for name, figure in plots.figures(lines).items():
         # no date and no version: equal lines give equal files
-        figure.savefig(options.results / f"{name}.png", dpi=100, metadata={"Software": None})
-        print(options.results / f"{name}.png")
+        figure.savefig(RESULTS / f"{name}.png", dpi=100, metadata={"Software": None})
+        print(RESULTS / f"{name}.png")
