@@ -70,6 +70,14 @@ def _blocks_of_128(pattern: Pattern, _shape: Shape) -> str | None:
     return None if pattern.block_size == BLOCK else f"takes blocks of {BLOCK} only"
 
 
+def _one_sequence(_pattern: Pattern, shape: Shape) -> str | None:
+    return None if shape.batch == 1 else "takes one sequence, not a batch"
+
+
+def _neighborhoods(pattern: Pattern, _shape: Shape) -> str | None:
+    return None if pattern.name == "neighborhood" else "has neighbourhoods only"
+
+
 def _tokens_first(function: Callable[..., Any], **options: Any) -> Call:
     """A call of a function of (batch, length, heads, head_dim), which may return a tuple that begins with out."""
 
@@ -271,20 +279,12 @@ def _natten(pattern: Pattern, _shape: Shape) -> Call:
     return _tokens_first(na1d, kernel_size=BLOCK * min(WINDOW_BLOCKS, len(pattern.blocks)), stride=BLOCK)
 
 
-def _refused_by_flashinfer(_pattern: Pattern, shape: Shape) -> str | None:
-    return None if shape.batch == 1 else "takes one sequence, not a batch"
-
-
-def _refused_by_natten(pattern: Pattern, _shape: Shape) -> str | None:
-    return None if pattern.name == "neighborhood" else "has neighbourhoods only"
-
-
 PACKAGES = (
     Peer("flash_attention_4", "cute", _blocks_of_128, _flash_attention_4, "flash_attn.cute", tokens_first=True),
-    Peer("flashinfer", "auto", _refused_by_flashinfer, _flashinfer, "flashinfer", tokens_first=True),
+    Peer("flashinfer", "auto", _one_sequence, _flashinfer, "flashinfer", tokens_first=True),
     Peer("block_sparse_attention", "cuda", _blocks_of_128, _block_sparse_attention, "block_sparse_attn", True),
     Peer("xformers", "auto", _dense_only, _xformers, "xformers", tokens_first=True),
-    Peer("natten", "auto", _refused_by_natten, _natten, "natten", tokens_first=True),
+    Peer("natten", "auto", _neighborhoods, _natten, "natten", tokens_first=True),
 )  # fmt: skip
 
 

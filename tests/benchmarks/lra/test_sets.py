@@ -121,7 +121,8 @@ def test_a_set_that_differs_from_the_recorded_one_is_refused(tmp_path: Path, mon
     table.write_text(json.dumps({"squares": {"test-1000": "0" * 64}}))
     with pytest.raises(ValueError, match="cannot be compared"):
         sets.make(Squares(), "test", 1000, root=tmp_path / "third")
-    assert sets.recorded(Squares(), "test", 999) is None
+    # nothing is recorded of another number of samples
+    assert not sets.check(Squares(), "test", sets.make(Squares(), "test", 999, root=tmp_path), root=tmp_path)
 
 
 @dataclass(frozen=True)
